@@ -1,0 +1,52 @@
+# Two commands for everyone: `make demo` and `make test`. Each sets itself up: a .venv here, versions pinned.
+PYTHON ?= $(shell sh requirements/find-python)
+VENV ?= .venv
+BIN := $(VENV)/bin
+PYVERSION := $(shell $(PYTHON) -c 'import sys; print("%d%d" % sys.version_info[:2])' 2>/dev/null)
+LOCK := requirements/py$(PYVERSION).txt
+JOBS ?= auto
+STAMP := $(VENV)/.ready
+
+.PHONY: demo test test-slow lint format bench docs setup lock clean
+
+demo: $(STAMP)
+	$(BIN)/anybatch demo
+
+test: $(STAMP)
+	$(BIN)/python -m pytest -n $(JOBS)
+
+test-slow: $(STAMP)
+	$(BIN)/python -m pytest -n $(JOBS) -m slow
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(STAMP)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(STAMP)
+	$(BIN)/python benchmarks/overhead.py
+
+docs: $(STAMP)
+	$(BIN)/python -m sphinx -W --keep-going -q docs docs/_build/html
+	@echo "Built docs/_build/html/index.html"
+
+setup: $(STAMP)
+
+# The lock pins every package for this Python; it is the same for everyone until `make lock` renews it.
+$(STAMP): pyproject.toml $(wildcard $(LOCK))
+	@test -n "$(PYVERSION)" || { echo "anybatch needs Python 3.11 or newer: install it, or name it, e.g. make test PYTHON=python3.12"; exit 1; }
+	@test -f $(LOCK) || { echo "No pinned versions for this Python ($(LOCK)): use 3.11, 3.12 or 3.13, e.g. make test PYTHON=python3.12"; exit 1; }
+	$(PYTHON) -m venv --clear $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r $(LOCK)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
+	@touch $@
+
+lock:
+	sh requirements/lock $(PYTHON) $(LOCK)
+
+clean:
+	rm -rf $(VENV) .venv-* docs/_build .pytest_cache .mypy_cache .ruff_cache

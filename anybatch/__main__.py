@@ -1,0 +1,18 @@
+"""The command `anybatch`, also `python -m anybatch`."""
+
+import sys
+
+
+def main() -> None:
+    """Runs the command line, or says which packages it needs."""
+    try:
+        from anybatch import cli
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.startswith("anybatch"):
+            raise
+        sys.exit(f'The command line needs the package {error.name}: pip install "anybatch[cli]"')
+    cli.app()
+
+
+if __name__ == "__main__":
+    main()

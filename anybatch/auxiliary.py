@@ -1,0 +1,120 @@
+"""How the aux outputs of the microbatches combine into those of the batch."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from anybatch.errors import InputError
+from anybatch.loss import TracedLoss
+
+REDUCTIONS = ("stack", "mean", "sum", "last")
+
+
+@dataclasses.dataclass(frozen=True)
+class Combination:
+    """What becomes of one output of the microbatches: "rows" along `axis`, or one of `REDUCTIONS`."""
+
+    kind: str
+    axis: int = 0
+
+
+def combine_aux(microbatch: TracedLoss, whole_batch: TracedLoss, aux_reduction: Any) -> list[Combination]:
+    """Decides for each aux leaf: rows are found out, the rest goes by `aux_reduction`.
+
+    A leaf has rows where one axis has the size of the microbatch at the microbatch, and the size of the
+    batch at the batch: two traces of the loss tell, so that no axis is mistaken for the batch because it
+    happens to have its length.
+
+    Raises:
+      InputError: where nothing says how a leaf combines, or what was said cannot be done.
+    """
+    _check_same_tree(microbatch, whole_batch)
+    declared = _declared_for_each_leaf(aux_reduction, microbatch.aux_tree)
+    combinations = []
+    for (name, small), (_, large), reduction in zip(microbatch.aux_avals, whole_batch.aux_avals, declared, strict=True):
+        sizes = (microbatch.num_examples, whole_batch.num_examples)
+        changed = [axis for axis in range(small.ndim) if small.shape[axis] != large.shape[axis]] if small.ndim == large.ndim else [-1]
+        if not changed:
+            combinations.append(_by_declaration(name, small, reduction))
+        elif len(changed) == 1 and (small.shape[changed[0]], large.shape[changed[0]]) == sizes:
+            combinations.append(Combination("rows", changed[0]))
+        else:
+            raise InputError(
+                "Every aux leaf must have one row for each example along one axis, or a shape that does not depend on the batch",
+                given=f"{name}: {_type(small)} for {sizes[0]} examples and {_type(large)} for {sizes[1]}",
+                remedy="Return it with an axis of its own for the examples, or reduce it over them, or leave it out.",
+            )
+    return combinations
+
+
+def check_remainder(microbatch: TracedLoss, remainder: TracedLoss, combinations: Sequence[Combination]) -> None:
+    """Checks that the ragged last microbatch has aux outputs that fit those of the others."""
+    _check_same_tree(microbatch, remainder)
+    for (name, small), (_, last), combination in zip(microbatch.aux_avals, remainder.aux_avals, combinations, strict=True):
+        expected = list(small.shape)
+        if combination.kind == "rows":
+            expected[combination.axis] = remainder.num_examples
+        if list(last.shape) != expected or last.dtype != small.dtype:
+            raise InputError(
+                "Every aux leaf must keep its type in the ragged last microbatch",
+                given=f"{name}: {_type(small)} for {microbatch.num_examples} examples and {_type(last)} for {remainder.num_examples}",
+                remedy="Use a microbatch_size that divides the batch, or leave that leaf out of aux.",
+            )
+
+
+def check_aux_reduction(aux_reduction: Any) -> None:
+    """Checks the names in `aux_reduction`, which can be done before any call."""
+    for leaf in jax.tree.leaves(aux_reduction):
+        if leaf not in REDUCTIONS:
+            raise InputError(
+                f"aux_reduction must be one of {', '.join(map(repr, REDUCTIONS))}, or a tree of them",
+                given=f"aux_reduction={aux_reduction!r}",
+                remedy='For example aux_reduction="mean", or aux_reduction={"accuracy": "mean", "tokens": "sum"}.',
+            )
+
+
+def _declared_for_each_leaf(aux_reduction: Any, aux_tree: Any) -> list[str | None]:
+    if aux_reduction is None:
+        return [None] * aux_tree.num_leaves
+    try:
+        return jax.tree.leaves(jax.tree.broadcast(aux_reduction, jax.tree.unflatten(aux_tree, [0] * aux_tree.num_leaves)))
+    except ValueError:
+        raise InputError(
+            "aux_reduction must be one name, or a tree of names that is a prefix of aux",
+            given=f"aux_reduction={aux_reduction!r} for aux {aux_tree}",
+            remedy='For example aux_reduction="mean", or aux_reduction={"accuracy": "mean", "tokens": "sum"}.',
+        ) from None
+
+
+def _by_declaration(name: str, aval: Any, reduction: str | None) -> Combination:
+    if reduction is None:
+        raise InputError(
+            "Every aux leaf that is not one row for each example needs an aux_reduction",
+            given=f"none for {name}, {_type(aval)}",
+            remedy="Say how the values of the microbatches combine: aux_reduction="
+            '"mean", "sum", "last" or "stack", for all leaves or as a tree like aux.',
+        )
+    numeric = aval.dtype != np.bool_ and not jax.dtypes.issubdtype(aval.dtype, jax.dtypes.extended)
+    if reduction == "sum" and not numeric or reduction == "mean" and not (numeric and jax.dtypes.issubdtype(aval.dtype, np.inexact)):
+        raise InputError(
+            f'aux_reduction="{reduction}" needs {"floating-point numbers" if reduction == "mean" else "numbers"}',
+            given=f"{name}, {_type(aval)}",
+            remedy='Cast that leaf in the loss, e.g. x.astype(jnp.float32), or use "stack" or "last".',
+        )
+    return Combination(reduction)
+
+
+def _check_same_tree(one: TracedLoss, other: TracedLoss) -> None:
+    if one.aux_tree != other.aux_tree:
+        raise InputError(
+            "aux must have the same tree for every number of examples",
+            given=f"for {one.num_examples} examples: {one.aux_tree}\nfor {other.num_examples} examples: {other.aux_tree}",
+            remedy="Return the same keys whatever the size of the batch.",
+        )
+
+
+def _type(aval: Any) -> str:
+    return aval.str_short()

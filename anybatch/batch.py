@@ -1,0 +1,90 @@
+"""Count, cut and reassemble a batch: the only code that reshapes one."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from anybatch.errors import InputError
+from anybatch.trees import describe, is_array
+
+
+@dataclasses.dataclass(frozen=True)
+class Cut:
+    """N examples as `whole` microbatches of `size` examples, and one of `remainder` at the end.
+
+    >>> cut = Cut(examples=11, size=4)
+    >>> cut.whole, cut.remainder
+    (2, 3)
+    """
+
+    examples: int
+    size: int
+
+    @property
+    def whole(self) -> int:
+        return self.examples // self.size
+
+    @property
+    def remainder(self) -> int:
+        return self.examples % self.size
+
+
+def count_examples(named_leaves: Sequence[tuple[str, Any]], batch_argnums: tuple[int, ...]) -> int:
+    """The number of examples that every leaf of the batch has along axis 0.
+
+    Raises:
+      InputError: where there is no array, a leaf without axis 0, or a disagreement; with a table of leaves.
+    """
+    if not named_leaves:
+        raise InputError(
+            "The batch needs at least one array",
+            given=f"no leaves in the argument at batch_argnums={_plain(batch_argnums)}",
+            remedy="Point batch_argnums at the argument that holds the examples, e.g. batch_argnums=1.",
+        )
+    if any(not is_array(leaf) or leaf.ndim == 0 for _, leaf in named_leaves):
+        raise InputError(
+            "Every leaf of the batch must be an array with examples along axis 0",
+            given=_table([(name, describe(leaf)) for name, leaf in named_leaves]),
+            remedy="Pass what is not per-example data as another argument, or close over it.",
+        )
+    if len({leaf.shape[0] for _, leaf in named_leaves}) > 1:
+        raise InputError(
+            "Every array in the batch needs the same number of examples along axis 0",
+            given=_table([(name, str(leaf.shape[0])) for name, leaf in named_leaves]),
+            remedy="If one of these is not per-example data, take it out of batch_argnums or close over it.",
+        )
+    return named_leaves[0][1].shape[0]
+
+
+def take(batch: Sequence[Any], start: Any, size: int) -> list[jax.Array]:
+    """`size` consecutive examples of every leaf, from `start`, which may be known at run time only.
+
+    A slice of the batch where it lies: cutting it beforehand by `reshape` would copy a ragged batch.
+    """
+    return [lax.dynamic_slice_in_dim(leaf, start, size) for leaf in batch]
+
+
+def join_rows(stacked: jax.Array, last: jax.Array | None, axis: int) -> jax.Array:
+    """Rows of all microbatches in the order of the batch.
+
+    Args:
+      stacked: the rows of the whole microbatches, which are numbered along axis 0.
+      last: the rows of the ragged last one, if there is one.
+      axis: where the rows are, in the array of one microbatch.
+    """
+    number, *shape = stacked.shape
+    shape[axis] *= number
+    rows = jnp.moveaxis(stacked, 0, axis).reshape(shape)
+    return rows if last is None else jnp.concatenate([rows, last], axis)
+
+
+def _table(rows: Sequence[tuple[str, str]]) -> str:
+    return "\n".join(f"{name}: {text}" for name, text in rows) + ("\n" if len(rows) == 1 else "")
+
+
+def _plain(argnums: tuple[int, ...]) -> int | tuple[int, ...]:
+    return argnums[0] if len(argnums) == 1 else argnums

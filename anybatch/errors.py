@@ -1,0 +1,41 @@
+"""What anybatch raises, and how it is worded.
+
+Every message has three parts: what must hold, what was given (by name, with its value), and the
+ways out, as code one can type.
+"""
+
+
+class AnybatchError(Exception):
+    """The base of every error that anybatch raises on purpose."""
+
+
+class InputError(AnybatchError, ValueError, TypeError):
+    """An argument that anybatch cannot work with, found before any work is done.
+
+    It is a `ValueError` and a `TypeError` at once. JAX raises the one for some of these mistakes and
+    the other for the rest; an `except` clause written for `jax.value_and_grad` goes on working.
+
+    Args:
+      must: what must hold, as a sentence without its full stop.
+      given: what was given instead, by name and with its value. Several lines become a table.
+      remedy: the ways out, as sentences with code that can be typed.
+    """
+
+    def __init__(self, must: str, *, given: str, remedy: str) -> None:
+        self.must, self.given, self.remedy = must, given, remedy
+        super().__init__(_three_parts(must, given, remedy))
+
+
+class NotAvailableError(AnybatchError, NotImplementedError):
+    """A documented option that this version does not have yet; the message says what to use instead."""
+
+    def __init__(self, option: str, *, remedy: str) -> None:
+        self.option, self.remedy = option, remedy
+        super().__init__(f"{option} is not available in this version of anybatch.\n{remedy}")
+
+
+def _three_parts(must: str, given: str, remedy: str) -> str:
+    if "\n" in given:
+        given = "\n" + "\n".join("    " + line for line in given.splitlines())
+        return f"{must}, got{given}\n{remedy}"
+    return f"{must}, got {given}.\n{remedy}"

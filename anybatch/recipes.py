@@ -1,0 +1,196 @@
+"""Four small programs, in plain JAX, that hold the whole idea.
+
+A gradient of a batch can be computed in one piece, example by example, microbatch by microbatch, or spread
+over devices; by linearity the answer is the same. Each recipe computes one thing in two of these ways, or in
+the one that saves memory. They are written to be read; `anybatch.value_and_grad` is the tool to use.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+from anybatch.errors import InputError
+
+
+def equivalent_two_ways(w: Any, x_batch: Any) -> jax.Array:
+    """The gradient of a sum is the sum of the gradients.
+
+    For `f(w, x) = (w x)²`, both are `2 w Σx²`: one gradient for each example and then their sum, as clipping
+    needs it; or one gradient of the summed loss, as training does it.
+
+    >>> equivalent_two_ways(3.0, [1.0, 2.0])  # 2 * 3 * (1 + 4)
+    Array([30., 30.], dtype=float32)
+
+    Args:
+      w: a number.
+      x_batch: the examples, numbers in an array of one axis.
+
+    Returns:
+      Both gradients, in an array of shape (2,).
+    """
+    w, x_batch = _scalar("w", w), _vector("x_batch", x_batch)
+
+    def f(w: jax.Array, x: jax.Array) -> jax.Array:
+        return (w * x) ** 2
+
+    def total(w: jax.Array) -> jax.Array:
+        return jax.vmap(f, in_axes=(None, 0))(w, x_batch).sum()
+
+    sum_of_gradients = jax.vmap(jax.grad(f), in_axes=(None, 0))(w, x_batch).sum()
+    gradient_of_sum = jax.grad(total)(w)
+    return jnp.stack([sum_of_gradients, gradient_of_sum])
+
+
+def microbatched_grads(w: Any, b: Any, x_full: Any, y_full: Any, n_microbatches: Any) -> jax.Array:
+    """The gradient of a batch, accumulated microbatch by microbatch: the memory of one, the sum of all.
+
+    The loss is `Σ(w x - y)²`, so the gradients of the microbatches add up. Were it a mean, each would have to
+    be weighted by its share of the examples.
+
+    >>> x, y = jnp.array([1.0, 2.0, 3.0, 4.0]), jnp.array([2.0, 4.0, 6.0, 8.0])
+    >>> microbatched_grads(1.0, 0.0, x, y, 2)  # Σ 2 x (x - 2x) = -2 Σx²
+    Array(-60., dtype=float32)
+
+    Args:
+      w: the parameter, a number.
+      b: not used.
+      x_full: the inputs, numbers in an array of one axis.
+      y_full: the targets, as many.
+      n_microbatches: how many equal microbatches to cut them into, in order. It must divide their number.
+
+    Returns:
+      The gradient with respect to `w`, a number.
+    """
+    del b
+    w, x_full, y_full = _scalar("w", w), _vector("x_full", x_full), _vector("y_full", y_full)
+    if len(x_full) != len(y_full):
+        raise InputError(
+            "x_full and y_full need the same number of examples",
+            given=f"{len(x_full)} and {len(y_full)}",
+            remedy="Pass one target for each input.",
+        )
+    n = _divisor("n_microbatches", n_microbatches, len(x_full))
+
+    def loss(w: jax.Array, x: jax.Array, y: jax.Array) -> jax.Array:
+        return jnp.sum((w * x - y) ** 2)
+
+    def add_one_microbatch(gradient: jax.Array, microbatch: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
+        return gradient + jax.grad(loss)(w, *microbatch), None
+
+    size = len(x_full) // n
+    microbatches = (x_full.reshape(n, size), y_full.reshape(n, size))
+    gradient, _ = jax.lax.scan(add_one_microbatch, jnp.zeros_like(w), microbatches)
+    return gradient
+
+
+def shard_map_vs_vmap(x: Any) -> jax.Array:
+    """The same function of each row, by rows spread over devices and by `vmap` on one.
+
+    `shard_map` hands each device its own rows of `x`; what the function does to a row is the same. No device
+    needs anything from another, so nothing is communicated.
+
+    >>> shard_map_vs_vmap([[1.0, 2.0], [3.0, 4.0]])
+    Array([[ 5., 25.],
+           [ 5., 25.]], dtype=float32)
+
+    Args:
+      x: an array of shape (B, d). All devices are used if their number divides B, and one otherwise.
+
+    Returns:
+      The sum of squares of each row, computed both ways, in an array of shape (2, B).
+    """
+    x = jnp.asarray(x, jnp.float32)
+    if x.ndim != 2:
+        raise InputError("x must have two axes, (B, d)", given=f"shape {x.shape}", remedy="Pass x.reshape(B, d).")
+
+    def sum_of_squares(row: jax.Array) -> jax.Array:
+        return jnp.sum(row**2)
+
+    each_row = jax.vmap(sum_of_squares)
+    devices = jax.devices()
+    devices = devices if len(x) % len(devices) == 0 else devices[:1]
+    mesh = jax.make_mesh((len(devices),), ("data",), (AxisType.Auto,), devices=devices)
+    spread = jax.shard_map(each_row, mesh=mesh, in_specs=P("data"), out_specs=P("data"))
+    return jnp.stack([spread(x), each_row(x)])
+
+
+def grad_accumulation_step(seed: Any, x_batches: Any, y_batches: Any, lr: Any) -> jax.Array:
+    """One optimizer step from the averaged gradients of two microbatches, in Flax and Optax.
+
+    Both gradients are taken at the initial parameters: a step in between would be another algorithm. The two
+    microbatches have the same size and the loss is a mean, so the average of their gradients is the gradient of all.
+
+    >>> x, y = jnp.ones((2, 4, 3)), jnp.zeros((2, 4))
+    >>> grad_accumulation_step(0, x, y, 0.1).shape
+    (1,)
+
+    Args:
+      seed: of the initial parameters, a whole number.
+      x_batches: the inputs of both microbatches, of shape (2, M, D).
+      y_batches: their targets, of shape (2, M).
+      lr: the learning rate.
+
+    Returns:
+      The loss of all 2M examples after the step, in an array of shape (1,).
+    """
+    try:
+        import flax.linen as nn
+        import optax
+        from flax.training.train_state import TrainState
+    except ImportError as error:
+        raise ImportError('grad_accumulation_step needs Flax and Optax: pip install "anybatch[train]"') from error
+
+    x_batches, y_batches = jnp.asarray(x_batches, jnp.float32), jnp.asarray(y_batches, jnp.float32)
+    if x_batches.ndim != 3 or x_batches.shape[0] != 2 or y_batches.shape != x_batches.shape[:2]:
+        raise InputError(
+            "x_batches must have shape (2, M, D) and y_batches (2, M)",
+            given=f"{x_batches.shape} and {y_batches.shape}",
+            remedy="Cut the batch in two, e.g. x.reshape(2, -1, x.shape[-1]) and y.reshape(2, -1).",
+        )
+
+    class Linear(nn.Module):
+        @nn.compact
+        def __call__(self, x: jax.Array) -> jax.Array:
+            return nn.Dense(1)(x)
+
+    def loss(params: Any, x: jax.Array, y: jax.Array) -> jax.Array:
+        predictions = model.apply(params, x).reshape(-1)
+        return jnp.mean((predictions - y) ** 2)
+
+    model = Linear()
+    params = model.init(jax.random.PRNGKey(int(seed)), x_batches[0])
+    state = TrainState.create(apply_fn=model.apply, params=params, tx=optax.sgd(_scalar("lr", lr)))
+    first, second = (jax.grad(loss)(state.params, x, y) for x, y in zip(x_batches, y_batches, strict=True))
+    average = jax.tree.map(lambda one, other: (one + other) / 2, first, second)
+    state = state.apply_gradients(grads=average)
+    return loss(state.params, x_batches.reshape(-1, x_batches.shape[-1]), y_batches.reshape(-1)).reshape(1)
+
+
+def _scalar(name: str, value: Any) -> jax.Array:
+    array = jnp.asarray(value, jnp.float32)
+    if array.ndim:
+        raise InputError(f"{name} must be a number", given=f"shape {array.shape}", remedy=f"Pass one, e.g. {name}=0.5.")
+    return array
+
+
+def _vector(name: str, value: Any) -> jax.Array:
+    array = jnp.asarray(value, jnp.float32)
+    if array.ndim != 1:
+        raise InputError(
+            f"{name} must have one axis, of examples", given=f"shape {array.shape}", remedy=f"Pass {name}.reshape(-1)."
+        )
+    return array
+
+
+def _divisor(name: str, value: Any, num_examples: int) -> int:
+    number = float(value)
+    if not (number >= 1 and number.is_integer() and num_examples % int(number) == 0):
+        raise InputError(
+            f"{name} must be a whole number of at least 1 that divides the number of examples",
+            given=f"{name}={value} for {num_examples} examples",
+            remedy=f"Choose a divisor of {num_examples}; anybatch.value_and_grad takes microbatches of any size.",
+        )
+    return int(number)

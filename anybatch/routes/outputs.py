@@ -1,0 +1,109 @@
+"""What becomes of the outputs of the microbatches: the loss, its weight, and the aux leaves.
+
+An output is carried through the loop as a running sum ("sum", "mean"), carried as its newest value
+("last"), or emitted by every microbatch ("rows", "stack").
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from anybatch import compat
+from anybatch.auxiliary import Combination
+from anybatch.batch import Cut, join_rows
+from anybatch.loss import TracedLoss
+
+CARRIED = ("sum", "mean", "last")
+
+
+def wide_dtype(dtype: Any, accumulator_dtype: Any) -> Any:
+    """The dtype in which values of `dtype` are summed: `accumulator_dtype`, unless that would be narrower."""
+    if accumulator_dtype is None or not jax.dtypes.issubdtype(dtype, jnp.inexact):
+        return dtype
+    if jnp.finfo(dtype).bits >= jnp.finfo(accumulator_dtype).bits:
+        return dtype
+    is_complex = jax.dtypes.issubdtype(dtype, jnp.complexfloating)
+    return jnp.complex128 if is_complex else accumulator_dtype
+
+
+def nonzero(weight: jax.Array) -> jax.Array:
+    """The weight, or 1 in the place of 0: no examples, no gradient."""
+    return jnp.where(weight == 0, jnp.ones_like(weight), weight)
+
+
+@dataclasses.dataclass(frozen=True)
+class Outputs:
+    """Combines the flat outputs of a loss: the loss itself or (total, weight), then the aux leaves."""
+
+    loss: TracedLoss
+    cut: Cut
+    combinations: Sequence[Combination]
+    accumulator_dtype: Any
+
+    @property
+    def weighted(self) -> bool:
+        return self.loss.num_heads == 2
+
+    def start(self, last: Sequence[Any] | None) -> list[Any]:
+        """The carry before the loop: the share of the ragged last microbatch, or zeros."""
+        zeros = [compat.zeros_of(aval, self._wide(aval.dtype)) for aval in self._select(self.loss.out_avals, CARRIED)]
+        return zeros if last is None else self._add(zeros, last, self.cut.remainder / self.cut.size)
+
+    def add(self, carry: Sequence[Any], outputs: Sequence[Any]) -> list[Any]:
+        """The carry after one more whole microbatch."""
+        return self._add(carry, outputs, 1)
+
+    def emitted(self, outputs: Sequence[Any]) -> list[Any]:
+        """What every microbatch leaves behind."""
+        return self._select(outputs, ("rows", "stack"))
+
+    def finish(self, carry: Sequence[Any], stacked: Sequence[Any], last: Sequence[Any] | None) -> list[Any]:
+        """The value of the loss and the aux leaves of the batch, in their own dtypes."""
+        carried, emitted = iter(carry), iter(stacked)
+        combined = []
+        for position, (how, aval) in enumerate(zip(self.combinations, self.loss.out_avals, strict=True)):
+            mine = None if last is None else last[position]
+            if how.kind == "rows":
+                combined.append(join_rows(next(emitted), mine, how.axis))
+            elif how.kind == "stack":
+                combined.append(join_rows(next(emitted)[:, None], None if mine is None else mine[None], 0))
+            elif how.kind == "last":
+                newest = next(carried)
+                combined.append(newest if mine is None else mine)
+            else:
+                total = next(carried)
+                combined.append((self.mean(total, carry) if how.kind == "mean" else total).astype(aval.dtype))
+        if self.weighted:
+            value = self.mean(carry[0], carry).astype(self.loss.out_avals[0].dtype)
+            combined[:2] = [value]
+        return combined
+
+    def mean(self, total: jax.Array, carry: Sequence[Any]) -> jax.Array:
+        """A sum over the microbatches, divided once: by their weights, or by their number and shares."""
+        if self.weighted:
+            return total / nonzero(carry[1]).astype(total.dtype)
+        return total / (self.cut.examples / self.cut.size)
+
+    def _add(self, carry: Sequence[Any], outputs: Sequence[Any], share: float) -> list[Any]:
+        added = []
+        kinds = self._select([how.kind for how in self.combinations], CARRIED)
+        for kind, old, new in zip(kinds, carry, self._select(outputs, CARRIED), strict=True):
+            if kind == "last":
+                added.append(new)
+                continue
+            new = new.astype(old.dtype)
+            if kind == "mean" and self.weighted:
+                new = new * outputs[1].astype(old.dtype)
+            elif kind == "mean" and share != 1:
+                new = new * share
+            added.append(old + new)
+        return added
+
+    def _select(self, values: Sequence[Any], kinds: Sequence[str]) -> list[Any]:
+        return [value for value, how in zip(values, self.combinations, strict=True) if how.kind in kinds]
+
+    def _wide(self, dtype: Any) -> Any:
+        return wide_dtype(dtype, self.accumulator_dtype)

@@ -1,0 +1,147 @@
+"""Microbatch by microbatch in one `lax.scan`, into one gradient buffer."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from anybatch.arguments import Arrays
+from anybatch.auxiliary import Combination
+from anybatch.batch import Cut, take
+from anybatch.loss import TracedLoss
+from anybatch.routes import in_place
+from anybatch.routes.outputs import Outputs, nonzero, wide_dtype
+
+
+@dataclasses.dataclass(frozen=True)
+class Microbatches:
+    """What to compute: the loss at the size of the microbatches, and how their outputs make those of the batch."""
+
+    cut: Cut
+    loss: TracedLoss
+    last_loss: TracedLoss | None  # at the size of the ragged last microbatch, if there is one
+    reduction: str  # "sum", "mean" or "weighted"
+    aux: Sequence[Combination]
+    accumulator_dtype: Any
+
+    @property
+    def outputs(self) -> Outputs:
+        head = Combination("mean" if self.reduction == "mean" else "sum")
+        return Outputs(self.loss, self.cut, [*[head] * self.loss.num_heads, *self.aux], self.accumulator_dtype)
+
+
+class Inputs(NamedTuple):
+    """All arrays that enter the computation. A pytree."""
+
+    consts: Sequence[Any]  # closed over by the loss
+    last_consts: Sequence[Any]  # closed over by the loss at the size of the last microbatch
+    arrays: Arrays
+
+
+def value_and_grad(microbatches: Microbatches, inputs: Inputs) -> tuple[Any, list[Any], list[Any]]:
+    """The value, the aux leaves and the gradient leaves of the batch.
+
+    Memory: one gradient in the accumulator's dtype and the temporaries of one microbatch, whatever the batch.
+    """
+    leaves, tree = jax.tree.flatten(inputs)
+
+    def accumulate(*flat: Any, mutate: bool) -> list[Any]:
+        return _accumulate(microbatches, jax.tree.unflatten(tree, flat), mutate)
+
+    flat_results = in_place.call(
+        lambda *flat: accumulate(*flat, mutate=True),
+        lambda *flat: accumulate(*flat, mutate=False),
+        *map(jnp.asarray, leaves),
+    )
+    num_grads = len(inputs.arrays.wrt)
+    value, *aux = flat_results[num_grads:]
+    return value, aux, flat_results[:num_grads]
+
+
+def _accumulate(microbatches: Microbatches, inputs: Inputs, mutate: bool) -> list[Any]:
+    """The gradient leaves, the value, the aux leaves; with `mutate`, the gradient is summed in references."""
+    cut, outputs, wrt = microbatches.cut, microbatches.outputs, inputs.arrays.wrt
+    wide = [wide_dtype(leaf.dtype, microbatches.accumulator_dtype) for leaf in wrt]
+    seed_of_weight = None
+    if microbatches.loss.weight_has_gradient:
+        seed_of_weight = -_forward_ratio(microbatches, inputs)
+
+    def backward(loss: TracedLoss, consts: Sequence[Any], start: Any) -> tuple[list[Any], Any, list[Any]]:
+        """One microbatch: its outputs, its pullback, and the cotangents to pull back."""
+
+        def forward(wide_wrt: list[Any]) -> tuple[list[Any], list[Any]]:
+            narrow = [leaf.astype(like.dtype) for leaf, like in zip(wide_wrt, wrt, strict=True)]
+            out = loss(consts, _microbatch(inputs.arrays._replace(wrt=narrow), start, loss.num_examples))
+            return out[: 1 if seed_of_weight is None else 2], out
+
+        # Widening what is differentiated makes autodiff itself add up in the wide dtype.
+        wide_wrt = [leaf.astype(dtype) for leaf, dtype in zip(wrt, wide, strict=True)]
+        heads, pullback, out = jax.vjp(forward, wide_wrt, has_aux=True)
+        seeds = [jnp.ones_like(heads[0])]
+        if seed_of_weight is not None:
+            seeds.append(jnp.ones_like(heads[1]) * seed_of_weight.astype(heads[1].dtype))
+        return out, pullback, seeds
+
+    # The ragged last microbatch comes first. Its gradient is where the accumulator starts, so that its share is
+    # applied in the wide dtype, and the whole microbatches, which share alike, are added as they are.
+    last: list[Any] | None = None
+    if microbatches.last_loss is None:
+        start = [jnp.zeros_like(leaf, dtype) for leaf, dtype in zip(wrt, wide, strict=True)]
+    else:
+        with jax.named_scope("anybatch_last_microbatch"):
+            last, pullback, seeds = backward(microbatches.last_loss, inputs.last_consts, cut.whole * cut.size)
+            (start,) = pullback(seeds)
+        if microbatches.reduction == "mean":
+            start = [grad * (cut.remainder / cut.size) for grad in start]
+    references = [jax.new_ref(leaf) for leaf in start] if mutate else None
+
+    def step(carry: Any, index: jax.Array) -> tuple[Any, list[Any]]:
+        sums, grads = carry
+        with jax.named_scope("anybatch_microbatch"):
+            out, pullback, seeds = backward(microbatches.loss, inputs.consts, index * cut.size)
+            if references is not None:
+                pullback.with_refs(references)(seeds)
+            else:
+                grads = jax.tree.map(jnp.add, grads, pullback(seeds)[0])
+        return (outputs.add(sums, out), grads), outputs.emitted(out)
+
+    carry = (outputs.start(last), None if mutate else start)
+    (sums, grads), emitted = lax.scan(step, carry, jnp.arange(cut.whole))
+    if references is not None:
+        grads = [jax.freeze(reference) for reference in references]
+    with jax.named_scope("anybatch_reduce"):
+        if microbatches.reduction != "sum":
+            grads = [outputs.mean(grad, sums) for grad in grads]
+        grads = [grad.astype(leaf.dtype) for grad, leaf in zip(grads, wrt, strict=True)]
+        return [*grads, *outputs.finish(sums, emitted, last)]
+
+
+def _forward_ratio(microbatches: Microbatches, inputs: Inputs) -> jax.Array:
+    """The value of a weighted loss, without gradients.
+
+    Where the weight moves with the parameters, d(T/W) = (dT - (T/W) dW) / W needs T/W before the first
+    gradient. This extra pass is the price; it sees the same keys, and so the same random numbers.
+    """
+    cut, dtype = microbatches.cut, microbatches.accumulator_dtype
+
+    def totals(loss: TracedLoss, consts: Sequence[Any], start: Any) -> list[Any]:
+        total, weight = loss(consts, _microbatch(inputs.arrays, start, loss.num_examples))[:2]
+        return [total.astype(wide_dtype(total.dtype, dtype)), weight.astype(wide_dtype(weight.dtype, dtype))]
+
+    def step(sums: list[Any], index: jax.Array) -> tuple[list[Any], None]:
+        return jax.tree.map(jnp.add, sums, totals(microbatches.loss, inputs.consts, index * cut.size)), None
+
+    sums = microbatches.outputs.start(None)[:2]
+    if microbatches.last_loss is not None:
+        sums = totals(microbatches.last_loss, inputs.last_consts, cut.whole * cut.size)
+    (total, weight), _ = lax.scan(step, sums, jnp.arange(cut.whole))
+    return total / nonzero(weight).astype(total.dtype)
+
+
+def _microbatch(arrays: Arrays, start: Any, size: int) -> Arrays:
+    """The arrays that a microbatch sees: its own examples, and keys of its own."""
+    keys = [jax.random.fold_in(key, start) for key in arrays.keys]
+    return arrays._replace(batch=take(arrays.batch, start, size), keys=keys)

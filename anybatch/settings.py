@@ -1,0 +1,121 @@
+"""The options of a gradient, checked when the loss is wrapped and before any work is done."""
+
+import dataclasses
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from anybatch import auxiliary
+from anybatch.arguments import Roles
+from anybatch.errors import InputError, NotAvailableError
+
+REDUCTIONS = ("infer", "sum", "mean", "weighted")
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """What a user asked of `value_and_grad`, known to be sound as far as that can be known before a call."""
+
+    roles: Roles
+    has_aux: bool
+    microbatch_size: int | None
+    reduction: str
+    aux_reduction: Any
+    accumulator_dtype: Any
+
+    @property
+    def weighted(self) -> bool:
+        return self.reduction == "weighted"
+
+    @property
+    def stacks_aux(self) -> bool:
+        return self.has_aux and "stack" in jax.tree.leaves(self.aux_reduction)
+
+    @classmethod
+    def of(
+        cls,
+        fun: Callable[..., Any],
+        *,
+        roles: Roles,
+        has_aux: bool,
+        microbatch_size: Any,
+        reduction: Any,
+        aux_reduction: Any,
+        accumulator_dtype: Any,
+        memory: Any,
+        mesh: Any,
+        on_coupled: Any,
+    ) -> "Settings":
+        """Checks the options.
+
+        Raises:
+          InputError: for a value that no version accepts.
+          NotAvailableError: for one that this version does not have.
+        """
+        if not callable(fun):
+            raise InputError(
+                "The loss must be a function",
+                given=f"fun={fun!r}",
+                remedy="Pass the function itself, not its result: value_and_grad(loss)(params, batch).",
+            )
+        _one_of("reduction", reduction, REDUCTIONS)
+        _one_of("on_coupled", on_coupled, ("exact", "error"))
+        auxiliary.check_aux_reduction(aux_reduction)
+        size = _microbatch_size(microbatch_size)
+        dtype = _accumulator_dtype(accumulator_dtype)
+        if memory is not None:
+            raise NotAvailableError(f"memory={memory!r}", remedy="Choose the size yourself, e.g. microbatch_size=8.")
+        if mesh is not None:
+            raise NotAvailableError("mesh=", remedy="Leave it out; the gradient is computed on one device.")
+        if size == "auto":
+            raise NotAvailableError(
+                'microbatch_size="auto"', remedy="Pass the number of examples at a time, e.g. microbatch_size=8, or None for the full batch."
+            )
+        if reduction == "infer" and size is not None:
+            raise NotAvailableError(
+                'reduction="infer"',
+                remedy='Say what the loss is over its examples: reduction="mean", reduction="sum", '
+                'or reduction="weighted" for a loss that returns (total, weight).',
+            )
+        return cls(roles, has_aux, size, reduction, aux_reduction, dtype)
+
+
+def _microbatch_size(given: Any) -> Any:
+    if given is None or (isinstance(given, str) and given == "auto"):
+        return given
+    try:
+        size = 0 if isinstance(given, bool) else operator.index(given)
+    except TypeError:
+        size = 0
+    if size < 1:
+        raise InputError(
+            'microbatch_size must be a whole number of at least 1, None or "auto"',
+            given=f"microbatch_size={given!r}",
+            remedy="Pass the number of examples at a time, e.g. microbatch_size=8, or None for the full batch.",
+        )
+    return size
+
+
+def _accumulator_dtype(given: Any) -> Any:
+    try:
+        if given is None or jax.dtypes.issubdtype(jnp.dtype(given), jnp.floating):
+            return given if given is None else jax.dtypes.canonicalize_dtype(given)
+    except TypeError:
+        pass
+    raise InputError(
+        "accumulator_dtype must be a floating-point dtype or None",
+        given=f"accumulator_dtype={given!r}",
+        remedy="Use accumulator_dtype=jnp.float32, or None to sum each gradient in its own dtype.",
+    )
+
+
+def _one_of(name: str, given: Any, choices: tuple[str, ...]) -> None:
+    if given not in choices:
+        raise InputError(
+            f"{name} must be one of {', '.join(map(repr, choices))}",
+            given=f"{name}={given!r}",
+            remedy=f'Choose one of them, e.g. {name}="{choices[-1]}".',
+        )
