@@ -52,14 +52,18 @@ class Roles:
 
         leaves: list[_Leaf] = []
         for position in positions["argnums"]:  # in the order given, which is the order of the gradients
-            leaves += [_Leaf(position, name, leaf, "wrt") for name, leaf in named_leaves(names[position], args[position])]
+            leaves += [
+                _Leaf(position, name, leaf, "wrt") for name, leaf in named_leaves(names[position], args[position])
+            ]
         for position, argument in enumerate(args):
             role = {"batch_argnums": "batch", "rng_argnums": "keys"}.get(role_of.get(position, ""), "rest")
             if role_of.get(position) != "argnums":
                 leaves += [_Leaf(position, name, leaf, role) for name, leaf in named_leaves(names[position], argument)]
         leaves += [_Leaf(None, name, leaf, "rest") for name, leaf in named_leaves("kwargs", kwargs)]
 
-        num_examples = batch.count_examples([(leaf.name, leaf.value) for leaf in leaves if leaf.role == "batch"], self.batch_argnums)
+        num_examples = batch.count_examples(
+            [(leaf.name, leaf.value) for leaf in leaves if leaf.role == "batch"], self.batch_argnums
+        )
         for leaf in leaves:
             _check(leaf)
         wrt_trees = [jax.tree.structure(args[position]) for position in positions["argnums"]]
@@ -155,7 +159,9 @@ def _positions(name: str, given: Any, *, may_be_empty: bool = False) -> tuple[in
         positions = tuple(operator.index(position) for position in several)
     except TypeError:
         positions = ()
-    if any(isinstance(position, bool) for position in several) or (not positions and not (may_be_empty and several == ())):
+    if any(isinstance(position, bool) for position in several) or (
+        not positions and not (may_be_empty and several == ())
+    ):
         raise InputError(
             f"{name} must be the position of an argument, or a tuple of positions",
             given=f"{name}={given!r}",

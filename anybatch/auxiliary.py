@@ -36,14 +36,18 @@ def combine_aux(microbatch: TracedLoss, whole_batch: TracedLoss, aux_reduction: 
     combinations = []
     for (name, small), (_, large), reduction in zip(microbatch.aux_avals, whole_batch.aux_avals, declared, strict=True):
         sizes = (microbatch.num_examples, whole_batch.num_examples)
-        changed = [axis for axis in range(small.ndim) if small.shape[axis] != large.shape[axis]] if small.ndim == large.ndim else [-1]
+        changed = (
+            [axis for axis in range(small.ndim) if small.shape[axis] != large.shape[axis]]
+            if small.ndim == large.ndim
+            else [-1]
+        )
         if not changed:
             combinations.append(_by_declaration(name, small, reduction))
         elif len(changed) == 1 and (small.shape[changed[0]], large.shape[changed[0]]) == sizes:
             combinations.append(Combination("rows", changed[0]))
         else:
             raise InputError(
-                "Every aux leaf must have one row for each example along one axis, or a shape that does not depend on the batch",
+                "Every aux leaf must have a row for each example along one axis, or a shape that is the same for any batch",
                 given=f"{name}: {_type(small)} for {sizes[0]} examples and {_type(large)} for {sizes[1]}",
                 remedy="Return it with an axis of its own for the examples, or reduce it over them, or leave it out.",
             )
@@ -53,14 +57,17 @@ def combine_aux(microbatch: TracedLoss, whole_batch: TracedLoss, aux_reduction: 
 def check_remainder(microbatch: TracedLoss, remainder: TracedLoss, combinations: Sequence[Combination]) -> None:
     """Checks that the ragged last microbatch has aux outputs that fit those of the others."""
     _check_same_tree(microbatch, remainder)
-    for (name, small), (_, last), combination in zip(microbatch.aux_avals, remainder.aux_avals, combinations, strict=True):
+    for (name, small), (_, last), combination in zip(
+        microbatch.aux_avals, remainder.aux_avals, combinations, strict=True
+    ):
         expected = list(small.shape)
         if combination.kind == "rows":
             expected[combination.axis] = remainder.num_examples
         if list(last.shape) != expected or last.dtype != small.dtype:
             raise InputError(
                 "Every aux leaf must keep its type in the ragged last microbatch",
-                given=f"{name}: {_type(small)} for {microbatch.num_examples} examples and {_type(last)} for {remainder.num_examples}",
+                given=f"{name}: {_type(small)} for {microbatch.num_examples} examples "
+                f"and {_type(last)} for {remainder.num_examples}",
                 remedy="Use a microbatch_size that divides the batch, or leave that leaf out of aux.",
             )
 
@@ -80,7 +87,9 @@ def _declared_for_each_leaf(aux_reduction: Any, aux_tree: Any) -> list[str | Non
     if aux_reduction is None:
         return [None] * aux_tree.num_leaves
     try:
-        return jax.tree.leaves(jax.tree.broadcast(aux_reduction, jax.tree.unflatten(aux_tree, [0] * aux_tree.num_leaves)))
+        return jax.tree.leaves(
+            jax.tree.broadcast(aux_reduction, jax.tree.unflatten(aux_tree, [0] * aux_tree.num_leaves))
+        )
     except ValueError:
         raise InputError(
             "aux_reduction must be one name, or a tree of names that is a prefix of aux",
@@ -97,8 +106,8 @@ def _by_declaration(name: str, aval: Any, reduction: str | None) -> Combination:
             remedy="Say how the values of the microbatches combine: aux_reduction="
             '"mean", "sum", "last" or "stack", for all leaves or as a tree like aux.',
         )
-    numeric = aval.dtype != np.bool_ and not jax.dtypes.issubdtype(aval.dtype, jax.dtypes.extended)
-    if reduction == "sum" and not numeric or reduction == "mean" and not (numeric and jax.dtypes.issubdtype(aval.dtype, np.inexact)):
+    kinds = {"mean": (np.inexact,), "sum": (np.inexact, np.integer)}.get(reduction)
+    if kinds is not None and not any(jax.dtypes.issubdtype(aval.dtype, kind) for kind in kinds):
         raise InputError(
             f'aux_reduction="{reduction}" needs {"floating-point numbers" if reduction == "mean" else "numbers"}',
             given=f"{name}, {_type(aval)}",
@@ -111,7 +120,7 @@ def _check_same_tree(one: TracedLoss, other: TracedLoss) -> None:
     if one.aux_tree != other.aux_tree:
         raise InputError(
             "aux must have the same tree for every number of examples",
-            given=f"for {one.num_examples} examples: {one.aux_tree}\nfor {other.num_examples} examples: {other.aux_tree}",
+            given="\n".join(f"for {loss.num_examples} examples: {loss.aux_tree}" for loss in (one, other)),
             remedy="Return the same keys whatever the size of the batch.",
         )
 

@@ -54,5 +54,25 @@ def abstract(array: Any, num_rows: int | None = None) -> jax.ShapeDtypeStruct:
 def zeros_of(aval: Any, dtype: Any) -> jax.Array:
     """Zeros of the shape of `aval` that vary over the same mesh axes, as the carry of a scan must."""
     zeros = jnp.zeros(aval.shape, dtype)
-    varying = getattr(getattr(aval, "manual_axis_type", None), "varying", frozenset())
+    varying: frozenset[str] = getattr(getattr(aval, "manual_axis_type", None), "varying", frozenset())
     return jax.lax.pcast(zeros, tuple(varying), to="varying") if varying else zeros
+
+
+def temporaries(compiled: Any) -> int:
+    """The bytes that a compiled program needs beside its arguments and results, as XLA reports them.
+
+    Its `peak_memory_in_bytes` is of no use on the CPU, where it is the same for every program.
+    """
+    return compiled.memory_analysis().temp_size_in_bytes
+
+
+def jit_is_disabled() -> bool:
+    """Whether the user runs under `jax.disable_jit()`."""
+    config: Any = jax.config
+    return config.jax_disable_jit
+
+
+def default_device() -> Any:
+    """Where arrays go that say nothing themselves: that of `jax.default_device(...)`, or None."""
+    config: Any = jax.config
+    return config.jax_default_device

@@ -1,6 +1,7 @@
 """`anybatch demo`: the four recipes, and one gradient at several microbatch sizes."""
 
 import dataclasses
+import itertools
 import statistics
 import time
 from collections.abc import Iterator
@@ -12,7 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 
-from anybatch import recipes
+from anybatch import compat, recipes
 from anybatch.gradient import value_and_grad
 
 WIDTHS = (784, 1024, 1024, 10)
@@ -62,7 +63,7 @@ def measure(examples: int, sizes: list[int | None]) -> Iterator[Measurement]:
             seconds.append(time.perf_counter() - start)
         yield Measurement(
             microbatch_size=size,
-            temporaries=compiled.memory_analysis().temp_size_in_bytes,
+            temporaries=compat.temporaries(compiled),
             seconds=statistics.median(seconds),
             difference=max(jax.tree.leaves(jax.tree.map(_difference, gradient, expected))),
         )
@@ -70,7 +71,7 @@ def measure(examples: int, sizes: list[int | None]) -> Iterator[Measurement]:
 
 def _problem(examples: int) -> tuple[Any, Any]:
     keys = iter(jax.random.split(jax.random.key(0), len(WIDTHS) + 1))
-    shapes = zip(WIDTHS[:-1], WIDTHS[1:], strict=True)
+    shapes = itertools.pairwise(WIDTHS)
     params = [jax.random.normal(next(keys), shape) * (2 / shape[0]) ** 0.5 for shape in shapes]
     images = jax.random.normal(next(keys), (examples, WIDTHS[0]))
     return params, {"image": images, "label": jax.random.randint(next(keys), (examples,), 0, WIDTHS[-1])}
@@ -109,7 +110,9 @@ def _recipe_table() -> Table:
 
 def _gradient_table(measured: list[Measurement], examples: int, memory_mib: int) -> Table:
     title = f"The gradient of {examples:,} examples, in {memory_mib} MiB"
-    table = Table(title=title, title_justify="left", caption=f"MLP {'-'.join(map(str, WIDTHS))}, float32, on the CPU or GPU above")
+    table = Table(
+        title=title, title_justify="left", caption=f"MLP {'-'.join(map(str, WIDTHS))}, float32, on the CPU or GPU above"
+    )
     for column in ("microbatch", "temporaries", "fits", "time", "difference"):
         table.add_column(column, justify="right")
     for row in measured:

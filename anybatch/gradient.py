@@ -112,7 +112,9 @@ def value_and_grad(
     return value_and_grad_fun
 
 
-def grad(fun: Callable[..., Any], argnums: int | tuple[int, ...] = 0, has_aux: bool = False, **options: Any) -> Callable[..., Any]:
+def grad(
+    fun: Callable[..., Any], argnums: int | tuple[int, ...] = 0, has_aux: bool = False, **options: Any
+) -> Callable[..., Any]:
     """`jax.grad`, microbatch by microbatch: `value_and_grad` without the value.
 
     >>> import jax.numpy as jnp, anybatch as ab
@@ -140,7 +142,9 @@ def grad(fun: Callable[..., Any], argnums: int | tuple[int, ...] = 0, has_aux: b
     return grad_fun
 
 
-def _compute(fun: Callable[..., Any], settings: Settings, arguments: Arguments, programs: Programs) -> tuple[Any, Any, Any]:
+def _compute(
+    fun: Callable[..., Any], settings: Settings, arguments: Arguments, programs: Programs
+) -> tuple[Any, Any, Any]:
     """The value, aux and gradient of one call."""
     examples, size = arguments.num_examples, settings.microbatch_size
     trace = functools.partial(trace_loss, fun, arguments, weighted=settings.weighted, has_aux=settings.has_aux)
@@ -161,7 +165,9 @@ def _compute(fun: Callable[..., Any], settings: Settings, arguments: Arguments, 
             combinations = auxiliary.combine_aux(loss, trace(examples), settings.aux_reduction)
             if last_loss is not None:
                 auxiliary.check_remainder(loss, last_loss, combinations)
-        microbatches = scan.Microbatches(cut, loss, last_loss, settings.reduction, combinations, settings.accumulator_dtype)
+        microbatches = scan.Microbatches(
+            cut, loss, last_loss, settings.reduction, combinations, settings.accumulator_dtype
+        )
         inputs = scan.Inputs(loss.consts, () if last_loss is None else last_loss.consts, arguments.arrays)
         compute = functools.partial(scan.value_and_grad, microbatches)
 
@@ -176,7 +182,9 @@ def _compute(fun: Callable[..., Any], settings: Settings, arguments: Arguments, 
     return value, jax.tree.unflatten(loss.aux_tree, rest[:num_aux]), arguments.as_gradient(rest[num_aux:])
 
 
-def _full_route(loss: Any, arguments: Arguments, *, fresh_keys: bool, stacked: list[bool]) -> tuple[Any, Callable[[Any], Any]]:
+def _full_route(
+    loss: Any, arguments: Arguments, *, fresh_keys: bool, stacked: list[bool]
+) -> tuple[Any, Callable[[Any], Any]]:
     def compute(inputs: Any) -> Any:
         consts, arrays = inputs
         if fresh_keys:

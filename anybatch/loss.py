@@ -48,7 +48,7 @@ class TracedLoss:
     @property
     def weight_has_gradient(self) -> bool:
         """Whether the weight of a weighted loss moves with what the gradient is taken with respect to."""
-        if self.num_heads == 1 or not np.issubdtype(self.out_avals[1].dtype, np.inexact):
+        if self.num_heads == 1 or not jax.dtypes.issubdtype(self.out_avals[1].dtype, np.inexact):
             return False
         avals = [variable.aval for variable in self.traced.jaxpr.invars]
         num_wrt = len(jax.tree.unflatten(self.arrays_tree, avals).wrt)
@@ -65,7 +65,9 @@ class TracedLoss:
         return any(pushed.inputs_used_by(0)[num_wrt : 2 * num_wrt])
 
 
-def trace_loss(fun: Callable[..., Any], arguments: Arguments, num_examples: int, *, weighted: bool, has_aux: bool) -> TracedLoss:
+def trace_loss(
+    fun: Callable[..., Any], arguments: Arguments, num_examples: int, *, weighted: bool, has_aux: bool
+) -> TracedLoss:
     """Traces `fun` at `num_examples` examples, and checks what it returns.
 
     Raises:
@@ -102,8 +104,9 @@ def _split(result: Any, weighted: bool, has_aux: bool) -> tuple[list[Any], Any]:
         raise InputError(
             'With reduction="weighted" the loss must return a pair (total, weight)',
             given=_shown(loss),
-            remedy="Return the sum over the examples and what to divide it by, e.g. (jnp.sum(losses * mask), jnp.sum(mask))"
-            + (", and aux beside that pair: ((total, weight), aux)." if has_aux else "."),
+            remedy="Return the sum over the examples and what to divide it by, e.g. "
+            "(jnp.sum(losses * mask), jnp.sum(mask))"
+            + (", aux beside it: ((total, weight), aux)." if has_aux else "."),
         )
     total = _scalar("The total of a weighted loss must be a scalar of real floating-point numbers", loss[0])
     return [total, _scalar("The weight of a weighted loss must be a scalar number", loss[1], integer=True)], aux
@@ -112,7 +115,11 @@ def _split(result: Any, weighted: bool, has_aux: bool) -> tuple[list[Any], Any]:
 def _scalar(must: str, value: Any, *, integer: bool = False) -> Any:
     kinds = (np.floating, np.integer) if integer else (np.floating,)
     is_number = is_array(value) or isinstance(value, (int, float) if integer else float)
-    if is_number and np.shape(value) == () and any(jax.dtypes.issubdtype(jax.dtypes.result_type(value), kind) for kind in kinds):
+    if (
+        is_number
+        and np.shape(value) == ()
+        and any(jax.dtypes.issubdtype(jax.dtypes.result_type(value), kind) for kind in kinds)
+    ):
         return value
     remedy = "Reduce it over the examples, e.g. jnp.mean(losses) or jnp.sum(losses)."
     if isinstance(value, tuple) and len(value) == 2:

@@ -7,6 +7,8 @@ from typing import Any
 
 import jax
 
+from anybatch import compat
+
 CAPACITY = 32
 
 
@@ -24,10 +26,14 @@ class Programs:
 
     def run(self, fun: Callable[..., list[Any]], *arrays: Any) -> list[Any]:
         """`fun(*arrays)`, compiled, for flat arrays. Inside another trace, simply `fun(*arrays)`."""
-        if jax.config.jax_disable_jit or any(isinstance(array, jax.core.Tracer) for array in arrays):
+        if compat.jit_is_disabled() or any(isinstance(array, jax.core.Tracer) for array in arrays):
             return fun(*arrays)
         lowered = jax.jit(lambda *flat: fun(*flat)).lower(*arrays)
-        key = (hashlib.sha256(lowered.as_text().encode()).digest(), tuple(map(_placement, arrays)), jax.config.jax_default_device)
+        key = (
+            hashlib.sha256(lowered.as_text().encode()).digest(),
+            tuple(map(_placement, arrays)),
+            compat.default_device(),
+        )
         if key not in self._kept:
             # The executable alone is kept: a function would keep alive the arrays that it closes over.
             self._kept[key] = lowered.compile()

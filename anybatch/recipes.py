@@ -157,8 +157,8 @@ def grad_accumulation_step(seed: Any, x_batches: Any, y_batches: Any, lr: Any) -
             return nn.Dense(1)(x)
 
     def loss(params: Any, x: jax.Array, y: jax.Array) -> jax.Array:
-        predictions = model.apply(params, x).reshape(-1)
-        return jnp.mean((predictions - y) ** 2)
+        predictions: Any = model.apply(params, x)
+        return jnp.mean((predictions.reshape(-1) - y) ** 2)
 
     model = Linear()
     params = model.init(jax.random.PRNGKey(int(seed)), x_batches[0])

@@ -72,7 +72,8 @@ class Settings:
             raise NotAvailableError("mesh=", remedy="Leave it out; the gradient is computed on one device.")
         if size == "auto":
             raise NotAvailableError(
-                'microbatch_size="auto"', remedy="Pass the number of examples at a time, e.g. microbatch_size=8, or None for the full batch."
+                'microbatch_size="auto"',
+                remedy="Pass the number of examples at a time, e.g. microbatch_size=8, or None for the full batch.",
             )
         if reduction == "infer" and size is not None:
             raise NotAvailableError(

@@ -1,7 +1,7 @@
 """Microbatch by microbatch in one `lax.scan`, into one gradient buffer."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -88,6 +88,7 @@ def _accumulate(microbatches: Microbatches, inputs: Inputs, mutate: bool) -> lis
     # The ragged last microbatch comes first. Its gradient is where the accumulator starts, so that its share is
     # applied in the wide dtype, and the whole microbatches, which share alike, are added as they are.
     last: list[Any] | None = None
+    start: list[Any]
     if microbatches.last_loss is None:
         start = [jnp.zeros_like(leaf, dtype) for leaf, dtype in zip(wrt, wide, strict=True)]
     else:
@@ -108,7 +109,7 @@ def _accumulate(microbatches: Microbatches, inputs: Inputs, mutate: bool) -> lis
                 grads = jax.tree.map(jnp.add, grads, pullback(seeds)[0])
         return (outputs.add(sums, out), grads), outputs.emitted(out)
 
-    carry = (outputs.start(last), None if mutate else start)
+    carry = (outputs.start(last), [] if mutate else start)
     (sums, grads), emitted = lax.scan(step, carry, jnp.arange(cut.whole))
     if references is not None:
         grads = [jax.freeze(reference) for reference in references]

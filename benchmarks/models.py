@@ -1,0 +1,110 @@
+"""The models that the benchmarks measure, in plain JAX: an MLP, and GPTs with layers unrolled or scanned."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+
+@dataclasses.dataclass(frozen=True)
+class GPT:
+    """A GPT with tied embeddings: float32 parameters, bfloat16 arithmetic, mean loss over tokens."""
+
+    layers: int
+    width: int
+    heads: int
+    context: int = 1024
+    vocabulary: int = 50304
+    scan_layers: bool = False
+
+    def init(self, key: jax.Array) -> Any:
+        d, keys = self.width, jax.random.split(key, 6)
+
+        def normal(key: jax.Array, *shape: int) -> jax.Array:
+            return 0.02 * jax.random.normal(key, shape, jnp.float32)
+
+        stacked = {
+            "norm1": jnp.ones((self.layers, d)),
+            "qkv": normal(keys[0], self.layers, d, 3 * d),
+            "project": normal(keys[1], self.layers, d, d),
+            "norm2": jnp.ones((self.layers, d)),
+            "up": normal(keys[2], self.layers, d, 4 * d),
+            "down": normal(keys[3], self.layers, 4 * d, d),
+        }
+        unrolled = [jax.tree.map(lambda leaf, i=i: leaf[i], stacked) for i in range(self.layers)]
+        return {
+            "embedding": normal(keys[4], self.vocabulary, d),
+            "position": normal(keys[5], self.context, d),
+            "blocks": stacked if self.scan_layers else unrolled,
+            "norm": jnp.ones((d,)),
+        }
+
+    def batch(self, key: jax.Array, examples: int) -> Any:
+        tokens = jax.random.randint(key, (examples, self.context + 1), 0, self.vocabulary)
+        return {"inputs": tokens[:, :-1], "targets": tokens[:, 1:]}
+
+    def loss(self, params: Any, batch: Any) -> jax.Array:
+        embedding = params["embedding"].astype(jnp.bfloat16)
+        hidden = embedding[batch["inputs"]] + params["position"].astype(jnp.bfloat16)
+        if self.scan_layers:
+            hidden, _ = jax.lax.scan(lambda h, block: (self._block(block, h), None), hidden, params["blocks"])
+        else:
+            for block in params["blocks"]:
+                hidden = self._block(block, hidden)
+        logits = (_norm(hidden, params["norm"]) @ embedding.T).astype(jnp.float32)
+        target = jnp.take_along_axis(logits, batch["targets"][..., None], axis=-1)[..., 0]
+        return jnp.mean(jax.nn.logsumexp(logits, axis=-1) - target)
+
+    def _block(self, block: Any, hidden: jax.Array) -> jax.Array:
+        block = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), block)
+        shape = (*hidden.shape[:-1], self.heads, self.width // self.heads)
+        q, k, v = (x.reshape(shape) for x in jnp.split(_norm(hidden, block["norm1"]) @ block["qkv"], 3, axis=-1))
+        implementation = "cudnn" if jax.default_backend() == "gpu" else "xla"
+        attended = jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation=implementation)
+        hidden = hidden + attended.reshape(hidden.shape) @ block["project"]
+        return hidden + jax.nn.gelu(_norm(hidden, block["norm2"]) @ block["up"]) @ block["down"]
+
+
+def _norm(hidden: jax.Array, scale: jax.Array) -> jax.Array:
+    wide = hidden.astype(jnp.float32)
+    wide = wide - wide.mean(axis=-1, keepdims=True)
+    wide = wide * jax.lax.rsqrt(jnp.mean(wide**2, axis=-1, keepdims=True) + 1e-5)
+    return wide.astype(hidden.dtype) * scale.astype(hidden.dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class MLP:
+    """A float32 MLP with a mean loss over the examples."""
+
+    widths: tuple[int, ...] = (512, 1024, 1024, 10)
+
+    def init(self, key: jax.Array) -> Any:
+        shapes = list(zip(self.widths[:-1], self.widths[1:], strict=True))
+        keys = jax.random.split(key, len(shapes))
+        return [jax.random.normal(k, shape) * shape[0] ** -0.5 for k, shape in zip(keys, shapes, strict=True)]
+
+    def batch(self, key: jax.Array, examples: int) -> Any:
+        return {
+            "x": jax.random.normal(key, (examples, self.widths[0])),
+            "y": jax.random.randint(key, (examples,), 0, self.widths[-1]),
+        }
+
+    def loss(self, params: Any, batch: Any) -> jax.Array:
+        hidden = batch["x"]
+        for weights in params[:-1]:
+            hidden = jnp.tanh(hidden @ weights)
+        log_probabilities = jax.nn.log_softmax(hidden @ params[-1])
+        return -jnp.mean(jnp.take_along_axis(log_probabilities, batch["y"][:, None], axis=1))
+
+
+# name -> (model, examples in the batch)
+MODELS: dict[str, tuple[Any, int]] = {
+    "mlp": (MLP(), 2048),
+    "gpt-tiny": (GPT(layers=4, width=128, heads=4, context=64, vocabulary=512), 64),
+    "gpt-tiny-scanned": (GPT(layers=4, width=128, heads=4, context=64, vocabulary=512, scan_layers=True), 64),
+    "gpt2": (GPT(layers=12, width=768, heads=12), 64),
+    "gpt2-scanned": (GPT(layers=12, width=768, heads=12, scan_layers=True), 64),
+    "gpt-1.3b": (GPT(layers=24, width=2048, heads=16), 16),
+    "gpt-1.3b-scanned": (GPT(layers=24, width=2048, heads=16, scan_layers=True), 16),
+}

@@ -1,0 +1,138 @@
+"""Is anybatch as fast and as lean as the best hand-written loop?
+
+    python benchmarks/overhead.py                            # CPU, about a minute; look at the memory, not the times
+    python benchmarks/overhead.py --accelerator              # one 80 GiB GPU, about ten minutes
+    python benchmarks/overhead.py gpt2:8 gpt-1.3b-scanned:1  # model:microbatch size
+
+Compiles each contestant, runs them in turn, and prints medians and ratios to the hand-written `lax.scan`.
+Expected: anybatch within 1.02 of its time, and at most its temporaries; less with layers in `lax.scan`.
+"""
+
+import argparse
+import dataclasses
+import gc
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from models import MODELS
+
+import anybatch as ab
+from anybatch import compat
+
+ON_CPU = ["mlp:128", "mlp:16", "gpt-tiny:8", "gpt-tiny-scanned:8"]
+ON_ACCELERATOR = [
+    *("gpt2:16", "gpt2:8", "gpt2:1", "gpt2-scanned:8"),
+    *("gpt-1.3b:4", "gpt-1.3b:1", "gpt-1.3b-scanned:4", "gpt-1.3b-scanned:1"),
+]
+
+
+def by_hand(loss: Callable[..., Any], size: int) -> Callable[..., Any]:
+    """What one writes without a library: equal microbatches, a scan, a sum, one division at the end."""
+
+    def value_and_grad(params: Any, batch: Any) -> Any:
+        examples = jax.tree.leaves(batch)[0].shape[0]
+        count = examples // size
+        microbatches = jax.tree.map(lambda leaf: leaf.reshape(count, size, *leaf.shape[1:]), batch)
+
+        def step(carry: Any, microbatch: Any) -> Any:
+            return jax.tree.map(jnp.add, carry, jax.value_and_grad(loss)(params, microbatch)), None
+
+        zero = (jnp.zeros(()), jax.tree.map(jnp.zeros_like, params))
+        total, _ = jax.lax.scan(step, zero, microbatches)
+        return jax.tree.map(lambda leaf: leaf / count, total)
+
+    return value_and_grad
+
+
+def by_optax(loss: Callable[..., Any], size: int) -> Callable[..., Any]:
+    """`optax.microbatching.microbatch` with its accumulator for means."""
+    from optax import microbatching
+
+    mean = microbatching.AccumulationType.MEAN
+    return microbatching.microbatch(jax.value_and_grad(loss), argnums=1, microbatch_size=size, accumulator=mean)
+
+
+def by_anybatch(loss: Callable[..., Any], size: int) -> Callable[..., Any]:
+    """One line."""
+    return ab.value_and_grad(loss, microbatch_size=size, reduction="mean")
+
+
+CONTESTANTS = {"by hand": by_hand, "optax": by_optax, "anybatch": by_anybatch}
+
+
+@dataclasses.dataclass
+class Result:
+    """One contestant's figures."""
+
+    compiled: Any
+    temporaries: int
+    compile_seconds: float
+    difference: float = 0.0
+    seconds: list[float] = dataclasses.field(default_factory=list)
+
+
+def measure(model: Any, examples: int, size: int, repeats: int) -> dict[str, Result]:
+    """Runs the contestants in turn, so that a change in the machine's mood touches all of them."""
+    params = jax.jit(model.init)(jax.random.key(0))
+    batch = model.batch(jax.random.key(1), examples)
+    results: dict[str, Result] = {}
+    reference = None
+    for name, make in CONTESTANTS.items():
+        try:
+            fun = make(model.loss, size)
+        except ImportError:
+            continue
+        start = time.perf_counter()
+        compiled = jax.jit(fun).lower(params, batch).compile()
+        results[name] = Result(compiled, compat.temporaries(compiled), time.perf_counter() - start)
+        _, gradient = jax.block_until_ready(compiled(params, batch))
+        reference = gradient if reference is None else reference
+        results[name].difference = max(
+            float(jnp.abs(x - y).max() / jnp.abs(y).max())
+            for x, y in zip(*map(jax.tree.leaves, (gradient, reference)), strict=True)
+        )
+        del gradient
+    for _ in range(repeats):
+        for result in results.values():
+            start = time.perf_counter()
+            jax.block_until_ready(result.compiled(params, batch))
+            result.seconds.append(time.perf_counter() - start)
+    return results
+
+
+def report(case: str, results: dict[str, Result]) -> None:
+    """Prints a table with ratios to the hand-written loop."""
+    hand = results["by hand"]
+    # Ratios of neighbours in time, then their median: steadier than a ratio of medians.
+    print(f"\n{case}\n  {'':10} {'time':>10} {'ratio':>7} {'temporaries':>14} {'ratio':>7} {'compile':>8} {'difference':>11}")
+    for name, result in results.items():
+        ratio = statistics.median(mine / its for mine, its in zip(result.seconds, hand.seconds, strict=True))
+        print(
+            f"  {name:10} {statistics.median(result.seconds) * 1e3:7.1f} ms {ratio:7.3f}"
+            f" {result.temporaries / 2**20:10.1f} MiB {result.temporaries / hand.temporaries:7.3f}"
+            f" {result.compile_seconds:6.1f} s {result.difference:11.1e}",
+            flush=True,
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("cases", nargs="*", help="model:microbatch size, models: " + ", ".join(MODELS))
+    parser.add_argument("--accelerator", action="store_true", help="the cases for a large GPU")
+    parser.add_argument("--repeats", type=int, default=10)
+    options = parser.parse_args()
+    device = jax.devices()[0]
+    print(f"{device.device_kind}, JAX {jax.__version__}")
+    for case in options.cases or (ON_ACCELERATOR if options.accelerator else ON_CPU):
+        name, size = case.split(":")
+        model, examples = MODELS[name]
+        report(f"{name}, {examples} examples, microbatch {size}", measure(model, examples, int(size), options.repeats))
+        gc.collect()
+
+
+if __name__ == "__main__":
+    main()

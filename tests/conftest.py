@@ -1,0 +1,19 @@
+"""Strict: eight devices, no silent promotion of dtypes or ranks, warnings are errors (pyproject.toml)."""
+
+import os
+
+os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import jax
+import pytest
+
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+jax.config.update("jax_numpy_rank_promotion", "raise")
+
+
+@pytest.fixture
+def float64():
+    """Runs a test in double precision, where an exact method shows errors of 1e-15 and a wrong one does not."""
+    with jax.enable_x64(True):
+        yield
