@@ -65,6 +65,9 @@ def take(batch: Sequence[Any], start: Any, size: int) -> list[jax.Array]:
 
     A slice of the batch where it lies: cutting it beforehand by `reshape` would copy a ragged batch.
     """
+    # Tied to `start`, the batch changes with each turn of the loop, as far as XLA can see. Otherwise it may cast
+    # the whole batch before the loop, instead of these rows in it (on the CPU, bfloat16 to float32).
+    batch, start = lax.optimization_barrier((list(batch), start))
     return [lax.dynamic_slice_in_dim(leaf, start, size) for leaf in batch]
 
 

@@ -24,7 +24,8 @@ class Traced:
     def __call__(self, consts: Sequence[Any], *arguments: Any) -> list[Any]:
         # Version 0.11 merged ClosedJaxpr into Jaxpr; pairing equations and constants is spelled the same.
         closed: Any = jex_core.ClosedJaxpr(self.jaxpr, tuple(consts))
-        return jex_core.jaxpr_as_fun(closed)(*arguments)
+        outputs = jex_core.jaxpr_as_fun(closed)(*arguments)
+        return [jnp.asarray(output) for output in outputs]  # those that were constants come as Python numbers
 
     def inputs_used_by(self, output: int) -> list[bool]:
         """Which arguments the given output is computed from, at any depth of nested functions."""
@@ -46,15 +47,16 @@ def abstract(array: Any, num_rows: int | None = None) -> jax.ShapeDtypeStruct:
     """The type of `array`; with `num_rows`, of that many of its rows."""
     aval = jax.typeof(array)
     shape = aval.shape if num_rows is None else (num_rows, *aval.shape[1:])
-    manual = getattr(aval, "manual_axis_type", None)
-    kwargs = {} if manual is None else {"manual_axis_type": manual}
-    return jax.ShapeDtypeStruct(shape, aval.dtype, weak_type=getattr(aval, "weak_type", False), **kwargs)
+    placement = {}
+    if not aval.sharding.mesh.empty:  # inside shard_map, or on a mesh with explicit axes
+        placement = {"sharding": aval.sharding, "manual_axis_type": aval.manual_axis_type}
+    return jax.ShapeDtypeStruct(shape, aval.dtype, weak_type=aval.weak_type, **placement)
 
 
 def zeros_of(aval: Any, dtype: Any) -> jax.Array:
     """Zeros of the shape of `aval` that vary over the same mesh axes, as the carry of a scan must."""
     zeros = jnp.zeros(aval.shape, dtype)
-    varying: frozenset[str] = getattr(getattr(aval, "manual_axis_type", None), "varying", frozenset())
+    varying = aval.manual_axis_type.varying
     return jax.lax.pcast(zeros, tuple(varying), to="varying") if varying else zeros
 
 

@@ -44,7 +44,10 @@ def images(key, num_examples, dtype):
     keys = jax.random.split(key, 3)
     return {
         "image": normal(keys[0], (num_examples, 5), dtype),
-        "target": (jax.random.randint(keys[1], (num_examples,), 0, 3), jax.random.bernoulli(keys[2], 0.7, (num_examples,))),
+        "target": (
+            jax.random.randint(keys[1], (num_examples,), 0, 3),
+            jax.random.bernoulli(keys[2], 0.7, (num_examples,)),
+        ),
     }
 
 

@@ -64,7 +64,9 @@ def test_low_precision_is_no_further_from_the_truth_than_the_full_batch(case, dt
 
 
 def _cast(tree, dtype):
-    return jax.tree.map(lambda x: np.asarray(x, dtype) if jnp.issubdtype(x.dtype, jnp.floating) else np.asarray(x), tree)
+    return jax.tree.map(
+        lambda x: np.asarray(x, dtype) if jnp.issubdtype(x.dtype, jnp.floating) else np.asarray(x), tree
+    )
 
 
 @pytest.mark.parametrize("accumulator_dtype, expected", [(jnp.float32, 4096.0), (None, 256.0)])
