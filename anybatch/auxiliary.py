@@ -47,7 +47,7 @@ def combine_aux(microbatch: TracedLoss, whole_batch: TracedLoss, aux_reduction: 
             combinations.append(Combination("rows", changed[0]))
         else:
             raise InputError(
-                "Every aux leaf must have a row for each example along one axis, or a shape that is the same for any batch",
+                "Every aux leaf must have a row for each example along one axis, or one shape for every batch",
                 given=f"{name}: {_type(small)} for {sizes[0]} examples and {_type(large)} for {sizes[1]}",
                 remedy="Return it with an axis of its own for the examples, or reduce it over them, or leave it out.",
             )

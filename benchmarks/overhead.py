@@ -108,9 +108,8 @@ def report(case: str, results: dict[str, Result]) -> None:
     """Prints a table with ratios to the hand-written loop."""
     hand = results["by hand"]
     # Ratios of neighbours in time, then their median: steadier than a ratio of medians.
-    print(
-        f"\n{case}\n  {'':10} {'time':>10} {'ratio':>7} {'temporaries':>14} {'ratio':>7} {'compile':>8} {'difference':>11}"
-    )
+    print(f"\n{case}")
+    print(f"  {'':10} {'time':>10} {'ratio':>7} {'temporaries':>14} {'ratio':>7} {'compile':>8} {'difference':>11}")
     for name, result in results.items():
         ratio = statistics.median(mine / its for mine, its in zip(result.seconds, hand.seconds, strict=True))
         print(

@@ -6,8 +6,8 @@ import re
 
 import chex
 import jax
-import jax.numpy as jnp
 import jax.monitoring
+import jax.numpy as jnp
 import numpy as np
 import pytest
 

@@ -5,9 +5,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from losses import LOSSES
 
 import anybatch as ab
-from losses import LOSSES
 
 SIZES = [1, 2, 3, 5, 6, 11, 12, 13, None]
 

@@ -1,0 +1,82 @@
+"""The floors of the house: imports only go down."""
+
+import ast
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+import anybatch
+
+PACKAGE = pathlib.Path(anybatch.__file__).parent
+
+# A module may import those of lower floors, and those before it in the list of its own floor.
+FLOORS = [
+    ["errors", "trees", "compat"],
+    ["batch", "arguments", "loss", "auxiliary"],
+    ["routes", "routes.outputs", "routes.in_place", "routes.full", "routes.scan"],
+    ["programs"],
+    ["settings", "gradient"],
+    ["recipes", "__init__"],
+    ["demo"],
+    ["cli", "__main__"],
+]
+ORDER = [module for floor in FLOORS for module in floor]
+
+
+def modules():
+    for path in sorted(PACKAGE.rglob("*.py")):
+        name = ".".join(path.relative_to(PACKAGE).with_suffix("").parts)
+        yield name.removesuffix(".__init__"), path
+
+
+def imports_of(path):
+    """The modules of the package that a file imports, at its top or inside a function."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+        else:
+            continue
+        for name in names:
+            name = "__init__" if name == "anybatch" and isinstance(node, ast.Import) else name.removeprefix("anybatch.")
+            if name in ORDER:
+                yield name
+
+
+def test_every_module_has_a_floor():
+    assert sorted(name for name, _ in modules()) == sorted(ORDER)
+
+
+@pytest.mark.parametrize("name, path", modules(), ids=[name for name, _ in modules()])
+def test_imports_only_go_down(name, path):
+    upwards = [other for other in imports_of(path) if ORDER.index(other) >= ORDER.index(name)]
+    assert not upwards
+
+
+def test_the_imports_are_seen():
+    """The control."""
+    found = set(imports_of(PACKAGE / "routes" / "scan.py"))
+    assert {"routes.in_place", "batch", "loss"} <= found
+
+
+@pytest.mark.parametrize("name, path", modules(), ids=[name for name, _ in modules()])
+def test_no_module_is_too_long_to_read(name, path):
+    assert len(path.read_text().splitlines()) <= 400
+
+
+def test_only_one_module_knows_versions():
+    offenders = [name for name, path in modules() if "jax.__version__" in path.read_text() and name != "demo"]
+    assert not offenders
+
+
+def test_the_core_needs_jax_and_numpy_only():
+    """Everything else is imported where it is used."""
+    program = "import sys, anybatch; print(*sorted({name.split('.')[0] for name in sys.modules}))"
+    loaded = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout.split()
+    assert not {"optax", "flax", "orbax", "rich", "typer", "matplotlib", "jinja2", "dp_accounting", "chex"} & set(
+        loaded
+    )
+    assert {"jax", "numpy"} <= set(loaded)
