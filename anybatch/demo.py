@@ -110,9 +110,7 @@ def _recipe_table() -> Table:
 
 def _gradient_table(measured: list[Measurement], examples: int, memory_mib: int) -> Table:
     title = f"The gradient of {examples:,} examples, in {memory_mib} MiB"
-    table = Table(
-        title=title, title_justify="left", caption=f"MLP {'-'.join(map(str, WIDTHS))}, float32, on the CPU or GPU above"
-    )
+    table = Table(title=title, title_justify="left", caption=f"MLP {'-'.join(map(str, WIDTHS))}, float32")
     for column in ("microbatch", "temporaries", "fits", "time", "difference"):
         table.add_column(column, justify="right")
     for row in measured:

@@ -26,9 +26,9 @@ ORDER = [module for floor in FLOORS for module in floor]
 
 
 def modules():
-    for path in sorted(PACKAGE.rglob("*.py")):
-        name = ".".join(path.relative_to(PACKAGE).with_suffix("").parts)
-        yield name.removesuffix(".__init__"), path
+    paths = sorted(PACKAGE.rglob("*.py"))
+    names = [".".join(path.relative_to(PACKAGE).with_suffix("").parts).removesuffix(".__init__") for path in paths]
+    return list(zip(names, paths, strict=True))
 
 
 def imports_of(path):
@@ -76,7 +76,6 @@ def test_the_core_needs_jax_and_numpy_only():
     """Everything else is imported where it is used."""
     program = "import sys, anybatch; print(*sorted({name.split('.')[0] for name in sys.modules}))"
     loaded = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout.split()
-    assert not {"optax", "flax", "orbax", "rich", "typer", "matplotlib", "jinja2", "dp_accounting", "chex"} & set(
-        loaded
-    )
+    extras = {"optax", "flax", "orbax", "rich", "typer", "matplotlib", "jinja2", "dp_accounting", "chex"}
+    assert not extras & set(loaded)
     assert {"jax", "numpy"} <= set(loaded)

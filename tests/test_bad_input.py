@@ -187,7 +187,7 @@ def test_rng_argnums_that_are_no_keys():
         (lambda w, x: jnp.sum(x).astype(jnp.int32), "int32[]"),
         (lambda w, x: {"loss": jnp.sum(w * x)}, "dict {'loss': float32[]}"),
         (lambda w, x: None, "NoneType None"),
-        (lambda w, x: jnp.sum(w * x) + 0j, "complex64[]"),
+        (lambda w, x: jnp.sum(w * x).astype(jnp.complex64), "complex64[]"),
     ],
 )
 def test_a_loss_that_is_no_scalar(result, shown):
@@ -270,7 +270,8 @@ def test_aux_of_another_tree_in_another_batch():
 
 def test_aux_that_is_no_array():
     assert aux_error(lambda w, x: {"name": "adam"}) == (
-        "Every leaf of aux must be an array or a number, got aux['name'] = 'adam'.\nLeave it out of what the loss returns."
+        "Every leaf of aux must be an array or a number, got aux['name'] = 'adam'.\n"
+        "Leave it out of what the loss returns."
     )
 
 

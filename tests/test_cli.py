@@ -22,7 +22,7 @@ def test_help_names_the_commands():
 
 
 def test_demo_is_readable_when_piped():
-    result = run("demo", "--examples", "600", "--memory", "5")
+    result = run("demo", "--examples", "600", "--memory", "6")
     assert result.returncode == 0, result.stderr
     assert "\x1b" not in result.stdout  # no colours, no cursor movements
     for recipe in ("equivalent_two_ways", "microbatched_grads", "shard_map_vs_vmap", "grad_accumulation_step"):
@@ -32,7 +32,7 @@ def test_demo_is_readable_when_piped():
     assert all(float(difference) < 1e-5 for *_, difference in rows)
     temporaries = [float(mebibytes) for _, mebibytes, *_ in rows]
     assert temporaries == sorted(temporaries, reverse=True)
-    assert [fits == "yes" for *_, fits, _ in rows] == [mebibytes <= 5 for mebibytes in temporaries]
+    assert [fits == "yes" for *_, fits, _ in rows] == [mebibytes <= 6 for mebibytes in temporaries]
     assert 'anybatch.value_and_grad(loss, microbatch_size=64, reduction="mean")(params, batch)' in result.stdout
 
 
