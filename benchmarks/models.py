@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 @dataclasses.dataclass(frozen=True)
 class GPT:
-    """A GPT with tied embeddings: float32 parameters, bfloat16 arithmetic, mean loss over tokens."""
+    """A GPT with tied embeddings: float32 or bfloat16 parameters, bfloat16 arithmetic, mean loss over tokens."""
 
     layers: int
     width: int
@@ -17,18 +17,22 @@ class GPT:
     context: int = 1024
     vocabulary: int = 50304
     scan_layers: bool = False
+    param_dtype: Any = jnp.float32
 
     def init(self, key: jax.Array) -> Any:
         d, keys = self.width, jax.random.split(key, 6)
 
         def normal(key: jax.Array, *shape: int) -> jax.Array:
-            return 0.02 * jax.random.normal(key, shape, jnp.float32)
+            return (0.02 * jax.random.normal(key, shape, jnp.float32)).astype(self.param_dtype)
+
+        def ones(*shape: int) -> jax.Array:
+            return jnp.ones(shape, self.param_dtype)
 
         stacked = {
-            "norm1": jnp.ones((self.layers, d)),
+            "norm1": ones(self.layers, d),
             "qkv": normal(keys[0], self.layers, d, 3 * d),
             "project": normal(keys[1], self.layers, d, d),
-            "norm2": jnp.ones((self.layers, d)),
+            "norm2": ones(self.layers, d),
             "up": normal(keys[2], self.layers, d, 4 * d),
             "down": normal(keys[3], self.layers, 4 * d, d),
         }
@@ -37,7 +41,7 @@ class GPT:
             "embedding": normal(keys[4], self.vocabulary, d),
             "position": normal(keys[5], self.context, d),
             "blocks": stacked if self.scan_layers else unrolled,
-            "norm": jnp.ones((d,)),
+            "norm": ones(d),
         }
 
     def batch(self, key: jax.Array, examples: int) -> Any:
@@ -105,6 +109,11 @@ MODELS: dict[str, tuple[Any, int]] = {
     "gpt-tiny-scanned": (GPT(layers=4, width=128, heads=4, context=64, vocabulary=512, scan_layers=True), 64),
     "gpt2": (GPT(layers=12, width=768, heads=12), 64),
     "gpt2-scanned": (GPT(layers=12, width=768, heads=12, scan_layers=True), 64),
+    "gpt2-bf16": (GPT(layers=12, width=768, heads=12, param_dtype=jnp.bfloat16), 64),
     "gpt-1.3b": (GPT(layers=24, width=2048, heads=16), 16),
     "gpt-1.3b-scanned": (GPT(layers=24, width=2048, heads=16, scan_layers=True), 16),
+    "gpt-1.3b-scanned-bf16": (
+        GPT(layers=24, width=2048, heads=16, scan_layers=True, param_dtype=jnp.bfloat16),
+        16,
+    ),
 }

@@ -27,11 +27,12 @@ ON_CPU = ["mlp:128", "mlp:16", "gpt-tiny:8", "gpt-tiny-scanned:8"]
 ON_ACCELERATOR = [
     *("gpt2:16", "gpt2:8", "gpt2:1", "gpt2-scanned:8"),
     *("gpt-1.3b:4", "gpt-1.3b:1", "gpt-1.3b-scanned:4", "gpt-1.3b-scanned:1"),
+    *("gpt2-bf16:8", "gpt-1.3b-scanned-bf16:1"),
 ]
 
 
 def by_hand(loss: Callable[..., Any], size: int) -> Callable[..., Any]:
-    """What one writes without a library: equal microbatches, a scan, a sum, one division at the end."""
+    """What one writes without a library: equal microbatches, a scan, a float32 sum, one division at the end."""
 
     def value_and_grad(params: Any, batch: Any) -> Any:
         examples = jax.tree.leaves(batch)[0].shape[0]
@@ -39,11 +40,12 @@ def by_hand(loss: Callable[..., Any], size: int) -> Callable[..., Any]:
         microbatches = jax.tree.map(lambda leaf: leaf.reshape(count, size, *leaf.shape[1:]), batch)
 
         def step(carry: Any, microbatch: Any) -> Any:
-            return jax.tree.map(jnp.add, carry, jax.value_and_grad(loss)(params, microbatch)), None
+            new = jax.value_and_grad(loss)(params, microbatch)
+            return jax.tree.map(lambda total, leaf: total + leaf.astype(total.dtype), carry, new), None
 
-        zero = (jnp.zeros(()), jax.tree.map(jnp.zeros_like, params))
-        total, _ = jax.lax.scan(step, zero, microbatches)
-        return jax.tree.map(lambda leaf: leaf / count, total)
+        zero = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), (jnp.zeros(()), params))
+        (value, grads), _ = jax.lax.scan(step, zero, microbatches)
+        return value / count, jax.tree.map(lambda leaf, like: (leaf / count).astype(like.dtype), grads, params)
 
     return value_and_grad
 

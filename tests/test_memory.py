@@ -55,8 +55,8 @@ def by_hand(loss, size):
             return jax.tree.map(lambda total, new: total + new.astype(total.dtype), carry, (value, grads)), None
 
         zero = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), params)
-        total, _ = jax.lax.scan(step, (jnp.zeros(()), zero), microbatches)
-        return jax.tree.map(lambda leaf: leaf / count, total)
+        (value, total), _ = jax.lax.scan(step, (jnp.zeros(()), zero), microbatches)
+        return value / count, jax.tree.map(lambda leaf, like: (leaf / count).astype(like.dtype), total, params)
 
     return value_and_grad
 
