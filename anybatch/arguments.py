@@ -93,11 +93,11 @@ class Arguments:
         """The array leaves. Python numbers, strings and the like are not among them: they stay constants."""
         return Arrays(*([leaf.value for leaf in self._dynamic(role)] for role in Arrays._fields))
 
-    def abstract_arrays(self, num_examples: int) -> Arrays:
+    def types(self, num_examples: int) -> Arrays:
         """The types of the array leaves, with that many examples in the batch."""
-        arrays = self.arrays
-        kept = {role: [compat.abstract(leaf) for leaf in getattr(arrays, role)] for role in ("wrt", "keys", "rest")}
-        return Arrays(batch=[compat.abstract(leaf, num_examples) for leaf in arrays.batch], **kept)
+        avals = jax.tree.map(jax.typeof, self.arrays)
+        kept = Arrays(*([compat.abstract(aval) for aval in leaves] for leaves in avals))
+        return kept._replace(batch=[compat.abstract(aval, num_examples) for aval in avals.batch])
 
     def call(self, fun: Callable[..., Any], arrays: Arrays) -> Any:
         """Calls the user's function with other arrays in the places of those given."""

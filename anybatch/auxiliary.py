@@ -75,7 +75,7 @@ def check_remainder(microbatch: TracedLoss, remainder: TracedLoss, combinations:
 def check_aux_reduction(aux_reduction: Any) -> None:
     """Checks the names in `aux_reduction`, which can be done before any call."""
     for leaf in jax.tree.leaves(aux_reduction):
-        if leaf not in REDUCTIONS:
+        if not isinstance(leaf, str) or leaf not in REDUCTIONS:
             raise InputError(
                 f"aux_reduction must be one of {', '.join(map(repr, REDUCTIONS))}, or a tree of them",
                 given=f"aux_reduction={aux_reduction!r}",
@@ -86,15 +86,19 @@ def check_aux_reduction(aux_reduction: Any) -> None:
 def _declared_for_each_leaf(aux_reduction: Any, aux_tree: Any) -> list[str | None]:
     if aux_reduction is None:
         return [None] * aux_tree.num_leaves
+
+    def is_none(leaf: Any) -> bool:
+        return leaf is None
+
     try:
-        return jax.tree.leaves(
-            jax.tree.broadcast(aux_reduction, jax.tree.unflatten(aux_tree, [0] * aux_tree.num_leaves))
-        )
+        aux = jax.tree.unflatten(aux_tree, [object()] * aux_tree.num_leaves)
+        return jax.tree.leaves(jax.tree.broadcast(aux_reduction, aux, is_leaf=is_none), is_leaf=is_none)
     except ValueError:
         raise InputError(
             "aux_reduction must be one name, or a tree of names that is a prefix of aux",
             given=f"aux_reduction={aux_reduction!r} for aux {aux_tree}",
-            remedy='For example aux_reduction="mean", or aux_reduction={"accuracy": "mean", "tokens": "sum"}.',
+            remedy='For example aux_reduction="mean", or aux_reduction={"accuracy": "mean", "logits": None} '
+            "with None for leaves that have a row for each example.",
         ) from None
 
 

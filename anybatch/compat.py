@@ -14,12 +14,9 @@ from jax.interpreters import partial_eval
 class Traced:
     """A function of flat arguments as JAX traced it, with the arrays it closed over made arguments."""
 
-    jaxpr: Any
-    consts: tuple[Any, ...]
-
-    @property
-    def out_avals(self) -> list[Any]:
-        return [variable.aval for variable in self.jaxpr.outvars]
+    jaxpr: Any  # without those arrays: a program that keeps it keeps no array alive
+    num_arguments: int
+    out_avals: list[Any]
 
     def __call__(self, consts: Sequence[Any], *arguments: Any) -> list[Any]:
         # Version 0.11 merged ClosedJaxpr into Jaxpr; pairing equations and constants is spelled the same.
@@ -27,25 +24,73 @@ class Traced:
         outputs = jex_core.jaxpr_as_fun(closed)(*arguments)
         return [jnp.asarray(output) for output in outputs]  # those that were constants come as Python numbers
 
+    @property
+    def arguments(self) -> list[Any]:
+        """The variables of the arguments. From 0.11 on, what was closed over may stand before them."""
+        return self.jaxpr.invars[len(self.jaxpr.invars) - self.num_arguments :]
+
+    @property
+    def has_effects(self) -> bool:
+        """Whether running it does anything beyond its results: prints, calls back, mutates."""
+        return bool(self.jaxpr.effects)
+
     def inputs_used_by(self, output: int) -> list[bool]:
         """Which arguments the given output is computed from, at any depth of nested functions."""
         wanted = [position == output for position in range(len(self.jaxpr.outvars))]
-        return partial_eval.dce_jaxpr(self.jaxpr, wanted, instantiate=False)[1]
+        used = partial_eval.dce_jaxpr(self.jaxpr, wanted, instantiate=False)[1]
+        return used[len(used) - self.num_arguments :]
+
+    def uses_dtype(self, dtype: Any) -> bool:
+        """Whether any value in it has that dtype, at any depth of nested functions."""
+        return _uses_dtype(self.jaxpr, dtype)
 
 
-def trace(fun: Callable[..., Sequence[Any]], *arguments: Any) -> Traced:
-    """Traces `fun` at flat arguments: arrays, tracers or abstract values.
+def trace(fun: Callable[..., Sequence[Any]], *arguments: Any) -> tuple[Traced, tuple[Any, ...]]:
+    """Traces `fun` at flat arguments: arrays, tracers or abstract values. Also returns what it closes over.
 
     The trace is never taken from JAX's caches, which go by the identity of a function: one that reads a
     global sees today's value of it.
     """
     closed = jax.make_jaxpr(lambda *flat: fun(*flat))(*arguments)
-    return Traced(getattr(closed, "jaxpr", closed), tuple(closed.consts))
+    consts = tuple(closed.consts)
+    opened = getattr(closed, "jaxpr", closed)
+    if getattr(opened, "consts", ()):  # from 0.11 on
+        opened = jex_core.Jaxpr(
+            opened.constvars, opened.invars, opened.outvars, opened.eqns, opened.effects, opened.debug_info
+        )
+    return Traced(opened, len(arguments), list(closed.out_avals)), consts
 
 
-def abstract(array: Any, num_rows: int | None = None) -> jax.ShapeDtypeStruct:
-    """The type of `array`; with `num_rows`, of that many of its rows."""
-    aval = jax.typeof(array)
+def nested_input(equation: Any, position: int) -> tuple[Any, Any] | None:
+    """The jaxpr inside an equation, and its variable for the operand at `position`.
+
+    None unless that variable stands for the operand and nothing else: a nested function's, or for a scan the
+    slices of an array that it scans over.
+    """
+    name, params = equation.primitive.name, equation.params
+    if name == "scan":
+        if "num_consts" in params:
+            first_scanned = params["num_consts"] + params["num_carry"]
+        else:  # from 0.11 on, a tree of (constants, carry, scanned)
+            first_scanned = sum(len(part) for part in params["ft_in"].unpack()[:2])
+        if position < first_scanned:
+            return None
+    elif name not in ("jit", "pjit", "remat2", "checkpoint"):
+        return None
+    inner = getattr(params["jaxpr"], "jaxpr", params["jaxpr"])
+    return (inner, inner.invars[position]) if len(inner.invars) == len(equation.invars) else None
+
+
+def _uses_dtype(jaxpr: Any, dtype: Any) -> bool:
+    variables = [*jaxpr.invars, *(output for equation in jaxpr.eqns for output in equation.outvars)]
+    if any(getattr(variable.aval, "dtype", None) == dtype for variable in variables):
+        return True
+    nested = (inner for equation in jaxpr.eqns for inner in jex_core.jaxprs_in_params(equation.params))
+    return any(_uses_dtype(getattr(inner, "jaxpr", inner), dtype) for inner in nested)
+
+
+def abstract(aval: Any, num_rows: int | None = None) -> jax.ShapeDtypeStruct:
+    """The type `aval`, as `jax.typeof` gives it, in the form that traces take; or that of `num_rows` rows of it."""
     shape = aval.shape if num_rows is None else (num_rows, *aval.shape[1:])
     placement = {}
     if not aval.sharding.mesh.empty:  # inside shard_map, or on a mesh with explicit axes
@@ -53,10 +98,15 @@ def abstract(array: Any, num_rows: int | None = None) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, aval.dtype, weak_type=aval.weak_type, **placement)
 
 
+def varying_axes(aval: Any) -> frozenset[str]:
+    """The mesh axes of the `shard_map` around us over which a value differs from device to device."""
+    return aval.manual_axis_type.varying
+
+
 def zeros_of(aval: Any, dtype: Any) -> jax.Array:
     """Zeros of the shape of `aval` that vary over the same mesh axes, as the carry of a scan must."""
     zeros = jnp.zeros(aval.shape, dtype)
-    varying = aval.manual_axis_type.varying
+    varying = varying_axes(aval)
     return jax.lax.pcast(zeros, tuple(varying), to="varying") if varying else zeros
 
 
@@ -68,13 +118,25 @@ def temporaries(compiled: Any) -> int:
     return compiled.memory_analysis().temp_size_in_bytes
 
 
-def jit_is_disabled() -> bool:
-    """Whether the user runs under `jax.disable_jit()`."""
+_CLEAN = jex_core.get_opaque_trace_state(convention="anybatch")
+
+
+def is_eager() -> bool:
+    """Whether we are outside every `jit`, `grad` and `vmap`, so that a call computes its result."""
     config: Any = jax.config
-    return config.jax_disable_jit
+    return not config.jax_disable_jit and jex_core.get_opaque_trace_state(convention="anybatch") == _CLEAN
 
 
 def default_device() -> Any:
     """Where arrays go that say nothing themselves: that of `jax.default_device(...)`, or None."""
     config: Any = jax.config
     return config.jax_default_device
+
+
+def program_key(lowered: Any) -> str | None:
+    """A text that spells out all that a lowered program computes, or None where something is hidden from it."""
+    config: Any = jax.config
+    text = lowered.as_text()
+    # A callback is a number in the text, and with this flag the arrays that a nested jit closes over are absent.
+    hidden = "callback" in text or getattr(config, "jax_use_simplified_jaxpr_constants", False)
+    return None if hidden else text

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 from anybatch import auxiliary
 from anybatch.arguments import Arguments, Roles
 from anybatch.batch import Cut
-from anybatch.loss import trace_loss
-from anybatch.programs import Programs
+from anybatch.loss import TracedLoss, trace_loss
+from anybatch.programs import PROGRAMS
 from anybatch.routes import full, scan
 from anybatch.settings import Settings
 
@@ -101,12 +101,11 @@ def value_and_grad(
         mesh=mesh,
         on_coupled=on_coupled,
     )
-    programs = Programs()
 
     @functools.wraps(fun)
     def value_and_grad_fun(*args: Any, **kwargs: Any) -> Any:
         arguments = settings.roles.sort(fun, args, kwargs)
-        value, aux, gradient = _compute(fun, settings, arguments, programs)
+        value, aux, gradient = _compute(fun, settings, arguments)
         return ((value, aux) if has_aux else value), gradient
 
     return value_and_grad_fun
@@ -142,33 +141,33 @@ def grad(
     return grad_fun
 
 
-def _compute(
-    fun: Callable[..., Any], settings: Settings, arguments: Arguments, programs: Programs
-) -> tuple[Any, Any, Any]:
+def _compute(fun: Callable[..., Any], settings: Settings, arguments: Arguments) -> tuple[Any, Any, Any]:
     """The value, aux and gradient of one call."""
     examples, size = arguments.num_examples, settings.microbatch_size
     trace = functools.partial(trace_loss, fun, arguments, weighted=settings.weighted, has_aux=settings.has_aux)
+    inputs: Any
+    compute: Callable[[Any], Any]
     if size is None or examples <= size:
-        loss = trace(examples)
+        loss, consts = trace(examples)
         stacked = [False] * loss.aux_tree.num_leaves
         if settings.stacks_aux:
             # One microbatch is stacked too; whether a leaf has rows shows only at another size.
-            combinations = auxiliary.combine_aux(loss, trace(examples + 1), settings.aux_reduction)
+            combinations = auxiliary.combine_aux(loss, trace(examples + 1)[0], settings.aux_reduction)
             stacked = [how.kind == "stack" for how in combinations]
-        inputs, compute = _full_route(loss, arguments, fresh_keys=size is not None, stacked=stacked)
+        inputs = (consts, arguments.arrays)
+        compute = functools.partial(_full_route, loss, fresh_keys=size is not None, stacked=stacked)
     else:
-        loss = trace(size)
+        loss, consts = trace(size)
         cut = Cut(examples, size)
-        last_loss = trace(cut.remainder) if cut.remainder else None
+        last_loss, last_consts = trace(cut.remainder) if cut.remainder else (None, ())
         combinations = []
         if settings.has_aux:
-            combinations = auxiliary.combine_aux(loss, trace(examples), settings.aux_reduction)
+            combinations = auxiliary.combine_aux(loss, trace(examples)[0], settings.aux_reduction)
             if last_loss is not None:
                 auxiliary.check_remainder(loss, last_loss, combinations)
-        microbatches = scan.Microbatches(
-            cut, loss, last_loss, settings.reduction, combinations, settings.accumulator_dtype
-        )
-        inputs = scan.Inputs(loss.consts, () if last_loss is None else last_loss.consts, arguments.arrays)
+        dtype = settings.accumulator_dtype
+        microbatches = scan.Microbatches(cut, loss, last_loss, settings.reduction, combinations, dtype)
+        inputs = scan.Inputs(consts, last_consts, arguments.arrays)
         compute = functools.partial(scan.value_and_grad, microbatches)
 
     leaves, tree = jax.tree.flatten(inputs)
@@ -178,18 +177,13 @@ def _compute(
         value, aux, grads = compute(jax.tree.unflatten(tree, flat))
         return [value, *aux, *grads]
 
-    value, *rest = programs.run(flat_compute, *leaves)
+    value, *rest = PROGRAMS.run(flat_compute, *leaves, has_effects=loss.traced.has_effects)
     return value, jax.tree.unflatten(loss.aux_tree, rest[:num_aux]), arguments.as_gradient(rest[num_aux:])
 
 
-def _full_route(
-    loss: Any, arguments: Arguments, *, fresh_keys: bool, stacked: list[bool]
-) -> tuple[Any, Callable[[Any], Any]]:
-    def compute(inputs: Any) -> Any:
-        consts, arrays = inputs
-        if fresh_keys:
-            arrays = arrays._replace(keys=[jax.random.fold_in(key, 0) for key in arrays.keys])
-        value, aux, grads = full.value_and_grad(loss, consts, arrays)
-        return value, [leaf[None] if stack else leaf for leaf, stack in zip(aux, stacked, strict=True)], grads
-
-    return (loss.consts, arguments.arrays), compute
+def _full_route(loss: TracedLoss, inputs: Any, *, fresh_keys: bool, stacked: list[bool]) -> tuple[Any, Any, Any]:
+    consts, arrays = inputs
+    if fresh_keys:
+        arrays = arrays._replace(keys=[jax.random.fold_in(key, 0) for key in arrays.keys])
+    value, aux, grads = full.value_and_grad(loss, consts, arrays)
+    return value, [leaf[None] if stack else leaf for leaf, stack in zip(aux, stacked, strict=True)], grads

@@ -1,6 +1,7 @@
 """The user's loss, traced at one number of examples and checked before any work is done."""
 
 import dataclasses
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,26 +11,27 @@ import numpy as np
 from anybatch import compat
 from anybatch.arguments import Arguments, Arrays
 from anybatch.errors import InputError
-from anybatch.trees import describe, is_array
+from anybatch.trees import describe, is_array, named_leaves
 
 
 @dataclasses.dataclass(frozen=True)
 class TracedLoss:
     """A loss at `num_examples` examples: a function of arrays alone, with the user's Python left behind.
 
-    Its outputs are flat: the loss (for a weighted loss: the total, then the weight), then the aux leaves.
+    Its outputs are flat: the loss (for a weighted loss: the total, then the weight), then the aux leaves. It
+    holds no arrays: those that the user's function closes over are its first argument.
     """
 
     traced: compat.Traced
-    arrays_tree: Any
+    const_types: list[Any]
+    types: Arrays
     num_examples: int
     num_heads: int  # 1, or 2 with a weight
     aux_tree: Any
+    aux_names: list[str]
 
-    @property
-    def consts(self) -> tuple[Any, ...]:
-        """The arrays that the loss closes over."""
-        return self.traced.consts
+    def __call__(self, consts: Sequence[Any], arrays: Arrays) -> list[Any]:
+        return self.traced(consts, *jax.tree.leaves(arrays))
 
     @property
     def out_avals(self) -> list[Any]:
@@ -38,60 +40,78 @@ class TracedLoss:
     @property
     def aux_avals(self) -> list[tuple[str, Any]]:
         """The types of the aux leaves, with their names."""
-        paths = jax.tree_util.tree_leaves_with_path(jax.tree.unflatten(self.aux_tree, range(self.aux_tree.num_leaves)))
-        names = ["aux" + jax.tree_util.keystr(path) for path, _ in paths]
-        return list(zip(names, self.out_avals[self.num_heads :], strict=True))
+        return list(zip(self.aux_names, self.out_avals[self.num_heads :], strict=True))
 
-    def __call__(self, consts: Sequence[Any], arrays: Arrays) -> list[Any]:
-        return self.traced(consts, *jax.tree.leaves(arrays))
+    @property
+    def value_dtype(self) -> Any:
+        """The dtype of the loss; for a weighted one, that of `total / weight`."""
+        if self.num_heads == 1:
+            return self.out_avals[0].dtype
+        total, weight = (jax.ShapeDtypeStruct((), aval.dtype, weak_type=aval.weak_type) for aval in self.out_avals[:2])
+        with jax.numpy_dtype_promotion("standard"):
+            return jax.eval_shape(operator.truediv, total, weight).dtype
+
+    @property
+    def weight_is_inexact(self) -> bool:
+        """Whether there is a weight that could have a gradient; a count has none."""
+        return self.num_heads == 2 and jax.dtypes.issubdtype(self.out_avals[1].dtype, np.inexact)
 
     @property
     def weight_has_gradient(self) -> bool:
         """Whether the weight of a weighted loss moves with what the gradient is taken with respect to."""
-        if self.num_heads == 1 or not jax.dtypes.issubdtype(self.out_avals[1].dtype, np.inexact):
+        if not self.weight_is_inexact:
             return False
-        avals = [variable.aval for variable in self.traced.jaxpr.invars]
-        num_wrt = len(jax.tree.unflatten(self.arrays_tree, avals).wrt)
+        num_wrt = len(self.types.wrt)
         if not any(self.traced.inputs_used_by(1)[:num_wrt]):
             return False
 
         # The weight is computed from them; a stop_gradient or a comparison may still cut every path.
-        def push(*flat: Any) -> list[Any]:
-            wrt, tangents, others = flat[:num_wrt], flat[num_wrt : 2 * num_wrt], flat[2 * num_wrt :]
-            return [jax.jvp(lambda *xs: self.traced(self.consts, *xs, *others)[1], wrt, tangents)[1]]
+        def push(tangents: list[Any], consts: list[Any], arrays: Arrays) -> Any:
+            return jax.jvp(lambda wrt: self(consts, arrays._replace(wrt=wrt))[1], (arrays.wrt,), (tangents,))[1]
 
-        types = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals]
-        pushed = compat.trace(push, *types[:num_wrt], *types[:num_wrt], *types[num_wrt:])
-        return any(pushed.inputs_used_by(0)[num_wrt : 2 * num_wrt])
+        leaves, tree = jax.tree.flatten((self.types.wrt, self.const_types, self.types))
+        pushed, _ = compat.trace(lambda *flat: [push(*jax.tree.unflatten(tree, flat))], *leaves)
+        return any(pushed.inputs_used_by(0)[:num_wrt])
 
 
 def trace_loss(
     fun: Callable[..., Any], arguments: Arguments, num_examples: int, *, weighted: bool, has_aux: bool
-) -> TracedLoss:
-    """Traces `fun` at `num_examples` examples, and checks what it returns.
+) -> tuple[TracedLoss, tuple[Any, ...]]:
+    """Traces `fun` at `num_examples` examples, and checks what it returns. Also returns what it closes over.
 
     Raises:
       InputError: where the loss is not a scalar of real numbers, or not of the form that was declared.
     """
-    arrays, arrays_tree = jax.tree.flatten(arguments.abstract_arrays(num_examples))
+    types = arguments.types(num_examples)
+    leaves, tree = jax.tree.flatten(types)
     aux_tree: Any = None
+    aux_names: list[str] = []
 
     def flat_loss(*flat: Any) -> list[Any]:
-        nonlocal aux_tree
-        result = arguments.call(fun, jax.tree.unflatten(arrays_tree, flat))
-        heads, aux = _split(result, weighted, has_aux)
-        leaves, aux_tree = jax.tree.flatten(aux)
-        _check_aux(aux)
-        return [*heads, *leaves]
+        nonlocal aux_tree, aux_names
+        heads, aux = _split(arguments.call(fun, jax.tree.unflatten(tree, flat)), weighted, has_aux)
+        named = named_leaves("aux", aux)
+        _check_aux(named)
+        aux_tree, aux_names = jax.tree.structure(aux), [name for name, _ in named]
+        return [*heads, *(leaf for _, leaf in named)]
 
-    traced = compat.trace(flat_loss, *arrays)
-    return TracedLoss(traced, arrays_tree, num_examples, 2 if weighted else 1, aux_tree)
+    try:
+        traced, consts = compat.trace(flat_loss, *leaves)
+    except Exception as error:
+        if num_examples != arguments.num_examples and not isinstance(error, InputError):
+            error.add_note(
+                f"This happened in the loss for {num_examples} of the {arguments.num_examples} examples. A microbatch "
+                "has fewer examples than the batch: the loss must take their number from its arguments."
+            )
+        raise
+    const_types = [compat.abstract(jax.typeof(const)) for const in consts]
+    return TracedLoss(traced, const_types, types, num_examples, 2 if weighted else 1, aux_tree, aux_names), consts
 
 
 def _split(result: Any, weighted: bool, has_aux: bool) -> tuple[list[Any], Any]:
     loss, aux = result, None
     if has_aux:
-        if not (isinstance(result, tuple) and len(result) == 2):
+        if not _is_pair(result):
             raise InputError(
                 "With has_aux=True the loss must return a pair (loss, aux)",
                 given=_shown(result),
@@ -100,7 +120,7 @@ def _split(result: Any, weighted: bool, has_aux: bool) -> tuple[list[Any], Any]:
         loss, aux = result
     if not weighted:
         return [_scalar("The loss must return a scalar of real floating-point numbers", loss)], aux
-    if not (isinstance(loss, tuple) and len(loss) == 2):
+    if not _is_pair(loss):
         raise InputError(
             'With reduction="weighted" the loss must return a pair (total, weight)',
             given=_shown(loss),
@@ -109,30 +129,44 @@ def _split(result: Any, weighted: bool, has_aux: bool) -> tuple[list[Any], Any]:
             + (", aux beside it: ((total, weight), aux)." if has_aux else "."),
         )
     total = _scalar("The total of a weighted loss must be a scalar of real floating-point numbers", loss[0])
-    return [total, _scalar("The weight of a weighted loss must be a scalar number", loss[1], integer=True)], aux
+    return [total, _weight(loss[1])], aux
 
 
-def _scalar(must: str, value: Any, *, integer: bool = False) -> Any:
-    kinds = (np.floating, np.integer) if integer else (np.floating,)
-    is_number = is_array(value) or isinstance(value, (int, float) if integer else float)
-    if (
-        is_number
-        and np.shape(value) == ()
-        and any(jax.dtypes.issubdtype(jax.dtypes.result_type(value), kind) for kind in kinds)
-    ):
+def _scalar(must: str, value: Any) -> Any:
+    if _is_number(value, (np.floating,)):
         return value
     remedy = "Reduce it over the examples, e.g. jnp.mean(losses) or jnp.sum(losses)."
-    if isinstance(value, tuple) and len(value) == 2:
+    if _is_pair(value):
         remedy = 'For a pair (loss, aux) pass has_aux=True; for a pair (total, weight) pass reduction="weighted".'
     raise InputError(must, given=_shown(value), remedy=remedy)
 
 
-def _check_aux(aux: Any) -> None:
-    for path, leaf in jax.tree_util.tree_leaves_with_path(aux):
+def _weight(value: Any) -> Any:
+    if _is_number(value, (np.floating, np.integer)):
+        return value
+    raise InputError(
+        "The weight of a weighted loss must be a scalar number",
+        given=_shown(value),
+        remedy="Add up the weights of the examples, e.g. jnp.sum(mask).",
+    )
+
+
+def _is_number(value: Any, kinds: tuple[Any, ...]) -> bool:
+    if not (is_array(value) or (isinstance(value, (int, float)) and not isinstance(value, bool))):
+        return False
+    return np.shape(value) == () and any(jax.dtypes.issubdtype(jax.dtypes.result_type(value), kind) for kind in kinds)
+
+
+def _is_pair(value: Any) -> bool:
+    return isinstance(value, (tuple, list)) and len(value) == 2
+
+
+def _check_aux(named: Sequence[tuple[str, Any]]) -> None:
+    for name, leaf in named:
         if not is_array(leaf) and not isinstance(leaf, (int, float, complex)):
             raise InputError(
                 "Every leaf of aux must be an array or a number",
-                given=f"aux{jax.tree_util.keystr(path)} = {leaf!r}",
+                given=f"{name} = {leaf!r}",
                 remedy="Leave it out of what the loss returns.",
             )
 

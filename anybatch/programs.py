@@ -2,6 +2,7 @@
 
 import collections
 import hashlib
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -9,7 +10,7 @@ import jax
 
 from anybatch import compat
 
-CAPACITY = 32
+CAPACITY = 128
 
 
 class Programs:
@@ -23,29 +24,36 @@ class Programs:
 
     def __init__(self) -> None:
         self._kept: collections.OrderedDict[Any, Callable[..., list[Any]]] = collections.OrderedDict()
+        self._lock = threading.Lock()
 
-    def run(self, fun: Callable[..., list[Any]], *arrays: Any) -> list[Any]:
+    def run(self, fun: Callable[..., list[Any]], *arrays: Any, has_effects: bool) -> list[Any]:
         """`fun(*arrays)`, compiled, for flat arrays. Inside another trace, simply `fun(*arrays)`."""
-        if compat.jit_is_disabled() or any(isinstance(array, jax.core.Tracer) for array in arrays):
+        if not compat.is_eager() or any(isinstance(array, jax.core.Tracer) for array in arrays):
             return fun(*arrays)
         lowered = jax.jit(lambda *flat: fun(*flat)).lower(*arrays)
-        key = (
-            hashlib.sha256(lowered.as_text().encode()).digest(),
-            tuple(map(_placement, arrays)),
-            compat.default_device(),
-        )
-        if key not in self._kept:
-            # The executable alone is kept: a function would keep alive the arrays that it closes over.
-            self._kept[key] = lowered.compile()
-        self._kept.move_to_end(key)
-        if len(self._kept) > CAPACITY:
-            self._kept.popitem(last=False)
-        return self._kept[key](*arrays)
+        text = None if has_effects else compat.program_key(lowered)
+        if text is None:
+            return lowered.compile()(*arrays)
+        key = (hashlib.sha256(text.encode()).digest(), tuple(map(_placement, arrays)), compat.default_device())
+        with self._lock:
+            program = self._kept.get(key)
+        # The executable alone is kept: a function would keep alive the arrays that it closes over.
+        program = lowered.compile() if program is None else program
+        with self._lock:
+            self._kept[key] = program
+            self._kept.move_to_end(key)
+            if len(self._kept) > CAPACITY:
+                self._kept.popitem(last=False)
+        return program(*arrays)
+
+
+# Shared, since programs go by what they compute: a wrapper made anew for each call does not compile for each call.
+PROGRAMS = Programs()
 
 
 def _placement(array: Any) -> Any:
     """What an executable expects of an argument beyond the types that its text spells out."""
     aval = jax.typeof(array)
     if isinstance(array, jax.Array):
-        return str(aval), getattr(aval, "weak_type", False), array.sharding, array.committed
-    return str(aval), getattr(aval, "weak_type", False)
+        return str(aval), aval.weak_type, array.sharding, array.committed
+    return str(aval), aval.weak_type

@@ -64,6 +64,12 @@ class Settings:
         _one_of("reduction", reduction, REDUCTIONS)
         _one_of("on_coupled", on_coupled, ("exact", "error"))
         auxiliary.check_aux_reduction(aux_reduction)
+        if aux_reduction is not None and not has_aux:
+            raise InputError(
+                "aux_reduction goes with has_aux=True",
+                given=f"aux_reduction={aux_reduction!r} and has_aux={has_aux!r}",
+                remedy="Pass has_aux=True for a loss that returns (loss, aux), or leave aux_reduction out.",
+            )
         size = _microbatch_size(microbatch_size)
         dtype = _accumulator_dtype(accumulator_dtype)
         if memory is not None:
@@ -114,7 +120,7 @@ def _accumulator_dtype(given: Any) -> Any:
 
 
 def _one_of(name: str, given: Any, choices: tuple[str, ...]) -> None:
-    if given not in choices:
+    if not isinstance(given, str) or given not in choices:
         raise InputError(
             f"{name} must be one of {', '.join(map(repr, choices))}",
             given=f"{name}={given!r}",

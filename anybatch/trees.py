@@ -17,7 +17,9 @@ def named_leaves(name: str, tree: Any) -> list[tuple[str, Any]]:
 
 def is_array(leaf: Any) -> bool:
     """Whether a leaf can be an input of a compiled program; Python numbers and strings are constants of it."""
-    return isinstance(leaf, (jax.Array, np.ndarray, np.generic)) or hasattr(leaf, "__jax_array__")
+    if isinstance(leaf, (jax.Array, np.ndarray, np.generic)):
+        return True
+    return hasattr(leaf, "__jax_array__") and hasattr(leaf, "shape") and hasattr(leaf, "dtype")
 
 
 def is_key(leaf: Any) -> bool:
@@ -35,6 +37,6 @@ def describe(leaf: Any) -> str:
     >>> describe(np.zeros((3, 2), np.float32)), describe("adam")
     ('float32[3,2]', "'adam'")
     """
-    if hasattr(leaf, "shape") and hasattr(leaf, "dtype"):
+    if is_array(leaf):
         return f"{leaf.dtype}[{','.join(map(str, leaf.shape))}]"
     return repr(leaf)

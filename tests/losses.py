@@ -84,6 +84,15 @@ def mlp_weight_of_params(params, batch):
     return jnp.sum(losses * weights), jnp.sum(weights)
 
 
+TEMPERATURE = jnp.asarray([1.5])
+
+
+def closure_and_weight_of_params(params, batch):
+    """Closes over an array, and the weight moves with the parameters."""
+    losses = mlp_losses(params, batch) / TEMPERATURE.astype(params["scale"].dtype)
+    return jnp.sum(losses * params["scale"]), jnp.sum(jnp.exp(params["scale"]) * jnp.ones_like(losses))
+
+
 def mlp_stopped_weight(params, batch):
     losses = mlp_losses(params, batch)
     weights = jax.lax.stop_gradient(jnp.exp(-losses))
@@ -144,6 +153,7 @@ LOSSES = [
     Case("mean_and_regulariser", mlp_regularised, "mean", mlp_params, images),
     Case("masked_mean", mlp_masked, "weighted", mlp_params, images),
     Case("weight_of_params", mlp_weight_of_params, "weighted", mlp_params, images),
+    Case("closure_and_weight_of_params", closure_and_weight_of_params, "weighted", mlp_params, images),
     Case("stopped_weight", mlp_stopped_weight, "weighted", mlp_params, images),
     Case("token_mean", token_mean, "weighted", token_params, tokens),
     Case("scanned_layers_remat", scanned_layers, "mean", scanned_params, images),

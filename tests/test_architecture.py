@@ -15,7 +15,7 @@ PACKAGE = pathlib.Path(anybatch.__file__).parent
 FLOORS = [
     ["errors", "trees", "compat"],
     ["batch", "arguments", "loss", "auxiliary"],
-    ["routes", "routes.outputs", "routes.in_place", "routes.full", "routes.scan"],
+    ["routes", "routes.outputs", "routes.in_place", "routes.references", "routes.full", "routes.scan"],
     ["programs"],
     ["settings", "gradient"],
     ["recipes", "__init__"],

@@ -4,10 +4,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from anybatch.arguments import Arrays
 from anybatch.loss import TracedLoss
-from anybatch.routes.outputs import nonzero
+from anybatch.routes.outputs import ratio, wide_dtype
 
 
 def value_and_grad(loss: TracedLoss, consts: Sequence[Any], arrays: Arrays) -> tuple[Any, list[Any], list[Any]]:
@@ -18,7 +19,8 @@ def value_and_grad(loss: TracedLoss, consts: Sequence[Any], arrays: Arrays) -> t
         if loss.num_heads == 1:
             return outputs[0], outputs[1:]
         total, weight, *aux = outputs
-        return total / nonzero(weight).astype(total.dtype), aux
+        wide = wide_dtype(loss.value_dtype, jnp.float32)
+        return ratio(total.astype(wide), weight.astype(wide)).astype(loss.value_dtype), aux
 
     (value, aux), grads = jax.value_and_grad(of_wrt, has_aux=True)(arrays.wrt)
     return value, aux, grads

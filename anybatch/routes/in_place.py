@@ -50,11 +50,12 @@ def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, jaxpr: Any, pure: F
     return jax.jvp(of_moving, tuple(primals[i] for i in moving), tuple(tangents[i] for i in moving))
 
 
-def _batch(arrays: Sequence[Any], axes: Sequence[Any], *, jaxpr: Any, pure: Function) -> tuple[list[Any], list[int]]:
-    outputs = jax.vmap(pure, in_axes=tuple(axes))(*arrays)
+def _batch(axis: Any, arrays: Sequence[Any], axes: Sequence[Any], *, jaxpr: Any, pure: Function) -> Any:
+    names = {"axis_name": axis.name, "axis_size": axis.size, "spmd_axis_name": axis.spmd_name}
+    outputs = jax.vmap(pure, in_axes=tuple(axes), **names)(*arrays)
     return outputs, [0] * len(outputs)
 
 
 mlir.register_lowering(_accumulate_p, _lower)
 ad.primitive_jvps[_accumulate_p] = _jvp
-batching.primitive_batchers[_accumulate_p] = _batch
+batching.fancy_primitive_batchers[_accumulate_p] = _batch

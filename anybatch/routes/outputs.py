@@ -29,9 +29,9 @@ def wide_dtype(dtype: Any, accumulator_dtype: Any) -> Any:
     return jnp.complex128 if is_complex else accumulator_dtype
 
 
-def nonzero(weight: jax.Array) -> jax.Array:
-    """The weight, or 1 in the place of 0: no examples, no gradient."""
-    return jnp.where(weight == 0, jnp.ones_like(weight), weight)
+def ratio(total: jax.Array, weight: jax.Array) -> jax.Array:
+    """`total / weight`, in the dtype of the total. A weight of 0 divides by 1: no examples, no gradient."""
+    return total / jnp.where(weight == 0, jnp.ones_like(weight), weight).astype(total.dtype)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,7 +49,11 @@ class Outputs:
 
     def start(self, last: Sequence[Any] | None) -> list[Any]:
         """The carry before the loop: the share of the ragged last microbatch, or zeros."""
-        zeros = [compat.zeros_of(aval, self._wide(aval.dtype)) for aval in self._select(self.loss.out_avals, CARRIED)]
+        kinds = self._select([how.kind for how in self.combinations], CARRIED)
+        zeros = [
+            compat.zeros_of(aval, aval.dtype if kind == "last" else self._wide(aval.dtype))
+            for kind, aval in zip(kinds, self._select(self.loss.out_avals, CARRIED), strict=True)
+        ]
         return zeros if last is None else self._add(zeros, last, self.cut.remainder / self.cut.size)
 
     def add(self, carry: Sequence[Any], outputs: Sequence[Any]) -> list[Any]:
@@ -77,14 +81,13 @@ class Outputs:
                 total = next(carried)
                 combined.append((self.mean(total, carry) if how.kind == "mean" else total).astype(aval.dtype))
         if self.weighted:
-            value = self.mean(carry[0], carry).astype(self.loss.out_avals[0].dtype)
-            combined[:2] = [value]
+            combined[:2] = [self.mean(carry[0], carry).astype(self.loss.value_dtype)]
         return combined
 
     def mean(self, total: jax.Array, carry: Sequence[Any]) -> jax.Array:
         """A sum over the microbatches, divided once: by their weights, or by their number and shares."""
         if self.weighted:
-            return total / nonzero(carry[1]).astype(total.dtype)
+            return ratio(total, carry[1])
         return total / (self.cut.examples / self.cut.size)
 
     def _add(self, carry: Sequence[Any], outputs: Sequence[Any], share: float) -> list[Any]:
@@ -96,7 +99,9 @@ class Outputs:
                 continue
             new = new.astype(old.dtype)
             if kind == "mean" and self.weighted:
-                new = new * outputs[1].astype(old.dtype)
+                weight = outputs[1].astype(old.dtype)
+                # A microbatch of weight 0 may well have a mean of 0/0, and 0 * NaN is NaN.
+                new = jnp.where(weight == 0, jnp.zeros_like(new), new * weight)
             elif kind == "mean" and share != 1:
                 new = new * share
             added.append(old + new)

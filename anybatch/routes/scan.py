@@ -1,6 +1,7 @@
 """Microbatch by microbatch in one `lax.scan`, into one gradient buffer."""
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -8,12 +9,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from anybatch import compat
 from anybatch.arguments import Arrays
 from anybatch.auxiliary import Combination
 from anybatch.batch import Cut, take
 from anybatch.loss import TracedLoss
-from anybatch.routes import in_place
-from anybatch.routes.outputs import Outputs, nonzero, wide_dtype
+from anybatch.routes import in_place, references
+from anybatch.routes.outputs import Outputs, ratio, wide_dtype
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,12 +29,13 @@ class Microbatches:
     aux: Sequence[Combination]
     accumulator_dtype: Any
 
-    @property
+    @functools.cached_property
     def outputs(self) -> Outputs:
+        """How the outputs of the microbatches combine."""
         head = Combination("mean" if self.reduction == "mean" else "sum")
         return Outputs(self.loss, self.cut, [*[head] * self.loss.num_heads, *self.aux], self.accumulator_dtype)
 
-    @property
+    @functools.cached_property
     def seeds_shares(self) -> bool:
         """Whether the shares of the microbatches in a mean are put into the cotangents, or divided out at the end.
 
@@ -40,6 +43,30 @@ class Microbatches:
         the loop made XLA hold 0.75 of 7 GiB more. But a narrow loss would round its share to 8 or 11 bits.
         """
         return self.reduction == "mean" and jnp.finfo(self.loss.out_avals[0].dtype).bits >= 32
+
+    @functools.cached_property
+    def weighs_first(self) -> bool:
+        """Whether the total weight must be known before the first gradient, at the price of a forward pass.
+
+        Usually the gradient of the total is divided by the weight at the end. Not so if the weight has a gradient
+        of its own; or if there is float16, in which an undivided gradient can overflow; or if, inside the user's
+        `shard_map`, JAX adds up over the devices gradients that have different weights.
+        """
+        if self.reduction != "weighted":
+            return False
+        weight, wrt = self.loss.out_avals[1], self.loss.types.wrt
+        uneven = any(compat.varying_axes(weight) - compat.varying_axes(jax.typeof(leaf)) for leaf in wrt)
+        return uneven or self.loss.traced.uses_dtype(jnp.float16) or self.loss.weight_has_gradient
+
+    @functools.cached_property
+    def written_in_place(self) -> list[bool]:
+        """Which gradients the backward pass may add to their accumulators by itself."""
+        return references.written_in_place(self.loss.traced, len(self.loss.types.wrt))
+
+    @property
+    def has_effects(self) -> bool:
+        """Whether the loss does anything beyond its results."""
+        return self.loss.traced.has_effects
 
 
 class Inputs(NamedTuple):
@@ -60,11 +87,14 @@ def value_and_grad(microbatches: Microbatches, inputs: Inputs) -> tuple[Any, lis
     def accumulate(*flat: Any, mutate: bool) -> list[Any]:
         return _accumulate(microbatches, jax.tree.unflatten(tree, flat), mutate)
 
-    flat_results = in_place.call(
-        lambda *flat: accumulate(*flat, mutate=True),
-        lambda *flat: accumulate(*flat, mutate=False),
-        *map(jnp.asarray, leaves),
-    )
+    if microbatches.has_effects:  # a primitive of our own would hide them
+        flat_results = accumulate(*leaves, mutate=False)
+    else:
+        flat_results = in_place.call(
+            lambda *flat: accumulate(*flat, mutate=True),
+            lambda *flat: accumulate(*flat, mutate=False),
+            *map(jnp.asarray, leaves),
+        )
     num_grads = len(inputs.arrays.wrt)
     value, *aux = flat_results[num_grads:]
     return value, aux, flat_results[:num_grads]
@@ -72,12 +102,11 @@ def value_and_grad(microbatches: Microbatches, inputs: Inputs) -> tuple[Any, lis
 
 def _accumulate(microbatches: Microbatches, inputs: Inputs, mutate: bool) -> list[Any]:
     """The gradient leaves, the value, the aux leaves; with `mutate`, the gradient is summed in references."""
-    cut, outputs, wrt = microbatches.cut, microbatches.outputs, inputs.arrays.wrt
+    cut, outputs, wrt = microbatches.cut, microbatches.outputs, [jnp.asarray(leaf) for leaf in inputs.arrays.wrt]
     wide = [wide_dtype(leaf.dtype, microbatches.accumulator_dtype) for leaf in wrt]
-    divides_at_end = microbatches.reduction != "sum" and not microbatches.seeds_shares
-    seed_of_weight = None
-    if microbatches.loss.weight_has_gradient:
-        seed_of_weight = -_forward_ratio(microbatches, inputs)
+    first_ratio = _forward_ratio(microbatches, inputs) if microbatches.weighs_first else None
+    shielded = functools.partial(references.shielded, written_in_place=microbatches.written_in_place)
+    num_heads = 2 if first_ratio is not None and microbatches.loss.weight_is_inexact else 1
 
     def backward(loss: TracedLoss, consts: Sequence[Any], start: Any) -> tuple[list[Any], Any, list[Any]]:
         """One microbatch: its outputs, its pullback, and the cotangents to pull back."""
@@ -85,18 +114,19 @@ def _accumulate(microbatches: Microbatches, inputs: Inputs, mutate: bool) -> lis
         def forward(wide_wrt: list[Any]) -> tuple[list[Any], list[Any]]:
             narrow = [leaf.astype(like.dtype) for leaf, like in zip(wide_wrt, wrt, strict=True)]
             out = loss(consts, _microbatch(inputs.arrays._replace(wrt=narrow), start, loss.num_examples))
-            return out[: 1 if seed_of_weight is None else 2], out
+            return out[:num_heads], out
 
         # Widening what is differentiated makes autodiff itself add up in the wide dtype.
         wide_wrt = [leaf.astype(dtype) for leaf, dtype in zip(wrt, wide, strict=True)]
-        heads, pullback, out = jax.vjp(forward, wide_wrt, has_aux=True)
+        heads, pullback, out = jax.vjp(shielded(forward) if mutate else forward, wide_wrt, has_aux=True)
         share = loss.num_examples / cut.examples if microbatches.seeds_shares else 1
         seeds = [jnp.full_like(heads[0], share)]
-        if seed_of_weight is not None:
-            seeds.append(jnp.ones_like(heads[1]) * seed_of_weight.astype(heads[1].dtype))
+        if first_ratio is not None:
+            seeds = [jnp.ones_like(head) * first_ratio[i].astype(head.dtype) for i, head in enumerate(heads)]
         return out, pullback, seeds
 
     # The ragged last microbatch comes first: its gradient is where the accumulator starts.
+    divides_at_end = microbatches.reduction != "sum" and not microbatches.seeds_shares and first_ratio is None
     last: list[Any] | None = None
     start: list[Any]
     if microbatches.last_loss is None:
@@ -107,22 +137,22 @@ def _accumulate(microbatches: Microbatches, inputs: Inputs, mutate: bool) -> lis
             (start,) = pullback(seeds)
         if divides_at_end and not outputs.weighted:
             start = [grad * (cut.remainder / cut.size) for grad in start]
-    references = [jax.new_ref(leaf) for leaf in start] if mutate else None
+    accumulators = [jax.new_ref(leaf) for leaf in start] if mutate else None
 
     def step(carry: Any, _: None) -> tuple[Any, list[Any]]:
         first, sums, grads = carry
         with jax.named_scope("anybatch_microbatch"):
             out, pullback, seeds = backward(microbatches.loss, inputs.consts, first)
-            if references is not None:
-                pullback.with_refs(references)(seeds)
+            if accumulators is not None:
+                pullback.with_refs(accumulators)(seeds)
             else:
                 grads = jax.tree.map(jnp.add, grads, pullback(seeds)[0])
         return (first + cut.size, outputs.add(sums, out), grads), outputs.emitted(out)
 
     carry = (jnp.zeros((), jnp.int32), outputs.start(last), [] if mutate else start)
     (_, sums, grads), emitted = lax.scan(step, carry, length=cut.whole)
-    if references is not None:
-        grads = [jax.freeze(reference) for reference in references]
+    if accumulators is not None:
+        grads = [jax.freeze(accumulator) for accumulator in accumulators]
     with jax.named_scope("anybatch_reduce"):
         if divides_at_end:
             grads = [outputs.mean(grad, sums) for grad in grads]
@@ -130,17 +160,16 @@ def _accumulate(microbatches: Microbatches, inputs: Inputs, mutate: bool) -> lis
         return [*grads, *outputs.finish(sums, emitted, last)]
 
 
-def _forward_ratio(microbatches: Microbatches, inputs: Inputs) -> jax.Array:
-    """The value of a weighted loss, without gradients.
+def _forward_ratio(microbatches: Microbatches, inputs: Inputs) -> list[jax.Array]:
+    """The derivatives of `total / weight` with respect to both, from a pass without gradients.
 
-    Where the weight moves with the parameters, d(T/W) = (dT - (T/W) dW) / W needs T/W before the first
-    gradient. This extra pass is the price; it sees the same keys, and so the same random numbers.
+    It sees the same keys as the pass that follows, and so the same random numbers.
     """
     cut, dtype = microbatches.cut, microbatches.accumulator_dtype
 
     def totals(loss: TracedLoss, consts: Sequence[Any], start: Any) -> list[Any]:
-        total, weight = loss(consts, _microbatch(inputs.arrays, start, loss.num_examples))[:2]
-        return [total.astype(wide_dtype(total.dtype, dtype)), weight.astype(wide_dtype(weight.dtype, dtype))]
+        heads = loss(consts, _microbatch(inputs.arrays, start, loss.num_examples))[:2]
+        return [head.astype(wide_dtype(head.dtype, dtype)) for head in heads]
 
     def step(carry: Any, _: None) -> tuple[Any, None]:
         first, sums = carry
@@ -150,7 +179,9 @@ def _forward_ratio(microbatches: Microbatches, inputs: Inputs) -> jax.Array:
     if microbatches.last_loss is not None:
         sums = totals(microbatches.last_loss, inputs.last_consts, cut.whole * cut.size)
     (_, (total, weight)), _ = lax.scan(step, (jnp.zeros((), jnp.int32), sums), length=cut.whole)
-    return total / nonzero(weight).astype(total.dtype)
+    value = ratio(total, weight)
+    # A weight of 0 is replaced by a constant, which has no gradient.
+    return [ratio(jnp.ones_like(total), weight), jnp.where(weight == 0, jnp.zeros_like(value), -ratio(value, weight))]
 
 
 def _microbatch(arrays: Arrays, start: Any, size: int) -> Arrays:

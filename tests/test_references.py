@@ -1,0 +1,144 @@
+"""Gradients are written in place only where JAX does it right, and are right everywhere."""
+
+import chex
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+
+import anybatch as ab
+from anybatch import compat
+from anybatch.routes import references
+
+W = jax.random.uniform(jax.random.key(0), (3, 3), minval=0.5, maxval=1.5)
+X = jax.random.uniform(jax.random.key(1), (8, 3), minval=0.5, maxval=1.5)
+
+
+def layers(w, x, body):
+    return jnp.mean(lax.scan(body, x, jnp.stack([w, 2 * w]))[0])
+
+
+def scanned(w, x):
+    """Scans over the parameter itself, as a stack of layers: here of rows."""
+    return jnp.mean(lax.scan(lambda h, row: (jnp.tanh(h * row[None, :]), None), x, w)[0])
+
+
+def scanned_remat(w, x):
+    layer = jax.checkpoint(lambda h, row: jnp.tanh(h * jnp.tanh(row)[None, :]))
+    return jnp.mean(lax.scan(lambda h, row: (layer(h, row), None), x, w)[0])
+
+
+# For each primitive in PLAIN, a loss whose first use of the parameter is that primitive.
+PLAIN = {
+    "add": lambda w, x: jnp.mean(jnp.sin(w + 1.0) @ x.T),
+    "add_any": None,  # made by autodiff only
+    "broadcast_in_dim": lambda w, x: jnp.mean(jnp.broadcast_to(w[None], (2, 3, 3)) @ x.T),
+    "conv_general_dilated": lambda w, x: jnp.mean(
+        lax.conv_general_dilated(x[:, None, None, :], w[:, None, None, :], (1, 1), "SAME") ** 2
+    ),
+    "convert_element_type": lambda w, x: jnp.mean(jnp.abs(w.astype(jnp.complex64) + 1j) @ x.T),
+    "div": lambda w, x: jnp.mean((w / 2.0) @ x.T) + jnp.mean(1.0 / w),
+    "dot_general": lambda w, x: jnp.mean(jnp.tanh(x @ w) @ w),
+    "exp": lambda w, x: jnp.mean(x @ jnp.exp(w)),
+    "gather": lambda w, x: jnp.mean(w[jnp.asarray(x[:, 0], jnp.int32)] * x),
+    "integer_pow": lambda w, x: jnp.mean(x @ w**3),
+    "log": lambda w, x: jnp.mean(x @ jnp.log(w)),
+    "mul": lambda w, x: jnp.mean(x @ (w * w)),
+    "neg": lambda w, x: jnp.mean(jnp.sin(-w) @ x.T),
+    "reduce_sum": lambda w, x: jnp.mean(w.sum(axis=0)[None, :] * x),
+    "reshape": lambda w, x: jnp.mean(w.reshape(9)[None, :3] * x),
+    "squeeze": lambda w, x: jnp.mean(w.reshape(1, 9).squeeze(0)[None, :3] * x),
+    "sub": lambda w, x: jnp.mean(jnp.sin(1.0 - w) @ x.T) + jnp.mean(w - 1.0),
+    "tanh": lambda w, x: jnp.mean(x @ jnp.tanh(w)),
+    "transpose": lambda w, x: jnp.mean(jnp.sin(x @ w.T)),
+}
+
+IN_PLACE = {
+    "scan over layers": scanned,
+    "scan over layers, remat": scanned_remat,
+    "scan over layers and a regulariser": lambda w, x: scanned(w, x) + 0.1 * jnp.mean(w**2),
+    "jit": lambda w, x: jax.jit(scanned)(w, x),
+    "jit of jit": lambda w, x: jax.jit(lambda w: jax.jit(scanned)(w, x) + jnp.mean(w * w))(w),
+    "jit and a regulariser": lambda w, x: jnp.mean(w * 2.0) + jax.jit(lambda w: jnp.mean(jnp.sin(x @ w)))(w),
+    "checkpoint": lambda w, x: jax.checkpoint(lambda w: jnp.mean(jnp.sin(x @ w) @ w))(w),
+}
+
+tied = jax.jit(lambda one, other, x: jnp.mean(jnp.sin(x @ one) @ other))
+
+AS_VALUES = {
+    "one array twice in a jit": lambda w, x: tied(w, w, x),
+    "one array in two jits": lambda w, x: tied(w, jnp.eye(3), x) + tied(jnp.eye(3), w, x),
+    "one array twice in a nested jit": lambda w, x: jax.jit(lambda w: tied(w, w, x))(w),
+    "jit in a scan": lambda w, x: layers(w, x, lambda h, v: (jax.jit(lambda a, b: jnp.sin(h @ a @ b))(v, v), None)),
+    "the same scanned over twice": lambda w, x: jnp.mean(
+        lax.scan(lambda h, v: (jnp.sin(h * v[0][None, :] + v[1][None, :]), None), x, (w, w))[0]
+    ),
+    "constant of a scan, and scanned over": lambda w, x: jnp.mean(
+        lax.scan(lambda h, row: (jnp.sin(h @ w * row[None, :]), None), x, w)[0]
+    ),
+    "constant of a scan": lambda w, x: jnp.mean(lax.scan(lambda h, _: (jnp.sin(h @ w), None), x, None, length=3)[0]),
+    "carry of a scan": lambda w, x: jnp.mean(x @ lax.scan(lambda v, _: (jnp.sin(v), None), w, None, length=3)[0]),
+    "map": lambda w, x: jnp.mean(lax.map(lambda row: w @ row, w)) * jnp.mean(x),
+    "cond": lambda w, x: lax.cond(x.sum() > 0, lambda a, b: jnp.mean(x @ a @ b), lambda a, b: jnp.mean(b), w, w),
+    "switch": lambda w, x: lax.switch(1, [lambda a: a.sum(), lambda a: jnp.mean(x @ a @ w)], w),
+    "append": lambda w, x: jnp.mean(jnp.append(w, w)) * jnp.mean(x),
+    "kron": lambda w, x: jnp.mean(jnp.kron(w, w)) * jnp.mean(x),
+    "hypot": lambda w, x: jnp.mean(x @ jnp.hypot(w, w)),
+    "where": lambda w, x: jnp.mean(jnp.where(x[:3] > 1, w, w)) * jnp.mean(x),
+    "one row": lambda w, x: jnp.mean(w[0][None, :] * x),
+    "some rows": lambda w, x: jnp.mean(w[1:] @ x.T) + jnp.mean(w[-1]),
+    "dynamic slice": lambda w, x: jnp.mean(lax.dynamic_slice_in_dim(w, 1, 2) @ x.T),
+    "optimization barrier": lambda w, x: jnp.mean(x @ lax.optimization_barrier(w)),
+    "custom_vjp": None,  # set below
+    "returned": lambda w, x: w[0, 0] * 1.0 + jnp.mean(x),
+    "while": lambda w, x: jnp.mean(x @ lax.fori_loop(0, 3, lambda _, v: jnp.sin(v), w)),
+    "solve": lambda w, x: jnp.mean(jnp.linalg.solve(w + 5 * jnp.eye(3), x.T)),
+    "unused": lambda w, x: jnp.mean(x),
+    "sort": lambda w, x: jnp.mean(jnp.sort(w, axis=0) * x[:3]),
+    "split": lambda w, x: jnp.mean(x @ jnp.concatenate(jnp.split(w, 3, axis=1)[::-1], axis=1)),
+    "einsum": lambda w, x: jnp.mean(jnp.einsum("ni,ij,jk->nk", x, w, w)),
+}
+
+
+@jax.custom_vjp
+def twice_backwards(w):
+    return jnp.sin(w)
+
+
+twice_backwards.defvjp(lambda w: (jnp.sin(w), w), lambda w, g: (2 * g * jnp.cos(w),))
+AS_VALUES["custom_vjp"] = lambda w, x: jnp.mean(x @ twice_backwards(w))
+
+ALL = {**PLAIN, **IN_PLACE, **AS_VALUES}
+
+
+@pytest.mark.parametrize("microbatch_size", [2, 3])
+@pytest.mark.parametrize("name", [name for name, loss in ALL.items() if loss is not None])
+def test_gradient_equals_full_batch_gradient(name, microbatch_size):
+    def loss(w, x):  # a mean over examples, whatever the function does with the parameter
+        return jnp.mean(jax.vmap(lambda row: ALL[name](w, jnp.broadcast_to(row[None], (8, 3))))(x))
+
+    for fun in (loss, lambda w, x: jnp.mean(x) * ALL[name](w, X)):
+        expected = jax.value_and_grad(fun)(W, X)
+        actual = jax.jit(ab.value_and_grad(fun, microbatch_size=microbatch_size, reduction="mean"))(W, X)
+        chex.assert_trees_all_close(actual, expected, rtol=2e-5, atol=1e-6)
+
+
+def is_written_in_place(loss):
+    traced, _ = compat.trace(lambda w, x: [loss(w, x)], W, X)
+    return references.written_in_place(traced, 1)[0]
+
+
+@pytest.mark.parametrize("name", IN_PLACE)
+def test_layers_that_are_scanned_are_written_in_place(name):
+    assert is_written_in_place(IN_PLACE[name])
+
+
+def test_every_plain_primitive_has_a_case_and_uses_it():
+    assert set(PLAIN) == references.PLAIN
+    for name, loss in PLAIN.items():
+        if loss is not None:
+            assert name in str(jax.make_jaxpr(loss)(W, X)), name
+
+
+def test_tied_weights_in_a_nested_function_are_not():
+    assert not is_written_in_place(AS_VALUES["one array twice in a jit"])
