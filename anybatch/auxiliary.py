@@ -87,12 +87,11 @@ def _declared_for_each_leaf(aux_reduction: Any, aux_tree: Any) -> list[str | Non
     if aux_reduction is None:
         return [None] * aux_tree.num_leaves
 
-    def is_none(leaf: Any) -> bool:
-        return leaf is None
-
+    # None is a tree without leaves to JAX; here it is a name, that of leaves which need none.
+    names = jax.tree.map(lambda name: name or "", aux_reduction, is_leaf=lambda name: name is None)
     try:
         aux = jax.tree.unflatten(aux_tree, [object()] * aux_tree.num_leaves)
-        return jax.tree.leaves(jax.tree.broadcast(aux_reduction, aux, is_leaf=is_none), is_leaf=is_none)
+        return [name or None for name in jax.tree.leaves(jax.tree.broadcast(names, aux))]
     except ValueError:
         raise InputError(
             "aux_reduction must be one name, or a tree of names that is a prefix of aux",

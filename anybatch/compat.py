@@ -81,6 +81,11 @@ def nested_input(equation: Any, position: int) -> tuple[Any, Any] | None:
     return (inner, inner.invars[position]) if len(inner.invars) == len(equation.invars) else None
 
 
+def is_high(jaxpr: Any) -> bool:
+    """Whether a jaxpr has equations that JAX rewrites before lowering (from 0.11 on, those of `custom_root`)."""
+    return getattr(getattr(jaxpr, "jaxpr", jaxpr), "is_high", False)
+
+
 def _uses_dtype(jaxpr: Any, dtype: Any) -> bool:
     variables = [*jaxpr.invars, *(output for equation in jaxpr.eqns for output in equation.outvars)]
     if any(getattr(variable.aval, "dtype", None) == dtype for variable in variables):

@@ -13,6 +13,8 @@ import jax
 import jax.extend.core as jex_core
 from jax.interpreters import ad, batching, mlir
 
+from anybatch import compat
+
 Function = Callable[..., list[Any]]
 
 _accumulate_p = jex_core.Primitive("accumulate_in_place")
@@ -21,8 +23,11 @@ _accumulate_p.multiple_results = True
 
 def call(in_place: Function, pure: Function, *arrays: Any) -> list[Any]:
     """Computes `in_place(*arrays)`. `pure` must be the same function, written without references."""
+    jaxpr = jax.make_jaxpr(in_place)(*arrays)
+    if compat.is_high(jaxpr):
+        return pure(*arrays)
     # The parameter is called as `jit` calls its own: whoever walks a jaxpr finds the scan in it.
-    return _accumulate_p.bind(*arrays, jaxpr=jax.make_jaxpr(in_place)(*arrays), pure=pure)
+    return _accumulate_p.bind(*arrays, jaxpr=jaxpr, pure=pure)
 
 
 @_accumulate_p.def_abstract_eval
