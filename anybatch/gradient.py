@@ -49,7 +49,8 @@ def value_and_grad(
     >>> def loss(w, batch):
     ...     return jnp.mean((batch["x"] * w - batch["y"]) ** 2)
     >>> batch = {"x": jnp.array([1.0, 2.0, 3.0]), "y": jnp.array([2.0, 4.0, 6.0])}
-    >>> value, grad = ab.value_and_grad(loss, microbatch_size=2, reduction="mean")(1.0, batch)
+    >>> fun = ab.value_and_grad(loss, microbatch_size=2, reduction="mean")
+    >>> value, grad = fun(1.0, batch)
     >>> print(f"{value:.3f} {grad:.3f}")  # mean of (1, 4, 9), and of -2 times that
     4.667 -9.333
 
@@ -67,11 +68,12 @@ def value_and_grad(
         `"sum"`: it is a sum over the examples, with no such terms.
         `"weighted"`: it returns `(total, weight)`, sums over the examples, and stands for `total / weight`: use
         it for a mean over tokens or a masked mean. A weight of 0 divides by 1. A weight that depends on the
-        parameters is differentiated too, at the price of a second forward pass.
+        parameters is differentiated too, at the price of a second forward pass, which float16 needs as well.
         `"infer"` is not available yet, and not needed with `microbatch_size=None`.
       aux_reduction: how the aux leaves of the microbatches combine: `"mean"`, `"sum"`, `"last"`, `"stack"`, or a
         tree of these that is a prefix of aux. A mean is weighted as the loss is: by the examples, or by the
-        weight that it returns. Leaves with a row for each example need none: they are concatenated in order.
+        weight that it returns. Leaves with a row for each example need none (in a tree: `None`): they are
+        concatenated in order.
       rng_argnums: which positional arguments are PRNG keys, or trees of them. A microbatch gets
         `jax.random.fold_in(key, i)`, where `i` is the index in the batch of its first example. With
         `microbatch_size=None` the keys stay as they are.
