@@ -38,7 +38,7 @@ setup: $(STAMP)
 
 # The lock pins every package for this Python; it is the same for everyone until `make lock` renews it.
 $(STAMP): pyproject.toml $(wildcard $(LOCK))
-	@test -n "$(PYVERSION)" || { echo "anybatch needs Python 3.11 or newer: install it, or name it, e.g. make test PYTHON=python3.12"; exit 1; }
+	@test -n "$(PYVERSION)" || { echo "anybatch is pinned for Python 3.11, 3.12 and 3.13, and none of them was found: install one, or name it, e.g. make test PYTHON=/opt/python3.12/bin/python"; exit 1; }
 	@test -f $(LOCK) || { echo "No pinned versions for this Python ($(LOCK)): use 3.11, 3.12 or 3.13, e.g. make test PYTHON=python3.12"; exit 1; }
 	$(PYTHON) -m venv --clear $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r $(LOCK)

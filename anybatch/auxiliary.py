@@ -36,15 +36,10 @@ def combine_aux(microbatch: TracedLoss, whole_batch: TracedLoss, aux_reduction: 
     combinations = []
     for (name, small), (_, large), reduction in zip(microbatch.aux_avals, whole_batch.aux_avals, declared, strict=True):
         sizes = (microbatch.num_examples, whole_batch.num_examples)
-        changed = (
-            [axis for axis in range(small.ndim) if small.shape[axis] != large.shape[axis]]
-            if small.ndim == large.ndim
-            else [-1]
-        )
-        if not changed:
+        if small.shape == large.shape:
             combinations.append(_by_declaration(name, small, reduction))
-        elif len(changed) == 1 and (small.shape[changed[0]], large.shape[changed[0]]) == sizes:
-            combinations.append(Combination("rows", changed[0]))
+        elif (axis := _only_axis_that_grows(small.shape, large.shape, sizes)) is not None:
+            combinations.append(Combination("rows", axis))
         else:
             raise InputError(
                 "Every aux leaf must have a row for each example along one axis, or one shape for every batch",
@@ -81,6 +76,14 @@ def check_aux_reduction(aux_reduction: Any) -> None:
                 given=f"aux_reduction={aux_reduction!r}",
                 remedy='For example aux_reduction="mean", or aux_reduction={"accuracy": "mean", "tokens": "sum"}.',
             )
+
+
+def _only_axis_that_grows(small: tuple[int, ...], large: tuple[int, ...], sizes: tuple[int, int]) -> int | None:
+    """The axis that has the one size in the one shape and the other in the other, if nothing else differs."""
+    if len(small) != len(large):
+        return None
+    grown = [axis for axis, pair in enumerate(zip(small, large, strict=True)) if pair[0] != pair[1]]
+    return grown[0] if len(grown) == 1 and (small[grown[0]], large[grown[0]]) == sizes else None
 
 
 def _declared_for_each_leaf(aux_reduction: Any, aux_tree: Any) -> list[str | None]:

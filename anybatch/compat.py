@@ -1,6 +1,7 @@
 """The only code that knows JAX versions: 0.10 to 0.12."""
 
 import dataclasses
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -123,13 +124,26 @@ def temporaries(compiled: Any) -> int:
     return compiled.memory_analysis().temp_size_in_bytes
 
 
-_CLEAN = jex_core.get_opaque_trace_state(convention="anybatch")
+def _trace_state() -> Any:
+    return jex_core.get_opaque_trace_state(convention="anybatch")
+
+
+def _clean_trace_state() -> Any:
+    # This module may well be imported inside somebody's jit; a new thread is inside nothing.
+    states: list[Any] = []
+    thread = threading.Thread(target=lambda: states.append(_trace_state()))
+    thread.start()
+    thread.join()
+    return states[0]
+
+
+_CLEAN = _clean_trace_state()
 
 
 def is_eager() -> bool:
     """Whether we are outside every `jit`, `grad` and `vmap`, so that a call computes its result."""
     config: Any = jax.config
-    return not config.jax_disable_jit and jex_core.get_opaque_trace_state(convention="anybatch") == _CLEAN
+    return not config.jax_disable_jit and _trace_state() == _CLEAN
 
 
 def default_device() -> Any:
