@@ -1,10 +1,9 @@
 """The exact gradient of any batch, on the memory you have."""
 
-from anybatch import recipes as recipes
-from anybatch.errors import AnybatchError as AnybatchError
-from anybatch.errors import InputError as InputError
-from anybatch.errors import NotAvailableError as NotAvailableError
-from anybatch.gradient import grad as grad
-from anybatch.gradient import value_and_grad as value_and_grad
+from anybatch import recipes
+from anybatch.errors import AnybatchError, InputError, NotAvailableError
+from anybatch.gradient import grad, value_and_grad
 
 __version__ = "0.1.0"
+
+__all__ = ["AnybatchError", "InputError", "NotAvailableError", "grad", "recipes", "value_and_grad"]
