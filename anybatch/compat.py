@@ -82,6 +82,11 @@ def nested_input(equation: Any, position: int) -> tuple[Any, Any] | None:
     return (inner, inner.invars[position]) if len(inner.invars) == len(equation.invars) else None
 
 
+def is_literal(operand: Any) -> bool:
+    """Whether an operand of an equation is a number written into it, not a variable."""
+    return isinstance(operand, jex_core.Literal)
+
+
 def is_high(jaxpr: Any) -> bool:
     """Whether a jaxpr has equations that JAX rewrites before lowering (from 0.11 on, those of `custom_root`)."""
     return getattr(getattr(jaxpr, "jaxpr", jaxpr), "is_high", False)

@@ -30,11 +30,14 @@ class Programs:
         """`fun(*arrays)`, compiled, for flat arrays. Inside another trace, simply `fun(*arrays)`."""
         if not compat.is_eager() or any(isinstance(array, jax.core.Tracer) for array in arrays):
             return fun(*arrays)
-        lowered = jax.jit(lambda *flat: fun(*flat)).lower(*arrays)
+        traced = jax.jit(lambda *flat: fun(*flat)).trace(*arrays)
+        lowered = traced.lower()
         text = None if has_effects else compat.program_key(lowered)
         if text is None:
             return lowered.compile()(*arrays)
-        key = (hashlib.sha256(text.encode()).digest(), tuple(map(_placement, arrays)), compat.default_device())
+        types = tuple(_type(aval) for aval in traced.jaxpr.out_avals)
+        placement = (*map(_placement, arrays), compat.default_device())
+        key = (hashlib.sha256(text.encode()).digest(), types, placement)
         with self._lock:
             program = self._kept.get(key)
         # The executable alone is kept: a function would keep alive the arrays that it closes over.
@@ -52,8 +55,11 @@ PROGRAMS = Programs()
 
 
 def _placement(array: Any) -> Any:
-    """What an executable expects of an argument beyond the types that its text spells out."""
-    aval = jax.typeof(array)
-    if isinstance(array, jax.Array):
-        return str(aval), aval.weak_type, array.sharding, array.committed
+    """What an executable expects of an argument beyond what its text spells out."""
+    placement = (array.sharding, array.committed) if isinstance(array, jax.Array) else None
+    return _type(jax.typeof(array)), placement
+
+
+def _type(aval: Any) -> tuple[str, bool]:
+    """A type in full: the text of a program does not tell weak types, which decide about promotion later."""
     return str(aval), aval.weak_type

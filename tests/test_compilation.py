@@ -91,6 +91,16 @@ def test_eager_calls_see_a_changed_attribute():
     assert float(fun(2.0, x)) == 0
 
 
+def test_weak_types_do_not_depend_on_what_was_compiled_before():
+    def weak_type_of(make):
+        fun = ab.value_and_grad(lambda w, x: (jnp.mean(x) * w, make()), has_aux=True, microbatch_size=None)
+        return fun(1.5, jnp.ones(6))[0][1].weak_type
+
+    for _ in range(2):
+        assert weak_type_of(lambda: jnp.asarray(6.0))
+        assert not weak_type_of(lambda: jnp.float32(6.0))
+
+
 def test_eager_calls_keep_no_array_alive():
     """What is kept is an executable: neither the batch of the first call nor what the loss closed over."""
     held = {"teacher": jnp.full((3, 1237), 2.0)}

@@ -92,6 +92,16 @@ def test_the_value_has_the_dtype_of_the_quotient(total, weight, microbatch_size)
     chex.assert_trees_all_close(actual, expected, rtol=2e-2)
 
 
+@pytest.mark.parametrize("accumulator_dtype", [jnp.float32, None])
+def test_a_weight_beyond_float16(accumulator_dtype):
+    def fun(w, x):
+        return jnp.sum(x * w), jnp.float32(len(x)) * 20_000
+
+    options = {"microbatch_size": 2, "reduction": "weighted", "accumulator_dtype": accumulator_dtype}
+    value, gradient = ab.value_and_grad(fun, **options)(jnp.float16(1), jnp.full(8, 100, jnp.float16))
+    np.testing.assert_allclose([value, gradient], [0.005, 0.005], rtol=2e-3)
+
+
 @pytest.mark.parametrize("microbatch_size", [2, 4, None])
 def test_a_weight_of_params_that_is_exactly_zero(microbatch_size):
     """It divides by 1, a constant, whatever the microbatches."""

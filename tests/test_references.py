@@ -28,7 +28,7 @@ def scanned_remat(w, x):
     return jnp.mean(lax.scan(lambda h, row: (layer(h, row), None), x, w)[0])
 
 
-# For each primitive in PLAIN, a loss whose first use of the parameter is that primitive.
+# For each primitive in PLAIN and IDENTICAL, a loss whose first use of the parameter is that primitive.
 PLAIN = {
     "add": lambda w, x: jnp.mean(jnp.sin(w + 1.0) @ x.T),
     "add_any": None,  # made by autodiff only
@@ -65,7 +65,30 @@ IN_PLACE = {
 
 tied = jax.jit(lambda one, other, x: jnp.mean(jnp.sin(x @ one) @ other))
 
+blend = jax.jit(lambda h, a, b: h + jnp.tanh(h * a) * b)
+
 AS_VALUES = {
+    "twice in a jit, as the sum with another array": lambda w, x: (lambda v: tied(v, v, x))(w + 1.0),
+    "in a jit, and 1 more": lambda w, x: tied(w + 1.0, w, x),
+    "in a jit, and 1 less": lambda w, x: tied(w, w - 1.0, x),
+    "in a jit, and its first power": lambda w, x: tied(w, lax.integer_pow(w, 1), x),
+    "in a jit, and the sum with data": lambda w, x: tied(x[:3] + w, w, x),
+    "in a jit, and reshaped": lambda w, x: tied(w.reshape(9).reshape(3, 3), w, x),
+    "in a jit, and broadcast": lambda w, x: tied(lax.broadcast_in_dim(w, (3, 3), (0, 1)), w, x),
+    "in a jit, and cast": lambda w, x: tied(lax.convert_element_type(w, jnp.float32), w, x),
+    "one more than a row, twice in a jit in a scan": lambda w, x: jnp.mean(
+        lax.scan(lambda h, row: (blend(h, row[None] + 1.0, row[None] + 1.0), None), x, w)[0]
+    ),
+    "a constant of a scan, and scanned over, both one more": lambda w, x: (
+        lambda v: jnp.mean(lax.scan(lambda h, row: (jnp.sin(h @ v * row[None]), None), x, v)[0])
+    )(w + 1.0),
+    "returned by a jit, then twice in another": lambda w, x: (lambda v: tied(v, v, x))(jax.jit(lambda w: w + 1.0)(w)),
+    "kron, and 1 more": lambda w, x: jnp.mean(jnp.kron(w + 1.0, w)) * jnp.mean(x),
+    "cond, and 1 more": lambda w, x: lax.cond(
+        x.sum() > 0, lambda a, b: jnp.mean(x @ a @ b), lambda a, b: jnp.mean(b), w + 1.0, w + 2.0
+    ),
+    "a row of 1 more": lambda w, x: jnp.mean((w + 1.0)[0][None, :] * x) + jnp.mean((w + 1.0)[1:]),
+    "a barrier of 1 more": lambda w, x: jnp.mean(x @ lax.optimization_barrier(w + 1.0)),
     "one array twice in a jit": lambda w, x: tied(w, w, x),
     "one array in two jits": lambda w, x: tied(w, jnp.eye(3), x) + tied(jnp.eye(3), w, x),
     "one array twice in a nested jit": lambda w, x: jax.jit(lambda w: tied(w, w, x))(w),
@@ -134,7 +157,7 @@ def test_layers_that_are_scanned_are_written_in_place(name):
 
 
 def test_every_plain_primitive_has_a_case_and_uses_it():
-    assert set(PLAIN) == references.PLAIN
+    assert set(PLAIN) == references.PLAIN | references.IDENTICAL
     for name, loss in PLAIN.items():
         if loss is not None:
             assert name in str(jax.make_jaxpr(loss)(W, X)), name

@@ -17,6 +17,7 @@ def random_step(rng, depth):
     """A function of three parameters and a row, which uses some of the parameters in some nesting."""
     kind = rng.choice(KINDS) if depth < 3 else "plain"
     picks = [rng.randrange(3) for _ in range(3)]
+    shifts = [rng.choice([0.0, 0.0, 0.1]) for _ in range(3)]
     inner = [random_step(rng, depth + 1) for _ in range(rng.choice([1, 2]))] if kind != "plain" else []
 
     def nested(ws, h):
@@ -25,7 +26,9 @@ def random_step(rng, depth):
         return h
 
     def step(ws, h):
-        some = [ws[pick] for pick in picks]  # one of them may well come twice
+        some = [ws[pick] + shift for pick, shift in zip(picks, shifts, strict=True)]  # one may well come twice
+        if not any(shifts):
+            some = [ws[pick] for pick in picks]
         match kind:
             case "plain":
                 return jnp.tanh(jnp.tanh(h @ some[0]) @ some[1])

@@ -19,8 +19,8 @@ def value_and_grad(loss: TracedLoss, consts: Sequence[Any], arrays: Arrays) -> t
         if loss.num_heads == 1:
             return outputs[0], outputs[1:]
         total, weight, *aux = outputs
-        wide = wide_dtype(loss.value_dtype, jnp.float32)
-        return ratio(total.astype(wide), weight.astype(wide)).astype(loss.value_dtype), aux
+        dtype = loss.value_dtype
+        return ratio(total.astype(wide_dtype(dtype, jnp.float32)), weight).astype(dtype), aux
 
     (value, aux), grads = jax.value_and_grad(of_wrt, has_aux=True)(arrays.wrt)
     return value, aux, grads

@@ -31,7 +31,9 @@ def wide_dtype(dtype: Any, accumulator_dtype: Any) -> Any:
 
 def ratio(total: jax.Array, weight: jax.Array) -> jax.Array:
     """`total / weight`, in the dtype of the total. A weight of 0 divides by 1: no examples, no gradient."""
-    return total / jnp.where(weight == 0, jnp.ones_like(weight), weight).astype(total.dtype)
+    wide = wide_dtype(total.dtype, jnp.float32)  # float16 does not hold a weight of 65,520
+    weight = jnp.where(weight == 0, jnp.ones_like(weight), weight)
+    return (total.astype(wide) / weight.astype(wide)).astype(total.dtype)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,7 +83,8 @@ class Outputs:
                 total = next(carried)
                 combined.append((self.mean(total, carry) if how.kind == "mean" else total).astype(aval.dtype))
         if self.weighted:
-            combined[:2] = [self.mean(carry[0], carry).astype(self.loss.value_dtype)]
+            dtype = self.loss.value_dtype
+            combined[:2] = [ratio(carry[0].astype(wide_dtype(dtype, jnp.float32)), carry[1]).astype(dtype)]
         return combined
 
     def mean(self, total: jax.Array, carry: Sequence[Any]) -> jax.Array:

@@ -15,10 +15,10 @@ import jax
 from anybatch import compat
 
 # Tested one by one, in every supported version of JAX (tests/test_references.py).
-PLAIN = frozenset(
-    "add add_any broadcast_in_dim conv_general_dilated convert_element_type div dot_general exp gather integer_pow "
-    "log mul neg reduce_sum reshape squeeze sub tanh transpose".split()
-)
+PLAIN = frozenset("conv_general_dilated div dot_general exp gather log mul neg reduce_sum tanh transpose".split())
+
+# Of these too; but their derivative can be the identity, so that an accumulator of `w` is also one of `w + 1`.
+IDENTICAL = frozenset("add add_any broadcast_in_dim convert_element_type integer_pow reshape squeeze sub".split())
 
 
 def written_in_place(traced: compat.Traced, num_wrt: int) -> list[bool]:
@@ -45,15 +45,21 @@ _shield.defvjp(lambda leaf: (leaf, None), lambda _, cotangent: (cotangent,))
 
 
 def _is_safe(jaxpr: Any, variable: Any) -> bool:
-    if any(output is variable for output in jaxpr.outvars):
-        return False
+    aliases = {variable}
     nested_uses = 0
     for equation in jaxpr.eqns:
-        positions = [position for position, operand in enumerate(equation.invars) if operand is variable]
+        positions = [position for position, operand in enumerate(equation.invars) if _is_in(aliases, operand)]
         if not positions or equation.primitive.name in PLAIN:
+            continue
+        if equation.primitive.name in IDENTICAL:
+            aliases.update(equation.outvars)
             continue
         nested_uses += len(positions)
         inner = compat.nested_input(equation, positions[0])
         if nested_uses > 1 or inner is None or not _is_safe(*inner):
             return False
-    return True
+    return not any(_is_in(aliases, output) for output in jaxpr.outvars)
+
+
+def _is_in(variables: set[Any], operand: Any) -> bool:
+    return not compat.is_literal(operand) and operand in variables

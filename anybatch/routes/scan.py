@@ -165,17 +165,18 @@ def _forward_ratio(microbatches: Microbatches, inputs: Inputs) -> list[jax.Array
 
     It sees the same keys as the pass that follows, and so the same random numbers.
     """
-    cut, dtype = microbatches.cut, microbatches.accumulator_dtype
+    cut, avals = microbatches.cut, microbatches.loss.out_avals[:2]
+    wide = [wide_dtype(aval.dtype, jnp.float32) for aval in avals]
 
     def totals(loss: TracedLoss, consts: Sequence[Any], start: Any) -> list[Any]:
         heads = loss(consts, _microbatch(inputs.arrays, start, loss.num_examples))[:2]
-        return [head.astype(wide_dtype(head.dtype, dtype)) for head in heads]
+        return [head.astype(dtype) for head, dtype in zip(heads, wide, strict=True)]
 
     def step(carry: Any, _: None) -> tuple[Any, None]:
         first, sums = carry
         return (first + cut.size, jax.tree.map(jnp.add, sums, totals(microbatches.loss, inputs.consts, first))), None
 
-    sums = microbatches.outputs.start(None)[:2]
+    sums = [compat.zeros_of(aval, dtype) for aval, dtype in zip(avals, wide, strict=True)]
     if microbatches.last_loss is not None:
         sums = totals(microbatches.last_loss, inputs.last_consts, cut.whole * cut.size)
     (_, (total, weight)), _ = lax.scan(step, (jnp.zeros((), jnp.int32), sums), length=cut.whole)
