@@ -25,7 +25,7 @@ from anybatch import compat
 
 ON_CPU = ["mlp:128", "mlp:16", "gpt-tiny:8", "gpt-tiny-scanned:8"]
 ON_ACCELERATOR = [
-    *("gpt2:16", "gpt2:8", "gpt2:1", "gpt2-scanned:8"),
+    *("gpt2:16", "gpt2:8", "gpt2:4", "gpt2:1", "gpt2-scanned:8"),
     *("gpt-1.3b:4", "gpt-1.3b:1", "gpt-1.3b-scanned:4", "gpt-1.3b-scanned:1"),
     *("gpt2-bf16:8", "gpt-1.3b-scanned-bf16:1"),
 ]

@@ -229,6 +229,17 @@ def test_a_loss_that_closes_over_a_traced_value():
     np.testing.assert_allclose(actual, expected, rtol=1e-5)
 
 
+@pytest.mark.parametrize("devices", [1, 2, 8])
+@pytest.mark.parametrize("transform", [lambda f: f, jax.jit], ids=["eager", "jit"])
+def test_a_batch_that_is_spread_over_devices(transform, devices):
+    mesh = jax.make_mesh((devices,), ("data",), (jax.sharding.AxisType.Auto,), devices=jax.devices()[:devices])
+    x = jax.random.normal(jax.random.key(1), (24,))
+    spread = jax.device_put(x, jax.sharding.NamedSharding(mesh, P("data")))
+    for microbatch_size in (8, 5):
+        fun = transform(ab.value_and_grad(loss, microbatch_size=microbatch_size, reduction="mean"))
+        chex.assert_trees_all_close(fun(0.7, spread), jax.value_and_grad(loss)(0.7, x), rtol=1e-5)
+
+
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_inside_a_users_shard_map(check_vma):
     x = jax.random.normal(jax.random.key(1), (24,))
