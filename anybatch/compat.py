@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.extend.core as jex_core
 import jax.numpy as jnp
+from jax.extend import source_info_util
 from jax.interpreters import partial_eval
 
 
@@ -18,6 +19,7 @@ class Traced:
     jaxpr: Any  # without those arrays: a program that keeps it keeps no array alive
     num_arguments: int
     out_avals: list[Any]
+    bound: tuple[Any, ...] = ()  # arrays that it closes over, where these are constants for good
 
     def __call__(self, consts: Sequence[Any], *arguments: Any) -> list[Any]:
         # Version 0.11 merged ClosedJaxpr into Jaxpr; pairing equations and constants is spelled the same.
@@ -62,6 +64,75 @@ def trace(fun: Callable[..., Sequence[Any]], *arguments: Any) -> tuple[Traced, t
     return Traced(opened, len(arguments), list(closed.out_avals)), consts
 
 
+def open_jaxpr(jaxpr: Any) -> tuple[list[Any], list[Any], list[Any]]:
+    """The variables that a jaxpr starts from, the arrays for the first of them, and its equations.
+
+    A jaxpr and one closed over its constants are the same to it; they are the same class from 0.11 on.
+    """
+    opened = getattr(jaxpr, "jaxpr", jaxpr)
+    consts = list(getattr(jaxpr, "consts", ()) or ())
+    return [*opened.constvars, *opened.invars], consts, list(opened.eqns)
+
+
+def jaxprs_in(equation: Any) -> list[Any]:
+    """The functions inside an equation, such as the body of a scan."""
+    return [getattr(inner, "jaxpr", inner) for inner in jex_core.jaxprs_in_params(equation.params)]
+
+
+def scan_counts(params: dict[str, Any]) -> tuple[int, int]:
+    """How many operands of a scan are constants, and how many are carried."""
+    if "num_consts" in params:
+        return params["num_consts"], params["num_carry"]
+    consts, carry, _ = params["ft_in"].unpack()  # from 0.11 on
+    return len(consts), len(carry)
+
+
+def evaluate(equation: Any, operands: Sequence[Any], params: dict[str, Any] | None = None) -> list[Any]:
+    """Computes one equation, with other operands and perhaps other parameters, as if on its own line of the source."""
+    if params is None and jaxprs_in(equation):
+        return _evaluate_nested(equation, operands)
+    info = equation.source_info
+    names = source_info_util.current_name_stack() + info.name_stack
+    with source_info_util.user_context(info.traceback, name_stack=names), equation.ctx.manager:
+        results = equation.primitive.bind(*operands, **(equation.params if params is None else params))
+    return list(results) if equation.primitive.multiple_results else [results]
+
+
+def _evaluate_nested(equation: Any, operands: Sequence[Any]) -> list[Any]:
+    # Fresh variables: an operand may stand there twice, or be a literal.
+    variables = [jex_core.Var(operand.aval) for operand in equation.invars]
+    outputs = [jex_core.Var(output.aval) for output in equation.outvars]
+    single = equation.replace(invars=variables, outvars=outputs)
+    jaxpr = jex_core.Jaxpr([], variables, outputs, [single], equation.effects)
+    closed: Any = jex_core.ClosedJaxpr(jaxpr, [])
+    return list(jex_core.jaxpr_as_fun(closed)(*operands))
+
+
+def source_frames(equation: Any) -> list[tuple[str, int, str]]:
+    """The file, line and function of every call that led to an equation, the innermost first."""
+    traceback = equation.source_info.traceback
+    frames = [] if traceback is None else traceback.frames
+    return [(frame.file_name, frame.line_num, frame.function_name) for frame in frames]
+
+
+def defining_file(equation: Any) -> str:
+    """Where the function inside an equation was defined, or an empty text."""
+    for inner in jaxprs_in(equation):
+        info = getattr(inner, "debug_info", None)
+        return str(getattr(info, "func_src_info", "") or "").rpartition(" at ")[2]
+    return ""
+
+
+def draws_by_counter(key_dtype: Any) -> bool:
+    """Whether a key's random bits depend, each of them, on the key and on its own position alone."""
+    return str(key_dtype) == "key<fry>" and bool(jax.config.jax_threefry_partitionable)
+
+
+def key_impl(key_dtype: Any) -> str:
+    """The name of the generator of keys of that dtype, as `jax.random.key(seed, impl=...)` takes it."""
+    return key_dtype._impl.name
+
+
 def nested_input(equation: Any, position: int) -> tuple[Any, Any] | None:
     """The jaxpr inside an equation, and its variable for the operand at `position`.
 
@@ -70,11 +141,7 @@ def nested_input(equation: Any, position: int) -> tuple[Any, Any] | None:
     """
     name, params = equation.primitive.name, equation.params
     if name == "scan":
-        if "num_consts" in params:
-            first_scanned = params["num_consts"] + params["num_carry"]
-        else:  # from 0.11 on, a tree of (constants, carry, scanned)
-            first_scanned = sum(len(part) for part in params["ft_in"].unpack()[:2])
-        if position < first_scanned:
+        if position < sum(scan_counts(params)):
             return None
     elif name not in ("jit", "pjit", "remat2", "checkpoint"):
         return None

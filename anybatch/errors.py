@@ -26,6 +26,18 @@ class InputError(AnybatchError, ValueError, TypeError):
         super().__init__(_three_parts(must, given, remedy))
 
 
+class CoupledError(AnybatchError, ValueError):
+    """A loss that looks across examples, where the caller asked that it must not: `on_coupled="error"`."""
+
+
+class HeadTooLargeError(AnybatchError, MemoryError):
+    """What a loss computes from the whole batch at once does not fit the memory."""
+
+
+class LargeHeadWarning(UserWarning):
+    """Most of a model is computed from the whole batch at once, so that microbatches save little memory."""
+
+
 class NotAvailableError(AnybatchError, NotImplementedError):
     """A documented option that this version does not have yet; the message says what to use instead."""
 

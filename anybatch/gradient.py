@@ -12,7 +12,8 @@ from anybatch.arguments import Arguments, Roles
 from anybatch.batch import Cut
 from anybatch.loss import TracedLoss, trace_loss
 from anybatch.programs import PROGRAMS
-from anybatch.routes import full, scan
+from anybatch.reading.split import Split, split_loss
+from anybatch.routes import full, scan, split_passes
 from anybatch.settings import Settings
 
 
@@ -157,7 +158,13 @@ def _compute(fun: Callable[..., Any], settings: Settings, arguments: Arguments) 
             combinations = auxiliary.combine_aux(loss, trace(examples + 1)[0], settings.aux_reduction)
             stacked = [how.kind == "stack" for how in combinations]
         inputs = (consts, arguments.arrays)
-        compute = functools.partial(_full_route, loss, fresh_keys=size is not None, stacked=stacked)
+        fresh_keys = size is not None and settings.reduction != "infer"
+        compute = functools.partial(_full_route, loss, fresh_keys=fresh_keys, stacked=stacked)
+    elif settings.reduction == "infer":
+        loss, consts = trace(examples)
+        split = split_loss(loss, consts, fresh_draws=bool(arguments.arrays.keys))
+        inputs = (consts, arguments.arrays)
+        compute = functools.partial(_split_route, split, Cut(examples, size), settings.accumulator_dtype)
     else:
         loss, consts = trace(size)
         cut = Cut(examples, size)
@@ -181,6 +188,10 @@ def _compute(fun: Callable[..., Any], settings: Settings, arguments: Arguments) 
 
     value, *rest = PROGRAMS.run(flat_compute, *leaves, has_effects=loss.traced.has_effects)
     return value, jax.tree.unflatten(loss.aux_tree, rest[:num_aux]), arguments.as_gradient(rest[num_aux:])
+
+
+def _split_route(split: Split, cut: Cut, accumulator_dtype: Any, inputs: Any) -> tuple[Any, Any, Any]:
+    return split_passes.value_and_grad(split, cut, accumulator_dtype, *inputs)
 
 
 def _full_route(loss: TracedLoss, inputs: Any, *, fresh_keys: bool, stacked: list[bool]) -> tuple[Any, Any, Any]:

@@ -25,6 +25,7 @@ class Settings:
     reduction: str
     aux_reduction: Any
     accumulator_dtype: Any
+    on_coupled: str
 
     @property
     def weighted(self) -> bool:
@@ -81,13 +82,7 @@ class Settings:
                 'microbatch_size="auto"',
                 remedy="Pass the number of examples at a time, e.g. microbatch_size=8, or None for the full batch.",
             )
-        if reduction == "infer" and size is not None:
-            raise NotAvailableError(
-                'reduction="infer"',
-                remedy='Say what the loss is over its examples: reduction="mean", reduction="sum", '
-                'or reduction="weighted" for a loss that returns (total, weight).',
-            )
-        return cls(roles, has_aux, size, reduction, aux_reduction, dtype)
+        return cls(roles, has_aux, size, reduction, aux_reduction, dtype, on_coupled)
 
 
 def _microbatch_size(given: Any) -> Any:

@@ -1,0 +1,378 @@
+"""Why a route differs from the full batch. Each cause is found by a computation that only it explains."""
+
+import contextlib
+import dataclasses
+import functools
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from anybatch.arguments import Arrays
+from anybatch.comparison import LeafDifference, Outcome, Trial, difference
+from anybatch.trees import is_array, is_key
+
+Differences = Mapping[int, Sequence[LeafDifference]]  # for each microbatch size that failed, leaf by leaf
+
+READ_IT = "or leave reduction out: then anybatch reads the loss itself"
+ACROSS = "Leave reduction out: such a loss is computed exactly too, at the price of a second pass where one is needed."
+
+
+def diagnose(trial: Trial, failed: Differences) -> str:
+    """Why the routes differ from the full batch, and what to type instead."""
+    case = _Case(trial, failed)
+    for test in TESTS:
+        # A test may not apply, as that of a weight to a batch of one example; the next one is asked then.
+        with contextlib.suppress(Exception):
+            if (found := test(case)) is not None:
+                return found
+    return (
+        "No known cause explains it. If the loss computes the same twice, this is an error in anybatch: please report "
+        "it with the loss."
+    )
+
+
+def diagnose_rounding(trial: Trial, failed: Differences) -> str:
+    """The same for routes that agree in float64, and not in the dtypes given."""
+    size, worst = max(
+        ((size, leaf) for size, leaves in failed.items() for leaf in leaves), key=lambda pair: pair[1].difference
+    )
+    text = (
+        f"Rounding: in float64 it is the same gradient; in {trial.dtype.name} {worst.name} is off by "
+        f"{_shown(worst.difference)}, and {_shown(worst.tolerance)} was to be expected."
+    )
+    in_float32 = dataclasses.replace(trial, options={**trial.options, "accumulator_dtype": jnp.float32})
+    if trial.options["accumulator_dtype"] != jnp.float32 and all(leaf.ok for leaf in in_float32.compare(size)):
+        return f"{text}\nIt is the sum over the microbatches: with accumulator_dtype=jnp.float32 it agrees."
+    return f"{text}\nCompute the loss in a wider dtype, or take larger microbatches."
+
+
+@dataclasses.dataclass(frozen=True)
+class _Case:
+    trial: Trial
+    failed: Differences
+
+    @property
+    def declared(self) -> str:
+        return self.trial.options["reduction"]
+
+    @functools.cached_property
+    def failed_names(self) -> list[str]:
+        return list(dict.fromkeys(leaf.name for leaves in self.failed.values() for leaf in leaves if not leaf.ok))
+
+    @property
+    def size(self) -> int:
+        """A failed size."""
+        return max(self.failed)
+
+    @property
+    def third(self) -> int:
+        """A size that makes three microbatches, or two of few examples."""
+        return math.ceil(self.trial.num_examples / 3)
+
+    def agrees(self, size: int, reduction: str) -> bool:
+        return all(leaf.ok for leaf in self.trial.compare(size, reduction))
+
+    def differs_with(self, arrays: Arrays) -> str | None:
+        """One of the failed leaves that, in the full batch itself, is another one with these arrays."""
+        trial = self.trial
+        moved = trial.differences(trial.full_batch(arrays), trial.expected)
+        for index, name in enumerate(trial.names):
+            if name in self.failed_names and moved[index] > trial.tolerance(index, self.size):
+                return name
+        return None
+
+    @functools.cached_property
+    def reading(self) -> Any:
+        from anybatch.read import read  # type: ignore[import-not-found, unused-ignore]
+
+        trial = self.trial
+        options = {name: trial.options[name] for name in ("argnums", "has_aux", "batch_argnums", "rng_argnums")}
+        with trial.precision():
+            return read(trial.loss, *trial.arguments.args, **options, **trial.arguments.kwargs)
+
+
+def _ill_conditioned(case: _Case) -> str | None:
+    """The inputs, changed in their last digit, change the gradient of the full batch as much."""
+    trial = case.trial
+    indices = {name: index for index, name in enumerate(trial.names)}
+    for size, leaves in case.failed.items():
+        for leaf in leaves:
+            if leaf.difference > trial.tolerance(indices[leaf.name], size, capped=False):
+                return None
+    name = max(case.failed_names, key=lambda name: trial.condition[indices[name]])
+    moves = _shown(trial.condition[indices[name]] * trial.eps)
+    return (
+        f"Rounding: this gradient is not determined in {_precision(trial)}. Inputs changed in their last digit change "
+        f"{name} of the full batch by {moves} of its size, without any microbatches.\n"
+        "Look for a difference of large numbers in the loss, or verify at other parameters."
+    )
+
+
+def _aux_alone(case: _Case) -> str | None:
+    """With another aux_reduction for that leaf, it agrees."""
+    trial, name = case.trial, case.failed_names[0]
+    if case.declared == "infer" or not all(name.startswith("aux") for name in case.failed_names):
+        return None
+    declared = list(trial.declared_aux)
+    position = trial.names.index(name) - trial.num_gradients - 1
+    for candidate in ("mean", "sum"):
+        names = [*declared[:position], candidate, *declared[position + 1 :]]
+        aux_reduction = jax.tree.unflatten(trial.aux_tree, [other or None for other in names])
+        other = dataclasses.replace(trial, options={**trial.options, "aux_reduction": aux_reduction})
+        with contextlib.suppress(Exception):  # not every dtype has a mean
+            if next(leaf for leaf in other.compare(case.size) if leaf.name == name).ok:
+                return (
+                    f'The gradient is right, and {name} is not: it is a {candidate} over the examples, and was declared '
+                    f'aux_reduction="{declared[position]}".\nDeclare it aux_reduction="{candidate}", with which it '
+                    f"agrees; {READ_IT}."
+                )
+    return None
+
+
+def _heads_that_are_no_sums(case: _Case) -> str | None:
+    """The totals and the weights of the microbatches do not add up to those of the batch."""
+    trial = case.trial
+    if not trial.weighted:
+        return None
+    heads = jax.jit(lambda arrays: trial.arguments.call(trial.fun, arrays))
+
+    def numbers(start: int, stop: int) -> np.ndarray:
+        result = heads(trial.examples(start, stop))
+        return np.asarray([float(head) for head in (result[0] if trial.options["has_aux"] else result)])
+
+    with trial.precision():
+        whole = numbers(0, trial.num_examples)
+        added = sum(numbers(start, start + case.third) for start in range(0, trial.num_examples, case.third))
+    for name, one, other in zip(("total", "weight"), whole, np.asarray(added), strict=True):
+        if difference(np.asarray(other), np.asarray(one)) > math.sqrt(trial.eps):
+            return (
+                f'With reduction="weighted" the loss returns two sums over the examples, and its {name} is none: '
+                f"it is {one:.6g} for the batch, and {other:.6g} added up over microbatches of {case.third}.\n"
+                "Return e.g. (jnp.sum(losses * mask), jnp.sum(mask)): no mean, and no term that has no examples, as a "
+                f"regulariser; {READ_IT}."
+            )
+    return None
+
+
+def _another_reduction(case: _Case) -> str | None:
+    """Declared otherwise, it agrees."""
+    other = {"mean": "sum", "sum": "mean"}.get(case.declared)
+    if other is None or not case.agrees(case.size, other):
+        return None
+    factor = ""
+    for size in case.failed:
+        microbatches = math.ceil(case.trial.num_examples / size)
+        scale = microbatches if other == "mean" else 1 / microbatches
+        if _is_multiple(case, size, scale):
+            large = "large" if other == "mean" else "small"
+            factor = f"With microbatch_size={size} the gradient is {microbatches} times too {large}, for {microbatches} "
+            factor += "microbatches. "
+            break
+    return (
+        f'The loss is a {other} over its examples, and reduction="{case.declared}" was declared. {factor}'
+        f'With reduction="{other}" it agrees.\nPass reduction="{other}", {READ_IT}.'
+    )
+
+
+def _randomness(case: _Case) -> str | None:
+    """With another key, the gradient of the full batch is another one too."""
+    trial = case.trial
+    arrays = trial.arguments.arrays
+    if not trial.is_random:
+        return None
+    other_keys = [jax.random.fold_in(key, 1) for key in arrays.keys]
+    if other_keys and (name := case.differs_with(arrays._replace(keys=other_keys))):
+        return (
+            f"Randomness: {name} of the full batch depends on the key, and with rng_argnums each microbatch draws its "
+            "own numbers. So it is equal in distribution only, and no route can be told from its equal by one draw.\n"
+            "For the numbers that the full batch draws, leave reduction and rng_argnums out. To verify the rest, "
+            "switch dropout off."
+        )
+    shared = [jax.random.fold_in(leaf, 1) if is_key(leaf) else leaf for leaf in arrays.rest]
+    if case.declared != "infer" and (name := case.differs_with(arrays._replace(rest=shared))):
+        return (
+            f"Randomness: {name} of the full batch depends on a key, and every microbatch sees that key, so that all "
+            "draw the same numbers.\n"
+            "Leave reduction out: then each draws its rows of what the full batch draws. Or name the key in "
+            "rng_argnums, for numbers of their own: equal in distribution only."
+        )
+    return None
+
+
+def _counted_for_each_microbatch(case: _Case) -> str | None:
+    """Each microbatch more adds the same to the result."""
+    trial, examples = case.trial, case.trial.num_examples
+    if case.declared != "sum" or examples < 3:
+        return None
+    one, two, three = (_flat(o) for o in (trial.expected, trial.route(math.ceil(examples / 2)), trial.route(case.third)))
+    if not np.any(two != one) or difference(three - two, two - one) > math.sqrt(trial.eps):
+        return None
+    return (
+        "A term that has no examples, such as a regulariser, is counted once for each microbatch: two of them are off "
+        "by that much, and three by twice as much.\n"
+        f'Add its gradient outside, or make the loss a mean and pass reduction="mean", {READ_IT}.'
+    )
+
+
+def _unequal_weights(case: _Case) -> str | None:
+    """The gradient of the batch is a mean of those of its microbatches, with weights that are not their examples."""
+    if case.declared not in ("mean", "sum"):
+        return None
+    trial, size = case.trial, case.third
+    weights = _weights_of_microbatches(case)
+    if weights is None:
+        return None
+    starts = np.arange(0, trial.num_examples, size)
+    shares = np.minimum(size, trial.num_examples - starts) / trial.num_examples
+    close = 100 * math.sqrt(trial.eps)
+    if abs(weights.sum() - 1) > close or weights.min() < -close or np.abs(weights - shares).max() < close:
+        return None
+    return _mean_of_means(
+        f"of {len(starts)} microbatches the full batch weighs {_list(weights)}, and of its examples they have "
+        f"{_list(shares)}"
+    )
+
+
+def _what_the_reading_says(case: _Case) -> str | None:
+    """The loss, read."""
+    reading = case.reading
+    if case.declared == "infer":
+        return (
+            f"anybatch read the loss as: {reading.kind}. Its gradient should then be that of the full batch: this is "
+            'an error in anybatch, please report it. Until then declare the loss, e.g. reduction="mean".'
+        )
+    if reading.blame:
+        lines = [f"    {blame.file}:{blame.line} ({blame.primitive}): {blame.why}" for blame in reading.blame]
+        return "\n".join([f"The loss looks across examples, which no {case.declared} does:", *lines, ACROSS])
+    if not case.agrees(case.size, "infer"):
+        return None
+    if "ratio" in reading.kind:
+        return _mean_of_means(f"the loss is a {reading.kind}")
+    return (
+        f'The loss is: {reading.kind}. Declared as reduction="{case.declared}" it is another one.\n'
+        "Leave reduction out, with which it agrees."
+    )
+
+
+def _constant_factor(case: _Case) -> str | None:
+    """The gradient is that of the full batch, times a number."""
+    factors = {}
+    expected = _flat(case.trial.expected)
+    for size in case.failed:
+        factors[size] = float(np.vdot(expected, _flat(case.trial.route(size))).real / np.vdot(expected, expected).real)
+        if not _is_multiple(case, size, factors[size]):
+            return None
+    shown = ", ".join(f"{factor:.6g} with microbatch_size={size}" for size, factor in factors.items())
+    return (
+        f"The gradient is that of the full batch times {shown}. The loss divides or multiplies by a number of examples "
+        f"in a way that reduction={case.declared!r} does not say.\nLeave reduction out: then anybatch reads the loss."
+    )
+
+
+def _hidden_key(case: _Case) -> str | None:
+    """The loss draws random numbers, and no argument has the key."""
+    arrays = case.trial.arguments.arrays
+    leaves = [*arrays.keys, *arrays.rest, *arrays.batch]
+    keys = [leaf for leaf in leaves if is_key(leaf) or jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)]
+    if not case.trial.is_random or keys or case.declared == "infer":
+        return None
+    return (
+        "Randomness: the loss draws random numbers from a key that is not among its arguments, so that every "
+        "microbatch draws the same ones.\nPass the key as an argument and leave reduction out, or name it in rng_argnums."
+    )
+
+
+def _no_combination(case: _Case) -> str | None:
+    """The gradient of the full batch is not in the span of those of its microbatches."""
+    if case.declared not in ("mean", "sum") or _weights_of_microbatches(case) is not None:
+        return None
+    return (
+        "The loss looks across examples, as BatchNorm in training or a contrastive loss does: the gradient of the full "
+        f"batch is no combination of those of its microbatches, whatever their weights.\n{ACROSS}"
+    )
+
+
+def _aux_of_another_kind(case: _Case) -> str | None:
+    """The gradient agrees, and no aux_reduction was right."""
+    name = case.failed_names[0]
+    if case.declared == "infer" or not all(name.startswith("aux") for name in case.failed_names):
+        return None
+    return (
+        f"The gradient is right, and {name} is not: over the examples it is neither a mean nor a sum.\n"
+        f"Return what it is made of, as sums, and compute it from them outside; {READ_IT}."
+    )
+
+
+TESTS = (
+    _ill_conditioned,
+    _aux_alone,
+    _heads_that_are_no_sums,
+    _another_reduction,
+    _randomness,
+    _aux_of_another_kind,
+    _counted_for_each_microbatch,
+    _unequal_weights,
+    _what_the_reading_says,
+    _constant_factor,
+    _hidden_key,
+    _no_combination,
+)
+
+
+def _mean_of_means(evidence: str) -> str:
+    return (
+        f"A mean of means over unequal counts: {evidence}. The loss divides by something other than the number of "
+        "examples, as tokens or the unmasked.\n"
+        f'Return (total, weight) and pass reduction="weighted", {READ_IT}.'
+    )
+
+
+def _weights_of_microbatches(case: _Case) -> np.ndarray | None:
+    """The numbers that make the gradient of the batch of those of its microbatches, if there are any."""
+    trial, examples = case.trial, case.trial.num_examples
+    random = np.random.default_rng(0)
+    pieces = [trial.examples(start, min(start + case.third, examples)) for start in range(0, examples, case.third)]
+    equations = max(1, _flat(trial.expected).size)
+    # The weights are the same at all parameters: with few parameters, several points give enough equations.
+    points = [trial.arguments.arrays.wrt]
+    while len(points) * equations < 4 * len(pieces):
+        points.append([_moved(leaf, random) for leaf in points[0]])
+    matrix = np.concatenate(
+        [np.stack([_flat(trial.full_batch(piece._replace(wrt=wrt))) for piece in pieces], 1) for wrt in points]
+    )
+    whole = np.concatenate([_flat(trial.full_batch(trial.arguments.arrays._replace(wrt=wrt))) for wrt in points])
+    weights, _, rank, _ = np.linalg.lstsq(matrix, whole, rcond=None)
+    fits = rank == len(pieces) and difference(matrix @ weights, whole) < math.sqrt(trial.eps)
+    return weights.real if fits else None
+
+
+def _is_multiple(case: _Case, size: int, factor: float) -> bool:
+    close = max(case.trial.tolerance(index, size) for index in range(case.trial.num_gradients + 1))
+    return difference(_flat(case.trial.route(size)), factor * _flat(case.trial.expected)) <= close
+
+
+def _flat(outcome: Outcome) -> np.ndarray:
+    """The gradient and the value in one vector; of very large leaves, some of their entries."""
+    leaves = [*outcome.gradient, outcome.value]
+    return np.concatenate([leaf.reshape(-1)[:: math.ceil(leaf.size / 2**16) or 1] for leaf in leaves])
+
+
+def _moved(leaf: Any, random: np.random.Generator) -> Any:
+    factor = random.uniform(0.5, 1.5, np.shape(leaf))
+    return np.asarray(np.asarray(leaf) * factor, leaf.dtype) if is_array(leaf) else leaf * float(factor)
+
+
+def _precision(trial: Trial) -> str:
+    return "float64" if trial.in_float64 else trial.dtype.name
+
+
+def _shown(number: float) -> str:
+    return f"{number:.1e}"
+
+
+def _list(numbers: np.ndarray) -> str:
+    return ", ".join(f"{number:.3f}" for number in numbers)

@@ -1,0 +1,161 @@
+"""Computes values of a graph: at the full batch, or for the examples of one microbatch."""
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+
+from anybatch.reading import positions
+from anybatch.reading.graph import Node, Value
+from anybatch.reading.reader import Reader
+from anybatch.reading.states import SUM, WHOLE, Rows, State, take_rows
+
+
+class FullBatch:
+    """Computes values at the full batch, each when it is first asked for.
+
+    Args:
+      known: values that are given: the inputs, and for the head also what the microbatches made.
+    """
+
+    def __init__(self, known: Mapping[Value, Any]) -> None:
+        self.known = dict(known)
+
+    def __getitem__(self, value: Value) -> Any:
+        if value.is_constant:
+            return value.known
+        if value not in self.known:
+            self._compute(value)
+        return self.known[value]
+
+    def _compute(self, wanted: Value) -> None:
+        nodes: dict[int, Node] = {}
+        pending = [wanted]
+        while pending:
+            value = pending.pop()
+            if value.is_constant or value in self.known:
+                continue
+            if value.node is None:
+                raise KeyError("an input that was not given")
+            if value.node.index not in nodes:
+                nodes[value.node.index] = value.node
+                pending.extend(value.node.inputs)
+        for index in sorted(nodes):
+            self.run(nodes[index])
+
+    def run(self, node: Node) -> None:
+        """Computes one node, whose operands are known."""
+        for output, result in zip(node.outputs, node([self[value] for value in node.inputs]), strict=True):
+            self.known.setdefault(output, result)
+
+
+class Microbatch:
+    """Computes the values of the prefix for `size` examples from `start`.
+
+    Args:
+      reader: the states of the values.
+      start: the index in the batch of the first example, which may be known at run time only.
+      size: the number of examples.
+      known: values of the inputs: for those with rows, the rows of these examples.
+      whole: values at the full batch: of inputs with rows, and of what was computed before.
+      draw: how to draw random numbers of which only some rows are needed.
+    """
+
+    def __init__(
+        self,
+        reader: Reader,
+        start: Any,
+        size: int,
+        known: Mapping[Value, Any],
+        whole: Mapping[Value, Any],
+        draw: "positions.Draw",
+    ) -> None:
+        self.reader, self.start, self.size, self.draw = reader, start, size, draw
+        self.known = dict(known)
+        wholes = {value: array for value, array in known.items() if reader.state(value) == WHOLE}
+        self.whole = FullBatch({**wholes, **whole})
+        self._rows: dict[tuple[Value, Rows], Any] = {}
+        self._read_whole: Collection[Value] = ()
+
+    def nested(self, reader: Reader, operands: Sequence[Any], states: Sequence[State]) -> list[Any]:
+        """The results of a nested function, in the given states."""
+        inner = Microbatch(
+            reader, self.start, self.size, dict(zip(reader.graph.inputs, operands, strict=True)), {}, self.draw
+        )
+        inner.run(reader.graph.outputs)
+        return [inner.as_state(output, state) for output, state in zip(reader.graph.outputs, states, strict=True)]
+
+    def run(self, wanted: Sequence[Value]) -> None:
+        """Computes the values wanted, except whole ones, which are computed when they are first used."""
+        nodes: dict[int, Node] = {}
+        pending = list(wanted)
+        for node in self.reader.graph.nodes:
+            if node.has_effects and node in self.reader.outcomes:
+                nodes[node.index] = node
+                pending.extend(node.inputs)
+        while pending:
+            value = pending.pop()
+            if value.is_constant or value in self.known or value.node is None or value.node.index in nodes:
+                continue
+            if self.reader.top and self.reader.state(value) == WHOLE:
+                continue
+            if value in self.reader.cut_later:
+                self.known[value] = self._cut(self.whole[value], self.reader.state(value))
+                continue
+            nodes[value.node.index] = value.node
+            outcome = self.reader.outcomes.get(value.node)
+            pending.extend(operand for operand in value.node.inputs if outcome is None or operand not in outcome.whole)
+        for index in sorted(nodes):
+            self._run_node(nodes[index])
+
+    def _run_node(self, node: Node) -> None:
+        outcome = self.reader.outcomes.get(node)
+        if outcome is None:
+            return
+        self._read_whole = outcome.whole
+        if outcome.run is not None:
+            results = outcome.run(self)
+        else:
+            takes = outcome.takes or [None] * len(node.inputs)
+            operands = [self.value(operand, rows) for operand, rows in zip(node.inputs, takes, strict=True)]
+            results = node(operands, None if outcome.params is None else outcome.params(self.size))
+        self._read_whole = ()
+        for output, result in zip(node.outputs, results, strict=True):
+            self.known[output] = result
+            if self.reader.state(output) == WHOLE:  # the counter of a loop, for example
+                self.whole.known[output] = result
+
+    def value(self, value: Value, rows: Rows | None = None) -> Any:
+        """A value for these examples. Of a whole one, all of it, or the given rows of these examples."""
+        if self.reader.state(value) == WHOLE or value in self._read_whole:
+            return self.whole[value] if rows is None else self.rows(value, rows)
+        return self.known[value]
+
+    def as_state(self, value: Value, state: State) -> Any:
+        """A value for these examples, in a state that joins its own with those of other branches."""
+        own = self.reader.state(value)
+        if own == state:
+            return self.value(value)
+        if own == WHOLE and isinstance(state, Rows):
+            return self.rows(value, state)
+        if own == WHOLE and state == SUM:
+            return jnp.zeros(value.shape, value.dtype)
+        raise AssertionError(f"{own} is not {state}")
+
+    def rows(self, value: Value, rows: Rows) -> Any:
+        """The rows of these examples of a whole value, where possible without computing all of it."""
+        if value.ndim == 0:
+            return self.whole[value]
+        key = (value, rows)
+        if key not in self._rows:
+            if value.shape[rows.axis] != rows.length(self.reader.num_examples):
+                raise AssertionError(f"{value} has no {rows}")
+            direct = None
+            if not value.is_constant and value.node is not None and value not in self.whole.known:
+                direct = positions.compute_rows(self, value.node, value, rows)
+            self._rows[key] = self._cut(self.whole[value], rows) if direct is None else direct
+        return self._rows[key]
+
+    def _cut(self, array: Any, rows: State) -> Any:
+        assert isinstance(rows, Rows)
+        return take_rows(jnp.asarray(array), rows, self.reader.num_examples, self.start, self.size)

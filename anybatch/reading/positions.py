@@ -1,0 +1,178 @@
+"""The rows of a microbatch, of values that are laid out along the batch but do not come from it.
+
+`arange(N)`, a constant of N rows, random bits of shape (N, ...): a microbatch takes its own rows of them. Where
+the value is computed, this asks for those rows only: positions count from the first example of the microbatch,
+and random bits are drawn at their own counters, so that they are the bits of the full batch.
+"""
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend.random import threefry2x32_p
+
+from anybatch import compat
+from anybatch.errors import InputError
+from anybatch.reading import source
+from anybatch.reading.graph import Node, Value
+from anybatch.reading.states import Rows, replaced
+
+ELEMENTWISE = frozenset(
+    """abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clamp clz complex conj
+    convert_element_type copy copy_p cos cosh digamma div eq eq_to erf erf_inv erfc exp exp2 expm1 floor ge gt igamma
+    igamma_grad_a igammac imag integer_pow is_finite le le_to lgamma log log1p log2 logistic lt lt_to max min mul mulhi
+    name ne neg nextafter not one_minus_square or pcast polygamma population_count pow pvary random_clone random_fold_in real
+    reduce_precision regularized_incomplete_beta rem round rsqrt select_n sharding_constraint shift_left
+    shift_right_arithmetic shift_right_logical sign sin sinh sqrt square stop_gradient sub tan tanh xor zeta""".split()
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Draw:
+    """How random numbers of a generator that cannot be sliced may be drawn.
+
+    `fresh`: a microbatch draws its own, which are equal in distribution to those of the full batch.
+    """
+
+    fresh: bool = False
+
+
+def compute_rows(microbatch: Any, node: Node, value: Value, rows: Rows) -> Any:
+    """The rows of a microbatch of what `node` computes, or None if it must be computed at the full batch first."""
+    axis, length = rows.axis, rows.length(microbatch.size)
+    name, params = node.name, node.params
+    if name == "iota":
+        return _iota(microbatch, node, rows)
+    if name == "broadcast_in_dim" and len(node.inputs) == 1:
+        (operand,) = node.inputs
+        dimensions = list(params["broadcast_dimensions"])
+        smaller = {**params, "shape": replaced(params["shape"], axis, length)}
+        if axis not in dimensions or operand.shape[dimensions.index(axis)] == 1:
+            return node([microbatch.whole[operand]], smaller)[0]
+        return node([microbatch.rows(operand, rows.at(dimensions.index(axis)))], smaller)[0]
+    if name in ELEMENTWISE and all(operand.ndim in (0, value.ndim) for operand in node.inputs):
+        full = value.shape[axis]
+        operands = [
+            microbatch.rows(operand, rows) if operand.ndim and operand.shape[axis] == full else microbatch.whole[operand]
+            for operand in node.inputs
+        ]
+        return node(operands)[0]
+    if name == "bitcast_convert_type" and node.inputs[0].shape == value.shape:
+        return node([microbatch.rows(node.inputs[0], rows)])[0]
+    if name == "transpose":
+        return node([microbatch.rows(node.inputs[0], rows.at(params["permutation"][axis]))])[0]
+    if name == "squeeze":
+        dropped = {dimension % node.inputs[0].ndim for dimension in params["dimensions"]}
+        kept = [dimension for dimension in range(node.inputs[0].ndim) if dimension not in dropped]
+        return node([microbatch.rows(node.inputs[0], rows.at(kept[axis]))])[0]
+    if name == "reshape" and params.get("dimensions") is None and len(node.inputs) == 1:
+        before = reshaped(value.shape, node.inputs[0].shape, rows, microbatch.reader.num_examples)
+        if before is None:
+            return None
+        smaller = {**params, "new_sizes": replaced(params["new_sizes"], axis, length)}
+        return node([microbatch.rows(node.inputs[0], before)], smaller)[0]
+    if name in ("reduce_sum", "reduce_max", "reduce_min", "argmax", "argmin"):
+        dropped = {dimension % node.inputs[0].ndim for dimension in params["axes"]}
+        kept = [dimension for dimension in range(node.inputs[0].ndim) if dimension not in dropped]
+        return node([microbatch.rows(node.inputs[0], rows.at(kept[axis]))])[0]
+    if name in ("random_bits", "random_split", "random_wrap", "random_unwrap"):
+        return _random(microbatch, node, value, rows)
+    return None
+
+
+def reshaped(old: tuple[int, ...], new: tuple[int, ...], rows: Rows, num_examples: int) -> Rows | None:
+    """Where the rows of an array are after a reshape, or None if it splits the index of the examples."""
+    before = math.prod(old[: rows.axis]) * rows.outer  # blocks of whole batches that lie before one another
+    passed = 1
+    for axis, size in enumerate(new):
+        if before % passed == 0 and size > 0 and size % (before // passed * num_examples) == 0:
+            outer = before // passed
+            return Rows(axis, outer, size // (outer * num_examples))
+        passed *= size
+        if passed == 0:
+            return None
+    return None
+
+
+def _iota(microbatch: Any, node: Node, rows: Rows) -> Any:
+    params, axis = node.params, rows.axis
+    smaller = {**params, "shape": replaced(params["shape"], axis, rows.length(microbatch.size))}
+    if params["dimension"] != axis:
+        return node([], smaller)[0]
+    if rows.outer != 1:
+        return None
+    counted = node([], smaller)[0]
+    return counted + jnp.asarray(microbatch.start * rows.inner).astype(counted.dtype)
+
+
+def _random(microbatch: Any, node: Node, value: Value, rows: Rows) -> Any:
+    (keys,) = node.inputs
+    if rows.axis < keys.ndim and (node.name != "random_wrap" or rows.axis < keys.ndim - 1):
+        return node([microbatch.rows(keys, rows)])[0]  # a key for each row
+    if node.name in ("random_wrap", "random_unwrap"):
+        return None
+    if compat.draws_by_counter(keys.dtype):
+        return _drawn_by_counter(microbatch, node, value, rows)
+    if node.name == "random_split" or keys.ndim:
+        return None
+    if not microbatch.draw.fresh:
+        place = source.locate(node)
+        raise InputError(
+            "Random numbers of a microbatch must be those that the full batch would draw",
+            given=f"a key of the generator {keys.dtype}, whose numbers cannot be drawn in part, at "
+            f"{place.file}:{place.line}",
+            remedy='Use a key of the default generator, jax.random.key(0, impl="threefry2x32"); or let each microbatch '
+            "draw its own, which are equal in distribution: rng_argnums= the position of the key.",
+        )
+    fresh = jax.random.fold_in(microbatch.whole[keys], microbatch.start)
+    smaller = replaced(node.params["shape"], rows.axis, rows.length(microbatch.size))
+    return node([fresh], {**node.params, "shape": smaller})[0]
+
+
+def _drawn_by_counter(microbatch: Any, node: Node, value: Value, rows: Rows) -> Any:
+    """The bits of the rows, by the counters that they have in the draw of the full batch.
+
+    The threefry generator numbers the elements of a draw and mixes each number with the key. Numbers are of 64
+    bits, in two halves.
+    """
+    axis, num_examples = rows.axis, microbatch.reader.num_examples
+    local = replaced(value.shape, axis, rows.length(microbatch.size))
+    # The index of each local row along its axis in the full batch.
+    counted = lax.iota(jnp.uint32, local[axis])
+    per_block = microbatch.size * rows.inner
+    block, offset = counted // np.uint32(per_block), counted % np.uint32(per_block)
+    first = jnp.asarray(microbatch.start).astype(jnp.uint32) * np.uint32(rows.inner)
+    index = block * np.uint32(num_examples * rows.inner) + first + offset
+    low, high = jnp.zeros(local, jnp.uint32), jnp.zeros(local, jnp.uint32)
+    keys = node.inputs[0]
+    for dimension, size in list(enumerate(value.shape))[keys.ndim :]:  # each key has a draw of its own
+        position = index if dimension == axis else lax.iota(jnp.uint32, size)
+        stride = math.prod(value.shape[dimension + 1 :])
+        step_low, step_high = _times(position, stride)
+        step_low, step_high = (lax.broadcast_in_dim(half, local, [dimension]) for half in (step_low, step_high))
+        total = low + step_low
+        high = high + step_high + (total < low).astype(jnp.uint32)
+        low = total
+    key = microbatch.whole[keys]
+    data = jax.random.key_data(key)
+    key_0, key_1 = (lax.broadcast_in_dim(data[..., half], local, range(keys.ndim)) for half in (0, 1))
+    bits_0, bits_1 = threefry2x32_p.bind(key_0, key_1, high, low)
+    if node.name == "random_split":
+        split = jnp.stack([bits_0, bits_1], axis=bits_0.ndim)
+        return jax.random.wrap_key_data(split, impl=jax.random.key_impl(key))
+    width = node.params["bit_width"]
+    if width == 64:
+        return (bits_0.astype(jnp.uint64) << np.uint64(32)) | bits_1.astype(jnp.uint64)
+    return (bits_0 ^ bits_1).astype({8: jnp.uint8, 16: jnp.uint16, 32: jnp.uint32}[width])
+
+
+def _times(position: jax.Array, stride: int) -> tuple[jax.Array, jax.Array]:
+    """`position * stride` in 64 bits, as (low, high) halves; in 32-bit arithmetic, which is always there."""
+    stride_low, stride_high = np.uint32(stride & 0xFFFFFFFF), np.uint32(stride >> 32)
+    low = position * stride_low
+    high = lax.mulhi(position, jnp.broadcast_to(stride_low, position.shape)) + position * stride_high
+    return low, high

@@ -1,0 +1,247 @@
+"""Follows the batch axis through a graph, node by node, and gives every value its state."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from anybatch.reading import source
+from anybatch.reading.graph import CHECKPOINTS, Graph, Node, Value
+from anybatch.reading.states import FED_BACK, SUM, WHOLE, Mixed, NotRowwise, Rows, State
+
+MAX_UNROLLED = 64  # steps of a loop that may be unrolled to find the one that brings examples together
+
+
+class NeedsInlining(Exception):
+    """Raised to start over with a checkpoint looked into, or a loop unrolled."""
+
+    def __init__(self, equation: Any) -> None:
+        super().__init__()
+        self.key = id(equation)
+
+
+@dataclasses.dataclass
+class Outcome:
+    """What a rule found out about a node.
+
+    Args:
+      states: those of its outputs.
+      takes: for each operand that is whole, the rows of it that a microbatch takes; None: all of it.
+      params: the parameters of the equation at a number of examples, where they hold shapes.
+      run: computes the node in a microbatch, where that is not the same equation with other parameters.
+      scales: whether its derivative is linear in the cotangent; that of a custom_vjp may not be.
+      nested: the readings of the functions inside it.
+      whole: operands with rows that are read whole, which their values allow.
+    """
+
+    states: list[State]
+    takes: Sequence[Rows | None] | None = None
+    params: Callable[[int], dict[str, Any]] | None = None
+    run: Callable[[Any], list[Any]] | None = None
+    scales: bool = True
+    nested: Sequence["Reader"] = ()
+    whole: frozenset[Value] = frozenset()
+
+
+@dataclasses.dataclass(frozen=True)
+class Fact:
+    """What is known of an input: its state, and whether it moves with the parameters and has a gradient."""
+
+    state: State
+    moves: bool = False
+    has_gradient: bool = False
+    is_zero: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Rulebook:
+    """How to read each primitive, by its name; and whether the backward pass of a node can be taken in parts."""
+
+    rules: dict[str, Callable[["Reader", Node, Sequence[State]], Outcome]]
+    has_linear_backward: Callable[["Reader", Node], bool]
+
+
+class Reader:
+    """The states of all values of a graph.
+
+    Args:
+      graph: the function.
+      num_examples: the size of the batch that it was traced at.
+      facts: what is known of its inputs.
+      rulebook: how to read each primitive.
+      top: whether this is the loss itself, or a function nested in it, which must be row-wise throughout.
+    """
+
+    def __init__(
+        self, graph: Graph, num_examples: int, facts: Sequence[Fact], rulebook: Rulebook, *, top: bool = False
+    ) -> None:
+        self.graph, self.num_examples, self.rulebook, self.top = graph, num_examples, rulebook, top
+        self.facts = dict(zip(graph.inputs, facts, strict=True))
+        self.uses_batch = {value: fact.state != WHOLE for value, fact in self.facts.items()}
+        self.outcomes: dict[Node, Outcome] = {}
+        self.blames: list[source.Blame] = []
+        self.computed_first: set[Value] = set()  # from data alone, once, before the first microbatch
+        self.cut_later: set[Value] = set()  # those of them that then are cut into rows like the batch itself
+        self.hoisted: list[Node] = []  # of parameters alone, with a derivative that cannot be taken in parts
+        self.taken: list[tuple[Value, Rows]] = []  # whole values of which a microbatch takes rows
+        for node in graph.nodes:
+            self._visit(node)
+
+    def fact(self, value: Value) -> Fact:
+        return Fact(WHOLE) if value.is_constant else self.facts[value]
+
+    def state(self, value: Value) -> State:
+        return WHOLE if value.is_constant else self.facts[value].state
+
+    def moves(self, value: Value) -> bool:
+        """Whether it depends on what the gradient is taken with respect to."""
+        return not value.is_constant and self.facts[value].moves
+
+    def has_gradient(self, value: Value) -> bool:
+        return not value.is_constant and self.facts[value].has_gradient
+
+    def output_states(self) -> list[State]:
+        return [self.state(value) for value in self.graph.outputs]
+
+    def nested(self, jaxpr: Any, facts: Sequence[Fact]) -> "Reader":
+        """Reads a function inside a node. It must be row-wise throughout."""
+        return Reader(Graph(jaxpr), self.num_examples, facts, self.rulebook)
+
+    @property
+    def scales(self) -> bool:
+        """Whether every derivative in it is linear in the cotangent."""
+        return all(outcome.scales for outcome in self.outcomes.values())
+
+    def _visit(self, node: Node) -> None:
+        states = [self.state(value) for value in node.inputs]
+        moves = any(map(self.moves, node.inputs))
+        has_gradient = any(map(self.has_gradient, node.inputs)) and node.name != "stop_gradient"
+        uses_batch = any(not value.is_constant and self.uses_batch[value] for value in node.inputs)
+        if all(state == WHOLE for state in states):
+            found: list[State] = [WHOLE] * len(node.outputs)
+            if has_gradient:
+                self._hoist_if_needed(node)
+        else:
+            try:
+                outcome = self._apply_rule(node, states, moves)
+                found = outcome.states
+                self.outcomes[node] = outcome
+                for value, rows in zip(node.inputs, outcome.takes or (), strict=False):
+                    if rows is not None and self.state(value) == WHOLE:
+                        self.taken.append((value, rows))
+            except NotRowwise as refusal:
+                found = self._refused(node, states, moves, refusal)
+        for output, state in zip(node.outputs, found, strict=True):
+            if self.top and not moves and (state == SUM or isinstance(state, Mixed)):
+                state = self._compute_first(output, state, states)
+            self.facts[output] = Fact(state, moves, has_gradient and output.is_inexact)
+            self.uses_batch[output] = uses_batch
+
+    def _apply_rule(self, node: Node, states: Sequence[State], moves: bool) -> Outcome:
+        if any(isinstance(state, Mixed) for state in states):
+            has_rows = any(isinstance(state, Rows) for state in states)
+            raise NotRowwise(FED_BACK if has_rows else "it depends on values of the whole batch")
+        rule = self.rulebook.rules.get(node.name)
+        if rule is None:
+            raise NotRowwise(
+                f"there is no rule for the primitive {node.name!r}, so that it must be taken to mix examples"
+            )
+        try:
+            outcome = self._guarded(rule, node, states)
+        except NotRowwise:
+            outcome = self._read_data_whole(rule, node, states, moves)
+            if outcome is None:
+                raise
+        if self.top and moves and not all(state == WHOLE for state in outcome.states):
+            live = [state for output, state in zip(node.outputs, outcome.states, strict=True) if self._is_live(output)]
+            if WHOLE in live:
+                raise NotRowwise("one equation returns values of the examples beside values of the parameters alone")
+        return outcome
+
+    def _read_data_whole(self, rule: Any, node: Node, states: Sequence[State], moves: bool) -> Outcome | None:
+        """Reads operands that are data alone as whole values: they can be computed before the first microbatch."""
+        data = [
+            isinstance(state, Rows) and not self.moves(value) for value, state in zip(node.inputs, states, strict=True)
+        ]
+        if not (self.top and moves and any(data)):
+            return None
+        as_whole = [WHOLE if whole else state for whole, state in zip(data, states, strict=True)]
+        if all(state == WHOLE for state in as_whole):
+            return None
+        try:
+            outcome = self._guarded(rule, node, as_whole)
+        except NotRowwise:
+            return None
+        outcome.whole = frozenset(value for value, whole in zip(node.inputs, data, strict=True) if whole)
+        self.computed_first |= outcome.whole
+        return outcome
+
+    def _guarded(self, rule: Any, node: Node, states: Sequence[State]) -> Outcome:
+        try:
+            return rule(self, node, states)
+        except (NotRowwise, NeedsInlining):
+            raise
+        except Exception as error:  # a rule that fails must not become a gradient that is wrong
+            raise NotRowwise(
+                f"the rule for the primitive {node.name!r} failed ({type(error).__name__}: {error})"
+            ) from error
+
+    def _refused(self, node: Node, states: Sequence[State], moves: bool, refusal: NotRowwise) -> list[State]:
+        """What cannot be done microbatch by microbatch belongs to the head."""
+        coupled_before = any(isinstance(state, Mixed) and state.couples for state in states)
+        couples = coupled_before or any(isinstance(state, Rows) for state in states)
+        blame = refusal.blame or source.blame(node, refusal.why)
+        if not self.top:
+            raise NotRowwise(refusal.why, blame=blame)
+        mixed = any(isinstance(state, Mixed) for state in states)
+        if refusal.unroll and moves and not mixed and _can_be_opened(node):
+            raise NeedsInlining(node.equation)
+        if couples and not coupled_before and moves:
+            self.blames.append(blame)
+        return [Mixed(couples)] * len(node.outputs)
+
+    def _compute_first(self, output: Value, state: State, operand_states: Sequence[State]) -> State:
+        """Data alone: computed before the first microbatch, at the full batch, and cut into rows if it has them."""
+        self.computed_first.add(output)
+        rows = next((operand for operand in operand_states if isinstance(operand, Rows)), None)
+        if state != SUM and rows is not None and rows.axis < output.ndim:
+            if output.shape[rows.axis] == rows.length(self.num_examples):
+                self.cut_later.add(output)
+                return rows
+        return WHOLE
+
+    def _hoist_if_needed(self, node: Node) -> None:
+        """A custom backward pass of parameters alone that is not linear must see the whole gradient, once."""
+        if self.rulebook.has_linear_backward(self, node):
+            return
+        if not self.top:
+            why = "a custom backward pass of parameters is not linear in the gradient"
+            raise NotRowwise(why, blame=source.blame(node, why))
+        self.hoisted.append(node)
+
+    def _is_live(self, value: Value) -> bool:
+        return id(value) in self.graph.live
+
+    def is_zero(self, value: Value) -> bool:
+        """Whether a whole value is known to be zero everywhere."""
+        if value.is_constant:
+            return not value.is_key and isinstance(value.known, np.ndarray) and not np.any(value.known)
+        node = value.node
+        if value.hint is not None:
+            return not value.is_key and not np.any(np.asarray(value.hint))
+        if node is None or self.state(value) != WHOLE:
+            return self.facts[value].is_zero
+        if node.name in _KEEP_ZERO:
+            return self.is_zero(node.inputs[0])
+        return node.name in _ADD_ZEROS and all(map(self.is_zero, node.inputs))
+
+
+_KEEP_ZERO = frozenset(
+    "broadcast_in_dim reshape convert_element_type transpose squeeze slice neg stop_gradient copy copy_p".split()
+)
+_ADD_ZEROS = frozenset("mul add add_any sub concatenate".split())
+
+
+def _can_be_opened(node: Node) -> bool:
+    return node.name in CHECKPOINTS or (node.name == "scan" and node.params["length"] <= MAX_UNROLLED)

@@ -1,0 +1,215 @@
+"""Checkpoints, branches and loops: the functions inside them must be row-wise themselves."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.extend.core as jex_core
+import jax.numpy as jnp
+from jax import lax
+
+from anybatch import compat
+from anybatch.reading.graph import Graph, Node, Value
+from anybatch.reading.reader import Fact, Outcome, Reader
+from anybatch.reading.rules.derivatives import contains_custom_vjp
+from anybatch.reading.rules.table import rule
+from anybatch.reading.states import SUM, WHOLE, NotRowwise, Rows, State, join, only_rows
+
+
+def _facts(reader: Reader, node: Node, states: Sequence[State]) -> list[Fact]:
+    """What is known of the operands of a node, as the function inside it sees them."""
+    return [
+        dataclasses.replace(reader.fact(value), state=state, is_zero=False)
+        for value, state in zip(node.inputs, states, strict=True)
+    ]
+
+
+@rule("remat2", "remat", "checkpoint")
+def _checkpoint(reader: Reader, node: Node, states: Sequence[State]) -> Outcome:
+    inner = reader.nested(node.params["jaxpr"], _facts(reader, node, states))
+    found = inner.output_states()
+    options = {name: node.params[name] for name in ("prevent_cse", "policy") if name in node.params}
+
+    def run(microbatch: Any) -> list[Any]:
+        checkpointed = jax.checkpoint(lambda *operands: microbatch.nested(inner, operands, found), **options)
+        return checkpointed(*(microbatch.value(value) for value in node.inputs))
+
+    return Outcome(found, run=run, scales=inner.scales, nested=[inner])
+
+
+@rule("cond")
+def _branches(reader: Reader, node: Node, states: Sequence[State]) -> Outcome:
+    if states[0] != WHOLE:
+        raise NotRowwise("which branch it takes depends on the batch")
+    facts = _facts(reader, node, states)[1:]
+    inners = [reader.nested(branch, facts) for branch in node.params["branches"]]
+    found, zero = inners[0].output_states(), _zeros(inners[0])
+    for inner in inners[1:]:
+        other_zero = _zeros(inner)
+        found = [join(*each) for each in zip(found, inner.output_states(), zero, other_zero, strict=True)]
+        zero = [one and other for one, other in zip(zero, other_zero, strict=True)]
+
+    def run(microbatch: Any) -> list[Any]:
+        index, *operands = (microbatch.value(value) for value in node.inputs)
+        branches = [lambda *args, inner=inner: microbatch.nested(inner, args, found) for inner in inners]
+        return lax.switch(jnp.asarray(index).astype(jnp.int32), branches, *operands)
+
+    return Outcome(found, run=run, scales=all(inner.scales for inner in inners), nested=inners)
+
+
+def _zeros(inner: Reader) -> list[bool]:
+    return [inner.is_zero(output) for output in inner.graph.outputs]
+
+
+@rule("while")
+def _while(reader: Reader, node: Node, states: Sequence[State]) -> Outcome:
+    params, facts = node.params, _facts(reader, node, states)
+    split = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
+    cond_consts, body_consts, carry = facts[: split[0]], facts[split[0] : split[1]], facts[split[1] :]
+    if any(fact.has_gradient for fact in facts):
+        raise NotRowwise("JAX cannot take the gradient of such a loop backward")
+    for _ in range(4 + 2 * len(carry)):
+        condition = reader.nested(params["cond_jaxpr"], [*cond_consts, *carry])
+        if condition.output_states() != [WHOLE]:
+            raise NotRowwise("how often the loop runs depends on the batch")
+        body = reader.nested(params["body_jaxpr"], [*body_consts, *carry])
+        after = [_joined(fact, body.fact(output)) for fact, output in zip(carry, body.graph.outputs, strict=True)]
+        if after == carry:
+            break
+        carry = after
+    else:
+        raise NotRowwise("what the loop carries changes its nature from step to step")
+    found = [fact.state for fact in carry]
+    takes = [*[None] * split[1], *(state if isinstance(state, Rows) else None for state in found)]
+
+    def run(microbatch: Any) -> list[Any]:
+        operands = [microbatch.value(value, rows) for value, rows in zip(node.inputs, takes, strict=True)]
+        return lax.while_loop(
+            lambda carried: microbatch.nested(condition, [*operands[: split[0]], *carried], [WHOLE])[0],
+            lambda carried: microbatch.nested(body, [*operands[split[0] : split[1]], *carried], found),
+            operands[split[1] :],
+        )
+
+    return Outcome(found, takes, run=run, nested=[condition, body])
+
+
+def _joined(before: Fact, after: Fact) -> Fact:
+    """What is known of a carried value, before and after a step."""
+    zero = before.is_zero and after.is_zero
+    state = join(before.state, after.state, before.is_zero, after.is_zero)
+    return Fact(state, before.moves or after.moves, before.has_gradient or after.has_gradient, zero)
+
+
+@rule("scan")
+def _scan(reader: Reader, node: Node, states: Sequence[State]) -> Outcome:
+    params = node.params
+    num_consts, num_carry = compat.scan_counts(params)
+    first = num_consts + num_carry
+    if any(isinstance(state, Rows) and state.axis == 0 for state in states[first:]):
+        return _scan_over_examples(reader, node, states)
+    facts = _facts(reader, node, states)
+    initial = [
+        dataclasses.replace(fact, is_zero=fact.state == WHOLE and reader.is_zero(value))
+        for fact, value in zip(facts[num_consts:first], node.inputs[num_consts:first], strict=True)
+    ]
+    scanned = [
+        dataclasses.replace(fact, state=fact.state.at(fact.state.axis - 1)) if isinstance(fact.state, Rows) else fact
+        for fact in facts[first:]
+    ]
+    carry = initial
+    for _ in range(8 + 3 * num_carry):
+        # A carry that starts from zero is taken to stay zero until a step says otherwise.
+        body = reader.nested(params["jaxpr"], [*facts[:num_consts], *carry, *scanned])
+        after = [
+            _joined(fact, dataclasses.replace(body.fact(output), is_zero=body.is_zero(output)))
+            for fact, output in zip(carry, body.graph.outputs, strict=False)
+        ]
+        after = [dataclasses.replace(fact, is_zero=fact.is_zero and fact.state == WHOLE) for fact in after]
+        if after == carry:
+            break
+        carry = after
+    else:
+        raise NotRowwise("what the loop carries changes its nature from step to step")
+    for fact, start in zip(carry, initial, strict=True):
+        # Otherwise it would be added once for each microbatch.
+        if fact.state == SUM and start.state == WHOLE and not start.is_zero:
+            raise NotRowwise("it adds a sum over the batch to a value that does not start from zero")
+    carried = [fact.state for fact in carry]
+    emitted = body.output_states()[num_carry:]
+    found = [*carried, *(state.at(state.axis + 1) if isinstance(state, Rows) else state for state in emitted)]
+    takes = [
+        *[None] * num_consts,
+        *(state if isinstance(state, Rows) else None for state in carried),
+        *[None] * (len(states) - first),
+    ]
+
+    def run(microbatch: Any) -> list[Any]:
+        operands = [microbatch.value(value, rows) for value, rows in zip(node.inputs, takes, strict=True)]
+        # The start of a sum that is zero: as it is, once for each microbatch.
+        consts, start, arrays = operands[:num_consts], operands[num_consts:first], operands[first:]
+
+        def step(carry: Any, slices: Any) -> tuple[Any, Any]:
+            results = microbatch.nested(body, [*consts, *carry, *slices], [*carried, *emitted])
+            return results[:num_carry], results[num_carry:]
+
+        options = {name: params[name] for name in ("length", "reverse", "unroll") if name in params}
+        last, stacked = lax.scan(step, list(map(jnp.asarray, start)), arrays, **options)
+        return [*last, *stacked]
+
+    return Outcome(found, takes, run=run, scales=body.scales, nested=[body])
+
+
+def _scan_over_examples(reader: Reader, node: Node, states: Sequence[State]) -> Outcome:
+    """`lax.map` over the examples, or a scan in which each step sees one example and adds to sums."""
+    params = node.params
+    num_consts, num_carry = compat.scan_counts(params)
+    first = num_consts + num_carry
+    rows = only_rows(states[first:])
+    if rows.axis != 0 or rows.outer != 1 or any(state != WHOLE for state in states[:first]):
+        raise NotRowwise("it goes over the examples with other values of the batch at hand", unroll=False)
+    graph = Graph(params["jaxpr"])
+    carried = [
+        _carried_over_examples(graph, number, graph.inputs[num_consts + number], reader, node.inputs[num_consts + number])
+        for number in range(num_carry)
+    ]
+    takes = [*[None] * first, *(rows if state == WHOLE else None for state in states[first:])]
+
+    def run(microbatch: Any) -> list[Any]:
+        operands = [microbatch.value(value, take) for value, take in zip(node.inputs, takes, strict=True)]
+        body: Any = jex_core.jaxpr_as_fun(params["jaxpr"])
+
+        def step(carry: Any, slices: Any) -> tuple[Any, Any]:
+            results = list(map(jnp.asarray, body(*operands[:num_consts], *carry, *slices)))
+            return results[:num_carry], results[num_carry:]
+
+        start = list(map(jnp.asarray, operands[num_consts:first]))
+        length = rows.length(microbatch.size)
+        last, stacked = lax.scan(step, start, operands[first:], length=length, reverse=params["reverse"])
+        return [*last, *stacked]
+
+    found: list[State] = [*carried, *[rows] * (len(node.outputs) - num_carry)]
+    return Outcome(found, takes, run=run, scales=not contains_custom_vjp(node))
+
+
+def _carried_over_examples(graph: Graph, number: int, before: Value, reader: Reader, start: Value) -> State:
+    """The state of what is carried from example to example: unchanged, or a sum that each of them adds to."""
+    after = graph.outputs[number]
+    if after is before:
+        return WHOLE
+    node = after.node
+    adds = (
+        not after.is_constant
+        and node is not None
+        and node.name in ("add", "add_any")
+        and sum(operand is before for operand in node.inputs) == 1
+        and sum(value is before for other in graph.nodes for value in other.inputs) == 1
+        and not any(value is after for other in graph.nodes for value in other.inputs)
+        and sum(output is after for output in graph.outputs) == 1
+        and not any(output is before for output in graph.outputs)
+        and before.shape == after.shape
+        and reader.is_zero(start)
+    )
+    if not adds:
+        raise NotRowwise("it carries something from one example to the next", unroll=False)
+    return SUM

@@ -1,0 +1,92 @@
+"""Operations that work on each element by itself."""
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from anybatch.reading.graph import Node, Value
+from anybatch.reading.positions import ELEMENTWISE
+from anybatch.reading.reader import Outcome, Reader
+from anybatch.reading.rules.table import rule
+from anybatch.reading.states import FED_BACK, NOT_LINEAR, SUM, WHOLE, NotRowwise, Rows, State, only_rows, refuse_sums
+
+# Linear in their one operand.
+LINEAR = frozenset("neg real imag copy copy_p name stop_gradient sharding_constraint pvary pcast".split())
+
+
+@rule(*ELEMENTWISE)
+def elementwise(reader: Reader, node: Node, states: Sequence[State]) -> Outcome:
+    """Rows stay rows; a sum stays one only if the operation is linear in it."""
+    if SUM in states:
+        return _of_sums(reader, node, states)
+    rows = only_rows(states)
+    output = node.outputs[0]
+    size = output.shape[rows.axis]
+    takes = []
+    for value, state in zip(node.inputs, states, strict=True):
+        if value.ndim != output.ndim and (value.ndim != 0 or isinstance(state, Rows)):
+            raise NotRowwise("it changes the rank of an operand")
+        if isinstance(state, Rows):
+            takes.append(None)
+        else:
+            takes.append(rows if value.ndim and value.shape[rows.axis] == size else None)
+    return Outcome([rows] * len(node.outputs), takes)
+
+
+def _of_sums(reader: Reader, node: Node, states: Sequence[State]) -> Outcome:
+    if any(isinstance(state, Rows) for state in states):
+        raise NotRowwise(FED_BACK)
+    if not _is_linear(reader, node, states):
+        raise NotRowwise(NOT_LINEAR)
+    return Outcome([SUM] * len(node.outputs))
+
+
+def _is_linear(reader: Reader, node: Node, states: Sequence[State]) -> bool:
+    """Whether the outputs are additive in those operands that are sums."""
+    name = node.name
+    if name in LINEAR:
+        return True
+    if name == "convert_element_type":
+        return _keeps_precision(node.inputs[0], node.outputs[0])
+    if name in ("add", "add_any", "sub", "complex"):
+        return all_sums(reader, node.inputs, states)
+    if name == "mul":
+        return list(states).count(SUM) == 1
+    if name == "div":
+        return states[0] == SUM and states[1] == WHOLE and node.outputs[0].is_inexact
+    if name == "select_n":
+        return states[0] == WHOLE and all_sums(reader, node.inputs[1:], states[1:])
+    return False
+
+
+def all_sums(reader: Reader, values: Sequence[Value], states: Sequence[State]) -> bool:
+    """Whether every value is a sum. Zeros are one too: the sum of nothing."""
+    return all(
+        state == SUM or (state == WHOLE and reader.is_zero(value)) for value, state in zip(values, states, strict=True)
+    )
+
+
+def _keeps_precision(old: Value, new: Value) -> bool:
+    """Whether a cast of a sum may be done before adding up: it may not round, or only at the end."""
+    if not new.is_inexact or not (old.is_inexact or jax.dtypes.issubdtype(old.dtype, np.integer)):
+        return False
+    is_complex = [jax.dtypes.issubdtype(value.dtype, np.complexfloating) for value in (old, new)]
+    if is_complex[0] and not is_complex[1]:
+        return False
+    # A count needs float32: 8 bits of bfloat16 hold the 1000 of a batch, but not the 333 of a microbatch.
+    return jnp.finfo(new.dtype).bits >= (jnp.finfo(old.dtype).bits if old.is_inexact else 32)
+
+
+@rule("bitcast_convert_type")
+def _bitcast(reader: Reader, node: Node, states: Sequence[State]) -> Outcome:
+    refuse_sums(states)
+    if node.outputs[0].shape != node.inputs[0].shape:
+        raise NotRowwise("it changes the shape while it changes the type")
+    return Outcome([only_rows(states)])
+
+
+@rule("debug_callback", "debug_print")
+def _debug(reader: Reader, node: Node, states: Sequence[State]) -> Outcome:
+    return Outcome([])  # a print in a microbatch shows what the microbatch has

@@ -1,0 +1,145 @@
+"""Kernels that models call on accelerators: cuDNN's attention, and Pallas."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from anybatch import compat
+from anybatch.reading.graph import Node
+from anybatch.reading.reader import Outcome, Reader
+from anybatch.reading.rules.table import rule
+from anybatch.reading.states import SUM, WHOLE, NotRowwise, Rows, State, only_rows, refuse_sums, replaced
+
+_NUM_FORWARD_OPERANDS = 10  # query, key, value, bias, lengths, offsets and page tables
+
+
+@rule("dot_product_attention_fwd_wrapper")
+def _cudnn_forward(reader: Reader, node: Node, states: Sequence[State]) -> Outcome:
+    rows, takes = _cudnn_operands(reader, node, states)
+    return Outcome([rows] * len(node.outputs), takes)
+
+
+@rule("dot_product_attention_bwd_wrapper")
+def _cudnn_backward(reader: Reader, node: Node, states: Sequence[State]) -> Outcome:
+    rows, takes = _cudnn_operands(reader, node, states)
+    found: list[State] = [rows] * len(node.outputs)
+    if len(found) > 3:  # of a bias: one for each example, or one that they share
+        found[3] = rows if states[3] == rows or takes[3] is not None else SUM
+    return Outcome(found, takes)
+
+
+def _cudnn_operands(reader: Reader, node: Node, states: Sequence[State]) -> tuple[Rows, list[Rows | None]]:
+    """The examples are along axis 0 of every operand, but for those that are absent or shared."""
+    refuse_sums(states)
+    rows = only_rows(states)
+    if rows.axis != 0:
+        raise NotRowwise("it attends from one example to another")
+    if node.params["dropout_rate"]:
+        raise NotRowwise("cuDNN draws its dropout by the position in the batch: apply dropout outside the kernel")
+    if node.params.get("score_mod") is not None:
+        raise NotRowwise("it changes the scores by a function of its own")
+    page_tables = node.inputs[8:_NUM_FORWARD_OPERANDS]
+    if any(value.ndim > 1 for value in page_tables):
+        raise NotRowwise("its keys and values are in pages that examples share")
+    length = rows.length(reader.num_examples)
+    takes: list[Rows | None] = []
+    for value, state in zip(node.inputs, states, strict=True):
+        takes.append(rows if state == WHOLE and value.ndim and value.shape[0] == length else None)
+    return rows, takes
+
+
+@rule("pallas_call")
+def _pallas(reader: Reader, node: Node, states: Sequence[State]) -> Outcome:
+    """A kernel that runs over a grid, one axis of which counts the examples, each in a block of its own."""
+    refuse_sums(states)
+    params, mapping = node.params, node.params["grid_mapping"]
+    simple = (
+        not mapping.num_index_operands
+        and not mapping.scratch_avals  # what a step leaves there, the next may find
+        and not params.get("input_output_aliases")
+        and all(isinstance(size, int) for size in mapping.grid)
+        and len(mapping.block_mappings) == len(node.inputs) + len(node.outputs)
+    )
+    if not simple:
+        raise NotRowwise("it is a kernel whose steps may depend on one another")
+    blocks = [*mapping.block_mappings]
+    grid_axis, rows = None, only_rows([state.at(0) if isinstance(state, Rows) else state for state in states])
+    for block, state in zip(blocks, states, strict=False):
+        if isinstance(state, Rows):
+            mine = _grid_axis(block, state.axis)
+            if mine is None or grid_axis not in (None, mine):
+                raise NotRowwise("it is a kernel whose blocks hold several examples")
+            grid_axis = mine
+    assert grid_axis is not None
+    length = rows.length(reader.num_examples)
+    if mapping.grid[grid_axis] != length or _asks_for_position(params["jaxpr"], mapping, grid_axis):
+        raise NotRowwise("it is a kernel that asks for the position of an example")
+    axes: list[int | None] = []
+    for block, state in zip(blocks, [*states, *[None] * len(node.outputs)], strict=True):
+        axis = _axis_along_grid(block, grid_axis)
+        if isinstance(state, Rows) and axis != state.axis:
+            raise NotRowwise("it is a kernel that reads other examples")
+        if state is None and axis is None:
+            raise NotRowwise("it is a kernel that combines examples")
+        axes.append(axis)
+    num_inputs = len(node.inputs)
+    takes = [
+        rows.at(axis) if state == WHOLE and axis is not None else None
+        for state, axis in zip(states, axes[:num_inputs], strict=True)
+    ]
+
+    def smaller(size: int) -> dict[str, Any]:
+        local = rows.length(size)
+
+        def shrunk(aval: Any, axis: int | None) -> Any:
+            return aval if axis is None else aval.update(shape=replaced(aval.shape, axis, local))
+
+        shrunk_blocks = tuple(
+            block.replace(array_aval=shrunk(block.array_aval, axis)) for block, axis in zip(blocks, axes, strict=True)
+        )
+        grid = replaced(mapping.grid, grid_axis, local)
+        results = tuple(shrunk(aval, axis) for aval, axis in zip(params["out_avals"], axes[num_inputs:], strict=True))
+        smaller_mapping = dataclasses.replace(mapping, grid=grid, block_mappings=shrunk_blocks)
+        return {**params, "grid_mapping": smaller_mapping, "out_avals": results}
+
+    return Outcome([rows.at(axis) for axis in axes[num_inputs:] if axis is not None], takes, params=smaller)
+
+
+def _block_size(block: Any, axis: int) -> int:
+    size = block.block_shape[axis]
+    return getattr(size, "block_size", 1 if size is None or type(size).__name__ == "Squeezed" else size)
+
+
+def _grid_axis(block: Any, axis: int) -> int | None:
+    """The axis of the grid that counts the blocks along `axis`, if they are of one row each."""
+    jaxpr = getattr(block.index_map_jaxpr, "jaxpr", block.index_map_jaxpr)
+    index = jaxpr.outvars[axis]
+    if _block_size(block, axis) != 1 or compat.is_literal(index) or index not in jaxpr.invars:
+        return None
+    return jaxpr.invars.index(index)
+
+
+def _axis_along_grid(block: Any, grid_axis: int) -> int | None:
+    """The axis of an array along which an axis of the grid counts rows; None: it has no part in finding the block."""
+    jaxpr = getattr(block.index_map_jaxpr, "jaxpr", block.index_map_jaxpr)
+    counter = jaxpr.invars[grid_axis]
+    if any(operand is counter for equation in jaxpr.eqns for operand in equation.invars):
+        raise NotRowwise("it is a kernel that computes which examples to read")
+    axes = [axis for axis, index in enumerate(jaxpr.outvars) if index is counter]
+    if not axes:
+        return None
+    if len(axes) > 1 or _block_size(block, axes[0]) != 1:
+        raise NotRowwise("it is a kernel whose blocks hold several examples")
+    return axes[0]
+
+
+def _asks_for_position(kernel: Any, mapping: Any, grid_axis: int) -> bool:
+    """Whether the kernel looks at the index of its example, or at the number of examples."""
+    if grid_axis in mapping.vmapped_dims:
+        return False  # it was written for one example
+    axis = grid_axis - sum(hidden < grid_axis for hidden in mapping.vmapped_dims)
+    return any(
+        (equation.primitive.name in ("program_id", "num_programs") and equation.params["axis"] == axis)
+        or any(_asks_for_position(inner, mapping, grid_axis) for inner in compat.jaxprs_in(equation))
+        for equation in getattr(kernel, "jaxpr", kernel).eqns
+    )

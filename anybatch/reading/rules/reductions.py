@@ -1,0 +1,207 @@
+"""Operations that run along axes: sums and other reductions, products of matrices, convolutions, sorting."""
+
+from collections.abc import Sequence
+
+from anybatch.reading.graph import Node
+from anybatch.reading.reader import Outcome, Reader
+from anybatch.reading.rules.elementwise import all_sums
+from anybatch.reading.rules.shapes import takes_of, without
+from anybatch.reading.rules.table import rule
+from anybatch.reading.states import NOT_LINEAR, SUM, WHOLE, NotRowwise, Rows, State, only_rows, refuse_sums
+
+
+def _reduced_axes(node: Node) -> list[int]:
+    axes = node.params["axes"] if "axes" in node.params else node.params["dimensions"]
+    return [axis % node.inputs[0].ndim for axis in axes]
+
+
+@rule("reduce_sum")
+def _sum(reader: Reader, node: Node, states: Sequence[State]) -> Outcome:
+    if states[0] == SUM:
+        return Outcome([SUM])
+    rows, axes = only_rows(states), _reduced_axes(node)
+    return Outcome([SUM if rows.axis in axes else rows.at(without(axes, rows.axis))])
+
+
+@rule("psum")
+def _psum(reader: Reader, node: Node, states: Sequence[State]) -> Outcome:
+    """`vmap` with an axis name leaves sums over positions, here; those over a mesh are the head's, once a step."""
+    axes = node.params["axes"]
+    if any(not isinstance(axis, int) for axis in axes) or node.params.get("axis_index_groups") is not None:
+        raise NotRowwise("it adds up over the devices of a mesh")
+    if SUM in states:
+        if all_sums(reader, node.inputs, states):
+            return Outcome([SUM] * len(node.outputs))
+        raise NotRowwise(NOT_LINEAR)
+    rows = only_rows(states)
+    state = SUM if rows.axis in axes else rows.at(without(axes, rows.axis))
+    return Outcome([state] * len(node.outputs), takes_of(rows, states))
+
+
+@rule(
+    *("reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or", "reduce_xor"), "argmax", "argmin", "reduce"
+)
+def _reduction(reader: Reader, node: Node, states: Sequence[State]) -> Outcome:
+    refuse_sums(states)
+    rows, axes = only_rows(states), _reduced_axes(node)
+    num_operands = len(node.inputs) // 2 if node.name == "reduce" else len(node.inputs)
+    if any(state != WHOLE for state in states[num_operands:]):
+        raise NotRowwise("it starts a reduction from a value of the batch")
+    if rows.axis in axes:
+        raise NotRowwise(f"it takes the {node.name.removeprefix('reduce_')} over the examples")
+    takes = [*takes_of(rows, states[:num_operands]), *[None] * (len(states) - num_operands)]
+    return Outcome([rows.at(without(axes, rows.axis))] * len(node.outputs), takes)
+
+
+@rule("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp")
+def _cumulative(reader: Reader, node: Node, states: Sequence[State]) -> Outcome:
+    if states[0] == SUM and node.name == "cumsum":
+        return Outcome([SUM])
+    refuse_sums(states)
+    rows = only_rows(states)
+    if node.params["axis"] == rows.axis:
+        raise NotRowwise("it runs from one example to the next")
+    return Outcome([rows])
+
+
+@rule("sort")
+def _sort(reader: Reader, node: Node, states: Sequence[State]) -> Outcome:
+    refuse_sums(states)
+    rows = only_rows(states)
+    if node.params["dimension"] == rows.axis:
+        raise NotRowwise("it sorts the examples")
+    return Outcome([rows] * len(node.outputs), takes_of(rows, states))
+
+
+@rule("top_k", "approx_top_k")
+def _top_k(reader: Reader, node: Node, states: Sequence[State]) -> Outcome:
+    refuse_sums(states)
+    rows = only_rows(states)
+    axis = node.params.get("axis", node.params.get("reduction_dimension", -1)) % node.inputs[0].ndim
+    if axis == rows.axis:
+        raise NotRowwise("it picks the largest of the examples")
+    return Outcome([rows] * len(node.outputs))
+
+
+@rule("dot_general")
+def _dot(reader: Reader, node: Node, states: Sequence[State]) -> Outcome:
+    if SUM in states:
+        if WHOLE in states:
+            return Outcome([SUM])
+        refuse_sums(states)
+    (contracted, batched) = node.params["dimension_numbers"]
+    free = [
+        [axis for axis in range(value.ndim) if axis not in contracted[side] and axis not in batched[side]]
+        for side, value in enumerate(node.inputs)
+    ]
+
+    def role(side: int, axis: int) -> tuple[str, int]:
+        """What the batch axis of an operand is to the product, and which of its kind."""
+        if axis in contracted[side]:
+            return "contracted", list(contracted[side]).index(axis)
+        if axis in batched[side]:
+            return "batched", list(batched[side]).index(axis)
+        return "free", len(batched[0]) + (len(free[0]) if side else 0) + free[side].index(axis)
+
+    sides = [(side, state) for side, state in enumerate(states) if isinstance(state, Rows)]
+    roles = [role(side, state.axis) for side, state in sides]
+    (kind, position), rows = roles[0], sides[0][1]
+    if len(sides) == 2:
+        if "free" in (roles[0][0], roles[1][0]):
+            raise NotRowwise("it multiplies every example with every other")
+        if roles[0] != roles[1] or rows.at(0) != sides[1][1].at(0):
+            raise NotRowwise("it brings different examples together")
+        return Outcome([SUM if kind == "contracted" else rows.at(position)])
+    if kind == "free":
+        return Outcome([rows.at(position)])
+    other = 1 - sides[0][0]
+    takes: list[Rows | None] = [None, None]
+    takes[other] = rows.at((contracted if kind == "contracted" else batched)[other][position])
+    return Outcome([SUM if kind == "contracted" else rows.at(position)], takes)
+
+
+@rule("ragged_dot_general")
+def _ragged_dot(reader: Reader, node: Node, states: Sequence[State]) -> Outcome:
+    """Rows of groups of examples, times a matrix for each group. Here: with a batch axis of its own."""
+    numbers = node.params["ragged_dot_dimension_numbers"]
+    (_, (batched_lhs, batched_rhs)) = numbers.dot_dimension_numbers
+    refuse_sums(states)
+    rows = only_rows([state.at(0) if isinstance(state, Rows) else state for state in states])
+    group_sizes = node.inputs[2]
+    for position, (lhs_axis, rhs_axis) in enumerate(zip(batched_lhs, batched_rhs, strict=True)):
+        axes = (lhs_axis, rhs_axis, position if group_sizes.ndim > 1 else None)
+        fits = [
+            state == WHOLE or (isinstance(state, Rows) and state.axis == axis)
+            for state, axis in zip(states, axes, strict=True)
+        ]
+        if all(fits):
+            takes = [None if axis is None else rows.at(axis) for axis in axes]
+            return Outcome([rows.at(position)], takes)
+    raise NotRowwise("it multiplies examples in groups that are formed across the batch")
+
+
+@rule("conv_general_dilated")
+def _convolution(reader: Reader, node: Node, states: Sequence[State]) -> Outcome:
+    numbers = node.params["dimension_numbers"]
+    image, kernel = states
+    if image == SUM and kernel == WHOLE:
+        return Outcome([SUM])
+    refuse_sums(states)
+    groups = node.params["batch_group_count"]
+    if isinstance(image, Rows) and kernel == WHOLE and image.axis == numbers.lhs_spec[0] and groups == 1:
+        return Outcome([image.at(numbers.out_spec[0])])
+    return _grouped_convolution(reader, node, states)
+
+
+def _grouped_convolution(reader: Reader, node: Node, states: Sequence[State]) -> Outcome:
+    """A kernel for each example: `vmap` makes the examples groups of channels, example-major."""
+    numbers, params = node.params["dimension_numbers"], node.params
+    image, kernel = states
+    image_axis, kernel_axis = numbers.lhs_spec[1], numbers.rhs_spec[0]
+    found = image if isinstance(image, Rows) else kernel
+    assert isinstance(found, Rows)
+    groups = params["feature_group_count"]
+    fits = (
+        groups % reader.num_examples == 0
+        and found.outer == 1
+        and params["batch_group_count"] == 1
+        and (image == WHOLE or (isinstance(image, Rows) and image.axis == image_axis and image.outer == 1))
+        and (kernel == WHOLE or (isinstance(kernel, Rows) and kernel.axis == kernel_axis and kernel.outer == 1))
+    )
+    if not fits:
+        raise NotRowwise("it convolves across the examples, or with kernels that depend on them")
+    per_example = groups // reader.num_examples
+    takes = [
+        Rows(axis, 1, value.shape[axis] // reader.num_examples) if state == WHOLE else None
+        for axis, value, state in zip((image_axis, kernel_axis), node.inputs, states, strict=True)
+    ]
+    axis = numbers.out_spec[1]
+    rows = Rows(axis, 1, node.outputs[0].shape[axis] // reader.num_examples)
+    return Outcome([rows], takes, params=lambda size: {**params, "feature_group_count": per_example * size})
+
+
+@rule("reduce_window", "reduce_window_sum", "reduce_window_max", "reduce_window_min")
+def _window(reader: Reader, node: Node, states: Sequence[State]) -> Outcome:
+    if node.name == "reduce_window_sum" and states[0] == SUM:
+        return Outcome([SUM])
+    refuse_sums(states)
+    rows, params, num_operands = only_rows(states), node.params, len(node.outputs)
+    if any(state != WHOLE for state in states[num_operands:]):
+        raise NotRowwise("it starts a reduction from a value of the batch")
+    one = [params[name][rows.axis] for name in ("window_dimensions", "window_strides", "base_dilation")]
+    if one != [1, 1, 1] or tuple(params["padding"][rows.axis]) != (0, 0):
+        raise NotRowwise("its window covers several examples")
+    takes = [*takes_of(rows, states[:num_operands]), *[None] * (len(states) - num_operands)]
+    return Outcome([rows] * num_operands, takes)
+
+
+@rule("select_and_gather_add", "select_and_scatter_add")
+def _pooling_gradient(reader: Reader, node: Node, states: Sequence[State]) -> Outcome:
+    """The derivatives of pooling, which a loss contains that takes a gradient itself."""
+    refuse_sums(states)
+    rows, params = only_rows(states), node.params
+    if params["window_dimensions"][rows.axis] != 1 or params["window_strides"][rows.axis] != 1:
+        raise NotRowwise("its window covers several examples")
+    if tuple(params["padding"][rows.axis]) != (0, 0):
+        raise NotRowwise("its window covers several examples")
+    return Outcome([rows], takes_of(rows, states))

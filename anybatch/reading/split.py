@@ -1,0 +1,319 @@
+"""A loss in two: the prefix, which runs microbatch by microbatch, and the head, which runs once.
+
+    outputs = head(frontier, parameters)
+
+The frontier is where they meet: sums over the batch, and rows of it that the head needs all at once.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from anybatch import compat
+from anybatch.arguments import Arrays
+from anybatch.batch import take
+from anybatch.errors import InputError
+from anybatch.loss import TracedLoss
+from anybatch.reading import source
+from anybatch.reading.evaluation import FullBatch, Microbatch
+from anybatch.reading.graph import Graph, Node, Value
+from anybatch.reading.positions import Draw
+from anybatch.reading.reader import Fact, NeedsInlining, Reader
+from anybatch.reading.rules import RULEBOOK
+from anybatch.reading.states import SUM, WHOLE, Mixed, Rows, State
+
+# Too costly to do for the whole batch at once only because it is done before the first microbatch.
+_HEAVY = frozenset("dot_general conv_general_dilated scan while cond pallas_call ragged_dot_general".split())
+
+
+class Seeds:
+    """How the gradient of the head with respect to the frontier becomes known."""
+
+    NONE = "none"  # there is none: the loss does not depend on the parameters through the batch
+    BEFORE = "before"  # it does not depend on the frontier: one pass
+    AFTER = "after"  # it is one number, by which the gradient of the frontier's one number is scaled: one pass
+    BETWEEN = "between"  # it depends on the frontier: two passes
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Split:
+    """The prefix, the frontier and the head of a loss that was read."""
+
+    loss: TracedLoss
+    reader: Reader
+    draw: Draw
+
+    @property
+    def graph(self) -> Graph:
+        return self.reader.graph
+
+    @property
+    def num_consts(self) -> int:
+        return len(self.loss.const_types)
+
+    @functools.cached_property
+    def head_nodes(self) -> list[Node]:
+        """The nodes that are computed once, from the whole batch."""
+        return [node for node in self.graph.nodes if self._is_in_head(node)]
+
+    def _is_in_head(self, node: Node) -> bool:
+        if any(isinstance(self.reader.state(output), Mixed) for output in node.outputs):
+            return True
+        return node.has_effects and not node.outputs and node not in self.reader.outcomes
+
+    @functools.cached_property
+    def frontier(self) -> list[Value]:
+        """What the microbatches make: sums that are added up, and rows that are put together."""
+        found: dict[Value, None] = {}
+        used = [*self.graph.outputs, *(value for node in self.head_nodes for value in node.inputs)]
+        for value in used:
+            if value.is_constant or value in found or value in self.known_first:
+                continue
+            state = self.reader.state(value)
+            is_input = value.node is None
+            if state == SUM or (isinstance(state, Rows) and not is_input):
+                found[value] = None
+        return list(found)
+
+    @property
+    def states(self) -> list[State]:
+        """The states of the frontier."""
+        return [self.reader.state(value) for value in self.frontier]
+
+    @functools.cached_property
+    def differentiated(self) -> list[int]:
+        """Which values of the frontier have a gradient that reaches the loss."""
+        frontier = set(self.frontier)
+        reached: set[Value] = set()
+        pending = [self.graph.outputs[0]]
+        while pending:
+            value = pending.pop()
+            if value.is_constant or value in reached:
+                continue
+            reached.add(value)
+            if value not in frontier and value.node is not None:
+                pending.extend(value.node.inputs)
+        return [
+            position
+            for position, value in enumerate(self.frontier)
+            if value in reached and self.reader.has_gradient(value)
+        ]
+
+    @functools.cached_property
+    def hoisted(self) -> list[Value]:
+        """Values of parameters alone that are computed and differentiated once, not in every microbatch."""
+        return [
+            output
+            for node in self.reader.hoisted
+            for output in node.outputs
+            if self.reader.has_gradient(output)
+        ]
+
+    @functools.cached_property
+    def known_first(self) -> list[Value]:
+        """What is computed from data alone, before the first microbatch: it is needed whole."""
+        return [
+            value
+            for node in self.graph.nodes
+            for value in node.outputs
+            if value in self.reader.computed_first
+        ]
+
+    @functools.cached_property
+    def gathered_first(self) -> list[Value]:
+        """Rows of data alone that the values known first are made of, and that are themselves costly to compute."""
+        found: dict[Value, None] = {}
+        seen: set[Value] = set()
+        pending = list(self.known_first)
+        while pending:
+            value = pending.pop()
+            if value.is_constant or value in seen or value.node is None:
+                continue
+            seen.add(value)
+            is_rows = isinstance(self.reader.state(value), Rows) and value not in self.reader.cut_later
+            if is_rows and self._costs_much(value) and not self._needs_known_first(value):
+                found[value] = None
+            else:
+                pending.extend(value.node.inputs)
+        return list(found)
+
+    def _costs_much(self, value: Value) -> bool:
+        return any(node.name in _HEAVY for node in _ancestors(value) if node in self.reader.outcomes)
+
+    def _needs_known_first(self, value: Value) -> bool:
+        return any(
+            output in self.reader.computed_first
+            for node in _ancestors(value)
+            for output in node.outputs
+            if output is not value
+        )
+
+    @functools.cached_property
+    def seeds(self) -> str:
+        """When the gradient with respect to the frontier becomes known, one of `Seeds`."""
+        if not self.differentiated:
+            return Seeds.NONE
+        if not self._seeds_depend_on_frontier():
+            return Seeds.BEFORE
+        if len(self.differentiated) == 1:
+            value = self.frontier[self.differentiated[0]]
+            narrow = self.loss.traced.uses_dtype(jnp.float16)  # an undivided gradient can overflow
+            if value.size == 1 and self.reader.state(value) == SUM and self.reader.scales and not narrow:
+                return Seeds.AFTER
+        return Seeds.BETWEEN
+
+    def _seeds_depend_on_frontier(self) -> bool:
+        types = [value.type for value in self.graph.inputs]
+        first = [value.type for value in self.known_first]
+        frontier = [value.type for value in self.frontier]
+        counts = [len(types), len(first)]
+
+        def seeds(*flat: Any) -> list[Any]:
+            inputs, known, made = flat[: counts[0]], flat[counts[0] : sum(counts)], list(flat[sum(counts) :])
+
+            def loss(moving: Sequence[Any]) -> Any:
+                now = dict(zip(self.differentiated, moving, strict=True))
+                frontier = [now.get(position, value) for position, value in enumerate(made)]
+                return self.head(inputs, known, [], frontier, num_outputs=1)[0]
+
+            return jax.grad(loss)([made[position] for position in self.differentiated])
+
+        traced, _ = compat.trace(seeds, *types, *first, *frontier)
+        return any(any(traced.inputs_used_by(position)[sum(counts) :]) for position in range(len(self.differentiated)))
+
+    # Evaluation. Inputs are flat: what the loss closes over, then its arrays by role.
+
+    def inputs(self, consts: Sequence[Any], arrays: Arrays) -> list[Any]:
+        """The inputs of the graph."""
+        return [*consts, *jax.tree.leaves(arrays)]
+
+    def compute_first(self, inputs: Sequence[Any], gathered: Sequence[Any]) -> list[Any]:
+        """The values known first, at the full batch."""
+        given = {
+            value: array
+            for value, array in zip(self.graph.inputs, inputs, strict=True)
+            if not self.reader.moves(value)
+        }
+        full = FullBatch({**given, **dict(zip(self.gathered_first, gathered, strict=True))})
+        return [full[value] for value in self.known_first]
+
+    def compute_hoisted(self, inputs: Sequence[Any], known: Sequence[Any]) -> list[Any]:
+        """The hoisted values, as a function of the parameters among the inputs."""
+        full = FullBatch({**self._given(inputs), **dict(zip(self.known_first, known, strict=True))})
+        return [full[value] for value in self.hoisted]
+
+    def prefix(
+        self,
+        inputs: Sequence[Any],
+        known: Sequence[Any] | None,
+        hoisted: Sequence[Any],
+        start: Any,
+        size: int,
+        wanted: Sequence[Value],
+    ) -> list[Any]:
+        """Values of the prefix for `size` examples from `start`; `known` is None before those are known."""
+        whole: dict[Value, Any] = dict(zip(self.known_first if known is not None else [], known or [], strict=True))
+        whole.update(zip(self.hoisted if hoisted else [], hoisted, strict=True))
+        mine: dict[Value, Any] = {}
+        for value, array in zip(self.graph.inputs, inputs, strict=True):
+            state = self.reader.state(value)
+            if isinstance(state, Rows):
+                whole[value] = array
+            mine[value] = array
+        first = len(self.loss.types.wrt) + self.num_consts
+        count = len(self.loss.types.batch)
+        taken = take(inputs[first : first + count], start, size)
+        mine.update(zip(self.graph.inputs[first : first + count], taken, strict=True))
+        microbatch = Microbatch(self.reader, start, size, mine, whole, self.draw)
+        microbatch.run(wanted)
+        return [jnp.asarray(microbatch.value(value)) for value in wanted]
+
+    def head(
+        self,
+        inputs: Sequence[Any],
+        known: Sequence[Any],
+        hoisted: Sequence[Any],
+        frontier: Sequence[Any],
+        num_outputs: int | None = None,
+    ) -> list[Any]:
+        """The outputs of the loss, from the frontier of the whole batch."""
+        given = self._given(inputs)
+        given.update(zip(self.known_first, known, strict=True))
+        given.update(zip(self.hoisted if hoisted else [], hoisted, strict=True))
+        given.update(zip(self.frontier, frontier, strict=True))
+        full = FullBatch(given)
+        outputs = [jnp.asarray(full[value]) for value in self.graph.outputs[:num_outputs]]
+        if num_outputs is None:
+            for node in self.head_nodes:
+                if node.has_effects and not node.outputs:
+                    full.run(node)
+        return outputs
+
+    def _given(self, inputs: Sequence[Any]) -> dict[Value, Any]:
+        return dict(zip(self.graph.inputs, inputs, strict=True))
+
+
+def _ancestors(value: Value) -> set[Node]:
+    """All nodes that a value is computed by."""
+    found: set[Node] = set()
+    pending = [value]
+    while pending:
+        node = pending.pop().node
+        if node is not None and node not in found:
+            found.add(node)
+            pending.extend(node.inputs)
+    return found
+
+
+def split_loss(loss: TracedLoss, consts: Sequence[Any], *, fresh_draws: bool = False) -> Split:
+    """Reads a loss that was traced at the full batch, and splits it.
+
+    Args:
+      loss: the loss.
+      consts: what it closes over; arrays among them that are known already help.
+      fresh_draws: whether a microbatch may draw its own random numbers, where it cannot draw those of the batch.
+    """
+    wrt, batch, keys, rest = loss.types
+    moving = [Fact(WHOLE, True, jax.dtypes.issubdtype(leaf.dtype, np.inexact)) for leaf in wrt]
+    facts = [
+        *[Fact(WHOLE)] * len(loss.const_types),
+        *moving,
+        *[Fact(Rows(0))] * len(batch),
+        *[Fact(WHOLE)] * (len(keys) + len(rest)),
+    ]
+    inline: set[int] = set()
+    while True:
+        graph = Graph(loss.traced.jaxpr, inline)
+        for value, const in zip(graph.inputs, consts, strict=False):
+            if isinstance(const, (np.ndarray, jax.Array)) and not isinstance(const, jax.core.Tracer):
+                if not value.is_key and value.size <= _MAX_HINT:
+                    value.hint = const
+        _refuse_mutation(graph)
+        try:
+            reader = Reader(graph, loss.num_examples, facts, RULEBOOK, top=True)
+            return Split(loss, reader, Draw(fresh_draws))
+        except NeedsInlining as request:
+            inline.add(request.key)
+
+
+_MAX_HINT = 1 << 20
+
+# Prints, and the names of mesh axes, which are noted as effects too.
+_HARMLESS_EFFECTS = ("DebugEffect", "OrderedDebugEffect", "NamedAxisEffect")
+
+
+def _refuse_mutation(graph: Graph) -> None:
+    for node in graph.nodes:
+        harmful = [effect for effect in node.equation.effects if type(effect).__name__ not in _HARMLESS_EFFECTS]
+        if harmful:
+            place = source.locate(node)
+            raise InputError(
+                "A loss that is read must be a function of its arguments, without effects",
+                given=f"{node.name} at {place.file}:{place.line} in {place.function}",
+                remedy='Take it out of the loss, or declare how the loss uses its examples: reduction="mean" or "sum".',
+            )

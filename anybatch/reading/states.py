@@ -1,0 +1,164 @@
+"""What a value of the full batch is to a microbatch: the four states of the reading.
+
+Every value in a loss has one. It says how the value at the full batch comes about from evaluations of the same
+equations at the size of a microbatch:
+
+  Whole   the same in every microbatch: it does not depend on the examples, but may depend on parameters.
+  Rows    a row for each example, computed from that example and from whole values only: concatenate them.
+  Sum     additive over the examples: add up those of the microbatches.
+  Mixed   anything else. It is computed once, from the whole batch.
+
+The first three make up the prefix of a loss, which runs microbatch by microbatch; the mixed values are its head.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+
+@dataclasses.dataclass(frozen=True)
+class Whole:
+    """The same in every microbatch."""
+
+    def __str__(self) -> str:
+        return "whole"
+
+
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """A row for each example along `axis`, which may be a merged one: `outer` blocks of N examples of `inner` rows.
+
+    Activations of shape (N, T, D) reshaped to (N * T, D) have inner=T; two views of a batch, one after the other
+    in an array of 2 * N rows, have outer=2.
+    """
+
+    axis: int
+    outer: int = 1
+    inner: int = 1
+
+    def at(self, axis: int) -> "Rows":
+        """The same rows, along another axis."""
+        return dataclasses.replace(self, axis=axis)
+
+    def length(self, num_examples: int) -> int:
+        """The size of the axis for that many examples."""
+        return self.outer * num_examples * self.inner
+
+    def __str__(self) -> str:
+        merged = "" if self.outer == self.inner == 1 else f", {self.outer} x N x {self.inner}"
+        return f"rows along axis {self.axis}{merged}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Sum:
+    """Additive over the examples."""
+
+    def __str__(self) -> str:
+        return "sum"
+
+
+@dataclasses.dataclass(frozen=True)
+class Mixed:
+    """A function of the whole batch. It `couples` if it is one of rows, and not of sums alone."""
+
+    couples: bool
+
+    def __str__(self) -> str:
+        return "coupled" if self.couples else "a function of sums"
+
+
+State: TypeAlias = Whole | Rows | Sum | Mixed
+WHOLE, SUM = Whole(), Sum()
+
+
+class NotRowwise(Exception):
+    """Raised by a rule: an equation that cannot be computed microbatch by microbatch, and why.
+
+    Args:
+      why: the reason, in words for the user.
+      blame: where, if it is known better than the equation at hand.
+      unroll: whether unrolling the loop or inlining the function at hand may help.
+    """
+
+    def __init__(self, why: str, *, blame: Any = None, unroll: bool = True) -> None:
+        super().__init__(why)
+        self.why, self.blame, self.unroll = why, blame, unroll
+
+
+def join(one: State, other: State, one_is_zero: bool = False, other_is_zero: bool = False) -> State:
+    """The state of a value that is sometimes `one` and sometimes `other`: a loop's carry, a branch's result."""
+    if one == other:
+        return one
+    if one == WHOLE and isinstance(other, Rows):
+        return other
+    if other == WHOLE and isinstance(one, Rows):
+        return one
+    if one == SUM and other == WHOLE and other_is_zero:
+        return SUM
+    if other == SUM and one == WHOLE and one_is_zero:
+        return SUM
+    raise NotRowwise(f"a loop or a branch makes the same value {one} here and {other} there")
+
+
+def only_rows(states: Sequence[State]) -> Rows:
+    """The rows that several operands have in common."""
+    rows = [state for state in states if isinstance(state, Rows)]
+    for other in rows[1:]:
+        if other != rows[0]:
+            raise NotRowwise("it brings different examples together")
+    return rows[0]
+
+
+def refuse_sums(states: Sequence[State]) -> None:
+    """For rules that are not linear: a sum over the batch is not what they can work on."""
+    if SUM in states:
+        raise NotRowwise(FED_BACK if any(isinstance(state, Rows) for state in states) else NOT_LINEAR)
+
+
+FED_BACK = "it combines each example with a sum or mean over the batch"
+NOT_LINEAR = "it is not linear in a sum over the batch"
+
+
+def take_rows(array: jax.Array, rows: Rows, num_examples: int, start: Any, size: int) -> jax.Array:
+    """The rows of `size` examples from `start`, of an array of the full batch."""
+    axis, outer, inner = rows.axis, rows.outer, rows.inner
+    if outer == 1:
+        return lax.dynamic_slice_in_dim(array, start * inner, size * inner, axis)
+    before, after = array.shape[:axis], array.shape[axis + 1 :]
+    blocks = array.reshape(*before, outer, num_examples, inner, *after)
+    taken = lax.dynamic_slice_in_dim(blocks, start, size, axis + 1)
+    return taken.reshape(*before, outer * size * inner, *after)
+
+
+def put_rows(
+    stacked: jax.Array | None, last: jax.Array | None, rows: Rows, size: int, remainder: int
+) -> jax.Array:
+    """The array of the full batch, from those of its microbatches.
+
+    Args:
+      stacked: the arrays of the whole microbatches, numbered along axis 0.
+      last: that of the ragged last one, if there is one.
+      rows: where the examples are in the array of a microbatch.
+      size: the number of examples in a whole microbatch.
+      remainder: and in the ragged last one.
+    """
+    axis, outer, inner = rows.axis, rows.outer, rows.inner
+    parts = []
+    for array, examples in ((stacked, size), (None if last is None else last[None], remainder)):
+        if array is None or array.shape[0] == 0:
+            continue
+        number, shape = array.shape[0], array.shape[1:]
+        blocks = array.reshape(number, *shape[:axis], outer, examples * inner, *shape[axis + 1 :])
+        blocks = jnp.moveaxis(blocks, 0, axis + 1)
+        parts.append(blocks.reshape(*shape[:axis], outer, number * examples * inner, *shape[axis + 1 :]))
+    joined = parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis + 1)
+    return joined.reshape(*joined.shape[:axis], -1, *joined.shape[axis + 2 :])
+
+
+def replaced(sizes: Sequence[int], position: int, size: int) -> tuple[int, ...]:
+    """`sizes` with another one at `position`."""
+    return (*sizes[:position], size, *sizes[position + 1 :])

@@ -1,0 +1,197 @@
+"""Passes over the microbatches of a loss that was split: forward, or forward and backward at once."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from anybatch import compat
+from anybatch.batch import Cut
+from anybatch.reading.split import Split
+from anybatch.reading.states import SUM, Rows, State, put_rows, take_rows
+from anybatch.routes import references
+from anybatch.routes.outputs import wide_dtype
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Given:
+    """The arrays of one call, as the passes see them."""
+
+    variables: list[Any]  # what is differentiated: the parameters, then what was hoisted from them
+    inputs: list[Any]  # those of the loss, all of them
+    known: list[Any]  # what was computed from data alone
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Prefix:
+    """The prefix of a loss at the sizes of the microbatches, traced."""
+
+    split: Split
+    cut: Cut
+    accumulator_dtype: Any
+    given_types: Given
+
+    def _trace(self, size: int) -> compat.Traced:
+        split, types = self.split, self.given_types
+        leaves, tree = jax.tree.flatten((types.variables, types.inputs, types.known))
+        first, num_wrt = split.num_consts, len(split.loss.types.wrt)
+
+        def prefix(*flat: Any) -> list[Any]:
+            *arrays, start = flat
+            variables, inputs, known = jax.tree.unflatten(tree, arrays)
+            inputs[first : first + num_wrt] = variables[:num_wrt]
+            return split.prefix(inputs, known, variables[num_wrt:], start, size, split.frontier)
+
+        start = jax.ShapeDtypeStruct((), jnp.int32)
+        traced, consts = compat.trace(prefix, *leaves, start)
+        if consts:  # constants of the loss, which this module hands back to it
+            return dataclasses.replace(traced, bound=tuple(consts))
+        return traced
+
+    @functools.cached_property
+    def whole(self) -> compat.Traced:
+        """At the size of the whole microbatches."""
+        return self._trace(self.cut.size)
+
+    @functools.cached_property
+    def last(self) -> compat.Traced | None:
+        """At the size of the ragged last one."""
+        return self._trace(self.cut.remainder) if self.cut.remainder else None
+
+    @functools.cached_property
+    def written_in_place(self) -> list[bool]:
+        """Which gradients the backward pass may add to their accumulators by itself."""
+        return references.written_in_place(self.whole, len(self.given_types.variables))
+
+    @property
+    def states(self) -> list[State]:
+        return self.split.states
+
+    def forward(self, given: Given) -> list[Any]:
+        """The frontier of the whole batch."""
+
+        def run(traced: compat.Traced, start: Any) -> list[Any]:
+            # As in a backward pass: a function with derivatives of its own may have another forward pass there.
+            return jax.vjp(lambda variables: _call(traced, given, variables, start), given.variables)[0]
+
+        last = None if self.last is None else run(self.last, self.cut.whole * self.cut.size)
+
+        def step(carry: Any, _: None) -> tuple[Any, list[Any]]:
+            first, sums = carry
+            with jax.named_scope("anybatch_forward"):
+                made = run(self.whole, first)
+            return (first + self.cut.size, self._add(sums, made)), self._emitted(made)
+
+        start = jnp.zeros((), jnp.int32)
+        (_, sums), emitted = lax.scan(step, (start, self._zeros(last)), length=self.cut.whole)
+        return self._finish(sums, emitted, last)
+
+    def backward(
+        self, given: Given, seeds: Sequence[Any], *, mutate: bool, keeps_frontier: bool
+    ) -> tuple[list[Any], list[Any]]:
+        """The gradient with respect to the variables, and the frontier if it is wanted.
+
+        Args:
+          seeds: the gradient with respect to those values of the frontier that are differentiated.
+          mutate: whether to add the gradient up in references.
+          keeps_frontier: whether the frontier is wanted.
+        """
+        cut, positions = self.cut, self.split.differentiated
+        wide = [wide_dtype(leaf.dtype, self.accumulator_dtype) for leaf in given.variables]
+        shielded = functools.partial(references.shielded, written_in_place=self.written_in_place)
+
+        def run(traced: compat.Traced, start: Any, size: int) -> tuple[list[Any], Any, list[Any]]:
+            def of_wide(wide_variables: list[Any]) -> tuple[list[Any], list[Any]]:
+                narrow = [leaf.astype(own.dtype) for leaf, own in zip(wide_variables, given.variables, strict=True)]
+                made = _call(traced, given, narrow, start)
+                return [made[position] for position in positions], made
+
+            # Widening what is differentiated makes autodiff itself add up in the wide dtype.
+            point = [leaf.astype(dtype) for leaf, dtype in zip(given.variables, wide, strict=True)]
+            _, pullback, made = jax.vjp(shielded(of_wide) if mutate else of_wide, point, has_aux=True)
+            mine = []
+            for position, seed in zip(positions, seeds, strict=True):
+                state = self.states[position]
+                mine.append(take_rows(seed, state, cut.examples, start, size) if isinstance(state, Rows) else seed)
+            return made, pullback, mine
+
+        last: list[Any] | None = None
+        if self.last is None:
+            grads = [jnp.zeros_like(leaf, dtype) for leaf, dtype in zip(given.variables, wide, strict=True)]
+        else:
+            with jax.named_scope("anybatch_last_microbatch"):
+                last, pullback, mine = run(self.last, cut.whole * cut.size, cut.remainder)
+                (grads,) = pullback(mine)
+        accumulators = [jax.new_ref(leaf) for leaf in grads] if mutate else None
+
+        def step(carry: Any, _: None) -> tuple[Any, list[Any]]:
+            first, sums, grads = carry
+            with jax.named_scope("anybatch_microbatch"):
+                made, pullback, mine = run(self.whole, first, cut.size)
+                if accumulators is not None:
+                    pullback.with_refs(accumulators)(mine)
+                else:
+                    grads = jax.tree.map(jnp.add, grads, pullback(mine)[0])
+            kept = (self._add(sums, made), self._emitted(made)) if keeps_frontier else ([], [])
+            return (first + cut.size, kept[0], grads), kept[1]
+
+        sums = self._zeros(last) if keeps_frontier else []
+        carry = (jnp.zeros((), jnp.int32), sums, [] if mutate else grads)
+        (_, sums, grads), emitted = lax.scan(step, carry, length=cut.whole)
+        if accumulators is not None:
+            grads = [jax.freeze(accumulator) for accumulator in accumulators]
+        return grads, self._finish(sums, emitted, last) if keeps_frontier else []
+
+    # The frontier: sums are carried through the loop, rows are emitted by every microbatch.
+
+    def _zeros(self, last: Sequence[Any] | None) -> list[Any]:
+        types = self.whole.out_avals
+        zeros = [
+            compat.zeros_of(aval, wide_dtype(aval.dtype, self.accumulator_dtype))
+            for aval, state in zip(types, self.states, strict=True)
+            if state == SUM
+        ]
+        return zeros if last is None else self._add(zeros, last)
+
+    def _add(self, sums: Sequence[Any], made: Sequence[Any]) -> list[Any]:
+        new = [value for value, state in zip(made, self.states, strict=True) if state == SUM]
+        return [old + value.astype(old.dtype) for old, value in zip(sums, new, strict=True)]
+
+    def _emitted(self, made: Sequence[Any]) -> list[Any]:
+        return [value for value, state in zip(made, self.states, strict=True) if isinstance(state, Rows)]
+
+    def _finish(self, sums: Sequence[Any], emitted: Sequence[Any], last: Sequence[Any] | None) -> list[Any]:
+        carried, stacked = iter(sums), iter(emitted)
+        whole = []
+        for position, (state, value) in enumerate(zip(self.states, self.split.frontier, strict=True)):
+            if isinstance(state, Rows):
+                mine = None if last is None else last[position]
+                whole.append(put_rows(next(stacked), mine, state, self.cut.size, self.cut.remainder))
+            else:
+                whole.append(next(carried).astype(value.dtype))
+        return whole
+
+
+def _call(traced: compat.Traced, given: Given, variables: list[Any], start: Any) -> list[Any]:
+    start = jnp.asarray(start, jnp.int32)
+    return traced(traced.bound, *jax.tree.leaves((variables, given.inputs, given.known)), start)
+
+
+def gather_rows(split: Split, cut: Cut, inputs: Sequence[Any]) -> list[Any]:
+    """Rows of data alone, for the whole batch, computed microbatch by microbatch."""
+    wanted = split.gathered_first
+    if not wanted:
+        return []
+    run: Callable[..., list[Any]] = functools.partial(split.prefix, inputs, None, [])
+    last = run(cut.whole * cut.size, cut.remainder, wanted) if cut.remainder else [None] * len(wanted)
+
+    def step(start: Any, _: None) -> tuple[Any, list[Any]]:
+        return start + cut.size, run(start, cut.size, wanted)
+
+    _, stacked = lax.scan(step, jnp.zeros((), jnp.int32), length=cut.whole)
+    rows = [split.reader.state(value) for value in wanted]
+    return [put_rows(*each, cut.size, cut.remainder) for each in zip(stacked, last, rows, strict=True)]
