@@ -1,9 +1,34 @@
 """The exact gradient of any batch, on the memory you have."""
 
 from anybatch import recipes
-from anybatch.errors import AnybatchError, InputError, NotAvailableError
+from anybatch.errors import (
+    AnybatchError,
+    CoupledError,
+    HeadTooLargeError,
+    InputError,
+    LargeHeadWarning,
+    NotAvailableError,
+)
 from anybatch.gradient import grad, value_and_grad
+from anybatch.read import read
+from anybatch.reading.report import Reading
+from anybatch.reading.rulebook import register_rule
+from anybatch.reading.states import NotRowwise
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
-__all__ = ["AnybatchError", "InputError", "NotAvailableError", "grad", "recipes", "value_and_grad"]
+__all__ = [
+    "AnybatchError",
+    "CoupledError",
+    "HeadTooLargeError",
+    "InputError",
+    "LargeHeadWarning",
+    "NotAvailableError",
+    "NotRowwise",
+    "Reading",
+    "grad",
+    "read",
+    "recipes",
+    "register_rule",
+    "value_and_grad",
+]

@@ -1,8 +1,8 @@
 """One loss and one batch in one precision: what JAX computes for all of it, what the routes compute, and how far apart.
 
 The rounding that two right ways of computing one gradient may differ by is measured, not assumed: the full batch
-is computed once more with its inputs changed in their last digit. What moves the gradient by so much of its own
-size is `condition`, a number of 1 or more, and the difference of two routes is held against
+is computed once more with its inputs changed in their last digit. By how much more than that a leaf of the gradient
+moves is its `condition`, a number of 1 or more, and the difference of two routes is held against
 
     condition * (ROUNDINGS * eps + number of microbatches * eps of the accumulator)
 
@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jax.extend.core as jex_core
 import jax.numpy as jnp
 import numpy as np
 
@@ -25,15 +24,13 @@ from anybatch import compat
 from anybatch.arguments import Arguments, Arrays, Roles
 from anybatch.gradient import value_and_grad
 from anybatch.trees import is_array, named_leaves
+from anybatch.widening import Widened, widened
 
 ROUNDINGS = 8  # measured on the losses of the tests in three precisions: 2.2 is the most that they need
 CHANGES = 2  # times that the inputs are changed in their last digit; the largest effect counts
+NEGLIGIBLE = 1e-3  # a gradient that is smaller than this share of the largest one is measured against that share
 
-# A leaf whose gradient is below this share of the largest one is measured against that share: where a gradient is
-# zero but for rounding, as that of a bias before a softmax, every digit of it may differ.
-NEGLIGIBLE = 1e-3
-
-RANDOM_PRIMITIVES = ("random_bits", "threefry2x32", "rng_bit_generator", "rng_uniform")
+RANDOM_PRIMITIVES = frozenset(["random_bits", "threefry2x32", "rng_bit_generator", "rng_uniform"])
 
 
 class Outcome(NamedTuple):
@@ -65,7 +62,7 @@ class LeafDifference:
 
 @dataclasses.dataclass(frozen=True)
 class Trial:
-    """A loss and its arguments, in the dtypes given or all in float64; JAX computes it in full, we in microbatches."""
+    """A loss and its arguments, in the dtypes given or all in float64."""
 
     fun: Callable[..., Any]
     args: tuple[Any, ...]
@@ -73,7 +70,7 @@ class Trial:
     options: dict[str, Any]  # those of value_and_grad, but the size
     in_float64: bool = False
 
-    # The loss.
+    # What is computed.
 
     @property
     def weighted(self) -> bool:
@@ -86,15 +83,22 @@ class Trial:
 
     @functools.cached_property
     def arguments(self) -> Arguments:
-        """The arguments, sorted; from here on they are in the precision of the trial."""
+        """The arguments, sorted, in the dtypes given."""
         roles = Roles.of(**{name: self.options[name] for name in ("argnums", "batch_argnums", "rng_argnums")})
-        arguments = roles.sort(self.fun, self.args, self.kwargs)
+        return roles.sort(self.fun, self.args, self.kwargs)
+
+    @functools.cached_property
+    def arrays(self) -> Arrays:
+        """The arrays among them, in the precision of the trial."""
         if not self.in_float64:
-            return arguments
+            return self.arguments.arrays
         with self.precision():
-            wide = jax.tree.map(_widened, arguments.arrays)
-            args, kwargs = arguments.call(lambda *args, **kwargs: (args, kwargs), wide)
-            return roles.sort(self.fun, args, kwargs)
+            return jax.tree.map(widened, self.arguments.arrays)
+
+    def examples(self, start: int, stop: int) -> Arrays:
+        """The arrays, with these examples alone."""
+        with self.precision():
+            return self.arrays._replace(batch=[leaf[start:stop] for leaf in self.arrays.batch])
 
     @property
     def num_examples(self) -> int:
@@ -105,40 +109,64 @@ class Trial:
         return len(self.arguments.arrays.wrt)
 
     def precision(self) -> contextlib.AbstractContextManager[Any]:
-        """Where everything of this trial runs."""
+        """Where arrays of this trial are handled."""
         return jax.enable_x64(True) if self.in_float64 else contextlib.nullcontext()
 
     @functools.cached_property
-    def _program(self) -> Any:
-        has_aux = self.options["has_aux"]
+    def narrow(self) -> set[str]:
+        """The primitives that could not be computed in float64, once something has been."""
+        return set()
 
-        def full_batch(arrays: Arrays) -> Any:
-            def of_wrt(wrt: list[Any]) -> Any:
-                result = self.arguments.call(self.loss, arrays._replace(wrt=wrt))
-                return result if has_aux else (result, None)
+    def compiled(self, fun: Callable[..., Any]) -> Callable[[Arrays], Any]:
+        """`fun`, with the arguments of the loss, as a function of arrays in the precision of the trial."""
 
-            return jax.value_and_grad(of_wrt, has_aux=True)(arrays.wrt)
+        def of_arrays(arrays: Arrays) -> Any:
+            return self.arguments.call(fun, arrays)
 
-        return jax.jit(full_batch)
+        program = jax.jit(Widened(of_arrays, self.arguments.arrays, self.narrow) if self.in_float64 else of_arrays)
+
+        def run(arrays: Arrays) -> Any:
+            with self.precision():
+                return program(arrays)
+
+        return run
+
+    @functools.cached_property
+    def _gradient_by_jax(self) -> Callable[..., Any]:
+        return jax.value_and_grad(self.loss, self.options["argnums"], self.options["has_aux"])
+
+    @functools.cached_property
+    def _full_batch(self) -> Callable[[Arrays], Any]:
+        return self.compiled(self._gradient_by_jax)
 
     @functools.cached_property
     def _equations(self) -> list[Any]:
-        with self.precision():
-            jaxpr = self._program.trace(self.arguments.arrays).jaxpr
+        """Those of the gradient in the dtypes given."""
+        jaxpr = jax.make_jaxpr(lambda arrays: self.arguments.call(self._gradient_by_jax, arrays))(self.arguments.arrays)
         return list(_all_equations(getattr(jaxpr, "jaxpr", jaxpr)))
 
     @functools.cached_property
-    def dtype(self) -> np.dtype:
-        """The coarsest floating-point dtype that the gradient is computed or returned in."""
+    def given_dtype(self) -> np.dtype:
+        """The coarsest floating-point dtype that the gradient is computed or returned in, as given."""
         computed = [
             variable.aval.dtype
             for equation in self._equations
             if not all(map(compat.is_literal, equation.invars))  # zeros and the like are exact
             for variable in equation.outvars
-            if _is_inexact(getattr(variable.aval, "dtype", None))
+            if jax.dtypes.issubdtype(getattr(variable.aval, "dtype", np.bool_), np.inexact)
         ]
         returned = [jax.dtypes.result_type(leaf) for leaf in self.arguments.arrays.wrt]
-        return max((jnp.dtype(dtype) for dtype in (*computed, *returned)), key=lambda dtype: float(jnp.finfo(dtype).eps))
+        return max(map(jnp.dtype, [*computed, *returned]), key=lambda dtype: float(jnp.finfo(dtype).eps))
+
+    @property
+    def dtype(self) -> np.dtype:
+        """That of the trial."""
+        return np.dtype(np.float64) if self.in_float64 else self.given_dtype
+
+    @property
+    def eps(self) -> float:
+        """The distance of 1 from the next number, in the precision of the trial."""
+        return float(jnp.finfo(self.dtype).eps)
 
     @property
     def is_random(self) -> bool:
@@ -150,42 +178,29 @@ class Trial:
     @functools.cached_property
     def expected(self) -> Outcome:
         """All examples at once, by JAX alone."""
-        return self.full_batch(self.arguments.arrays)
+        return self.full_batch(self.arrays)
 
     def full_batch(self, arrays: Arrays) -> Outcome:
         """What `jax.value_and_grad` gives for other arrays: fewer examples, another key."""
-        with self.precision():
-            (value, aux), gradient = self._program(arrays)
-        return _outcome(value, aux, gradient)
-
-    def examples(self, start: int, stop: int) -> Arrays:
-        """The arrays, with these examples alone."""
-        arrays = self.arguments.arrays
-        with self.precision():
-            return arrays._replace(batch=[leaf[start:stop] for leaf in arrays.batch])
+        return self._outcome(self._full_batch(arrays))
 
     def route(self, size: int, reduction: str | None = None) -> Outcome:
         """What `anybatch.value_and_grad` gives at a microbatch size, by default for the reduction declared."""
         options = {**self.options, "reduction": reduction or self.options["reduction"]}
-        with self.precision():
-            fun = value_and_grad(self.fun, **options, microbatch_size=size)
-            value, gradient = fun(*self.arguments.args, **self.arguments.kwargs)
+        return self._outcome(self.compiled(value_and_grad(self.fun, **options, microbatch_size=size))(self.arrays))
+
+    def _outcome(self, result: Any) -> Outcome:
+        value, gradient = result
         value, aux = value if self.options["has_aux"] else (value, None)
-        return _outcome(value, aux, gradient)
+        return Outcome(_all_numbers(jax.tree.leaves(gradient)), _numbers(value), _all_numbers(jax.tree.leaves(aux)))
 
-    # How far apart they are.
-
-    @functools.cached_property
-    def names(self) -> list[str]:
-        """The names of what is compared."""
-        wrt = [leaf.name for leaf in self.arguments.leaves if leaf.role == "wrt"]
-        return [*wrt, "value", *(name for name, _ in named_leaves("aux", self._aux_types))]
+    # How far apart that is.
 
     @functools.cached_property
     def _aux_types(self) -> Any:
-        with self.precision():
-            (_, aux), _ = jax.eval_shape(self._program, self.arguments.arrays)
-        return aux
+        if not self.options["has_aux"]:
+            return None
+        return jax.eval_shape(lambda arrays: self.arguments.call(self.loss, arrays), self.arguments.arrays)[1]
 
     @property
     def aux_tree(self) -> Any:
@@ -200,34 +215,43 @@ class Trial:
         names = jax.tree.map(lambda name: name or "", declared, is_leaf=lambda name: name is None)
         return jax.tree.leaves(jax.tree.broadcast(names, self._aux_types))
 
-    @property
-    def compared(self) -> list[bool]:
-        """Of `names`, those that should be equal: a leaf of aux that is declared "stack" or "last" need not."""
-        return [True] * (self.num_gradients + 1) + [how not in ("stack", "last") for how in self.declared_aux]
+    @functools.cached_property
+    def names(self) -> list[str]:
+        """The names of what is compared."""
+        wrt = [leaf.name for leaf in self.arguments.leaves if leaf.role == "wrt"]
+        return [*wrt, "value", *(name for name, _ in named_leaves("aux", self._aux_types))]
 
-    def compare(self, size: int, reduction: str | None = None) -> tuple[LeafDifference, ...]:
-        """The differences of a route from the full batch, leaf by leaf."""
+    def compare(self, size: int, reduction: str | None = None, *, capped: bool = True) -> tuple[LeafDifference, ...]:
+        """The differences of a route from the full batch, leaf by leaf; but of aux declared "stack" or "last"."""
         differences = self.differences(self.route(size, reduction), self.expected)
+        kinds = [""] * (self.num_gradients + 1) + self.declared_aux
         return tuple(
-            LeafDifference(name, difference, self.tolerance(index, size))
+            LeafDifference(name, difference, self.tolerance(index, size, capped=capped))
             for index, (name, difference) in enumerate(zip(self.names, differences, strict=True))
-            if self.compared[index]
+            if kinds[index] not in ("stack", "last")
         )
 
     def differences(self, actual: Outcome, expected: Outcome) -> list[float]:
         """The largest difference in each of `names`, relative to the largest entry."""
         largest = [_largest(leaf) for leaf in expected.gradient]
-        sizes = [_largest(_numbers(leaf)) for leaf in self.arguments.arrays.wrt]
-        floors = [NEGLIGIBLE * max(largest, default=0.0)] * len(largest)
+        # Where a gradient is zero but for rounding, as that of a bias before a softmax, every digit of it may differ.
+        negligible = max(NEGLIGIBLE, math.sqrt(self.eps))
+        floors = [negligible * max(largest, default=0.0)] * len(largest)
         # A value may be 0 by chance; what a change of the parameters by their own size does to it is its natural scale.
-        floors.append(NEGLIGIBLE * sum(size * slope for size, slope in zip(sizes, largest, strict=True)))
+        floors.append(negligible * sum(map(math.prod, zip(self._largest_parameters, largest, strict=True))))
         floors += [0.0] * len(expected.aux)
         return [difference(*three) for three in zip(actual.entries, expected.entries, floors, strict=True)]
 
-    @property
-    def eps(self) -> float:
-        """The distance of 1 from the next number, in the precision of the trial."""
-        return float(jnp.finfo(np.float64 if self.in_float64 else self.dtype).eps)
+    @functools.cached_property
+    def _largest_parameters(self) -> list[float]:
+        return [_largest(_numbers(leaf)) for leaf in self.arguments.arrays.wrt]
+
+    def tolerance(self, index: int, size: int, *, capped: bool = True) -> float:
+        """The rounding to be expected in one of `names`; but if half of the digits are gone, it is different."""
+        sum_eps = min(self.eps, float(jnp.finfo(np.float32).eps))
+        microbatches = math.ceil(self.num_examples / size)
+        tolerance = self.condition[index] * (ROUNDINGS * self.eps + microbatches * sum_eps)
+        return min(tolerance, math.sqrt(self.eps)) if capped else tolerance
 
     @functools.cached_property
     def condition(self) -> list[float]:
@@ -238,18 +262,10 @@ class Trial:
         return [max(1.0, max(several) / self.eps) for several in moved]
 
     def _changed(self, random: np.random.Generator) -> Arrays:
-        arrays = self.arguments.arrays
         with self.precision():
             # Masks and labels often come as floats, and mean something else one digit away.
-            batch = [leaf if _is_whole(leaf) else _nudged(leaf, self.eps, random) for leaf in arrays.batch]
-            return arrays._replace(wrt=[_nudged(leaf, self.eps, random) for leaf in arrays.wrt], batch=batch)
-
-    def tolerance(self, index: int, size: int, *, capped: bool = True) -> float:
-        """The rounding to be expected in one of `names`; but if half of the digits are gone, it is different."""
-        sum_eps = min(self.eps, float(jnp.finfo(np.float32).eps))
-        microbatches = math.ceil(self.num_examples / size)
-        tolerance = self.condition[index] * (ROUNDINGS * self.eps + microbatches * sum_eps)
-        return min(tolerance, math.sqrt(self.eps)) if capped else tolerance
+            batch = [leaf if _is_whole(leaf) else _nudged(leaf, self.eps, random) for leaf in self.arrays.batch]
+            return self.arrays._replace(wrt=[_nudged(leaf, self.eps, random) for leaf in self.arrays.wrt], batch=batch)
 
 
 def difference(actual: np.ndarray, expected: np.ndarray, floor: float = 0.0) -> float:
@@ -286,25 +302,8 @@ def _ratio(fun: Callable[..., Any], has_aux: bool) -> Callable[..., Any]:
 def _all_equations(jaxpr: Any) -> Iterator[Any]:
     for equation in jaxpr.eqns:
         yield equation
-        for inner in jex_core.jaxprs_in_params(equation.params):
-            yield from _all_equations(getattr(inner, "jaxpr", inner))
-
-
-def _is_inexact(dtype: Any) -> bool:
-    return dtype is not None and jax.dtypes.issubdtype(dtype, np.inexact)
-
-
-def _widened(leaf: Any) -> Any:
-    """A floating-point array in double precision; Python numbers have that of the trial by themselves."""
-    if not is_array(leaf) or not _is_inexact(leaf.dtype):
-        return leaf
-    return jnp.asarray(leaf).astype(
-        jnp.complex128 if jax.dtypes.issubdtype(leaf.dtype, np.complexfloating) else jnp.float64
-    )
-
-
-def _outcome(value: Any, aux: Any, gradient: Any) -> Outcome:
-    return Outcome(_all_numbers(jax.tree.leaves(gradient)), _numbers(value), _all_numbers(jax.tree.leaves(aux)))
+        for inner in compat.jaxprs_in(equation):
+            yield from _all_equations(inner)
 
 
 def _all_numbers(leaves: Sequence[Any]) -> list[np.ndarray]:
@@ -323,7 +322,7 @@ def _largest(array: np.ndarray) -> float:
 
 
 def _is_whole(leaf: Any) -> bool:
-    if not _is_inexact(leaf.dtype):
+    if not jax.dtypes.issubdtype(leaf.dtype, np.inexact):
         return True
     numbers = _numbers(leaf)
     return bool(np.all((numbers == np.round(numbers)) | ~np.isfinite(numbers)))

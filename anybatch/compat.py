@@ -103,7 +103,8 @@ def _evaluate_nested(equation: Any, operands: Sequence[Any]) -> list[Any]:
     variables = [jex_core.Var(operand.aval) for operand in equation.invars]
     outputs = [jex_core.Var(output.aval) for output in equation.outvars]
     single = equation.replace(invars=variables, outvars=outputs)
-    jaxpr = jex_core.Jaxpr([], variables, outputs, [single], equation.effects)
+    info = jaxprs_in(equation)[0].debug_info._replace(arg_names=None, result_paths=None)
+    jaxpr = jex_core.Jaxpr([], variables, outputs, [single], equation.effects, info)
     closed: Any = jex_core.ClosedJaxpr(jaxpr, [])
     return list(jex_core.jaxpr_as_fun(closed)(*operands))
 

@@ -13,6 +13,8 @@ import numpy as np
 
 from anybatch.arguments import Arrays
 from anybatch.comparison import LeafDifference, Outcome, Trial, difference
+from anybatch.read import read
+from anybatch.reading.report import Reading
 from anybatch.trees import is_array, is_key
 
 Differences = Mapping[int, Sequence[LeafDifference]]  # for each microbatch size that failed, leaf by leaf
@@ -86,13 +88,10 @@ class _Case:
         return None
 
     @functools.cached_property
-    def reading(self) -> Any:
-        from anybatch.read import read  # type: ignore[import-not-found, unused-ignore]
-
+    def reading(self) -> Reading:
         trial = self.trial
         options = {name: trial.options[name] for name in ("argnums", "has_aux", "batch_argnums", "rng_argnums")}
-        with trial.precision():
-            return read(trial.loss, *trial.arguments.args, **options, **trial.arguments.kwargs)
+        return read(trial.loss, *trial.args, **options, **trial.kwargs)
 
 
 def _ill_conditioned(case: _Case) -> str | None:
@@ -106,7 +105,7 @@ def _ill_conditioned(case: _Case) -> str | None:
     name = max(case.failed_names, key=lambda name: trial.condition[indices[name]])
     moves = _shown(trial.condition[indices[name]] * trial.eps)
     return (
-        f"Rounding: this gradient is not determined in {_precision(trial)}. Inputs changed in their last digit change "
+        f"Rounding: this gradient is not determined in {trial.dtype.name}. Inputs changed in their last digit change "
         f"{name} of the full batch by {moves} of its size, without any microbatches.\n"
         "Look for a difference of large numbers in the loss, or verify at other parameters."
     )
@@ -126,7 +125,7 @@ def _aux_alone(case: _Case) -> str | None:
         with contextlib.suppress(Exception):  # not every dtype has a mean
             if next(leaf for leaf in other.compare(case.size) if leaf.name == name).ok:
                 return (
-                    f'The gradient is right, and {name} is not: it is a {candidate} over the examples, and was declared '
+                    f"The gradient is right, and {name} is not: it is a {candidate} over the examples, and was declared "
                     f'aux_reduction="{declared[position]}".\nDeclare it aux_reduction="{candidate}", with which it '
                     f"agrees; {READ_IT}."
                 )
@@ -138,16 +137,15 @@ def _heads_that_are_no_sums(case: _Case) -> str | None:
     trial = case.trial
     if not trial.weighted:
         return None
-    heads = jax.jit(lambda arrays: trial.arguments.call(trial.fun, arrays))
+    run = trial.compiled(trial.fun)
 
-    def numbers(start: int, stop: int) -> np.ndarray:
-        result = heads(trial.examples(start, stop))
+    def heads(start: int, stop: int) -> np.ndarray:
+        result = run(trial.examples(start, stop))
         return np.asarray([float(head) for head in (result[0] if trial.options["has_aux"] else result)])
 
-    with trial.precision():
-        whole = numbers(0, trial.num_examples)
-        added = sum(numbers(start, start + case.third) for start in range(0, trial.num_examples, case.third))
-    for name, one, other in zip(("total", "weight"), whole, np.asarray(added), strict=True):
+    whole = heads(0, trial.num_examples)
+    added = np.sum([heads(start, start + case.third) for start in range(0, trial.num_examples, case.third)], 0)
+    for name, one, other in zip(("total", "weight"), whole, added, strict=True):
         if difference(np.asarray(other), np.asarray(one)) > math.sqrt(trial.eps):
             return (
                 f'With reduction="weighted" the loss returns two sums over the examples, and its {name} is none: '
@@ -169,7 +167,9 @@ def _another_reduction(case: _Case) -> str | None:
         scale = microbatches if other == "mean" else 1 / microbatches
         if _is_multiple(case, size, scale):
             large = "large" if other == "mean" else "small"
-            factor = f"With microbatch_size={size} the gradient is {microbatches} times too {large}, for {microbatches} "
+            factor = (
+                f"With microbatch_size={size} the gradient is {microbatches} times too {large}, for {microbatches} "
+            )
             factor += "microbatches. "
             break
     return (
@@ -181,7 +181,7 @@ def _another_reduction(case: _Case) -> str | None:
 def _randomness(case: _Case) -> str | None:
     """With another key, the gradient of the full batch is another one too."""
     trial = case.trial
-    arrays = trial.arguments.arrays
+    arrays = trial.arrays
     if not trial.is_random:
         return None
     other_keys = [jax.random.fold_in(key, 1) for key in arrays.keys]
@@ -208,7 +208,9 @@ def _counted_for_each_microbatch(case: _Case) -> str | None:
     trial, examples = case.trial, case.trial.num_examples
     if case.declared != "sum" or examples < 3:
         return None
-    one, two, three = (_flat(o) for o in (trial.expected, trial.route(math.ceil(examples / 2)), trial.route(case.third)))
+    one, two, three = (
+        _flat(o) for o in (trial.expected, trial.route(math.ceil(examples / 2)), trial.route(case.third))
+    )
     if not np.any(two != one) or difference(three - two, two - one) > math.sqrt(trial.eps):
         return None
     return (
@@ -264,7 +266,7 @@ def _constant_factor(case: _Case) -> str | None:
     expected = _flat(case.trial.expected)
     for size in case.failed:
         factors[size] = float(np.vdot(expected, _flat(case.trial.route(size))).real / np.vdot(expected, expected).real)
-        if not _is_multiple(case, size, factors[size]):
+        if abs(factors[size] - 1) < math.sqrt(case.trial.eps) or not _is_multiple(case, size, factors[size]):
             return None
     shown = ", ".join(f"{factor:.6g} with microbatch_size={size}" for size, factor in factors.items())
     return (
@@ -275,7 +277,7 @@ def _constant_factor(case: _Case) -> str | None:
 
 def _hidden_key(case: _Case) -> str | None:
     """The loss draws random numbers, and no argument has the key."""
-    arrays = case.trial.arguments.arrays
+    arrays = case.trial.arrays
     leaves = [*arrays.keys, *arrays.rest, *arrays.batch]
     keys = [leaf for leaf in leaves if is_key(leaf) or jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)]
     if not case.trial.is_random or keys or case.declared == "infer":
@@ -338,13 +340,13 @@ def _weights_of_microbatches(case: _Case) -> np.ndarray | None:
     pieces = [trial.examples(start, min(start + case.third, examples)) for start in range(0, examples, case.third)]
     equations = max(1, _flat(trial.expected).size)
     # The weights are the same at all parameters: with few parameters, several points give enough equations.
-    points = [trial.arguments.arrays.wrt]
+    points = [trial.arrays.wrt]
     while len(points) * equations < 4 * len(pieces):
         points.append([_moved(leaf, random) for leaf in points[0]])
     matrix = np.concatenate(
         [np.stack([_flat(trial.full_batch(piece._replace(wrt=wrt))) for piece in pieces], 1) for wrt in points]
     )
-    whole = np.concatenate([_flat(trial.full_batch(trial.arguments.arrays._replace(wrt=wrt))) for wrt in points])
+    whole = np.concatenate([_flat(trial.full_batch(trial.arrays._replace(wrt=wrt))) for wrt in points])
     weights, _, rank, _ = np.linalg.lstsq(matrix, whole, rcond=None)
     fits = rank == len(pieces) and difference(matrix @ weights, whole) < math.sqrt(trial.eps)
     return weights.real if fits else None
@@ -364,10 +366,6 @@ def _flat(outcome: Outcome) -> np.ndarray:
 def _moved(leaf: Any, random: np.random.Generator) -> Any:
     factor = random.uniform(0.5, 1.5, np.shape(leaf))
     return np.asarray(np.asarray(leaf) * factor, leaf.dtype) if is_array(leaf) else leaf * float(factor)
-
-
-def _precision(trial: Trial) -> str:
-    return "float64" if trial.in_float64 else trial.dtype.name
 
 
 def _shown(number: float) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from anybatch import auxiliary
+from anybatch import auxiliary, limits
 from anybatch.arguments import Arguments, Roles
 from anybatch.batch import Cut
 from anybatch.loss import TracedLoss, trace_loss
@@ -163,6 +163,7 @@ def _compute(fun: Callable[..., Any], settings: Settings, arguments: Arguments) 
     elif settings.reduction == "infer":
         loss, consts = trace(examples)
         split = split_loss(loss, consts, fresh_draws=bool(arguments.arrays.keys))
+        limits.check_head(split, on_coupled=settings.on_coupled)
         inputs = (consts, arguments.arrays)
         compute = functools.partial(_split_route, split, Cut(examples, size), settings.accumulator_dtype)
     else:

@@ -57,7 +57,9 @@ def compute_rows(microbatch: Any, node: Node, value: Value, rows: Rows) -> Any:
     if name in ELEMENTWISE and all(operand.ndim in (0, value.ndim) for operand in node.inputs):
         full = value.shape[axis]
         operands = [
-            microbatch.rows(operand, rows) if operand.ndim and operand.shape[axis] == full else microbatch.whole[operand]
+            microbatch.rows(operand, rows)
+            if operand.ndim and operand.shape[axis] == full
+            else microbatch.whole[operand]
             for operand in node.inputs
         ]
         return node(operands)[0]

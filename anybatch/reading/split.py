@@ -22,13 +22,16 @@ from anybatch.loss import TracedLoss
 from anybatch.reading import source
 from anybatch.reading.evaluation import FullBatch, Microbatch
 from anybatch.reading.graph import Graph, Node, Value
-from anybatch.reading.positions import Draw
+from anybatch.reading.positions import ELEMENTWISE, Draw
 from anybatch.reading.reader import Fact, NeedsInlining, Reader
-from anybatch.reading.rules import RULEBOOK
+from anybatch.reading.rulebook import RULEBOOK
 from anybatch.reading.states import SUM, WHOLE, Mixed, Rows, State
 
 # Too costly to do for the whole batch at once only because it is done before the first microbatch.
 _HEAVY = frozenset("dot_general conv_general_dilated scan while cond pallas_call ragged_dot_general".split())
+
+
+_MOVES = frozenset("transpose reshape squeeze broadcast_in_dim copy".split())
 
 
 class Seeds:
@@ -67,6 +70,21 @@ class Split:
         return node.has_effects and not node.outputs and node not in self.reader.outcomes
 
     @functools.cached_property
+    def whole_batch_nodes(self) -> list[Node]:
+        """All nodes that run on the whole batch at once: those of the head, and those before the first microbatch."""
+        gathered = set(self.gathered_first)
+        found: dict[Node, None] = dict.fromkeys(self.head_nodes)
+        pending = list(self.known_first)
+        while pending:
+            value = pending.pop()
+            if value.is_constant or value.node is None or value.node in found or value in gathered:
+                continue
+            if self.reader.uses_batch[value]:
+                found[value.node] = None
+                pending.extend(value.node.inputs)
+        return list(found)
+
+    @functools.cached_property
     def frontier(self) -> list[Value]:
         """What the microbatches make: sums that are added up, and rows that are put together."""
         found: dict[Value, None] = {}
@@ -75,10 +93,27 @@ class Split:
             if value.is_constant or value in found or value in self.known_first:
                 continue
             state = self.reader.state(value)
-            is_input = value.node is None
-            if state == SUM or (isinstance(state, Rows) and not is_input):
+            if isinstance(state, Rows):
+                value = self._before_moves(value)
+            if state == SUM or (isinstance(state, Rows) and value.node is not None):
                 found[value] = None
-        return list(found)
+        return [value for value in found if not self._follows_from(value, found)]
+
+    def _before_moves(self, value: Value) -> Value:
+        """The value that rows are a transpose, a reshape or the like of: that is gathered, and moved in the head."""
+        while value.node is not None and value.node.name in _MOVES and value not in self.reader.cut_later:
+            (operand, *others) = value.node.inputs
+            if others or not isinstance(self.reader.state(operand), Rows) or operand.num_bytes > value.num_bytes:
+                break
+            value = operand
+        return value
+
+    def _follows_from(self, value: Value, found: Mapping[Value, None]) -> bool:
+        """Whether rows need not be gathered, since the head can compute them from others at next to no cost."""
+        node = value.node
+        if node is None or not isinstance(self.reader.state(value), Rows) or node.name not in ELEMENTWISE:
+            return False
+        return all(operand.is_constant or operand.node is None or operand in found for operand in node.inputs)
 
     @property
     def states(self) -> list[State]:
@@ -107,22 +142,12 @@ class Split:
     @functools.cached_property
     def hoisted(self) -> list[Value]:
         """Values of parameters alone that are computed and differentiated once, not in every microbatch."""
-        return [
-            output
-            for node in self.reader.hoisted
-            for output in node.outputs
-            if self.reader.has_gradient(output)
-        ]
+        return [output for node in self.reader.hoisted for output in node.outputs if self.reader.has_gradient(output)]
 
     @functools.cached_property
     def known_first(self) -> list[Value]:
         """What is computed from data alone, before the first microbatch: it is needed whole."""
-        return [
-            value
-            for node in self.graph.nodes
-            for value in node.outputs
-            if value in self.reader.computed_first
-        ]
+        return [value for node in self.graph.nodes for value in node.outputs if value in self.reader.computed_first]
 
     @functools.cached_property
     def gathered_first(self) -> list[Value]:
@@ -195,9 +220,7 @@ class Split:
     def compute_first(self, inputs: Sequence[Any], gathered: Sequence[Any]) -> list[Any]:
         """The values known first, at the full batch."""
         given = {
-            value: array
-            for value, array in zip(self.graph.inputs, inputs, strict=True)
-            if not self.reader.moves(value)
+            value: array for value, array in zip(self.graph.inputs, inputs, strict=True) if not self.reader.moves(value)
         }
         full = FullBatch({**given, **dict(zip(self.gathered_first, gathered, strict=True))})
         return [full[value] for value in self.known_first]

@@ -134,9 +134,7 @@ def take_rows(array: jax.Array, rows: Rows, num_examples: int, start: Any, size:
     return taken.reshape(*before, outer * size * inner, *after)
 
 
-def put_rows(
-    stacked: jax.Array | None, last: jax.Array | None, rows: Rows, size: int, remainder: int
-) -> jax.Array:
+def put_rows(stacked: jax.Array | None, last: jax.Array | None, rows: Rows, size: int, remainder: int) -> jax.Array:
     """The array of the full batch, from those of its microbatches.
 
     Args:

@@ -170,7 +170,9 @@ def _scan_over_examples(reader: Reader, node: Node, states: Sequence[State]) -> 
         raise NotRowwise("it goes over the examples with other values of the batch at hand", unroll=False)
     graph = Graph(params["jaxpr"])
     carried = [
-        _carried_over_examples(graph, number, graph.inputs[num_consts + number], reader, node.inputs[num_consts + number])
+        _carried_over_examples(
+            graph, number, graph.inputs[num_consts + number], reader, node.inputs[num_consts + number]
+        )
         for number in range(num_carry)
     ]
     takes = [*[None] * first, *(rows if state == WHOLE else None for state in states[first:])]

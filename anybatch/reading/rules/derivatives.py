@@ -149,9 +149,7 @@ def _custom_vjp(reader: Reader, node: Node, states: Sequence[State]) -> Outcome:
     if not differentiated or not results:
         return Outcome(
             found,
-            run=lambda microbatch: microbatch.nested(
-                primal, [microbatch.value(value) for value in node.inputs], found
-            ),
+            run=lambda microbatch: microbatch.nested(primal, [microbatch.value(value) for value in node.inputs], found),
             nested=[primal],
         )
     passes = _Passes(node, differentiated, results)

@@ -114,9 +114,7 @@ def _gather(reader: Reader, node: Node, states: Sequence[State]) -> Outcome:
     return _gather_from_rows(reader, node, operand, indices, looked_up)
 
 
-def _gather_from_rows(
-    reader: Reader, node: Node, operand: Rows, indices: State, looked_up: Sequence[int]
-) -> Outcome:
+def _gather_from_rows(reader: Reader, node: Node, operand: Rows, indices: State, looked_up: Sequence[int]) -> Outcome:
     params, (source, vectors) = node.params, node.inputs
     numbers, axis = params["dimension_numbers"], operand.axis
     if axis in numbers.operand_batching_dims:

@@ -1,0 +1,116 @@
+"""Whether the part of a loss that runs on the whole batch at once is small enough, and what to say if it is not."""
+
+import functools
+import os
+import warnings
+from typing import Any
+
+import jax
+
+from anybatch import compat
+from anybatch.errors import CoupledError, HeadTooLargeError, LargeHeadWarning
+from anybatch.reading.report import Reading, readable, report
+from anybatch.reading.split import Split
+
+SMALL = 16 * 2**20  # bytes of a head that is nobody's concern
+
+
+def check_head(split: Split, *, on_coupled: str, memory: int | None = None) -> Reading:
+    """Checks a loss before it runs.
+
+    Args:
+      split: the loss, as it was read.
+      on_coupled: "error" refuses a loss that looks across examples.
+      memory: the bytes that may be used; None: what the device has left.
+
+    Raises:
+      CoupledError: for a loss that looks across examples, if that is to be an error.
+      HeadTooLargeError: if what runs on the whole batch at once does not fit.
+    """
+    reading = report(split)
+    if on_coupled == "error" and not reading.separable:
+        raise CoupledError(
+            f"This loss looks across examples{_where(reading)}\n"
+            "Its gradient needs the whole batch at once. Keep the examples apart there (GroupNorm or LayerNorm instead "
+            'of BatchNorm), or pass on_coupled="exact" to compute it in two passes over the microbatches.'
+        )
+    budget = memory_left() if memory is None else memory
+    # The estimate may be too high, since XLA computes much in passing: only the compiled head decides.
+    if budget is not None and reading.head_bytes > budget // 4:
+        needed = _compiled_bytes(split)
+        if needed > budget:
+            raise HeadTooLargeError(
+                f"What this loss computes from the whole batch at once needs {readable(needed)}, and there are "
+                f"{readable(budget)}.\n{_blamed(reading)}"
+            )
+    if reading.head_bytes > max(SMALL, reading.activation_bytes // 2):
+        warnings.warn(
+            f"Most of this model runs on the whole batch at once: about {readable(reading.head_bytes)} of "
+            f"{readable(reading.activation_bytes)} of activations, so that microbatches save little memory.\n"
+            f"{_blamed(reading)}",
+            LargeHeadWarning,
+            stacklevel=_stacklevel(),
+        )
+    return reading
+
+
+def _where(reading: Reading) -> str:
+    return f" at {reading.blame[0]}." if reading.blame else "."
+
+
+def _blamed(reading: Reading) -> str:
+    if not reading.blame:
+        return "It comes from data that is computed across examples. Compute that outside the loss."
+    return f"It begins at {reading.blame[0]}.\n{reading.advice}"
+
+
+def _compiled_bytes(split: Split) -> int:
+    """The bytes that the head and its gradient take, as XLA counts them."""
+    types = [value.type for value in split.graph.inputs]
+    known = [value.type for value in split.known_first]
+    frontier = [value.type for value in split.frontier]
+    first, last = split.num_consts, split.num_consts + len(split.loss.types.wrt)
+
+    def head(inputs: list[Any], known: list[Any], frontier: list[Any]) -> Any:
+        def loss(wrt: list[Any], moving: list[Any]) -> Any:
+            now = dict(zip(split.differentiated, moving, strict=True))
+            whole = [now.get(position, value) for position, value in enumerate(frontier)]
+            return split.head([*inputs[:first], *wrt, *inputs[last:]], known, [], whole, num_outputs=1)[0]
+
+        moving = [frontier[position] for position in split.differentiated]
+        return jax.grad(loss, argnums=(0, 1))(inputs[first:last], moving)
+
+    compiled = jax.jit(head).lower(types, known, frontier).compile()
+    return compat.temporaries(compiled) + sum(value.num_bytes for value in split.frontier)
+
+
+def memory_left() -> int | None:
+    """The bytes that the device has left, or None if nobody knows."""
+    device = jax.devices()[0]
+    stats = device.memory_stats() if device.platform != "cpu" else None
+    if stats and "bytes_limit" in stats:
+        return stats["bytes_limit"] - stats.get("bytes_in_use", 0)
+    return _host_memory_left()
+
+
+def _host_memory_left() -> int | None:
+    try:
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, OSError, ValueError):
+        return None
+
+
+@functools.cache
+def _package() -> str:
+    return os.path.dirname(__file__)
+
+
+def _stacklevel() -> int:
+    """How far up the caller is whose code is not ours or JAX's."""
+    import sys
+
+    level, frame = 1, sys._getframe(1)
+    own = (_package(), os.path.dirname(jax.__file__))
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(own):
+        level, frame = level + 1, frame.f_back
+    return level

@@ -1,0 +1,197 @@
+"""What was read, as a plain record: for people to look at, and for the planner to count with."""
+
+import dataclasses
+import html
+from typing import Any
+
+from anybatch import compat
+from anybatch.reading import source
+from anybatch.reading.graph import Node, Value
+from anybatch.reading.kinds import kind_of
+from anybatch.reading.positions import ELEMENTWISE
+from anybatch.reading.source import Blame
+from anybatch.reading.split import Seeds, Split
+from anybatch.reading.states import FED_BACK, Rows
+
+# These are computed in passing, together with what uses them: they take no memory of their own.
+_FUSED = ELEMENTWISE | frozenset("broadcast_in_dim reshape transpose squeeze iota slice concatenate pad".split())
+
+
+@dataclasses.dataclass(frozen=True)
+class Frontier:
+    """A value that the microbatches make and the head uses: a sum that is added up, or rows that are gathered."""
+
+    how: str  # "sum" or "rows"
+    shape: tuple[int, ...]
+    dtype: str
+    bytes: int
+    file: str
+    line: int
+
+    def __str__(self) -> str:
+        verb = "adds up" if self.how == "sum" else "gathers"
+        place = f" from {self.file}:{self.line}" if self.file else ""
+        return f"{verb} {self.dtype}[{','.join(map(str, self.shape))}] ({readable(self.bytes)}){place}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Reading:
+    """How a loss uses its examples, found in the program itself.
+
+    Args:
+      kind: in plain words, such as "mean over 64 examples", "ratio of sums" or "couples examples".
+      separable: whether the gradient needs nothing but sums over the examples.
+      passes: over the batch, 1 or 2.
+      stochastic: whether the loss draws random numbers.
+      randomness: "none", "exact" (a microbatch draws its rows of what the full batch would draw), or
+        "in distribution" (it draws its own).
+      frontier: what is added up or gathered for the head, which is computed once.
+      blame: the lines that look across examples, the first of them first.
+      num_examples: the size of the batch.
+      head_bytes: what the head computes from the whole batch at once, about.
+      activation_bytes: what the whole loss computes from the batch, about.
+    """
+
+    kind: str
+    separable: bool
+    passes: int
+    stochastic: bool
+    randomness: str
+    frontier: tuple[Frontier, ...]
+    blame: tuple[Blame, ...]
+    num_examples: int
+    head_bytes: int
+    activation_bytes: int
+
+    @property
+    def advice(self) -> str:
+        """What to do about a loss that looks across examples; empty if it does not."""
+        if not self.blame:
+            return ""
+        first = self.blame[0]
+        if "no rule for the primitive" in first.why:
+            return (
+                f'Teach it: anybatch.register_rule("{first.primitive}", rule). Or declare how the loss uses its '
+                'examples: reduction="mean", "sum" or "weighted".'
+            )
+        if first.why == FED_BACK:
+            return (
+                "The usual cause is BatchNorm in training. As it is, the gradient is exact, and everything after that "
+                "line runs on the whole batch at once. GroupNorm or LayerNorm keep the examples apart. "
+                'reduction="mean" takes the statistics of each microbatch instead, which is another loss.'
+            )
+        return (
+            "As it is, the gradient is exact, and everything after that line runs on the whole batch at once. "
+            'on_coupled="error" refuses such a loss.'
+        )
+
+    def __str__(self) -> str:
+        return "\n".join([f"{self.kind}: {self._passes()}", *(f"  {line}" for line in self._lines())])
+
+    def _passes(self) -> str:
+        if self.passes == 2:
+            return "two passes over the microbatches"
+        return "one pass over the microbatches"
+
+    def _lines(self) -> list[str]:
+        lines = [str(item) for item in self.frontier]
+        if self.randomness == "exact":
+            lines.append("draws random numbers: each microbatch those that the full batch would draw for it")
+        elif self.stochastic:
+            lines.append("draws random numbers: each microbatch its own, equal in distribution to the full batch's")
+        if self.blame:
+            lines.append("looks across examples:")
+            lines += [f"  {blame}" for blame in self.blame[:_MAX_SHOWN]]
+            if len(self.blame) > _MAX_SHOWN:
+                lines.append(f"  and {len(self.blame) - _MAX_SHOWN} more")
+            share = round(100 * self.head_bytes / max(self.activation_bytes, 1))
+            lines.append(
+                f"computes for the whole batch at once: about {readable(self.head_bytes)}, {share}% of all activations"
+            )
+            lines.append(self.advice)
+        return lines
+
+    def _repr_html_(self) -> str:
+        rows = "".join(
+            f"<tr><td>{'sum' if item.how == 'sum' else 'rows'}</td><td><code>{item.dtype}{list(item.shape)}</code></td>"
+            f"<td>{readable(item.bytes)}</td><td><code>{html.escape(item.file)}:{item.line}</code></td></tr>"
+            for item in self.frontier
+        )
+        table = f"<table><tr><th>made</th><th>what</th><th>bytes</th><th>where</th></tr>{rows}</table>" if rows else ""
+        rest = "".join(f"<li>{html.escape(line.strip())}</li>" for line in self._lines()[len(self.frontier) :])
+        return f"<p><b>{html.escape(self.kind)}</b>: {self._passes()}</p>{table}" + (f"<ul>{rest}</ul>" if rest else "")
+
+
+_MAX_SHOWN = 5
+
+
+def readable(num_bytes: int) -> str:
+    """A number of bytes for people.
+
+    >>> readable(3 * 2**20)
+    '3.0 MiB'
+    """
+    number, unit = float(num_bytes), "B"
+    for larger in ("KiB", "MiB", "GiB", "TiB"):
+        if number < 1024:
+            break
+        number, unit = number / 1024, larger
+    return f"{number:.0f} B" if unit == "B" else f"{number:.1f} {unit}"
+
+
+def report(split: Split) -> Reading:
+    """What was read."""
+    draws = _generators(split.loss.traced.jaxpr)
+    exact = all(name == "key<fry>" for name in draws)
+    gathers = any(isinstance(split.states[position], Rows) for position in split.differentiated)
+    return Reading(
+        kind=kind_of(split),
+        separable=not gathers,
+        passes=2 if split.seeds == Seeds.BETWEEN else 1,
+        stochastic=bool(draws),
+        randomness="none" if not draws else "exact" if exact else "in distribution",
+        frontier=tuple(_frontier(split, value) for value in split.frontier),
+        blame=tuple(dict.fromkeys(split.reader.blames)),
+        num_examples=split.loss.num_examples,
+        head_bytes=sum(_bytes(node, split) for node in split.whole_batch_nodes),
+        activation_bytes=sum(_bytes(node, split) for node in split.graph.nodes),
+    )
+
+
+def _frontier(split: Split, value: Value) -> Frontier:
+    place = source.Place() if value.node is None else source.locate(value.node)
+    how = "rows" if isinstance(split.reader.state(value), Rows) else "sum"
+    return Frontier(how, value.shape, str(value.dtype), value.num_bytes, place.file, place.line)
+
+
+def _bytes(node: Node, split: Split) -> int:
+    """About what a node writes to memory for the whole batch."""
+    if not any(split.reader.uses_batch[output] for output in node.outputs) or node.name in _FUSED:
+        return 0
+    if node.name == "scan":
+        return node.params["length"] * _written(node.params["jaxpr"])
+    return sum(output.num_bytes for output in node.outputs) + sum(map(_written, compat.jaxprs_in(node.equation)))
+
+
+def _written(jaxpr: Any) -> int:
+    total = 0
+    for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns:
+        inner = compat.jaxprs_in(equation)
+        if equation.primitive.name == "scan":
+            total += equation.params["length"] * sum(map(_written, inner))
+        elif inner and not equation.primitive.name.startswith(("scatter", "reduce")):
+            total += sum(map(_written, inner))
+        elif equation.primitive.name not in _FUSED:
+            total += sum(Value(output.aval).num_bytes for output in equation.outvars if hasattr(output.aval, "dtype"))
+    return total
+
+
+def _generators(jaxpr: Any) -> set[str]:
+    """The kinds of keys that random numbers are drawn from, at any depth."""
+    found: set[str] = set()
+    for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns:
+        if equation.primitive.name in ("random_bits", "random_gamma"):
+            found.add(str(equation.invars[0].aval.dtype))
+        for inner in compat.jaxprs_in(equation):
+            found |= _generators(inner)
+    return found
