@@ -13,7 +13,7 @@ import contextlib
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -24,7 +24,7 @@ from anybatch import compat
 from anybatch.arguments import Arguments, Arrays, Roles
 from anybatch.gradient import value_and_grad
 from anybatch.trees import is_array, named_leaves
-from anybatch.widening import Widened, widened
+from anybatch.widening import WideLoss, all_equations, widened
 
 ROUNDINGS = 8  # measured on the losses of the tests in three precisions: 2.2 is the most that they need
 CHANGES = 2  # times that the inputs are changed in their last digit; the largest effect counts
@@ -68,7 +68,14 @@ class Trial:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     options: dict[str, Any]  # those of value_and_grad, but the size
-    in_float64: bool = False
+    in_float64: bool = False  # then the arrays are, and fun is a WideLoss
+
+    def to_float64(self) -> "Trial":
+        """The same in double precision."""
+        fun = WideLoss(self.fun, self.args, self.kwargs)
+        with jax.enable_x64(True):
+            args, kwargs = jax.tree.map(widened, (self.args, self.kwargs))
+        return Trial(fun, args, kwargs, self.options, in_float64=True)
 
     # What is computed.
 
@@ -83,17 +90,14 @@ class Trial:
 
     @functools.cached_property
     def arguments(self) -> Arguments:
-        """The arguments, sorted, in the dtypes given."""
+        """The arguments, sorted."""
         roles = Roles.of(**{name: self.options[name] for name in ("argnums", "batch_argnums", "rng_argnums")})
         return roles.sort(self.fun, self.args, self.kwargs)
 
     @functools.cached_property
     def arrays(self) -> Arrays:
-        """The arrays among them, in the precision of the trial."""
-        if not self.in_float64:
-            return self.arguments.arrays
-        with self.precision():
-            return jax.tree.map(widened, self.arguments.arrays)
+        """The arrays among them."""
+        return self.arguments.arrays
 
     def examples(self, start: int, stop: int) -> Arrays:
         """The arrays, with these examples alone."""
@@ -106,24 +110,15 @@ class Trial:
 
     @property
     def num_gradients(self) -> int:
-        return len(self.arguments.arrays.wrt)
+        return len(self.arrays.wrt)
 
     def precision(self) -> contextlib.AbstractContextManager[Any]:
-        """Where arrays of this trial are handled."""
+        """Where everything of this trial happens."""
         return jax.enable_x64(True) if self.in_float64 else contextlib.nullcontext()
 
-    @functools.cached_property
-    def narrow(self) -> set[str]:
-        """The primitives that could not be computed in float64, once something has been."""
-        return set()
-
     def compiled(self, fun: Callable[..., Any]) -> Callable[[Arrays], Any]:
-        """`fun`, with the arguments of the loss, as a function of arrays in the precision of the trial."""
-
-        def of_arrays(arrays: Arrays) -> Any:
-            return self.arguments.call(fun, arrays)
-
-        program = jax.jit(Widened(of_arrays, self.arguments.arrays, self.narrow) if self.in_float64 else of_arrays)
+        """`fun`, which has the arguments of the loss, as a function of the arrays among them."""
+        program = jax.jit(lambda arrays: self.arguments.call(fun, arrays))
 
         def run(arrays: Arrays) -> Any:
             with self.precision():
@@ -141,13 +136,15 @@ class Trial:
 
     @functools.cached_property
     def _equations(self) -> list[Any]:
-        """Those of the gradient in the dtypes given."""
-        jaxpr = jax.make_jaxpr(lambda arrays: self.arguments.call(self._gradient_by_jax, arrays))(self.arguments.arrays)
-        return list(_all_equations(getattr(jaxpr, "jaxpr", jaxpr)))
+        with self.precision():
+            call = functools.partial(self.arguments.call, self._gradient_by_jax)
+            return list(all_equations(jax.make_jaxpr(call)(self.arrays)))
 
     @functools.cached_property
-    def given_dtype(self) -> np.dtype:
-        """The coarsest floating-point dtype that the gradient is computed or returned in, as given."""
+    def dtype(self) -> np.dtype:
+        """The coarsest floating-point dtype that the gradient is computed or returned in."""
+        if self.in_float64:
+            return np.dtype(np.float64)
         computed = [
             variable.aval.dtype
             for equation in self._equations
@@ -155,13 +152,8 @@ class Trial:
             for variable in equation.outvars
             if jax.dtypes.issubdtype(getattr(variable.aval, "dtype", np.bool_), np.inexact)
         ]
-        returned = [jax.dtypes.result_type(leaf) for leaf in self.arguments.arrays.wrt]
+        returned = [jax.dtypes.result_type(leaf) for leaf in self.arrays.wrt]
         return max(map(jnp.dtype, [*computed, *returned]), key=lambda dtype: float(jnp.finfo(dtype).eps))
-
-    @property
-    def dtype(self) -> np.dtype:
-        """That of the trial."""
-        return np.dtype(np.float64) if self.in_float64 else self.given_dtype
 
     @property
     def eps(self) -> float:
@@ -200,7 +192,8 @@ class Trial:
     def _aux_types(self) -> Any:
         if not self.options["has_aux"]:
             return None
-        return jax.eval_shape(lambda arrays: self.arguments.call(self.loss, arrays), self.arguments.arrays)[1]
+        with self.precision():
+            return jax.eval_shape(functools.partial(self.arguments.call, self.loss), self.arrays)[1]
 
     @property
     def aux_tree(self) -> Any:
@@ -244,7 +237,7 @@ class Trial:
 
     @functools.cached_property
     def _largest_parameters(self) -> list[float]:
-        return [_largest(_numbers(leaf)) for leaf in self.arguments.arrays.wrt]
+        return [_largest(_numbers(leaf)) for leaf in self.arrays.wrt]
 
     def tolerance(self, index: int, size: int, *, capped: bool = True) -> float:
         """The rounding to be expected in one of `names`; but if half of the digits are gone, it is different."""
@@ -297,13 +290,6 @@ def _ratio(fun: Callable[..., Any], has_aux: bool) -> Callable[..., Any]:
         return (value, aux) if has_aux else value
 
     return ratio
-
-
-def _all_equations(jaxpr: Any) -> Iterator[Any]:
-    for equation in jaxpr.eqns:
-        yield equation
-        for inner in compat.jaxprs_in(equation):
-            yield from _all_equations(inner)
 
 
 def _all_numbers(leaves: Sequence[Any]) -> list[np.ndarray]:

@@ -23,9 +23,15 @@ READ_IT = "or leave reduction out: then anybatch reads the loss itself"
 ACROSS = "Leave reduction out: such a loss is computed exactly too, at the price of a second pass where one is needed."
 
 
-def diagnose(trial: Trial, failed: Differences) -> str:
-    """Why the routes differ from the full batch, and what to type instead."""
-    case = _Case(trial, failed)
+def diagnose(trial: Trial, failed: Differences, given: Trial) -> str:
+    """Why the routes differ from the full batch, and what to type instead.
+
+    Args:
+      trial: the loss and its arguments, in the precision in which the routes were compared.
+      failed: how the routes differ.
+      given: the loss and its arguments, in the dtypes given.
+    """
+    case = _Case(trial, failed, given)
     for test in TESTS:
         # A test may not apply, as that of a weight to a batch of one example; the next one is asked then.
         with contextlib.suppress(Exception):
@@ -56,6 +62,7 @@ def diagnose_rounding(trial: Trial, failed: Differences) -> str:
 class _Case:
     trial: Trial
     failed: Differences
+    given: Trial
 
     @property
     def declared(self) -> str:
@@ -89,9 +96,9 @@ class _Case:
 
     @functools.cached_property
     def reading(self) -> Reading:
-        trial = self.trial
-        options = {name: trial.options[name] for name in ("argnums", "has_aux", "batch_argnums", "rng_argnums")}
-        return read(trial.loss, *trial.args, **options, **trial.kwargs)
+        given = self.given
+        options = {name: given.options[name] for name in ("argnums", "has_aux", "batch_argnums", "rng_argnums")}
+        return read(given.loss, *given.args, **options, **given.kwargs)
 
 
 def _ill_conditioned(case: _Case) -> str | None:

@@ -208,25 +208,10 @@ def verify(
 
 
 def _verify(given: Trial, sizes: Sequence[int], batch_size: int) -> Verification:
-    trial, notes = given, []
-    differences: dict[int, tuple[LeafDifference, ...]] = {}
-    double = dataclasses.replace(given, in_float64=True)
-    if _is_narrow(given.dtype):
-        try:
-            differences = {size: double.compare(size) for size in sizes}
-            trial = double
-        except Exception as error:  # whatever it is: if it has to do with the loss, the given dtypes raise it again
-            reason = str(error).strip().splitlines() or [""]
-            notes.append(f"Not compared in float64, where it raised {type(error).__name__}: {reason[0]}")
-    if trial is double and not _all_ok(differences) and double.narrow:
-        # A difference may be rounding in what stays narrow.
-        notes.append(f"Not compared in float64: {', '.join(sorted(double.narrow))} of the loss cannot be computed in it.")
-        trial = given
-    if trial is given:
-        differences = {size: given.compare(size) for size in sizes}
+    trial, differences, notes = _compared(given, sizes)
     roundings = {}
-    if trial is double and _all_ok(differences):
-        roundings = {size: _roundings(given, double, size) for size in sizes}
+    if trial is not given and _all_ok(differences):
+        roundings = {size: _roundings(given, trial, size) for size in sizes}
 
     if not all(np.isfinite(leaf).all() for leaf in trial.expected.gradient):
         notes.append(
@@ -236,7 +221,7 @@ def _verify(given: Trial, sizes: Sequence[int], batch_size: int) -> Verification
     rounded = {size: leaves for size, leaves in roundings.items() if not _all_ok({size: leaves})}
     why = None
     if failed:
-        why = diagnosis.diagnose(trial, failed)
+        why = diagnosis.diagnose(trial, failed, given)
     elif rounded:
         why = diagnosis.diagnose_rounding(given, rounded)
     return Verification(
@@ -251,6 +236,24 @@ def _verify(given: Trial, sizes: Sequence[int], batch_size: int) -> Verification
     )
 
 
+def _compared(given: Trial, sizes: Sequence[int]) -> tuple[Trial, dict[int, tuple[LeafDifference, ...]], list[str]]:
+    """The differences in float64, or else in the dtypes given; in which they are, and what is to be said about that."""
+    if not given.eps > np.finfo(np.float64).eps:
+        return given, {size: given.compare(size) for size in sizes}, []
+    try:
+        double = given.to_float64()
+        differences = {size: double.compare(size) for size in sizes}
+    except Exception as error:  # whatever it is: if it has to do with the loss, the dtypes given will raise it too
+        reason = f"it raised {type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
+    else:
+        if _all_ok(differences) or not double.fun.narrow:
+            narrow = f"The loss computes in {given.dtype.name}; all of it was done in float64 to compare the routes."
+            return double, differences, [narrow] if double.fun.recomputed else []
+        # The difference may be rounding in what stays narrow.
+        reason = f"the loss has {', '.join(sorted(double.fun.narrow))}, in dtypes of their own"
+    return given, {size: given.compare(size) for size in sizes}, [f"Not compared in float64: {reason}."]
+
+
 def _roundings(given: Trial, double: Trial, size: int) -> tuple[LeafDifference, ...]:
     """The differences of the gradient in the dtypes given, where the routes are known to agree but for rounding.
 
@@ -258,6 +261,8 @@ def _roundings(given: Trial, double: Trial, size: int) -> tuple[LeafDifference, 
     may multiply float32 matrices in fewer digits than the dtype has.
     """
     leaves = given.compare(size, capped=False)[: given.num_gradients]
+    if given.is_random:  # in float64 it may draw other numbers
+        return leaves
     errors = given.differences(given.expected, double.expected)[: given.num_gradients]
     return tuple(
         dataclasses.replace(leaf, tolerance=max(leaf.tolerance, 4 * error))
@@ -287,10 +292,6 @@ def _route_check(
         rounding=worst_rounded.difference if worst_rounded else None,
         expected_rounding=worst_rounded.tolerance if worst_rounded else None,
     )
-
-
-def _is_narrow(dtype: Any) -> bool:
-    return bool(jnp.finfo(dtype).eps > np.finfo(np.float64).eps)
 
 
 def _all_ok(differences: dict[int, tuple[LeafDifference, ...]]) -> bool:

@@ -46,9 +46,25 @@ class GPT:
 
     def batch(self, key: jax.Array, examples: int) -> Any:
         tokens = jax.random.randint(key, (examples, self.context + 1), 0, self.vocabulary)
-        return {"inputs": tokens[:, :-1], "targets": tokens[:, 1:]}
+        # Documents of different lengths: the tokens after the end do not count.
+        lengths = jax.random.randint(jax.random.fold_in(key, 1), (examples, 1), self.context // 2, self.context + 1)
+        mask = (jnp.arange(self.context) < lengths).astype(jnp.float32)
+        return {"inputs": tokens[:, :-1], "targets": tokens[:, 1:], "mask": mask}
 
     def loss(self, params: Any, batch: Any) -> jax.Array:
+        """The mean over all tokens."""
+        return jnp.mean(self.token_losses(params, batch))
+
+    def masked_loss(self, params: Any, batch: Any) -> jax.Array:
+        """The mean over the tokens that count: a ratio of sums over the batch."""
+        return jnp.sum(self.token_losses(params, batch) * batch["mask"]) / jnp.sum(batch["mask"])
+
+    def weighted_loss(self, params: Any, batch: Any) -> tuple[jax.Array, jax.Array]:
+        """The same, declared: the sum, and what to divide it by."""
+        return jnp.sum(self.token_losses(params, batch) * batch["mask"]), jnp.sum(batch["mask"])
+
+    def token_losses(self, params: Any, batch: Any) -> jax.Array:
+        """The cross entropy of every token."""
         embedding = params["embedding"].astype(jnp.bfloat16)
         hidden = embedding[batch["inputs"]] + params["position"].astype(jnp.bfloat16)
         if self.scan_layers:
@@ -58,7 +74,7 @@ class GPT:
                 hidden = self._block(block, hidden)
         logits = (_norm(hidden, params["norm"]) @ embedding.T).astype(jnp.float32)
         target = jnp.take_along_axis(logits, batch["targets"][..., None], axis=-1)[..., 0]
-        return jnp.mean(jax.nn.logsumexp(logits, axis=-1) - target)
+        return jax.nn.logsumexp(logits, axis=-1) - target
 
     def _block(self, block: Any, hidden: jax.Array) -> jax.Array:
         block = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), block)

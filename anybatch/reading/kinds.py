@@ -52,10 +52,7 @@ class _Words:
             yield from self._terms(node.inputs[0])
         elif isinstance(self.reader.state(value), Mixed) and node.name in ("mul", "div"):
             factors = [operand for operand in node.inputs if self._uses_batch(operand)]
-            if (
-                len(factors) == 1
-                and factors[0] is node.inputs[0 if node.name == "div" else node.inputs.index(factors[0])]
-            ):
+            if len(factors) == 1 and (node.name == "mul" or factors[0] is node.inputs[0]):
                 yield from self._terms(factors[0])
             else:
                 yield value

@@ -96,6 +96,7 @@ class Prefix:
         """The gradient with respect to the variables, and the frontier if it is wanted.
 
         Args:
+          given: the arrays.
           seeds: the gradient with respect to those values of the frontier that are differentiated.
           mutate: whether to add the gradient up in references.
           keeps_frontier: whether the frontier is wanted.

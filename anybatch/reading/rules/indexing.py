@@ -216,7 +216,7 @@ def _in_windows(reader: Reader, node: Node, states: Sequence[State]) -> Outcome 
 def _into_own_rows(reader: Reader, node: Node, states: Sequence[State]) -> Outcome | None:
     """Each example writes into its own row: `x.at[arange(N), labels].set(...)`."""
     numbers, update_axes = node.params["dimension_numbers"], _update_axes(node)
-    target, vectors, values = node.inputs
+    target, vectors, _ = node.inputs
     rows = only_rows([state.at(0) if isinstance(state, Rows) else state for state in states])
     if rows.outer != 1:
         return None

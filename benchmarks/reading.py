@@ -1,0 +1,118 @@
+"""Does reading the loss cost anything, before the first step or in every step?
+
+    python benchmarks/reading.py                                # CPU, about a minute; look at the memory, not the times
+    python benchmarks/reading.py --accelerator                  # one 80 GiB GPU, about five minutes
+    python benchmarks/reading.py gpt2:8 gpt2-scanned:8          # model:microbatch size
+
+For a mean over all tokens and for a masked mean: the loop by hand, the reduction declared, and the reduction read from
+the loss. Expected: read within 1.02 of declared in time and no hungrier; less than a second to read.
+"""
+
+import argparse
+import gc
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from models import MODELS
+from overhead import Result, by_hand, report
+
+import anybatch as ab
+from anybatch import compat
+
+ON_CPU = ["gpt-tiny:8", "gpt-tiny-scanned:8"]
+ON_ACCELERATOR = ["gpt2:8", "gpt2-scanned:8", "gpt-1.3b:1", "gpt-1.3b-scanned:1"]
+
+
+def by_hand_weighted(loss: Callable[..., Any], size: int) -> Callable[..., Any]:
+    """A masked mean by hand: sums of totals and of weights, divided once at the end."""
+
+    def value_and_grad(params: Any, batch: Any) -> Any:
+        count = jax.tree.leaves(batch)[0].shape[0] // size
+        microbatches = jax.tree.map(lambda leaf: leaf.reshape(count, size, *leaf.shape[1:]), batch)
+
+        def step(carry: Any, microbatch: Any) -> Any:
+            (total, weight), grads = jax.value_and_grad(loss, has_aux=True)(params, microbatch)
+            return jax.tree.map(jnp.add, carry, (total, weight, grads)), None
+
+        zero = (jnp.zeros(()), jnp.zeros(()), jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), params))
+        (total, weight, grads), _ = jax.lax.scan(step, zero, microbatches)
+        return total / weight, jax.tree.map(lambda leaf: leaf / weight, grads)
+
+    return value_and_grad
+
+
+def contestants(model: Any, size: int) -> dict[str, dict[str, Callable[..., Any]]]:
+    """For each loss, three ways to its gradient; the first is the reference."""
+    declared = {"microbatch_size": size}
+    return {
+        "mean": {
+            "by hand": by_hand(model.loss, size),
+            "declared": ab.value_and_grad(model.loss, reduction="mean", **declared),
+            "read": ab.value_and_grad(model.loss, **declared),
+        },
+        "masked mean": {
+            "by hand": by_hand_weighted(model.weighted_loss, size),
+            "declared": ab.value_and_grad(model.weighted_loss, reduction="weighted", **declared),
+            "read": ab.value_and_grad(model.masked_loss, **declared),
+        },
+    }
+
+
+def measure(ways: dict[str, Callable[..., Any]], params: Any, batch: Any, repeats: int) -> dict[str, Result]:
+    """Compiles all, runs them in turn, and compares their gradients with the first one's."""
+    results: dict[str, Result] = {}
+    reference = None
+    for name, fun in ways.items():
+        start = time.perf_counter()
+        compiled = jax.jit(fun).lower(params, batch).compile()
+        results[name] = Result(compiled, compat.temporaries(compiled), time.perf_counter() - start)
+        _, gradient = jax.block_until_ready(compiled(params, batch))
+        reference = gradient if reference is None else reference
+        results[name].difference = max(
+            float(jnp.abs(x - y).max() / jnp.abs(y).max())
+            for x, y in zip(*map(jax.tree.leaves, (gradient, reference)), strict=True)
+        )
+        del gradient
+    for _ in range(repeats):
+        for result in results.values():
+            start = time.perf_counter()
+            jax.block_until_ready(result.compiled(params, batch))
+            result.seconds.append(time.perf_counter() - start)
+    return results
+
+
+def seconds_to_read(loss: Callable[..., Any], params: Any, batch: Any) -> tuple[float, float]:
+    """The seconds that JAX takes to trace the loss, and those of tracing and reading it."""
+    start = time.perf_counter()
+    jax.make_jaxpr(lambda *args: loss(*args))(params, batch)
+    traced = time.perf_counter()
+    ab.read(loss, params, batch)
+    return traced - start, time.perf_counter() - traced
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("cases", nargs="*", help="model:microbatch size, models: " + ", ".join(MODELS))
+    parser.add_argument("--accelerator", action="store_true", help="the cases for a large GPU")
+    parser.add_argument("--repeats", type=int, default=10)
+    options = parser.parse_args()
+    print(f"{jax.devices()[0].device_kind}, JAX {jax.__version__}")
+    for case in options.cases or (ON_ACCELERATOR if options.accelerator else ON_CPU):
+        name, size = case.split(":")
+        model, examples = MODELS[name]
+        params, batch = jax.jit(model.init)(jax.random.key(0)), model.batch(jax.random.key(1), examples)
+        seconds_to_read(model.masked_loss, params, batch)  # the first trace of anything is slow
+        trace, read = seconds_to_read(model.masked_loss, params, batch)
+        print(f"\n{name}: {ab.read(model.masked_loss, params, batch)}")
+        print(f"traced in {trace:.2f} s, traced and read in {read:.2f} s")
+        for loss, ways in contestants(model, int(size)).items():
+            results = measure(ways, params, batch, options.repeats)
+            report(f"{name}, {loss}, {examples} examples, microbatch {size}", results)
+            gc.collect()
+
+
+if __name__ == "__main__":
+    main()
