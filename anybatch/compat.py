@@ -126,7 +126,8 @@ def defining_file(equation: Any) -> str:
 
 def draws_by_counter(key_dtype: Any) -> bool:
     """Whether a key's random bits depend, each of them, on the key and on its own position alone."""
-    return str(key_dtype) == "key<fry>" and bool(jax.config.jax_threefry_partitionable)
+    config: Any = jax.config
+    return str(key_dtype) == "key<fry>" and bool(config.jax_threefry_partitionable)
 
 
 def key_impl(key_dtype: Any) -> str:

@@ -256,7 +256,8 @@ def _what_the_reading_says(case: _Case) -> str | None:
         )
     if reading.blame:
         lines = [f"    {blame.file}:{blame.line} ({blame.primitive}): {blame.why}" for blame in reading.blame]
-        return "\n".join([f"The loss looks across examples, which no {case.declared} does:", *lines, ACROSS])
+        title = f"The loss looks across examples, which no {case.declared} does:"
+        return "\n".join([title, *dict.fromkeys(lines), ACROSS])
     if not case.agrees(case.size, "infer"):
         return None
     if "ratio" in reading.kind:

@@ -12,7 +12,8 @@ from anybatch.arguments import Arguments, Roles
 from anybatch.batch import Cut
 from anybatch.loss import TracedLoss, trace_loss
 from anybatch.programs import PROGRAMS
-from anybatch.reading.split import Split, split_loss
+from anybatch.reading.loss_reading import split_loss
+from anybatch.reading.split import Split
 from anybatch.routes import full, scan, split_passes
 from anybatch.settings import Settings
 
@@ -163,7 +164,7 @@ def _compute(fun: Callable[..., Any], settings: Settings, arguments: Arguments) 
     elif settings.reduction == "infer":
         loss, consts = trace(examples)
         split = split_loss(loss, consts, fresh_draws=bool(arguments.arrays.keys))
-        limits.check_head(split, on_coupled=settings.on_coupled)
+        limits.check_head(split, on_coupled=settings.on_coupled, memory=settings.memory)
         inputs = (consts, arguments.arrays)
         compute = functools.partial(_split_route, split, Cut(examples, size), settings.accumulator_dtype)
     else:

@@ -2,6 +2,7 @@
 
 import functools
 import os
+import sys
 import warnings
 from typing import Any
 
@@ -9,19 +10,20 @@ import jax
 
 from anybatch import compat
 from anybatch.errors import CoupledError, HeadTooLargeError, LargeHeadWarning
-from anybatch.reading.report import Reading, readable, report
+from anybatch.memory import memory_budget, readable
+from anybatch.reading.report import Reading, report
 from anybatch.reading.split import Split
 
 SMALL = 16 * 2**20  # bytes of a head that is nobody's concern
 
 
-def check_head(split: Split, *, on_coupled: str, memory: int | None = None) -> Reading:
+def check_head(split: Split, *, on_coupled: str, memory: Any = None) -> Reading:
     """Checks a loss before it runs.
 
     Args:
       split: the loss, as it was read.
       on_coupled: "error" refuses a loss that looks across examples.
-      memory: the bytes that may be used; None: what the device has left.
+      memory: what may be used, as `memory_budget` takes it.
 
     Raises:
       CoupledError: for a loss that looks across examples, if that is to be an error.
@@ -34,7 +36,7 @@ def check_head(split: Split, *, on_coupled: str, memory: int | None = None) -> R
             "Its gradient needs the whole batch at once. Keep the examples apart there (GroupNorm or LayerNorm instead "
             'of BatchNorm), or pass on_coupled="exact" to compute it in two passes over the microbatches.'
         )
-    budget = memory_left() if memory is None else memory
+    budget = memory_budget(memory)
     # The estimate may be too high, since XLA computes much in passing: only the compiled head decides.
     if budget is not None and reading.head_bytes > budget // 4:
         needed = _compiled_bytes(split)
@@ -84,22 +86,6 @@ def _compiled_bytes(split: Split) -> int:
     return compat.temporaries(compiled) + sum(value.num_bytes for value in split.frontier)
 
 
-def memory_left() -> int | None:
-    """The bytes that the device has left, or None if nobody knows."""
-    device = jax.devices()[0]
-    stats = device.memory_stats() if device.platform != "cpu" else None
-    if stats and "bytes_limit" in stats:
-        return stats["bytes_limit"] - stats.get("bytes_in_use", 0)
-    return _host_memory_left()
-
-
-def _host_memory_left() -> int | None:
-    try:
-        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (AttributeError, OSError, ValueError):
-        return None
-
-
 @functools.cache
 def _package() -> str:
     return os.path.dirname(__file__)
@@ -107,8 +93,6 @@ def _package() -> str:
 
 def _stacklevel() -> int:
     """How far up the caller is whose code is not ours or JAX's."""
-    import sys
-
     level, frame = 1, sys._getframe(1)
     own = (_package(), os.path.dirname(jax.__file__))
     while frame.f_back is not None and frame.f_code.co_filename.startswith(own):

@@ -7,8 +7,8 @@ import jax
 
 from anybatch.arguments import Roles
 from anybatch.loss import trace_loss
+from anybatch.reading.loss_reading import split_loss
 from anybatch.reading.report import Reading, report
-from anybatch.reading.split import split_loss
 
 
 def read(

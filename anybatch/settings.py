@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from anybatch import auxiliary
 from anybatch.arguments import Roles
 from anybatch.errors import InputError, NotAvailableError
+from anybatch.memory import memory_budget
 
 REDUCTIONS = ("infer", "sum", "mean", "weighted")
 
@@ -26,6 +27,7 @@ class Settings:
     aux_reduction: Any
     accumulator_dtype: Any
     on_coupled: str
+    memory: Any
 
     @property
     def weighted(self) -> bool:
@@ -72,9 +74,16 @@ class Settings:
                 remedy="Pass has_aux=True for a loss that returns (loss, aux), or leave aux_reduction out.",
             )
         size = _microbatch_size(microbatch_size)
+        if aux_reduction is not None and reduction == "infer" and size is not None:
+            raise InputError(
+                "aux_reduction goes with a declared reduction",
+                given=f'aux_reduction={aux_reduction!r} and reduction="infer"',
+                remedy="Leave it out: aux is read from the loss, and every leaf is that of the full batch. To combine "
+                'those of the microbatches otherwise, declare reduction="mean", "sum" or "weighted" too.',
+            )
         dtype = _accumulator_dtype(accumulator_dtype)
         if memory is not None:
-            raise NotAvailableError(f"memory={memory!r}", remedy="Choose the size yourself, e.g. microbatch_size=8.")
+            memory_budget(memory)  # raises for what no budget can be
         if mesh is not None:
             raise NotAvailableError("mesh=", remedy="Leave it out; the gradient is computed on one device.")
         if size == "auto":
@@ -82,7 +91,7 @@ class Settings:
                 'microbatch_size="auto"',
                 remedy="Pass the number of examples at a time, e.g. microbatch_size=8, or None for the full batch.",
             )
-        return cls(roles, has_aux, size, reduction, aux_reduction, dtype, on_coupled)
+        return cls(roles, has_aux, size, reduction, aux_reduction, dtype, on_coupled, memory)
 
 
 def _microbatch_size(given: Any) -> Any:

@@ -282,7 +282,6 @@ def test_aux_that_is_no_array():
     "options, message",
     [
         ({"microbatch_size": "auto"}, 'microbatch_size="auto" is not available in this version of anybatch.\nPass'),
-        ({"memory": "16GiB"}, "memory='16GiB' is not available in this version of anybatch.\nChoose"),
         ({"mesh": object()}, "mesh= is not available in this version of anybatch.\nLeave it out"),
     ],
 )

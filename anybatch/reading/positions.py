@@ -128,7 +128,7 @@ def _random(microbatch: Any, node: Node, value: Value, rows: Rows) -> Any:
             given=f"a key of the generator {keys.dtype}, whose numbers cannot be drawn in part, at "
             f"{place.file}:{place.line}",
             remedy='Use a key of the default generator, jax.random.key(0, impl="threefry2x32"); or let each microbatch '
-            "draw its own, which are equal in distribution: rng_argnums= the position of the key.",
+            "draw its own, which are equal in distribution: name the argument with the key, e.g. rng_argnums=2.",
         )
     fresh = jax.random.fold_in(microbatch.whole[keys], microbatch.start)
     smaller = replaced(node.params["shape"], rows.axis, rows.length(microbatch.size))

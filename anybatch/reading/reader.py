@@ -35,7 +35,7 @@ class Outcome:
       whole: operands with rows that are read whole, which their values allow.
     """
 
-    states: list[State]
+    states: Sequence[State]
     takes: Sequence[Rows | None] | None = None
     params: Callable[[int], dict[str, Any]] | None = None
     run: Callable[[Any], list[Any]] | None = None
@@ -125,7 +125,7 @@ class Reader:
         else:
             try:
                 outcome = self._apply_rule(node, states, moves)
-                found = outcome.states
+                found = list(outcome.states)
                 self.outcomes[node] = outcome
                 for value, rows in zip(node.inputs, outcome.takes or (), strict=False):
                     if rows is not None and self.state(value) == WHOLE:
@@ -150,9 +150,10 @@ class Reader:
         try:
             outcome = self._guarded(rule, node, states)
         except NotRowwise:
-            outcome = self._read_data_whole(rule, node, states, moves)
-            if outcome is None:
+            with_data_whole = self._read_data_whole(rule, node, states, moves)
+            if with_data_whole is None:
                 raise
+            outcome = with_data_whole
         if self.top and moves and not all(state == WHOLE for state in outcome.states):
             live = [state for output, state in zip(node.outputs, outcome.states, strict=True) if self._is_live(output)]
             if WHOLE in live:

@@ -5,6 +5,7 @@ import html
 from typing import Any
 
 from anybatch import compat
+from anybatch.memory import readable
 from anybatch.reading import source
 from anybatch.reading.graph import Node, Value
 from anybatch.reading.kinds import kind_of
@@ -123,20 +124,6 @@ class Reading:
 
 
 _MAX_SHOWN = 5
-
-
-def readable(num_bytes: int) -> str:
-    """A number of bytes for people.
-
-    >>> readable(3 * 2**20)
-    '3.0 MiB'
-    """
-    number, unit = float(num_bytes), "B"
-    for larger in ("KiB", "MiB", "GiB", "TiB"):
-        if number < 1024:
-            break
-        number, unit = number / 1024, larger
-    return f"{number:.0f} B" if unit == "B" else f"{number:.1f} {unit}"
 
 
 def report(split: Split) -> Reading:

@@ -67,7 +67,7 @@ def register_rule(primitive: Any, rule: UserRule, *, resize: Resize | None = Non
         refuse_sums(states)
         axes = [state.axis if isinstance(state, Rows) else None for state in states]
         rows = only_rows([state.at(0) if isinstance(state, Rows) else state for state in states])
-        found = [SUM if axis == "sum" else rows.at(axis) for axis in rule(axes, dict(node.params))]
+        found = [rows.at(axis) if isinstance(axis, int) else SUM for axis in rule(axes, dict(node.params))]
         if len(found) != len(node.outputs):
             raise NotRowwise(f"its rule names {len(found)} results of {len(node.outputs)}")
         for value, state in zip(node.outputs, found, strict=True):

@@ -67,13 +67,20 @@ def locate(node: Node) -> Place:
 
 def _callee(node: Node, frames: list[tuple[str, int, str]]) -> str:
     """The library function that the user's line called."""
-    outside = [function for file, _, function in frames if not _is_own(file)]
-    if outside:
-        return _plain(outside[-1])
+    outside = [_plain(function) for file, _, function in reversed(frames) if not _is_own(file)]
+    # Wrappers of wrappers: the name that says something is that of a layer, or else a public one.
+    for is_telling in (lambda name: name.endswith(".__call__"), lambda name: not _is_private(name), lambda name: True):
+        for name in outside:
+            if is_telling(name):
+                return name.removesuffix(".__call__")
     for call in node.calls:
         if _is_library(compat.defining_file(call)):
             return str(call.params.get("name", ""))
     return ""
+
+
+def _is_private(name: str) -> bool:
+    return "wrap" in name or any(part.startswith("_") for part in name.split("."))
 
 
 def _plain(function: str) -> str:

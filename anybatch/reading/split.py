@@ -12,20 +12,16 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from anybatch import compat
 from anybatch.arguments import Arrays
 from anybatch.batch import take
-from anybatch.errors import InputError
 from anybatch.loss import TracedLoss
-from anybatch.reading import source
 from anybatch.reading.evaluation import FullBatch, Microbatch
 from anybatch.reading.graph import Graph, Node, Value
 from anybatch.reading.positions import ELEMENTWISE, Draw
-from anybatch.reading.reader import Fact, NeedsInlining, Reader
-from anybatch.reading.rulebook import RULEBOOK
-from anybatch.reading.states import SUM, WHOLE, Mixed, Rows, State
+from anybatch.reading.reader import Reader
+from anybatch.reading.states import SUM, Mixed, Rows, State
 
 # Too costly to do for the whole batch at once only because it is done before the first microbatch.
 _HEAVY = frozenset("dot_general conv_general_dilated scan while cond pallas_call ragged_dot_general".split())
@@ -168,12 +164,12 @@ class Split:
         return list(found)
 
     def _costs_much(self, value: Value) -> bool:
-        return any(node.name in _HEAVY for node in _ancestors(value) if node in self.reader.outcomes)
+        return any(node.name in _HEAVY for node in ancestors(value) if node in self.reader.outcomes)
 
     def _needs_known_first(self, value: Value) -> bool:
         return any(
             output in self.reader.computed_first
-            for node in _ancestors(value)
+            for node in ancestors(value)
             for output in node.outputs
             if output is not value
         )
@@ -187,10 +183,19 @@ class Split:
             return Seeds.BEFORE
         if len(self.differentiated) == 1:
             value = self.frontier[self.differentiated[0]]
-            narrow = self.loss.traced.uses_dtype(jnp.float16)  # an undivided gradient can overflow
-            if value.size == 1 and self.reader.state(value) == SUM and self.reader.scales and not narrow:
+            if value.size == 1 and self.reader.state(value) == SUM and self._may_scale_later(value):
                 return Seeds.AFTER
         return Seeds.BETWEEN
+
+    def _may_scale_later(self, value: Value) -> bool:
+        """Whether the gradient of a sum may be computed first, and multiplied by a factor at the end.
+
+        Not if a backward pass is not linear; nor with float16, in which an undivided gradient can overflow; nor
+        if, inside the user's `shard_map`, JAX adds up over the devices gradients that have different factors.
+        """
+        axes = compat.varying_axes(value.aval)
+        uneven = any(axes - compat.varying_axes(jax.typeof(leaf)) for leaf in self.loss.types.wrt)
+        return self.reader.scales and not uneven and not self.loss.traced.uses_dtype(jnp.float16)
 
     def _seeds_depend_on_frontier(self) -> bool:
         types = [value.type for value in self.graph.inputs]
@@ -281,7 +286,7 @@ class Split:
         return dict(zip(self.graph.inputs, inputs, strict=True))
 
 
-def _ancestors(value: Value) -> set[Node]:
+def ancestors(value: Value) -> set[Node]:
     """All nodes that a value is computed by."""
     found: set[Node] = set()
     pending = [value]
@@ -291,52 +296,3 @@ def _ancestors(value: Value) -> set[Node]:
             found.add(node)
             pending.extend(node.inputs)
     return found
-
-
-def split_loss(loss: TracedLoss, consts: Sequence[Any], *, fresh_draws: bool = False) -> Split:
-    """Reads a loss that was traced at the full batch, and splits it.
-
-    Args:
-      loss: the loss.
-      consts: what it closes over; arrays among them that are known already help.
-      fresh_draws: whether a microbatch may draw its own random numbers, where it cannot draw those of the batch.
-    """
-    wrt, batch, keys, rest = loss.types
-    moving = [Fact(WHOLE, True, jax.dtypes.issubdtype(leaf.dtype, np.inexact)) for leaf in wrt]
-    facts = [
-        *[Fact(WHOLE)] * len(loss.const_types),
-        *moving,
-        *[Fact(Rows(0))] * len(batch),
-        *[Fact(WHOLE)] * (len(keys) + len(rest)),
-    ]
-    inline: set[int] = set()
-    while True:
-        graph = Graph(loss.traced.jaxpr, inline)
-        for value, const in zip(graph.inputs, consts, strict=False):
-            if isinstance(const, (np.ndarray, jax.Array)) and not isinstance(const, jax.core.Tracer):
-                if not value.is_key and value.size <= _MAX_HINT:
-                    value.hint = const
-        _refuse_mutation(graph)
-        try:
-            reader = Reader(graph, loss.num_examples, facts, RULEBOOK, top=True)
-            return Split(loss, reader, Draw(fresh_draws))
-        except NeedsInlining as request:
-            inline.add(request.key)
-
-
-_MAX_HINT = 1 << 20
-
-# Prints, and the names of mesh axes, which are noted as effects too.
-_HARMLESS_EFFECTS = ("DebugEffect", "OrderedDebugEffect", "NamedAxisEffect")
-
-
-def _refuse_mutation(graph: Graph) -> None:
-    for node in graph.nodes:
-        harmful = [effect for effect in node.equation.effects if type(effect).__name__ not in _HARMLESS_EFFECTS]
-        if harmful:
-            place = source.locate(node)
-            raise InputError(
-                "A loss that is read must be a function of its arguments, without effects",
-                given=f"{node.name} at {place.file}:{place.line} in {place.function}",
-                remedy='Take it out of the loss, or declare how the loss uses its examples: reduction="mean" or "sum".',
-            )

@@ -194,5 +194,5 @@ def gather_rows(split: Split, cut: Cut, inputs: Sequence[Any]) -> list[Any]:
         return start + cut.size, run(start, cut.size, wanted)
 
     _, stacked = lax.scan(step, jnp.zeros((), jnp.int32), length=cut.whole)
-    rows = [split.reader.state(value) for value in wanted]
-    return [put_rows(*each, cut.size, cut.remainder) for each in zip(stacked, last, rows, strict=True)]
+    states: list[Any] = [split.reader.state(value) for value in wanted]
+    return [put_rows(*each, cut.size, cut.remainder) for each in zip(stacked, last, states, strict=True)]

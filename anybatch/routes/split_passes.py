@@ -55,13 +55,16 @@ def _compute(split: Split, cut: Cut, accumulator_dtype: Any, inputs: list[Any], 
     types = Given(*([compat.abstract(jax.typeof(leaf)) for leaf in part] for part in (given.variables, inputs, known)))
     prefix = Prefix(split, cut, accumulator_dtype, types)
 
-    def differentiated_head(frontier: Sequence[Any]) -> tuple[Any, list[Any], list[Any], list[Any]]:
+    def differentiated_head(
+        frontier: Sequence[Any], num_outputs: int | None = None
+    ) -> tuple[Any, list[Any], list[Any], list[Any]]:
         """The loss, the aux leaves, and the gradients with respect to the variables and to the frontier."""
 
         def head(variables: Sequence[Any], moving: Sequence[Any]) -> tuple[Any, list[Any]]:
             now = dict(zip(split.differentiated, moving, strict=True))
             whole = [now.get(position, value) for position, value in enumerate(frontier)]
-            value, *aux = split.head(with_wrt(variables[:num_wrt]), known, variables[num_wrt:], whole)
+            parameters = with_wrt(variables[:num_wrt])
+            value, *aux = split.head(parameters, known, variables[num_wrt:], whole, num_outputs)
             return value, aux
 
         with jax.named_scope("anybatch_head"):
@@ -75,7 +78,7 @@ def _compute(split: Split, cut: Cut, accumulator_dtype: Any, inputs: list[Any], 
         value, aux, grads, _ = differentiated_head(frontier)
     elif split.seeds == Seeds.BEFORE:
         # The gradient of the head does not depend on the frontier: any will do to find it.
-        seeds = differentiated_head([_placeholder(value) for value in split.frontier])[3]
+        seeds = differentiated_head([_placeholder(value) for value in split.frontier], num_outputs=1)[3]
         summed, frontier = prefix.backward(given, seeds, mutate=mutate, keeps_frontier=True)
         value, aux, grads, _ = differentiated_head(frontier)
         grads = [_plus(total, grad) for total, grad in zip(summed, grads, strict=True)]
@@ -106,4 +109,4 @@ def _placeholder(value: Any) -> Any:
     if value.is_key:
         data = jax.eval_shape(jax.random.key_data, value.type)
         return jax.random.wrap_key_data(jnp.zeros(data.shape, data.dtype), impl=compat.key_impl(value.dtype))
-    return jnp.zeros(value.shape, value.dtype)
+    return compat.zeros_of(value.aval, value.dtype)

@@ -24,7 +24,7 @@ def elementwise(reader: Reader, node: Node, states: Sequence[State]) -> Outcome:
     rows = only_rows(states)
     output = node.outputs[0]
     size = output.shape[rows.axis]
-    takes = []
+    takes: list[Rows | None] = []
     for value, state in zip(node.inputs, states, strict=True):
         if value.ndim != output.ndim and (value.ndim != 0 or isinstance(state, Rows)):
             raise NotRowwise("it changes the rank of an operand")

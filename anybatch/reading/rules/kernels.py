@@ -64,9 +64,9 @@ def _pallas(reader: Reader, node: Node, states: Sequence[State]) -> Outcome:
         raise NotRowwise("it is a kernel whose steps may depend on one another")
     blocks = [*mapping.block_mappings]
     grid_axis, rows = None, only_rows([state.at(0) if isinstance(state, Rows) else state for state in states])
-    for block, state in zip(blocks, states, strict=False):
-        if isinstance(state, Rows):
-            mine = _grid_axis(block, state.axis)
+    for block, operand in zip(blocks, states, strict=False):
+        if isinstance(operand, Rows):
+            mine = _grid_axis(block, operand.axis)
             if mine is None or grid_axis not in (None, mine):
                 raise NotRowwise("it is a kernel whose blocks hold several examples")
             grid_axis = mine
@@ -75,14 +75,15 @@ def _pallas(reader: Reader, node: Node, states: Sequence[State]) -> Outcome:
     if mapping.grid[grid_axis] != length or _asks_for_position(params["jaxpr"], mapping, grid_axis):
         raise NotRowwise("it is a kernel that asks for the position of an example")
     axes: list[int | None] = []
-    for block, state in zip(blocks, [*states, *[None] * len(node.outputs)], strict=True):
+    num_inputs = len(node.inputs)
+    for position, block in enumerate(blocks):
         axis = _axis_along_grid(block, grid_axis)
+        state = states[position] if position < num_inputs else None
         if isinstance(state, Rows) and axis != state.axis:
             raise NotRowwise("it is a kernel that reads other examples")
         if state is None and axis is None:
             raise NotRowwise("it is a kernel that combines examples")
         axes.append(axis)
-    num_inputs = len(node.inputs)
     takes = [
         rows.at(axis) if state == WHOLE and axis is not None else None
         for state, axis in zip(states, axes[:num_inputs], strict=True)

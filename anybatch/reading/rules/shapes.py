@@ -111,7 +111,8 @@ def _concatenate(reader: Reader, node: Node, states: Sequence[State]) -> Outcome
     if any(rows.axis != dimension or rows.inner != first.inner for rows in all_rows):
         raise NotRowwise("it joins examples along different axes")
     # Two views of a batch, one after the other: blocks of N examples each.
-    outer, takes = 0, []
+    outer = 0
+    takes: list[Rows | None] = []
     for value, state in zip(node.inputs, states, strict=True):
         if isinstance(state, Rows):
             outer += state.outer

@@ -1,0 +1,90 @@
+"""Reads a loss that was traced at the full batch, and splits it into a prefix and a head."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from anybatch import compat
+from anybatch.errors import InputError
+from anybatch.loss import TracedLoss
+from anybatch.reading import source
+from anybatch.reading.graph import Graph
+from anybatch.reading.positions import Draw
+from anybatch.reading.reader import Fact, NeedsInlining, Reader
+from anybatch.reading.rulebook import RULEBOOK
+from anybatch.reading.split import Split, ancestors
+from anybatch.reading.states import WHOLE, Rows
+
+_MAX_HINT = 1 << 20  # elements of an array that is looked at before anything runs
+
+# Prints, and the names of mesh axes, which are noted as effects too.
+_HARMLESS_EFFECTS = ("DebugEffect", "OrderedDebugEffect", "NamedAxisEffect")
+
+
+def split_loss(loss: TracedLoss, consts: Sequence[Any], *, fresh_draws: bool = False) -> Split:
+    """Reads a loss that was traced at the full batch, and splits it.
+
+    Args:
+      loss: the loss.
+      consts: what it closes over; arrays among them that are known already help.
+      fresh_draws: whether a microbatch may draw its own random numbers, where it cannot draw those of the batch.
+    """
+    wrt, batch, keys, rest = loss.types
+    moving = [Fact(WHOLE, True, jax.dtypes.issubdtype(leaf.dtype, np.inexact)) for leaf in wrt]
+    facts = [
+        *[Fact(WHOLE)] * len(loss.const_types),
+        *moving,
+        *[Fact(Rows(0))] * len(batch),
+        *[Fact(WHOLE)] * (len(keys) + len(rest)),
+    ]
+    inline: set[int] = set()
+    while True:
+        graph = Graph(loss.traced.jaxpr, inline)
+        for value, const in zip(graph.inputs, consts, strict=False):
+            if isinstance(const, (np.ndarray, jax.Array)) and not isinstance(const, jax.core.Tracer):
+                if not value.is_key and value.size <= _MAX_HINT:
+                    value.hint = const
+        _refuse_mutation(graph)
+        try:
+            reader = Reader(graph, loss.num_examples, facts, RULEBOOK, top=True)
+        except NeedsInlining as request:
+            inline.add(request.key)
+            continue
+        split = Split(loss, reader, Draw(fresh_draws))
+        _refuse_torn_draws(split)
+        return split
+
+
+def _refuse_torn_draws(split: Split) -> None:
+    """Numbers that each microbatch draws for itself cannot also be those that the head draws for the whole batch."""
+    drawn = {
+        node
+        for value, _ in split.reader.taken
+        for node in ancestors(value)
+        if node.name == "random_bits" and not compat.draws_by_counter(node.inputs[0].dtype)
+    }
+    used_whole = [*split.known_first, *(value for node in split.head_nodes for value in node.inputs)]
+    for value in used_whole if split.draw.fresh and drawn else []:
+        torn = drawn & ancestors(value) if split.reader.state(value) == WHOLE else set()
+        for node in torn:
+            place = source.locate(node)
+            raise InputError(
+                "Random numbers that each microbatch draws for itself must not be used for the whole batch as well",
+                given=f"such numbers at {place.file}:{place.line}",
+                remedy='Use a key of the default generator, jax.random.key(0, impl="threefry2x32"), of which a '
+                "microbatch draws exactly the numbers of the full batch.",
+            )
+
+
+def _refuse_mutation(graph: Graph) -> None:
+    for node in graph.nodes:
+        harmful = [effect for effect in node.equation.effects if type(effect).__name__ not in _HARMLESS_EFFECTS]
+        if harmful:
+            place = source.locate(node)
+            raise InputError(
+                "A loss that is read must be a function of its arguments, without effects",
+                given=f"{node.name} at {place.file}:{place.line} in {place.function}",
+                remedy='Take it out of the loss, or declare how the loss uses its examples: reduction="mean" or "sum".',
+            )
