@@ -77,10 +77,18 @@ class Microbatch:
         self._rows: dict[tuple[Value, Rows], Any] = {}
         self._read_whole: Collection[Value] = ()
 
-    def nested(self, reader: Reader, operands: Sequence[Any], states: Sequence[State]) -> list[Any]:
-        """The results of a nested function, in the given states."""
+    def nested(self, reader: Reader, operands: Sequence[Any], states: Sequence[State], start: Any = None) -> list[Any]:
+        """The results of a nested function, in the given states.
+
+        A function with derivatives of its own must not close over what is traced: it gets `start` as an argument.
+        """
         inner = Microbatch(
-            reader, self.start, self.size, dict(zip(reader.graph.inputs, operands, strict=True)), {}, self.draw
+            reader,
+            self.start if start is None else start,
+            self.size,
+            dict(zip(reader.graph.inputs, operands, strict=True)),
+            {},
+            self.draw,
         )
         inner.run(reader.graph.outputs)
         return [inner.as_state(output, state) for output, state in zip(reader.graph.outputs, states, strict=True)]

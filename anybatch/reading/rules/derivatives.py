@@ -126,18 +126,20 @@ def _custom_jvp(reader: Reader, node: Node, states: Sequence[State]) -> Outcome:
 
     def run(microbatch: Any) -> list[Any]:
         @jax.custom_jvp
-        def function(*operands: Any) -> tuple[Any, ...]:
-            return tuple(microbatch.nested(primal, operands, found))
+        def function(start: Any, *operands: Any) -> tuple[Any, ...]:
+            return tuple(microbatch.nested(primal, operands, found, start))
 
         @function.defjvp
         def _(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Any, Any]:
-            pushed = microbatch.nested(tangent, [*primals, *(tangents[position] for position in differentiated)], goal)
+            (start, *points), (_, *directions) = primals, tangents
+            moving_operands = [directions[position] for position in differentiated]
+            pushed = microbatch.nested(tangent, [*points, *moving_operands], goal, start)
             outputs = pushed[: len(found)]
             moving = dict(zip(results, pushed[len(found) :], strict=True))
             still = [np.zeros(np.shape(output), jax.dtypes.float0) for output in outputs]
             return tuple(outputs), tuple(moving.get(position, zero) for position, zero in enumerate(still))
 
-        return list(function(*(microbatch.value(value) for value in node.inputs)))
+        return list(function(microbatch.start, *(microbatch.value(value) for value in node.inputs)))
 
     return Outcome(found, run=run, nested=[primal])
 
@@ -170,25 +172,24 @@ def _custom_vjp(reader: Reader, node: Node, states: Sequence[State]) -> Outcome:
     _must_have(backward, backward.output_states(), goal, why)
 
     def run(microbatch: Any) -> list[Any]:
-        operands = [microbatch.value(value) for value in node.inputs]
-
         @jax.custom_vjp
-        def function(*moving: Any) -> tuple[Any, ...]:
-            return tuple(microbatch.nested(primal, _replace(operands, differentiated, moving), found))
+        def function(start: Any, *operands: Any) -> tuple[Any, ...]:
+            return tuple(microbatch.nested(primal, operands, found, start))
 
-        def run_forward(*moving: Any) -> tuple[Any, Any]:
-            now = _replace(operands, differentiated, moving)
-            results_and_saved = microbatch.nested(forward, now, [*outputs, *saved])
+        def run_forward(start: Any, *operands: Any) -> tuple[Any, Any]:
+            results_and_saved = microbatch.nested(forward, operands, [*outputs, *saved], start)
             made = results_and_saved[: passes.num_outputs]
             if len(results) != len(found):
-                made = _replace(microbatch.nested(primal, now, found), results, made)
-            return tuple(made), tuple(results_and_saved[passes.num_outputs :])
+                made = _replace(microbatch.nested(primal, operands, found, start), results, made)
+            return tuple(made), (start, *results_and_saved[passes.num_outputs :])
 
-        def run_backward(residuals: Sequence[Any], cotangents: Sequence[Any]) -> tuple[Any, ...]:
+        def run_backward(kept: Sequence[Any], cotangents: Sequence[Any]) -> tuple[Any, ...]:
+            start, *residuals = kept
             seeds = [cotangents[position] for position in results]
-            return tuple(microbatch.nested(backward, [*residuals, *seeds], goal))
+            pulled = microbatch.nested(backward, [*residuals, *seeds], goal, start)
+            return None, *_replace([None] * len(node.inputs), differentiated, pulled)
 
         function.defvjp(run_forward, run_backward)
-        return list(function(*(operands[position] for position in differentiated)))
+        return list(function(microbatch.start, *(microbatch.value(value) for value in node.inputs)))
 
     return Outcome(found, run=run, scales=passes.is_linear(reader), nested=[primal])
