@@ -64,11 +64,11 @@ class LeafDifference:
 class Trial:
     """A loss and its arguments, in the dtypes given or all in float64."""
 
-    fun: Callable[..., Any]
+    fun: Any  # the loss; in float64, a WideLoss
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     options: dict[str, Any]  # those of value_and_grad, but the size
-    in_float64: bool = False  # then the arrays are, and fun is a WideLoss
+    in_float64: bool = False
 
     def to_float64(self) -> "Trial":
         """The same in double precision."""

@@ -132,9 +132,9 @@ def _aux_alone(case: _Case) -> str | None:
         with contextlib.suppress(Exception):  # not every dtype has a mean
             if next(leaf for leaf in other.compare(case.size) if leaf.name == name).ok:
                 return (
-                    f"The gradient is right, and {name} is not: it is a {candidate} over the examples, and was declared "
-                    f'aux_reduction="{declared[position]}".\nDeclare it aux_reduction="{candidate}", with which it '
-                    f"agrees; {READ_IT}."
+                    f"The gradient is right, and {name} is not: it is a {candidate} over the examples, and "
+                    f'aux_reduction="{declared[position]}" was declared. With aux_reduction="{candidate}" it agrees.\n'
+                    f"Pass that for it, {READ_IT}."
                 )
     return None
 
@@ -157,8 +157,8 @@ def _heads_that_are_no_sums(case: _Case) -> str | None:
             return (
                 f'With reduction="weighted" the loss returns two sums over the examples, and its {name} is none: '
                 f"it is {one:.6g} for the batch, and {other:.6g} added up over microbatches of {case.third}.\n"
-                "Return e.g. (jnp.sum(losses * mask), jnp.sum(mask)): no mean, and no term that has no examples, as a "
-                f"regulariser; {READ_IT}."
+                "Return e.g. (jnp.sum(losses * mask), jnp.sum(mask)): no mean, and no term that does not depend on the "
+                f"examples, such as a regulariser; {READ_IT}."
             )
     return None
 
@@ -221,8 +221,8 @@ def _counted_for_each_microbatch(case: _Case) -> str | None:
     if not np.any(two != one) or difference(three - two, two - one) > math.sqrt(trial.eps):
         return None
     return (
-        "A term that has no examples, such as a regulariser, is counted once for each microbatch: two of them are off "
-        "by that much, and three by twice as much.\n"
+        "A term that does not depend on the examples, such as a regulariser, is counted once for each microbatch: with "
+        "three of them the result is off by twice as much as with two.\n"
         f'Add its gradient outside, or make the loss a mean and pass reduction="mean", {READ_IT}.'
     )
 
@@ -292,7 +292,8 @@ def _hidden_key(case: _Case) -> str | None:
         return None
     return (
         "Randomness: the loss draws random numbers from a key that is not among its arguments, so that every "
-        "microbatch draws the same ones.\nPass the key as an argument and leave reduction out, or name it in rng_argnums."
+        "microbatch draws the same ones.\n"
+        "Pass the key as an argument, and leave reduction out or name the key in rng_argnums."
     )
 
 

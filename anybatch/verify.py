@@ -19,6 +19,7 @@ from anybatch.gradient import value_and_grad
 from anybatch.loss import trace_loss
 
 SAMPLE = 64
+NOTABLE = 0.02  # an error of the full batch itself that a user should know of
 
 
 class DifferentGradientError(AnybatchError, AssertionError):
@@ -211,8 +212,14 @@ def _verify(given: Trial, sizes: Sequence[int], batch_size: int) -> Verification
     trial, differences, notes = _compared(given, sizes)
     roundings = {}
     if trial is not given and _all_ok(differences):
-        roundings = {size: _roundings(given, trial, size) for size in sizes}
-
+        errors = _errors_of_full_batch(given, trial)
+        roundings = {size: _roundings(given, size, errors) for size in sizes}
+        worst = int(np.argmax(errors))
+        if errors[worst] > NOTABLE:
+            notes.append(
+                f"In {given.dtype.name} the gradient of the full batch is off by {_shown(errors[worst])} itself, "
+                f"at {given.names[worst]}."
+            )
     if not all(np.isfinite(leaf).all() for leaf in trial.expected.gradient):
         notes.append(
             "The gradient of the full batch itself is not finite; what is not a number in both counts as same."
@@ -254,16 +261,20 @@ def _compared(given: Trial, sizes: Sequence[int]) -> tuple[Trial, dict[int, tupl
     return given, {size: given.compare(size) for size in sizes}, [f"Not compared in float64: {reason}."]
 
 
-def _roundings(given: Trial, double: Trial, size: int) -> tuple[LeafDifference, ...]:
+def _errors_of_full_batch(given: Trial, double: Trial) -> list[float]:
+    """How far the gradient in the dtypes given is from that in float64, without any microbatches."""
+    if given.is_random:  # in float64 it may draw other numbers
+        return [0.0] * given.num_gradients
+    return given.differences(given.expected, double.expected)[: given.num_gradients]
+
+
+def _roundings(given: Trial, size: int, errors: Sequence[float]) -> tuple[LeafDifference, ...]:
     """The differences of the gradient in the dtypes given, where the routes are known to agree but for rounding.
 
-    They may be as large as a change in the last digit makes them, or as the error of the full batch itself: a GPU
-    may multiply float32 matrices in fewer digits than the dtype has.
+    They may be as large as a change in the last digit makes them, or as the error of the full batch: a sum may be
+    taken in bfloat16, and a GPU may multiply float32 matrices in fewer digits than the dtype has.
     """
     leaves = given.compare(size, capped=False)[: given.num_gradients]
-    if given.is_random:  # in float64 it may draw other numbers
-        return leaves
-    errors = given.differences(given.expected, double.expected)[: given.num_gradients]
     return tuple(
         dataclasses.replace(leaf, tolerance=max(leaf.tolerance, 4 * error))
         for leaf, error in zip(leaves, errors, strict=True)

@@ -29,7 +29,7 @@ INLINED = {
 # These mean other bits, or other digits, in another dtype. So do kernels, which are known by having functions inside.
 IN_OWN_DTYPE = frozenset(["bitcast_convert_type", "ffi_call", "nextafter", "reduce_precision"])
 
-SCATTERS = {
+SCATTERS: dict[str, Callable[..., Any]] = {
     "scatter": lax.scatter,
     "scatter-add": lax.scatter_add,
     "scatter-sub": lax.scatter_sub,

@@ -1,0 +1,200 @@
+"""What `read` says of a loss: in which words, of which lines, and what it advises."""
+
+import dataclasses
+import inspect
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import anybatch as ab
+
+N = 12
+X = np.linspace(-1.0, 1.0, N * 3, dtype=np.float32).reshape(N, 3)
+MASK = (np.arange(N) % 3 > 0).astype(np.float32)
+BATCH = {"x": X, "mask": MASK}
+W = np.ones(3, np.float32)
+
+
+def squares(w, batch):
+    return (batch["x"] @ w) ** 2
+
+
+KINDS = {
+    "sum over 12 examples": lambda w, b: jnp.sum(squares(w, b)),
+    "mean over 12 examples": lambda w, b: jnp.mean(squares(w, b)),
+    "mean over 12 examples, plus a term of the parameters": lambda w, b: jnp.mean(squares(w, b)) + jnp.sum(w**2),
+    "ratio of sums": lambda w, b: jnp.sum(squares(w, b) * b["mask"]) / jnp.sum(b["mask"]),
+    "square root of a mean over 12 examples": lambda w, b: jnp.sqrt(jnp.mean(squares(w, b))),
+    "logarithm of a mean over 12 examples": lambda w, b: jnp.log(jnp.mean(jnp.exp(squares(w, b)))),
+    "exponential of a mean over 12 examples": lambda w, b: jnp.exp(jnp.mean(squares(w, b))),
+    "couples examples": lambda w, b: jnp.max(squares(w, b)),
+    "does not depend on the batch": lambda w, b: jnp.sum(w**2),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_kind_says_what_the_loss_is(kind):
+    assert ab.read(KINDS[kind], W, BATCH).kind == kind
+
+
+def test_kind_sees_a_mean_that_is_divided_by_hand():
+    assert ab.read(lambda w, b: jnp.sum(squares(w, b)) / N, W, BATCH).kind == "mean over 12 examples"
+    assert ab.read(lambda w, b: jnp.sum(squares(w, b) / N), W, BATCH).kind == "mean over 12 examples"
+    assert ab.read(lambda w, b: jnp.sum(squares(w, b)) / 7, W, BATCH).kind == "sum over 12 examples"
+
+
+PASSES = {
+    "sum over 12 examples": 1,
+    "square root of a mean over 12 examples": 1,
+    "ratio of sums": 1,
+    "couples examples": 2,
+}
+
+
+@pytest.mark.parametrize("kind", PASSES)
+def test_passes(kind):
+    reading = ab.read(KINDS[kind], W, BATCH)
+    assert reading.passes == PASSES[kind]
+    assert reading.separable == (reading.passes == 1)
+    assert bool(reading.blame) == (reading.passes == 2)
+
+
+def test_a_product_of_means_takes_two_passes_but_gathers_nothing():
+    reading = ab.read(lambda w, b: jnp.mean(squares(w, b)) * jnp.mean(b["x"] @ w), W, BATCH)
+    assert (reading.passes, reading.separable, reading.blame) == (2, True, ())
+    assert [item.how for item in reading.frontier] == ["sum", "sum"]
+    assert reading.kind == "function of 2 sums over 12 examples"
+
+
+class Net(nn.Module):
+    """A model of a user, with a layer that looks across examples."""
+
+    @nn.compact
+    def __call__(self, x):
+        x = nn.Dense(4)(x)
+        x = nn.BatchNorm(use_running_average=False)(x)  # this line is to blame
+        return nn.Dense(1)(nn.relu(x))
+
+
+def batch_norm_problem(num_examples=N, width=3):
+    x = jnp.linspace(-1.0, 1.0, num_examples * width).reshape(num_examples, width) ** 3
+    variables = Net().init(jax.random.key(0), x)
+
+    def loss(params, x):
+        state = {"params": params, "batch_stats": variables["batch_stats"]}
+        predicted, updated = Net().apply(state, x, mutable=["batch_stats"])
+        return jnp.mean(predicted**2), updated
+
+    return loss, variables["params"], x
+
+
+def line_to_blame():
+    lines, first = inspect.getsourcelines(Net)
+    return first + next(number for number, line in enumerate(lines) if "this line is to blame" in line)
+
+
+def test_batch_norm_is_blamed_on_the_users_line_and_told_what_to_do():
+    loss, params, x = batch_norm_problem()
+    reading = ab.read(loss, params, x, has_aux=True)
+    blame = reading.blame[0]
+    assert (blame.file, blame.line, blame.function) == (__file__, line_to_blame(), "Net.__call__")
+    assert blame.inside == "BatchNorm"
+    text = str(reading)
+    assert f"{__file__}:{line_to_blame()}" in text
+    for advice in ("GroupNorm", "LayerNorm", 'reduction="mean"', "exact"):
+        assert advice in text
+
+
+def test_on_coupled_error_names_the_line_and_the_ways_out():
+    loss, params, x = batch_norm_problem()
+    fun = ab.value_and_grad(loss, has_aux=True, microbatch_size=4, on_coupled="error")
+    with pytest.raises(ab.CoupledError, match="looks across examples at") as error:
+        fun(params, x)
+    assert f"{__file__}:{line_to_blame()}" in str(error.value)
+    assert 'on_coupled="exact"' in str(error.value)
+
+
+def test_on_coupled_error_accepts_what_is_separable():
+    expected = jax.grad(KINDS["ratio of sums"])(W, BATCH)
+    actual = ab.grad(KINDS["ratio of sums"], microbatch_size=5, on_coupled="error")(W, BATCH)
+    np.testing.assert_allclose(actual, expected, rtol=1e-6)
+
+
+def test_blame_of_a_jitted_library_function_is_the_line_of_this_call():
+    """JAX keeps the trace of `jnp.sort` from the first caller, whose line would be wrong here."""
+    ab.read(lambda w, b: jnp.sort(squares(w, b))[0], W, BATCH)
+
+    def mine(w, b):
+        return jnp.sort(squares(w, b))[0]
+
+    blame = ab.read(mine, W, BATCH).blame[0]
+    assert blame.line == inspect.getsourcelines(mine)[1] + 1
+    assert blame.why == "it sorts the examples"
+
+
+def test_a_reading_is_plain_and_frozen():
+    reading = ab.read(KINDS["couples examples"], W, BATCH)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        reading.kind = "mean"
+    leaves = jax.tree.leaves(dataclasses.asdict(reading))
+    assert all(isinstance(leaf, (int, str, bool)) for leaf in leaves)
+    assert reading == ab.read(KINDS["couples examples"], W, BATCH)
+
+
+def test_a_reading_shows_itself_in_a_notebook():
+    html = ab.read(lambda w, b: jnp.max(squares(w, b)), W, BATCH)._repr_html_()
+    assert "<b>couples examples</b>" in html
+    assert "<table>" in html and "float32[12]" in html
+    assert "it takes the max over the examples" in html
+
+
+def test_shapes_alone_can_be_read():
+    shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), (W, BATCH))
+    assert ab.read(KINDS["ratio of sums"], *shapes) == ab.read(KINDS["ratio of sums"], W, BATCH)
+
+
+def test_the_frontier_tells_shapes_and_bytes():
+    def loss(w, b):
+        embedded = b["x"] * w[None]
+        return jnp.sum(jnp.max(embedded @ embedded.T, axis=0))
+
+    (item,) = ab.read(loss, W, BATCH).frontier
+    assert (item.how, item.shape, item.dtype, item.bytes) == ("rows", (N, 3), "float32", N * 3 * 4)
+    assert (item.file, item.line) == (__file__, inspect.getsourcelines(loss)[1] + 1)
+
+
+def test_randomness_is_told():
+    def noisy(w, b, key):
+        return jnp.mean(squares(w, b) * jax.random.normal(key, (N,)))
+
+    reading = ab.read(noisy, W, BATCH, jax.random.key(0))
+    assert (reading.stochastic, reading.randomness, reading.passes) == (True, "exact", 1)
+    assert "those that the full batch would draw" in str(reading)
+    assert not ab.read(KINDS["ratio of sums"], W, BATCH).stochastic
+
+
+def test_a_loss_that_mutates_is_refused():
+    def loss(w, b):
+        total = jax.new_ref(jnp.zeros(()))
+        total[...] = jnp.mean(squares(w, b))
+        return total[...]
+
+    with pytest.raises(ab.InputError, match="without effects") as error:
+        ab.read(loss, W, BATCH)
+    assert __file__ in str(error.value) and 'reduction="mean"' in str(error.value)
+
+
+def test_prints_stay(capfd):
+    def loss(w, b):
+        jax.debug.print("rows {}", b["x"].shape[0])
+        value = jnp.mean(squares(w, b))
+        jax.debug.print("largest {}", jnp.max(b["x"]))
+        return value
+
+    jax.block_until_ready(ab.value_and_grad(loss, microbatch_size=4)(W, BATCH))
+    jax.effects_barrier()
+    printed = capfd.readouterr().out
+    assert "largest 1.0" in printed and "rows 12" in printed
