@@ -246,6 +246,20 @@ def _unequal_weights(case: _Case) -> str | None:
     )
 
 
+def _hidden_key(case: _Case) -> str | None:
+    """The loss draws random numbers, and no argument has the key."""
+    arrays = case.trial.arrays
+    leaves = [*arrays.keys, *arrays.rest, *arrays.batch]
+    keys = [leaf for leaf in leaves if is_key(leaf) or jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)]
+    if not case.trial.is_random or keys or case.declared == "infer":
+        return None
+    return (
+        "Randomness: the loss draws random numbers from a key that is not among its arguments, so that every "
+        "microbatch draws the same ones.\n"
+        "Pass the key as an argument, and leave reduction out or name the key in rng_argnums."
+    )
+
+
 def _what_the_reading_says(case: _Case) -> str | None:
     """The loss, read."""
     reading = case.reading
@@ -283,20 +297,6 @@ def _constant_factor(case: _Case) -> str | None:
     )
 
 
-def _hidden_key(case: _Case) -> str | None:
-    """The loss draws random numbers, and no argument has the key."""
-    arrays = case.trial.arrays
-    leaves = [*arrays.keys, *arrays.rest, *arrays.batch]
-    keys = [leaf for leaf in leaves if is_key(leaf) or jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)]
-    if not case.trial.is_random or keys or case.declared == "infer":
-        return None
-    return (
-        "Randomness: the loss draws random numbers from a key that is not among its arguments, so that every "
-        "microbatch draws the same ones.\n"
-        "Pass the key as an argument, and leave reduction out or name the key in rng_argnums."
-    )
-
-
 def _no_combination(case: _Case) -> str | None:
     """The gradient of the full batch is not in the span of those of its microbatches."""
     if case.declared not in ("mean", "sum") or _weights_of_microbatches(case) is not None:
@@ -327,9 +327,9 @@ TESTS = (
     _aux_of_another_kind,
     _counted_for_each_microbatch,
     _unequal_weights,
+    _hidden_key,
     _what_the_reading_says,
     _constant_factor,
-    _hidden_key,
     _no_combination,
 )
 

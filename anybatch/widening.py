@@ -65,7 +65,8 @@ class WideLoss:
             wide_args, wide_kwargs = jax.tree.map(widened, (args, kwargs))
             try:
                 jaxpr, _, _ = self._traced(wide_args, wide_kwargs)
-                self.recomputed = any(_is_narrow(v.aval) for e in all_equations(jaxpr) for v in e.outvars)
+                computed = [variable.aval for equation in all_equations(jaxpr) for variable in equation.outvars]
+                self.recomputed = any(map(_is_narrow, [*computed, *jaxpr.out_avals]))
             except Exception:  # it does not take float64: it is traced in the dtypes given then
                 self.traces_given = self.recomputed = True
 

@@ -17,7 +17,7 @@ FLOORS = [
     ["batch", "arguments", "loss", "auxiliary"],
     ["reading", "reading.states", "reading.graph", "reading.source", "reading.reader", "reading.positions"]
     + ["reading.evaluation", "reading.constants", "reading.rules", "reading.rules.table", "reading.rules.elementwise"]
-    + ["reading.rules.shapes", "reading.rules.reductions", "reading.rules.indexing", "reading.rules.random"]
+    + ["reading.rules.shapes", "reading.rules.ordering", "reading.rules.reductions", "reading.rules.indexing", "reading.rules.random"]
     + ["reading.rules.algebra", "reading.rules.derivatives", "reading.rules.control", "reading.rules.kernels"]
     + ["reading.rulebook", "reading.split", "reading.loss_reading", "reading.kinds", "reading.report"],
     ["routes", "routes.outputs", "routes.in_place", "routes.references", "routes.full", "routes.scan"]

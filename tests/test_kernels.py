@@ -199,3 +199,72 @@ def test_register_rule_needs_a_primitive_and_a_function():
         ab.register_rule(3, lambda axes, params: axes)
     with pytest.raises(ab.InputError, match="register_rule needs a primitive"):
         ab.register_rule("mine", "rows")
+
+
+# A mixture of experts without a limit to their tokens: sorted, multiplied in groups, and put back.
+
+EXPERTS, CHOSEN, WIDTH = 3, 2, 4
+
+
+def routed(params, x):
+    hidden = x.reshape(-1, WIDTH)
+    weights, experts = jax.lax.top_k(jax.nn.softmax(hidden @ params["router"]), CHOSEN)
+    return hidden, weights, experts.reshape(-1)
+
+
+def experts_by_inverse(params, x, count=lambda flat: jnp.bincount(flat, length=EXPERTS)):
+    hidden, weights, flat = routed(params, x)
+    order = jnp.argsort(flat)
+    sizes = count(flat).astype(jnp.int32)
+    inner = jax.nn.silu(jax.lax.ragged_dot(hidden[order // CHOSEN], params["up"], sizes))
+    out = jax.lax.ragged_dot(inner, params["down"], sizes)[jnp.argsort(order)]
+    return jnp.sum(out.reshape(-1, CHOSEN, WIDTH) * weights[..., None], axis=1).reshape(x.shape)
+
+
+def experts_by_addition(params, x):
+    hidden, weights, flat = routed(params, x)
+    order = jnp.argsort(flat)
+    tokens = order // CHOSEN
+    sizes = jax.nn.one_hot(flat, EXPERTS, dtype=jnp.int32).sum(0)
+    inner = jax.nn.gelu(jax.lax.ragged_dot(jnp.take(hidden, tokens, axis=0), params["up"], sizes))
+    out = jax.lax.ragged_dot(inner, params["down"], sizes) * weights.reshape(-1)[order][:, None]
+    return jnp.zeros_like(hidden).at[tokens].add(out).reshape(x.shape)
+
+
+def experts_that_overflow(params, x):
+    """Groups that are cut off at a number of tokens: who is cut off depends on the whole batch."""
+    return experts_by_inverse(params, x, lambda flat: jnp.minimum(jnp.bincount(flat, length=EXPERTS), 3))
+
+
+def experts_with_noise_by_place(params, x):
+    """What is added depends on where a token comes to lie among those of the whole batch."""
+    hidden, _, flat = routed(params, x)
+    order = jnp.argsort(flat)
+    sizes = jnp.bincount(flat, length=EXPERTS).astype(jnp.int32)
+    noisy = hidden[order // CHOSEN] + jnp.linspace(0.0, 1.0, flat.size)[:, None]
+    out = jax.lax.ragged_dot(jax.lax.ragged_dot(noisy, params["up"], sizes), params["down"], sizes)
+    return out[jnp.argsort(order)].reshape(-1, CHOSEN, WIDTH).sum(1).reshape(x.shape)
+
+
+def experts_problem(layer):
+    keys = jax.random.split(jax.random.key(0), 4)
+    shapes = {"router": (WIDTH, EXPERTS), "up": (EXPERTS, WIDTH, 5), "down": (EXPERTS, 5, WIDTH)}
+    params = {name: jax.random.normal(key, shape) for key, (name, shape) in zip(keys, shapes.items(), strict=False)}
+    x = jax.random.normal(keys[3], (6, 7, WIDTH))
+    return (lambda params, x: jnp.mean(jnp.sum((x + layer(params, x)) ** 2, axis=(1, 2)))), params, x
+
+
+@pytest.mark.parametrize("layer", [experts_by_inverse, experts_by_addition])
+def test_tokens_sorted_by_expert_take_one_pass(layer, float64):
+    loss, params, x = experts_problem(layer)
+    reading = ab.read(loss, params, x)
+    assert (reading.kind, reading.passes, reading.blame) == ("mean over 6 examples", 1, ())
+    assert_exact(loss, params, x, sizes=(1, 4))
+
+
+@pytest.mark.parametrize("layer", [experts_that_overflow, experts_with_noise_by_place])
+def test_tokens_whose_place_matters_are_not_taken_apart(layer, float64):
+    loss, params, x = experts_problem(layer)
+    reading = ab.read(loss, params, x)
+    assert reading.kind == "couples examples" and reading.blame[0].why == "it sorts the examples"
+    assert_exact(loss, params, x, sizes=(4,))

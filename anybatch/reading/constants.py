@@ -1,12 +1,12 @@
 """Values that are known before anything runs: built from constants and counters alone."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 import numpy as np
 
-from anybatch.reading.graph import Value
-from anybatch.reading.positions import ELEMENTWISE
+from anybatch.reading.graph import ELEMENTWISE, Value
 from anybatch.reading.reader import Reader
 
 _MOVES_ELEMENTS = frozenset("broadcast_in_dim reshape transpose squeeze concatenate slice rev pad iota".split())
@@ -14,9 +14,11 @@ _MAX_SIZE = 1 << 22
 _MAX_DEPTH = 60
 
 
-def constant_value(reader: Reader, value: Value) -> np.ndarray[Any, Any] | None:
-    """The value, if it depends on neither the batch nor the parameters; or None."""
-    known: dict[Value, Any] = {}
+def constant_value(
+    reader: Reader, value: Value, given: Mapping[Value, Any] | None = None
+) -> np.ndarray[Any, Any] | None:
+    """The value, if it depends on neither the batch nor the parameters but on what is `given`; or None."""
+    known: dict[Value, Any] = dict(given or {})
 
     def evaluate(value: Value, depth: int) -> Any:
         if value.is_constant:

@@ -40,6 +40,7 @@ def split_loss(loss: TracedLoss, consts: Sequence[Any], *, fresh_draws: bool = F
         *[Fact(WHOLE)] * (len(keys) + len(rest)),
     ]
     inline: set[int] = set()
+    may_reorder = _multiplies_groups(loss.traced.jaxpr)
     while True:
         graph = Graph(loss.traced.jaxpr, inline)
         for value, const in zip(graph.inputs, consts, strict=False):
@@ -48,13 +49,24 @@ def split_loss(loss: TracedLoss, consts: Sequence[Any], *, fresh_draws: bool = F
                     value.hint = const
         _refuse_mutation(graph)
         try:
-            reader = Reader(graph, loss.num_examples, facts, RULEBOOK, top=True)
+            reader = Reader(graph, loss.num_examples, facts, RULEBOOK, top=True, may_reorder=may_reorder)
         except NeedsInlining as request:
             inline.add(request.key)
             continue
         split = Split(loss, reader, Draw(fresh_draws))
+        if any(isinstance(state, Rows) and not state.in_batch_order for state in split.states):
+            may_reorder = False  # what is sorted does not stay among those who know the order
+            continue
         _refuse_torn_draws(split)
         return split
+
+
+def _multiplies_groups(jaxpr: Any) -> bool:
+    """Whether there is a product of sorted groups in it, at any depth: what sorting in microbatches is for."""
+    return any(
+        equation.primitive.name == "ragged_dot_general" or any(map(_multiplies_groups, compat.jaxprs_in(equation)))
+        for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns
+    )
 
 
 def _refuse_torn_draws(split: Split) -> None:

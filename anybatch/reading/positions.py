@@ -18,17 +18,8 @@ from jax.extend.random import threefry2x32_p
 from anybatch import compat
 from anybatch.errors import InputError
 from anybatch.reading import source
-from anybatch.reading.graph import Node, Value
+from anybatch.reading.graph import ELEMENTWISE, Node, Value
 from anybatch.reading.states import Rows, replaced
-
-ELEMENTWISE = frozenset(
-    """abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clamp clz complex conj
-    convert_element_type copy copy_p cos cosh digamma div eq eq_to erf erf_inv erfc exp exp2 expm1 floor ge gt igamma
-    igamma_grad_a igammac imag integer_pow is_finite le le_to lgamma log log1p log2 logistic lt lt_to max min mul mulhi
-    name ne neg nextafter not one_minus_square or pcast polygamma population_count pow pvary random_clone random_fold_in
-    real reduce_precision regularized_incomplete_beta rem round rsqrt select_n sharding_constraint shift_left
-    shift_right_arithmetic shift_right_logical sign sin sinh sqrt square stop_gradient sub tan tanh xor zeta""".split()
-)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,7 +84,7 @@ def reshaped(old: tuple[int, ...], new: tuple[int, ...], rows: Rows, num_example
     for axis, size in enumerate(new):
         if before % passed == 0 and size > 0 and size % (before // passed * num_examples) == 0:
             outer = before // passed
-            return Rows(axis, outer, size // (outer * num_examples))
+            return dataclasses.replace(rows, axis=axis, outer=outer, inner=size // (outer * num_examples))
         passed *= size
         if passed == 0:
             return None

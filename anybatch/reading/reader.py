@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from anybatch.reading import source
-from anybatch.reading.graph import CHECKPOINTS, Graph, Node, Value
+from anybatch.reading.graph import CHECKPOINTS, ELEMENTWISE, Graph, Node, Value
 from anybatch.reading.states import FED_BACK, SUM, WHOLE, Mixed, NotRowwise, Rows, State
 
 MAX_UNROLLED = 64  # steps of a loop that may be unrolled to find the one that brings examples together
@@ -33,6 +33,7 @@ class Outcome:
       scales: whether its derivative is linear in the cotangent; that of a custom_vjp may not be.
       nested: the readings of the functions inside it.
       whole: operands with rows that are read whole, which their values allow.
+      reorders: whether it sorts rows, or looks up sorted ones, so that the order of its results is its own affair.
     """
 
     states: Sequence[State]
@@ -42,6 +43,7 @@ class Outcome:
     scales: bool = True
     nested: Sequence["Reader"] = ()
     whole: frozenset[Value] = frozenset()
+    reorders: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,14 +73,25 @@ class Reader:
       facts: what is known of its inputs.
       rulebook: how to read each primitive.
       top: whether this is the loss itself, or a function nested in it, which must be row-wise throughout.
+      may_reorder: whether examples may be sorted, each microbatch for itself.
     """
 
     def __init__(
-        self, graph: Graph, num_examples: int, facts: Sequence[Fact], rulebook: Rulebook, *, top: bool = False
+        self,
+        graph: Graph,
+        num_examples: int,
+        facts: Sequence[Fact],
+        rulebook: Rulebook,
+        *,
+        top: bool = False,
+        may_reorder: bool = False,
     ) -> None:
         self.graph, self.num_examples, self.rulebook, self.top = graph, num_examples, rulebook, top
         self.facts = dict(zip(graph.inputs, facts, strict=True))
         self.uses_batch = {value: fact.state != WHOLE for value, fact in self.facts.items()}
+        self.may_reorder = may_reorder
+        self.sorted_by: dict[int, Value] = {}  # the keys of each order
+        self.pointers: dict[tuple[int, int | None], Value] = {}  # the positions that a sort itself makes
         self.outcomes: dict[Node, Outcome] = {}
         self.blames: list[source.Blame] = []
         self.computed_first: set[Value] = set()  # from data alone, once, before the first microbatch
@@ -106,7 +119,7 @@ class Reader:
 
     def nested(self, jaxpr: Any, facts: Sequence[Fact]) -> "Reader":
         """Reads a function inside a node. It must be row-wise throughout."""
-        return Reader(Graph(jaxpr), self.num_examples, facts, self.rulebook)
+        return Reader(Graph(jaxpr), self.num_examples, facts, self.rulebook, may_reorder=self.may_reorder)
 
     @property
     def scales(self) -> bool:
@@ -180,7 +193,9 @@ class Reader:
 
     def _guarded(self, rule: Any, node: Node, states: Sequence[State]) -> Outcome:
         try:
-            return rule(self, node, states)
+            outcome = rule(self, node, states)
+            _check_order(node, states, outcome)
+            return outcome
         except (NotRowwise, NeedsInlining):
             raise
         except Exception as error:  # a rule that fails must not become a gradient that is wrong
@@ -206,7 +221,7 @@ class Reader:
         """Data alone: computed before the first microbatch, at the full batch, and cut into rows if it has them."""
         self.computed_first.add(output)
         rows = next((operand for operand in operand_states if isinstance(operand, Rows)), None)
-        if state != SUM and rows is not None and rows.axis < output.ndim:
+        if state != SUM and rows is not None and rows.in_batch_order and rows.axis < output.ndim:
             if output.shape[rows.axis] == rows.length(self.num_examples):
                 self.cut_later.add(output)
                 return rows
@@ -238,6 +253,21 @@ class Reader:
         return node.name in _ADD_ZEROS and all(map(self.is_zero, node.inputs))
 
 
+def _check_order(node: Node, states: Sequence[State], outcome: Outcome) -> None:
+    """Rows that are sorted must stay as they are sorted, and positions of rows must not become numbers."""
+    special = {state.at(0) for state in states if isinstance(state, Rows) and not state.in_batch_order}
+    if not special or outcome.reorders:
+        return
+    why = "it uses the order in which examples were sorted across the batch"
+    if any(state.at(0) not in special for state in outcome.states if isinstance(state, Rows)):
+        raise NotRowwise(why)
+    if any(rows is not None and state == WHOLE for state, rows in zip(states, outcome.takes or (), strict=False)):
+        raise NotRowwise(why)
+    if any(rows.points is not None for rows in special) and node.name not in _KEEP_POSITIONS:
+        raise NotRowwise(why)
+
+
+_KEEP_POSITIONS = ELEMENTWISE | frozenset("broadcast_in_dim reshape squeeze".split())
 _KEEP_ZERO = frozenset(
     "broadcast_in_dim reshape convert_element_type transpose squeeze slice neg stop_gradient copy copy_p".split()
 )

@@ -7,9 +7,8 @@ from typing import Any
 from anybatch import compat
 from anybatch.memory import readable
 from anybatch.reading import source
-from anybatch.reading.graph import Node, Value
+from anybatch.reading.graph import ELEMENTWISE, Node, Value
 from anybatch.reading.kinds import kind_of
-from anybatch.reading.positions import ELEMENTWISE
 from anybatch.reading.source import Blame
 from anybatch.reading.split import Seeds, Split
 from anybatch.reading.states import FED_BACK, Rows

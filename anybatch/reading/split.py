@@ -18,8 +18,8 @@ from anybatch.arguments import Arrays
 from anybatch.batch import take
 from anybatch.loss import TracedLoss
 from anybatch.reading.evaluation import FullBatch, Microbatch
-from anybatch.reading.graph import Graph, Node, Value
-from anybatch.reading.positions import ELEMENTWISE, Draw
+from anybatch.reading.graph import ELEMENTWISE, Graph, Node, Value
+from anybatch.reading.positions import Draw
 from anybatch.reading.reader import Reader
 from anybatch.reading.states import SUM, Mixed, Rows, State
 
@@ -156,7 +156,8 @@ class Split:
             if value.is_constant or value in seen or value.node is None:
                 continue
             seen.add(value)
-            is_rows = isinstance(self.reader.state(value), Rows) and value not in self.reader.cut_later
+            state = self.reader.state(value)
+            is_rows = isinstance(state, Rows) and state.in_batch_order and value not in self.reader.cut_later
             if is_rows and self._costs_much(value) and not self._needs_known_first(value):
                 found[value] = None
             else:

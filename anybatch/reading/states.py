@@ -34,15 +34,26 @@ class Rows:
 
     Activations of shape (N, T, D) reshaped to (N * T, D) have inner=T; two views of a batch, one after the other
     in an array of 2 * N rows, have outer=2.
+
+    Rows may be sorted, as those of tokens are by the expert that they are for. A microbatch then has an order of its
+    own: `order` is the number of the sort, and 0 is the order of the batch. Values may also be positions of rows
+    in an array of some order: `points` is its number. These are worth nothing but to look rows up.
     """
 
     axis: int
     outer: int = 1
     inner: int = 1
+    order: int = 0
+    points: int | None = None
 
     def at(self, axis: int) -> "Rows":
         """The same rows, along another axis."""
         return dataclasses.replace(self, axis=axis)
+
+    @property
+    def in_batch_order(self) -> bool:
+        """Whether it is neither sorted nor made of positions, as nearly everything."""
+        return self.order == 0 and self.points is None
 
     def length(self, num_examples: int) -> int:
         """The size of the axis for that many examples."""
@@ -93,9 +104,9 @@ def join(one: State, other: State, one_is_zero: bool = False, other_is_zero: boo
     """The state of a value that is sometimes `one` and sometimes `other`: a loop's carry, a branch's result."""
     if one == other:
         return one
-    if one == WHOLE and isinstance(other, Rows):
+    if one == WHOLE and isinstance(other, Rows) and other.in_batch_order:
         return other
-    if other == WHOLE and isinstance(one, Rows):
+    if other == WHOLE and isinstance(one, Rows) and one.in_batch_order:
         return one
     if one == SUM and other == WHOLE and other_is_zero:
         return SUM

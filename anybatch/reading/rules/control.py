@@ -49,6 +49,7 @@ def _branches(reader: Reader, node: Node, states: Sequence[State]) -> Outcome:
         other_zero = _zeros(inner)
         found = [join(*each) for each in zip(found, inner.output_states(), zero, other_zero, strict=True)]
         zero = [one and other for one, other in zip(zero, other_zero, strict=True)]
+    _refuse_orders(found)
 
     def run(microbatch: Any) -> list[Any]:
         index, *operands = (microbatch.value(value) for value in node.inputs)
@@ -56,6 +57,12 @@ def _branches(reader: Reader, node: Node, states: Sequence[State]) -> Outcome:
         return lax.switch(jnp.asarray(index).astype(jnp.int32), branches, *operands)
 
     return Outcome(found, run=run, scales=all(inner.scales for inner in inners), nested=inners)
+
+
+def _refuse_orders(states: Sequence[State]) -> None:
+    """Rows that one step or branch has sorted are not in the order of the next."""
+    if any(isinstance(state, Rows) and not state.in_batch_order for state in states):
+        raise NotRowwise("it carries examples on that were sorted across the batch")
 
 
 def _zeros(inner: Reader) -> list[bool]:
@@ -81,6 +88,7 @@ def _while(reader: Reader, node: Node, states: Sequence[State]) -> Outcome:
     else:
         raise NotRowwise("what the loop carries changes its nature from step to step")
     found = [fact.state for fact in carry]
+    _refuse_orders(found)
     takes = [*[None] * split[1], *(state if isinstance(state, Rows) else None for state in found)]
 
     def run(microbatch: Any) -> list[Any]:
@@ -137,6 +145,7 @@ def _scan(reader: Reader, node: Node, states: Sequence[State]) -> Outcome:
             raise NotRowwise("it adds a sum over the batch to a value that does not start from zero")
     carried = [fact.state for fact in carry]
     emitted = body.output_states()[num_carry:]
+    _refuse_orders([*carried, *emitted])
     found = [*carried, *(state.at(state.axis + 1) if isinstance(state, Rows) else state for state in emitted)]
     takes = [
         *[None] * num_consts,

@@ -81,7 +81,7 @@ class _Passes:
 
 def _must_have(inner: Reader, found: Sequence[State], wanted: Sequence[State], why: str) -> None:
     for output, state, goal in zip(inner.graph.outputs, found, wanted, strict=False):
-        fits = state == goal or (state == WHOLE and isinstance(goal, Rows))
+        fits = state == goal or (state == WHOLE and isinstance(goal, Rows) and goal.in_batch_order)
         if not fits and not (state == WHOLE and goal == SUM and inner.is_zero(output)):
             raise NotRowwise(why)
 

@@ -6,8 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from anybatch.reading.graph import Node, Value
-from anybatch.reading.positions import ELEMENTWISE
+from anybatch.reading.graph import ELEMENTWISE, Node, Value
 from anybatch.reading.reader import Outcome, Reader
 from anybatch.reading.rules.table import rule
 from anybatch.reading.states import FED_BACK, NOT_LINEAR, SUM, WHOLE, NotRowwise, Rows, State, only_rows, refuse_sums
@@ -70,6 +69,8 @@ def all_sums(reader: Reader, values: Sequence[Value], states: Sequence[State]) -
 
 def _keeps_precision(old: Value, new: Value) -> bool:
     """Whether a cast of a sum may be done before adding up: it may not round, or only at the end."""
+    if all(jax.dtypes.issubdtype(value.dtype, np.integer) for value in (old, new)):
+        return True  # whole numbers wrap around alike, before and after
     if not new.is_inexact or not (old.is_inexact or jax.dtypes.issubdtype(old.dtype, np.integer)):
         return False
     is_complex = [jax.dtypes.issubdtype(value.dtype, np.complexfloating) for value in (old, new)]

@@ -9,6 +9,7 @@ import numpy as np
 from anybatch.reading.constants import constant_value
 from anybatch.reading.graph import Node, Value
 from anybatch.reading.reader import Outcome, Reader
+from anybatch.reading.rules import ordering
 from anybatch.reading.rules.elementwise import all_sums
 from anybatch.reading.rules.shapes import takes_of
 from anybatch.reading.rules.table import rule
@@ -100,6 +101,8 @@ def _gather(reader: Reader, node: Node, states: Sequence[State]) -> Outcome:
         return Outcome([SUM])
     if indices == SUM:
         raise NotRowwise("it looks up by an index that is a sum over the batch")
+    if isinstance(indices, Rows) and indices.points is not None:
+        return ordering.look_up(reader, node, states)
     if isinstance(indices, Rows) and indices.axis == node.inputs[1].ndim - 1:
         raise NotRowwise("its index vectors run along the batch")
     numbers = node.params["dimension_numbers"]
@@ -159,6 +162,8 @@ def _scatter(reader: Reader, node: Node, states: Sequence[State]) -> Outcome:
         if node.name in SCATTERS_THAT_ADD and indices == WHOLE and all_sums(reader, arrays, [operand, updates]):
             return Outcome([SUM])
         raise NotRowwise(FED_BACK if any(isinstance(state, Rows) for state in states) else NOT_LINEAR)
+    if isinstance(indices, Rows) and indices.points is not None:
+        return ordering.put_back(reader, node, states)
     attempts: tuple[Callable[..., Outcome | None], ...] = (_batched, _in_windows, _into_own_rows, _into_segments)
     for attempt in attempts:
         outcome = attempt(reader, node, states)

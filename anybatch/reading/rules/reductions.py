@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from anybatch.reading.graph import Node
 from anybatch.reading.reader import Outcome, Reader
+from anybatch.reading.rules import ordering
 from anybatch.reading.rules.elementwise import all_sums
 from anybatch.reading.rules.shapes import takes_of, without
 from anybatch.reading.rules.table import rule
@@ -69,7 +70,7 @@ def _sort(reader: Reader, node: Node, states: Sequence[State]) -> Outcome:
     refuse_sums(states)
     rows = only_rows(states)
     if node.params["dimension"] == rows.axis:
-        raise NotRowwise("it sorts the examples")
+        return ordering.sort_rows(reader, node, states)
     return Outcome([rows] * len(node.outputs), takes_of(rows, states))
 
 
@@ -122,8 +123,10 @@ def _dot(reader: Reader, node: Node, states: Sequence[State]) -> Outcome:
 
 @rule("ragged_dot_general")
 def _ragged_dot(reader: Reader, node: Node, states: Sequence[State]) -> Outcome:
-    """Rows of groups of examples, times a matrix for each group. Here: with a batch axis of its own."""
+    """Rows of groups of examples, times a matrix for each group."""
     numbers = node.params["ragged_dot_dimension_numbers"]
+    if states[2] == SUM:
+        return ordering.multiply_groups(reader, node, states)
     (_, (batched_lhs, batched_rhs)) = numbers.dot_dimension_numbers
     refuse_sums(states)
     rows = only_rows([state.at(0) if isinstance(state, Rows) else state for state in states])
