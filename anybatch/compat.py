@@ -124,10 +124,15 @@ def defining_file(equation: Any) -> str:
     return ""
 
 
+def is_threefry(key_dtype: Any) -> bool:
+    """Whether keys are of JAX's default generator, which draws for each of several keys by itself."""
+    return str(key_dtype) == "key<fry>"
+
+
 def draws_by_counter(key_dtype: Any) -> bool:
     """Whether a key's random bits depend, each of them, on the key and on its own position alone."""
     config: Any = jax.config
-    return str(key_dtype) == "key<fry>" and bool(config.jax_threefry_partitionable)
+    return is_threefry(key_dtype) and bool(config.jax_threefry_partitionable)
 
 
 def key_impl(key_dtype: Any) -> str:

@@ -60,8 +60,9 @@ def read(
         reading = report(split)
         if reading.randomness == "in distribution":
             # Says now what a call would say: that these numbers cannot be drawn in part.
-            types = [value.type for value in split.graph.inputs]
-            jax.eval_shape(lambda inputs: split.prefix(inputs, None, [], 0, 1, split.frontier), types)
+            types = [[value.type for value in values] for values in (split.graph.inputs, split.frontier)]
+            jax.eval_shape(lambda inputs, _: split.prefix(inputs, None, [], 0, 1, split.frontier), *types)
+            jax.eval_shape(lambda inputs, made: split.head(inputs, None, [], made), *types)
 
     jax.eval_shape(read_with, *(leaves[position] for position in abstract))
     assert reading is not None

@@ -87,7 +87,8 @@ def main() -> None:
     options = parser.parse_args()
     print(f"{jax.devices()[0].device_kind}, JAX {jax.__version__}")
     model = TwoTowers(12, 768, 196) if options.accelerator else TwoTowers(2, 128, 16)
-    size, sizes = (512, (512, 1024, 2048, 8192)) if options.accelerator else (32, (32, 64, 128, 512))
+    sizes = (128, 256, 512, 2048) if options.accelerator else (32, 64, 128, 512)
+    size = sizes[0] // 4
     params = jax.jit(model.init)(jax.random.key(0))
     print(ab.read(model.loss, params, jax.eval_shape(lambda: model.batch(jax.random.key(1), sizes[-1]))))
     print(
@@ -97,7 +98,7 @@ def main() -> None:
         batch = model.batch(jax.random.key(1), examples)
         full = jax.jit(jax.value_and_grad(model.loss)).lower(params, batch).compile()
         at_once, difference = compat.temporaries(full), float("nan")
-        compiled = jax.jit(ab.value_and_grad(model.loss, microbatch_size=size // 4)).lower(params, batch).compile()
+        compiled = jax.jit(ab.value_and_grad(model.loss, microbatch_size=size)).lower(params, batch).compile()
         seconds = []
         for _ in range(3):
             start = time.perf_counter()

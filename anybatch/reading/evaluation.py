@@ -16,10 +16,11 @@ class FullBatch:
 
     Args:
       known: values that are given: the inputs, and for the head also what the microbatches made.
+      draw: where to note which random numbers are drawn.
     """
 
-    def __init__(self, known: Mapping[Value, Any]) -> None:
-        self.known = dict(known)
+    def __init__(self, known: Mapping[Value, Any], draw: positions.Draw | None = None) -> None:
+        self.known, self.draw = dict(known), draw
 
     def __getitem__(self, value: Value) -> Any:
         if value.is_constant:
@@ -45,6 +46,8 @@ class FullBatch:
 
     def run(self, node: Node) -> None:
         """Computes one node, whose operands are known."""
+        if self.draw is not None and node.name == "random_bits":
+            self.draw.note(node, self.draw.at_once)
         for output, result in zip(node.outputs, node([self[value] for value in node.inputs]), strict=True):
             self.known.setdefault(output, result)
 
@@ -73,7 +76,7 @@ class Microbatch:
         self.reader, self.start, self.size, self.draw = reader, start, size, draw
         self.known = dict(known)
         wholes = {value: array for value, array in known.items() if reader.state(value) == WHOLE}
-        self.whole = FullBatch({**wholes, **whole})
+        self.whole = FullBatch({**wholes, **whole}, draw)
         self._rows: dict[tuple[Value, Rows], Any] = {}
         self._read_whole: Collection[Value] = ()
 

@@ -1,7 +1,7 @@
 """A loss as a graph: its jaxpr with nested functions inlined and dead equations dropped."""
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -102,11 +102,12 @@ class Graph:
 
     Args:
       jaxpr: the function.
-      inline: checkpoints to look into and loops to unroll, by the identity of their equations.
+      opened: for checkpoints to look into and loops to unroll, by the identity of their equations, these equations
+        and the functions that take their place.
     """
 
-    def __init__(self, jaxpr: Any, inline: Collection[int] = ()) -> None:
-        self._inline = inline
+    def __init__(self, jaxpr: Any, opened: Mapping[int, tuple[Any, Any]] | None = None) -> None:
+        self._opened = opened or {}
         self._nodes: list[Node] = []
         variables, consts, _ = compat.open_jaxpr(jaxpr)
         self.inputs = [Value(variable.aval) for variable in variables[len(consts) :]]
@@ -139,9 +140,8 @@ class Graph:
         if name in INLINED:
             inner = next(params[key] for key in ("jaxpr", "call_jaxpr", "call") if key in params)
             return self._add(inner, inputs, (*calls, equation))
-        if id(equation) in self._inline:
-            inner = _unrolled(equation, inputs) if name == "scan" else params["jaxpr"]
-            return self._add(inner, inputs, (*calls, equation))
+        if id(equation) in self._opened:
+            return self._add(self._opened[id(equation)][1], inputs, (*calls, equation))
         node = Node(equation, inputs, calls, len(self._nodes))
         self._nodes.append(node)
         return node.outputs
@@ -158,6 +158,11 @@ class Graph:
             node.index = index
         self.live = live
         return kept[::-1]
+
+
+def opened_function(node: Node) -> Any:
+    """What is inside a checkpoint, or a scan as the jaxpr of its steps."""
+    return _unrolled(node.equation, node.inputs) if node.name == "scan" else node.params["jaxpr"]
 
 
 def _unrolled(equation: Any, inputs: Sequence[Value]) -> Any:

@@ -14,7 +14,7 @@ from anybatch.reading.graph import Graph
 from anybatch.reading.positions import Draw
 from anybatch.reading.reader import Fact, NeedsInlining, Reader
 from anybatch.reading.rulebook import RULEBOOK
-from anybatch.reading.split import Split, ancestors
+from anybatch.reading.split import Split
 from anybatch.reading.states import WHOLE, Rows
 
 _MAX_HINT = 1 << 20  # elements of an array that is looked at before anything runs
@@ -39,10 +39,10 @@ def split_loss(loss: TracedLoss, consts: Sequence[Any], *, fresh_draws: bool = F
         *[Fact(Rows(0))] * len(batch),
         *[Fact(WHOLE)] * (len(keys) + len(rest)),
     ]
-    inline: set[int] = set()
+    opened: dict[int, Any] = {}
     may_reorder = _multiplies_groups(loss.traced.jaxpr)
     while True:
-        graph = Graph(loss.traced.jaxpr, inline)
+        graph = Graph(loss.traced.jaxpr, opened)
         for value, const in zip(graph.inputs, consts, strict=False):
             if isinstance(const, (np.ndarray, jax.Array)) and not isinstance(const, jax.core.Tracer):
                 if not value.is_key and value.size <= _MAX_HINT:
@@ -51,13 +51,12 @@ def split_loss(loss: TracedLoss, consts: Sequence[Any], *, fresh_draws: bool = F
         try:
             reader = Reader(graph, loss.num_examples, facts, RULEBOOK, top=True, may_reorder=may_reorder)
         except NeedsInlining as request:
-            inline.add(request.key)
+            opened[id(request.equation)] = request.equation, request.function
             continue
         split = Split(loss, reader, Draw(fresh_draws))
         if any(isinstance(state, Rows) and not state.in_batch_order for state in split.states):
             may_reorder = False  # what is sorted does not stay among those who know the order
             continue
-        _refuse_torn_draws(split)
         return split
 
 
@@ -67,27 +66,6 @@ def _multiplies_groups(jaxpr: Any) -> bool:
         equation.primitive.name == "ragged_dot_general" or any(map(_multiplies_groups, compat.jaxprs_in(equation)))
         for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns
     )
-
-
-def _refuse_torn_draws(split: Split) -> None:
-    """Numbers that each microbatch draws for itself cannot also be those that the head draws for the whole batch."""
-    drawn = {
-        node
-        for value, _ in split.reader.taken
-        for node in ancestors(value)
-        if node.name == "random_bits" and not compat.draws_by_counter(node.inputs[0].dtype)
-    }
-    used_whole = [*split.known_first, *(value for node in split.head_nodes for value in node.inputs)]
-    for value in used_whole if split.draw.fresh and drawn else []:
-        torn = drawn & ancestors(value) if split.reader.state(value) == WHOLE else set()
-        for node in torn:
-            place = source.locate(node)
-            raise InputError(
-                "Random numbers that each microbatch draws for itself must not be used for the whole batch as well",
-                given=f"such numbers at {place.file}:{place.line}",
-                remedy='Use a key of the default generator, jax.random.key(0, impl="threefry2x32"), of which a '
-                "microbatch draws exactly the numbers of the full batch.",
-            )
 
 
 def _refuse_mutation(graph: Graph) -> None:

@@ -24,12 +24,27 @@ from anybatch.reading.states import Rows, replaced
 
 @dataclasses.dataclass(frozen=True)
 class Draw:
-    """How random numbers of a generator that cannot be sliced may be drawn.
+    """How random numbers of a generator that cannot be cut may be drawn.
 
-    `fresh`: a microbatch draws its own, which are equal in distribution to those of the full batch.
+    `fresh`: a microbatch draws its own, which are equal in distribution to those of the full batch. Numbers that
+    are drawn so must not be drawn for the whole batch as well: the two would not be the same.
     """
 
     fresh: bool = False
+    in_parts: set[Node] = dataclasses.field(default_factory=set)
+    at_once: set[Node] = dataclasses.field(default_factory=set)
+
+    def note(self, node: Node, drawn: set[Node]) -> None:
+        """Notes how a node is drawn, and raises if it is drawn in both ways."""
+        drawn.add(node)
+        if node in self.in_parts and node in self.at_once:
+            place = source.locate(node)
+            raise InputError(
+                "Random numbers that each microbatch draws for itself must not be used for the whole batch as well",
+                given=f"such numbers at {place.file}:{place.line}",
+                remedy='Use a key of the default generator, jax.random.key(0, impl="threefry2x32"), of which a '
+                "microbatch draws exactly the numbers of the full batch.",
+            )
 
 
 def compute_rows(microbatch: Any, node: Node, value: Value, rows: Rows) -> Any:
@@ -105,6 +120,8 @@ def _iota(microbatch: Any, node: Node, rows: Rows) -> Any:
 def _random(microbatch: Any, node: Node, value: Value, rows: Rows) -> Any:
     (keys,) = node.inputs
     if rows.axis < keys.ndim and (node.name != "random_wrap" or rows.axis < keys.ndim - 1):
+        if node.name == "random_bits" and not compat.is_threefry(keys.dtype):
+            return None  # under vmap, the hardware's generator draws for all keys from the first
         return node([microbatch.rows(keys, rows)])[0]  # a key for each row
     if node.name in ("random_wrap", "random_unwrap"):
         return None
@@ -121,6 +138,7 @@ def _random(microbatch: Any, node: Node, value: Value, rows: Rows) -> Any:
             remedy='Use a key of the default generator, jax.random.key(0, impl="threefry2x32"); or let each microbatch '
             "draw its own, which are equal in distribution: name the argument with the key, e.g. rng_argnums=2.",
         )
+    microbatch.draw.note(node, microbatch.draw.in_parts)
     fresh = jax.random.fold_in(microbatch.whole[keys], microbatch.start)
     smaller = replaced(node.params["shape"], rows.axis, rows.length(microbatch.size))
     return node([fresh], {**node.params, "shape": smaller})[0]

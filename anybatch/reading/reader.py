@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from anybatch.reading import source
-from anybatch.reading.graph import CHECKPOINTS, ELEMENTWISE, Graph, Node, Value
+from anybatch.reading.graph import CHECKPOINTS, ELEMENTWISE, Graph, Node, Value, opened_function
 from anybatch.reading.states import FED_BACK, SUM, WHOLE, Mixed, NotRowwise, Rows, State
 
 MAX_UNROLLED = 64  # steps of a loop that may be unrolled to find the one that brings examples together
@@ -16,9 +16,9 @@ MAX_UNROLLED = 64  # steps of a loop that may be unrolled to find the one that b
 class NeedsInlining(Exception):
     """Raised to start over with a checkpoint looked into, or a loop unrolled."""
 
-    def __init__(self, equation: Any) -> None:
+    def __init__(self, equation: Any, function: Any) -> None:
         super().__init__()
-        self.key = id(equation)
+        self.equation, self.function = equation, function
 
 
 @dataclasses.dataclass
@@ -212,7 +212,7 @@ class Reader:
             raise NotRowwise(refusal.why, blame=blame)
         mixed = any(isinstance(state, Mixed) for state in states)
         if refusal.unroll and moves and not mixed and _can_be_opened(node):
-            raise NeedsInlining(node.equation)
+            raise NeedsInlining(node.equation, opened_function(node))
         if couples and not coupled_before and moves:
             self.blames.append(blame)
         return [Mixed(couples)] * len(node.outputs)

@@ -11,7 +11,7 @@ from anybatch.reading.graph import ELEMENTWISE, Node, Value
 from anybatch.reading.kinds import kind_of
 from anybatch.reading.source import Blame
 from anybatch.reading.split import Seeds, Split
-from anybatch.reading.states import FED_BACK, Rows
+from anybatch.reading.states import FED_BACK, Mixed, Rows
 
 # These are computed in passing, together with what uses them: they take no memory of their own.
 _FUSED = ELEMENTWISE | frozenset("broadcast_in_dim reshape transpose squeeze iota slice concatenate pad".split())
@@ -130,9 +130,10 @@ def report(split: Split) -> Reading:
     draws = _generators(split.loss.traced.jaxpr)
     exact = all(name == "key<fry>" for name in draws)
     gathers = any(isinstance(split.states[position], Rows) for position in split.differentiated)
+    loss = split.reader.state(split.graph.outputs[0])
     return Reading(
         kind=kind_of(split),
-        separable=not gathers,
+        separable=not gathers and not (isinstance(loss, Mixed) and loss.couples),
         passes=2 if split.seeds == Seeds.BETWEEN else 1,
         stochastic=bool(draws),
         randomness="none" if not draws else "exact" if exact else "in distribution",

@@ -191,12 +191,14 @@ class Split:
     def _may_scale_later(self, value: Value) -> bool:
         """Whether the gradient of a sum may be computed first, and multiplied by a factor at the end.
 
-        Not if a backward pass is not linear; nor with float16, in which an undivided gradient can overflow; nor
-        if, inside the user's `shard_map`, JAX adds up over the devices gradients that have different factors.
+        Not if it is complex, with a gradient in two directions; nor if a backward pass is not linear; nor with float16,
+        in which an undivided gradient can overflow; nor if, inside the user's `shard_map`, JAX adds up over the devices
+        gradients that have different factors.
         """
         axes = compat.varying_axes(value.aval)
         uneven = any(axes - compat.varying_axes(jax.typeof(leaf)) for leaf in self.loss.types.wrt)
-        return self.reader.scales and not uneven and not self.loss.traced.uses_dtype(jnp.float16)
+        is_complex = jax.dtypes.issubdtype(value.dtype, jnp.complexfloating)
+        return self.reader.scales and not is_complex and not uneven and not self.loss.traced.uses_dtype(jnp.float16)
 
     def _seeds_depend_on_frontier(self) -> bool:
         types = [value.type for value in self.graph.inputs]
@@ -228,12 +230,12 @@ class Split:
         given = {
             value: array for value, array in zip(self.graph.inputs, inputs, strict=True) if not self.reader.moves(value)
         }
-        full = FullBatch({**given, **dict(zip(self.gathered_first, gathered, strict=True))})
+        full = FullBatch({**given, **dict(zip(self.gathered_first, gathered, strict=True))}, self.draw)
         return [full[value] for value in self.known_first]
 
     def compute_hoisted(self, inputs: Sequence[Any], known: Sequence[Any]) -> list[Any]:
         """The hoisted values, as a function of the parameters among the inputs."""
-        full = FullBatch({**self._given(inputs), **dict(zip(self.known_first, known, strict=True))})
+        full = FullBatch({**self._given(inputs), **dict(zip(self.known_first, known, strict=True))}, self.draw)
         return [full[value] for value in self.hoisted]
 
     def prefix(
@@ -265,17 +267,17 @@ class Split:
     def head(
         self,
         inputs: Sequence[Any],
-        known: Sequence[Any],
+        known: Sequence[Any] | None,
         hoisted: Sequence[Any],
         frontier: Sequence[Any],
         num_outputs: int | None = None,
     ) -> list[Any]:
-        """The outputs of the loss, from the frontier of the whole batch."""
+        """The outputs of the loss, from the frontier of the whole batch; `known` is None before those are known."""
         given = self._given(inputs)
-        given.update(zip(self.known_first, known, strict=True))
+        given.update(zip(self.known_first if known is not None else [], known or [], strict=True))
         given.update(zip(self.hoisted if hoisted else [], hoisted, strict=True))
         given.update(zip(self.frontier, frontier, strict=True))
-        full = FullBatch(given)
+        full = FullBatch(given, self.draw)
         outputs = [jnp.asarray(full[value]) for value in self.graph.outputs[:num_outputs]]
         if num_outputs is None:
             for node in self.head_nodes:

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 
 from anybatch import compat
-from anybatch.reading.graph import Node
+from anybatch.reading.graph import Node, Value
 from anybatch.reading.reader import Fact, Outcome, Reader
 from anybatch.reading.rules.table import rule
 from anybatch.reading.states import SUM, WHOLE, NotRowwise, Rows, State, refuse_sums
@@ -86,11 +86,21 @@ def _must_have(inner: Reader, found: Sequence[State], wanted: Sequence[State], w
             raise NotRowwise(why)
 
 
+def _read_function(reader: Reader, jaxpr: Any, states: Sequence[State]) -> Reader:
+    """Reads a part of a function with derivatives of its own, which may itself be differentiated by an outer `grad`."""
+    variables, consts, _ = compat.open_jaxpr(jaxpr)
+    inexact = [Value(variable.aval).is_inexact for variable in variables[len(consts) :]]
+    try:
+        facts = [Fact(state, True, is_inexact) for state, is_inexact in zip(states, inexact, strict=True)]
+        return reader.nested(jaxpr, facts)
+    except NotRowwise:  # a while loop has no second derivative, but may have a first
+        return reader.nested(jaxpr, [Fact(state, True) for state in states])
+
+
 def _read_primal(reader: Reader, node: Node, states: Sequence[State]) -> tuple[Reader, list[int], list[int]]:
     """The function itself; which operands are differentiated; which results have a derivative."""
     refuse_sums(states)
-    facts = [Fact(state, reader.moves(value)) for value, state in zip(node.inputs, states, strict=True)]
-    primal = reader.nested(node.params["call_jaxpr"], facts)
+    primal = _read_function(reader, node.params["call_jaxpr"], states)
     differentiated = [
         position for position, value in enumerate(node.inputs) if reader.has_gradient(value) and value.is_inexact
     ]
@@ -120,7 +130,7 @@ def _custom_jvp(reader: Reader, node: Node, states: Sequence[State]) -> Outcome:
 
     types = [value.type for value in node.inputs]
     traced = jax.make_jaxpr(jvp)(types, [types[position] for position in differentiated])
-    tangent = reader.nested(traced, [*map(Fact, states), *(Fact(states[position]) for position in differentiated)])
+    tangent = _read_function(reader, traced, [*states, *(states[position] for position in differentiated)])
     goal = [*found, *(found[position] for position in results)]
     _must_have(tangent, tangent.output_states(), goal, "the derivative that was written for it mixes examples")
 
@@ -155,17 +165,15 @@ def _custom_vjp(reader: Reader, node: Node, states: Sequence[State]) -> Outcome:
             nested=[primal],
         )
     passes = _Passes(node, differentiated, results)
-    forward = reader.nested(passes.forward, [Fact(state, True) for state in states])
+    forward = _read_function(reader, passes.forward, states)
     outputs, saved = [found[position] for position in results], forward.output_states()[passes.num_outputs :]
     _must_have(forward, forward.output_states(), outputs, "the forward pass that was written for it mixes examples")
-    if SUM in saved:
-        raise NotRowwise("the forward pass that was written for it saves a sum over the batch")
     # The cotangent of rows has rows. That of a sum is the same for every microbatch, and that of a whole value is
     # made of what each microbatch contributes.
     seeds = [state if isinstance(state, Rows) else WHOLE if state == SUM else SUM for state in outputs]
     why = "the backward pass that was written for it mixes examples"
     try:
-        backward = reader.nested(passes.backward, [Fact(state, True) for state in [*saved, *seeds]])
+        backward = _read_function(reader, passes.backward, [*saved, *seeds])
     except NotRowwise as refusal:
         raise NotRowwise(f"{why}: {refusal.why}") from None
     goal = [states[position] if isinstance(states[position], Rows) else SUM for position in differentiated]

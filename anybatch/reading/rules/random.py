@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from anybatch import compat
 from anybatch.reading.graph import Node
 from anybatch.reading.reader import Outcome, Reader
 from anybatch.reading.rules.table import rule
@@ -11,10 +12,14 @@ from anybatch.reading.states import NotRowwise, State, only_rows, refuse_sums
 @rule("random_bits", "random_split")
 def _draw(reader: Reader, node: Node, states: Sequence[State]) -> Outcome:
     refuse_sums(states)
-    if str(node.inputs[0].dtype) != "key<fry>":
+    _refuse_other_generators(node)
+    return Outcome([only_rows(states)])
+
+
+def _refuse_other_generators(node: Node) -> None:
+    if not compat.is_threefry(node.inputs[0].dtype):
         # Under vmap, the hardware's generator draws for all keys at once, from the first of them.
         raise NotRowwise(f"numbers from several keys of the generator {node.inputs[0].dtype} depend on one another")
-    return Outcome([only_rows(states)])
 
 
 @rule("random_wrap")
@@ -48,6 +53,7 @@ def _gamma(reader: Reader, node: Node, states: Sequence[State]) -> Outcome:
     refuse_sums(states)
     rows = only_rows(states)
     keys, alphas = node.inputs
+    _refuse_other_generators(node)
     if keys.ndim != alphas.ndim:
         raise NotRowwise("it draws for several examples from one key")
     return Outcome([rows] * len(node.outputs), [rows, rows])

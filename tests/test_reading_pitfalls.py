@@ -1,0 +1,139 @@
+"""Losses that were read wrong once, or might have been."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import anybatch as ab
+
+X = np.sin(np.arange(18.0)).reshape(6, 3)
+W = np.array([0.7, -1.2, 2.1])
+
+
+def assert_exact(loss, *args, sizes=(2, 4), rtol=1e-11, **options):
+    expected = jax.value_and_grad(loss)(*args)
+    for size in sizes:
+        actual = ab.value_and_grad(loss, microbatch_size=size, **options)(*args)
+        jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=rtol, atol=1e-12), actual, expected)
+
+
+def test_one_complex_sum_has_a_gradient_in_two_directions(float64):
+    assert_exact(lambda w, x: jnp.abs(jnp.sum(jnp.exp(1j * (x @ w)))) ** 2, W, X)
+
+
+@pytest.mark.parametrize("impl", ["rbg", "unsafe_rbg"])
+def test_a_key_for_each_example_of_a_generator_that_draws_for_all_at_once(impl, float64):
+    key = jax.random.key(0, impl=impl)
+
+    def loss(w, x):
+        noise = jax.vmap(lambda key: jax.random.normal(key, (3,)))(jax.random.split(key, 6))
+        return jnp.mean(((x + noise) @ w) ** 2)
+
+    assert_exact(loss, W, X)
+
+
+def normalized(h):
+    return (h - h.mean(0, keepdims=True)) / jnp.sqrt(h.var(0, keepdims=True) + 1e-3)
+
+
+def test_a_loop_in_a_loop_that_both_must_be_opened(float64):
+    def inner(h, w):
+        return lax.scan(lambda h, _: (jax.checkpoint(normalized)(jnp.tanh(h @ w)), None), h, None, length=2)[0]
+
+    def loss(weights, x):
+        return jnp.mean(lax.scan(lambda h, w: (inner(h, w), None), x, weights)[0] ** 3)
+
+    assert_exact(loss, np.sin(np.arange(18.0)).reshape(2, 3, 3), X, rtol=1e-9)
+
+
+@jax.custom_vjp
+def straight_through(x):
+    return jnp.round(x)
+
+
+straight_through.defvjp(lambda x: (jnp.round(x), None), lambda _, g: (g,))
+
+
+@jax.custom_vjp
+def around_straight_through(x):
+    return straight_through(x) * x
+
+
+around_straight_through.defvjp(
+    lambda x: (straight_through(x) * x, x), lambda x, g: (g * jnp.sin(straight_through(x) * x),)
+)
+
+
+def test_second_derivatives_through_derivatives_of_ones_own(float64):
+    def loss(w, x):
+        return jnp.mean(around_straight_through(x * w[None]) ** 2)
+
+    def second(value_and_grad):
+        return jax.grad(lambda w: jnp.sum(value_and_grad(w, X)[1] ** 2))(jnp.asarray(W))
+
+    expected = second(jax.value_and_grad(loss))
+    np.testing.assert_allclose(second(ab.value_and_grad(loss, microbatch_size=4)), expected, rtol=1e-11)
+    assert np.any(expected != 0)
+
+
+def test_numbers_that_are_drawn_in_parts_are_not_drawn_at_once_as_well():
+    def loss(w, x, key):
+        noise = jax.random.normal(key, (6, 3))
+        return jnp.sum((x @ w) * noise.sum(1)) - jnp.sum((x @ w) * jnp.cumsum(noise, 1)[:, -1])
+
+    args = (W.astype(np.float32), X.astype(np.float32))
+    with pytest.raises(ab.InputError, match="must not be used for the whole batch as well"):
+        ab.value_and_grad(loss, microbatch_size=2, rng_argnums=2)(*args, jax.random.key(0, impl="rbg"))
+    assert_exact(loss, *args, jax.random.key(0), rtol=1e-4)  # of the default generator they are the same
+
+
+@jax.custom_vjp
+def fused(w, x):
+    return jnp.mean((x @ w) ** 2)
+
+
+def fused_forward(w, x):
+    return fused(w, x), jax.grad(lambda w: jnp.mean((x @ w) ** 2))(w)
+
+
+fused.defvjp(fused_forward, lambda gradient, g: (g * gradient, None))
+
+
+def test_a_forward_pass_that_saves_the_gradient(float64):
+    assert ab.read(lambda w, x: fused(w, x), W, X).passes == 1
+    assert_exact(lambda w, x: fused(w, x), W, X)
+    assert_exact(lambda w, x: jnp.sqrt(fused(w, x)), W, X)
+
+
+@jax.custom_vjp
+def fused_wrongly(w, x):
+    return jnp.mean((x @ w) ** 2)
+
+
+fused_wrongly.defvjp(fused_forward, lambda gradient, g: (g * jnp.tanh(gradient), None))
+
+
+def test_a_saved_sum_that_is_not_used_linearly_is_the_heads(float64):
+    assert not ab.read(lambda w, x: fused_wrongly(w, x), W, X).separable
+    assert_exact(lambda w, x: fused_wrongly(w, x), W, X)
+
+
+def test_a_loss_in_a_mesh_whose_factors_differ_from_device_to_device(float64):
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    spread, whole = jax.sharding.PartitionSpec("data"), jax.sharding.PartitionSpec()
+
+    def loss(w, x):
+        return jnp.sqrt(jnp.mean((x @ w) ** 2))
+
+    def gradient(value_and_grad):
+        local = jax.shard_map(
+            lambda w, x: value_and_grad(w, x)[1], mesh=mesh, in_specs=(whole, spread), out_specs=whole
+        )
+        return jax.jit(local)(jnp.asarray(W), jnp.asarray(X))
+
+    expected = gradient(jax.value_and_grad(loss))
+    np.testing.assert_allclose(gradient(ab.value_and_grad(loss, microbatch_size=2)), expected, rtol=1e-12)
