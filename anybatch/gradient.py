@@ -40,9 +40,11 @@ def value_and_grad(
     the same tree, shapes and dtypes. It works under `jit`, `grad` and `vmap`.
 
     **Exact.** For every `microbatch_size`, whether it divides the batch or not, the result is the gradient of
-    the full batch up to the rounding of the sum, provided that the loss is what `reduction` declares.
+    the full batch up to the rounding of the sum: the loss is read, and what its program does with the examples decides
+    what is accumulated. aux and random numbers are those of the full batch, too.
 
-    **Memory.** Activations of one microbatch and one gradient in `accumulator_dtype`, however large the batch.
+    **Memory.** Activations of one microbatch and one gradient in `accumulator_dtype`, however large the batch; for a
+    loss that looks across examples also what it computes from all of them, which is never large without a warning.
 
     **Time.** That of a hand-written `lax.scan` over the microbatches. Outside `jit`, each call traces `fun`
     again (it may read a global that changed) and compiles only if the traced program is a new one.
@@ -51,7 +53,7 @@ def value_and_grad(
     >>> def loss(w, batch):
     ...     return jnp.mean((batch["x"] * w - batch["y"]) ** 2)
     >>> batch = {"x": jnp.array([1.0, 2.0, 3.0]), "y": jnp.array([2.0, 4.0, 6.0])}
-    >>> fun = ab.value_and_grad(loss, microbatch_size=2, reduction="mean")
+    >>> fun = ab.value_and_grad(loss, microbatch_size=2)
     >>> value, grad = fun(1.0, batch)
     >>> print(f"{value:.3f} {grad:.3f}")  # mean of (1, 4, 9), and of -2 times that
     4.667 -9.333
@@ -65,32 +67,37 @@ def value_and_grad(
         microbatch. Python numbers and strings among them are constants: a new value compiles a new program.
       microbatch_size: how many examples at a time. Any size will do; the last microbatch may be smaller. Take
         the largest that fits; `None` is the full batch. `"auto"` is not available yet.
-      reduction: how the loss uses its examples.
+      reduction: how the loss uses its examples. `"infer"` reads it from the loss: in one pass over the microbatches
+        where that suffices, else in two. The others declare it, and nothing is read.
         `"mean"`: it is a mean over the examples, which may have terms that depend on the parameters alone.
         `"sum"`: it is a sum over the examples, with no such terms.
         `"weighted"`: it returns `(total, weight)`, sums over the examples, and stands for `total / weight`: use
         it for a mean over tokens or a masked mean. A weight of 0 divides by 1. A weight that depends on the
         parameters is differentiated too, at the price of a second forward pass, which float16 needs as well.
-        `"infer"` is not available yet, and not needed with `microbatch_size=None`.
-      aux_reduction: how the aux leaves of the microbatches combine: `"mean"`, `"sum"`, `"last"`, `"stack"`, or a
-        tree of these that is a prefix of aux. A mean is weighted as the loss is: by the examples, or by the
+      aux_reduction: with a declared reduction, how the aux leaves of the microbatches combine: `"mean"`, `"sum"`,
+        `"last"`, `"stack"`, or a tree of these that is a prefix of aux. A mean is weighted as the loss is: by the examples, or by the
         weight that it returns. Leaves with a row for each example need none (in a tree: `None`): they are
         concatenated in order.
-      rng_argnums: which positional arguments are PRNG keys, or trees of them. A microbatch gets
-        `jax.random.fold_in(key, i)`, where `i` is the index in the batch of its first example. With
-        `microbatch_size=None` the keys stay as they are.
-      memory: not available yet.
+      rng_argnums: which positional arguments are PRNG keys, or trees of them. With a declared reduction a microbatch
+        gets `jax.random.fold_in(key, i)`, where `i` is the index in the batch of its first example; with
+        `microbatch_size=None` the keys stay as they are. With `"infer"` it is needed only for generators whose numbers
+        cannot be drawn in part, as `"rbg"`: of these, each microbatch then draws its own.
+      memory: bounds what a loss that looks across examples may compute from the whole batch at once: bytes, a text as
+        `"16GiB"` or `"80%"` of what is left; by default, what the device has left.
       accumulator_dtype: the gradients of narrower dtypes (bfloat16, float16) are summed in this one, and cast
         back at the end. `None` sums each in its own.
       mesh: not available yet.
       axis_name: the axis of `mesh` over which the batch is spread.
-      on_coupled: what `"infer"` does with a loss that looks across examples, `"exact"` or `"error"`.
+      on_coupled: what `"infer"` does with a loss that looks across examples: `"exact"` computes it in two passes,
+        `"error"` refuses it.
 
     Returns:
       A function with the arguments of `fun` that returns `(value, gradient)`, or `((value, aux), gradient)`.
 
     Raises:
       InputError: for arguments that cannot be worked with, before any work is done.
+      CoupledError: for a loss that looks across examples, with `on_coupled="error"`.
+      HeadTooLargeError: if what must be computed from the whole batch at once does not fit the memory.
       NotAvailableError: for an option that this version does not have.
     """
     settings = Settings.of(
@@ -123,7 +130,7 @@ def grad(
     >>> import jax.numpy as jnp, anybatch as ab
     >>> def loss(w, x):
     ...     return jnp.sum((w * x) ** 2)
-    >>> print(ab.grad(loss, microbatch_size=2, reduction="sum")(3.0, jnp.array([1.0, 2.0, 3.0])))  # 2 * 3 * 14
+    >>> print(ab.grad(loss, microbatch_size=2)(3.0, jnp.array([1.0, 2.0, 3.0])))  # 2 * 3 * 14
     84.0
 
     Args:
