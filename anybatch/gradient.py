@@ -75,9 +75,9 @@ def value_and_grad(
         it for a mean over tokens or a masked mean. A weight of 0 divides by 1. A weight that depends on the
         parameters is differentiated too, at the price of a second forward pass, which float16 needs as well.
       aux_reduction: with a declared reduction, how the aux leaves of the microbatches combine: `"mean"`, `"sum"`,
-        `"last"`, `"stack"`, or a tree of these that is a prefix of aux. A mean is weighted as the loss is: by the examples, or by the
-        weight that it returns. Leaves with a row for each example need none (in a tree: `None`): they are
-        concatenated in order.
+        `"last"`, `"stack"`, or a tree of these that is a prefix of aux. A mean is weighted as the loss is: by the
+        examples, or by the weight that it returns. Leaves with a row for each example need none (in a tree: `None`):
+        they are concatenated in order.
       rng_argnums: which positional arguments are PRNG keys, or trees of them. With a declared reduction a microbatch
         gets `jax.random.fold_in(key, i)`, where `i` is the index in the batch of its first example; with
         `microbatch_size=None` the keys stay as they are. With `"infer"` it is needed only for generators whose numbers

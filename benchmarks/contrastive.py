@@ -91,9 +91,8 @@ def main() -> None:
     size = sizes[0] // 4
     params = jax.jit(model.init)(jax.random.key(0))
     print(ab.read(model.loss, params, jax.eval_shape(lambda: model.batch(jax.random.key(1), sizes[-1]))))
-    print(
-        f"\n{'examples':>8} {'at once':>12} {'two passes':>12} {'beyond embeddings':>18} {'time':>10} {'difference':>11}"
-    )
+    names = ("examples", "at once", "two passes", "beyond embeddings", "time", "difference")
+    print("\n" + " ".join(f"{name:>{width}}" for name, width in zip(names, (8, 12, 12, 18, 10, 11), strict=True)))
     for examples in sizes:
         batch = model.batch(jax.random.key(1), examples)
         full = jax.jit(jax.value_and_grad(model.loss)).lower(params, batch).compile()

@@ -15,13 +15,18 @@ PACKAGE = pathlib.Path(anybatch.__file__).parent
 FLOORS = [
     ["errors", "trees", "compat", "memory"],
     ["batch", "arguments", "loss", "auxiliary"],
-    ["reading", "reading.states", "reading.graph", "reading.source", "reading.reader", "reading.positions"]
-    + ["reading.evaluation", "reading.constants", "reading.rules", "reading.rules.table", "reading.rules.elementwise"]
-    + ["reading.rules.shapes", "reading.rules.ordering", "reading.rules.reductions", "reading.rules.indexing", "reading.rules.random"]
-    + ["reading.rules.algebra", "reading.rules.derivatives", "reading.rules.control", "reading.rules.kernels"]
-    + ["reading.rulebook", "reading.split", "reading.loss_reading", "reading.kinds", "reading.report"],
-    ["routes", "routes.outputs", "routes.in_place", "routes.references", "routes.full", "routes.scan"]
-    + ["routes.passes", "routes.split_passes"],
+    [
+        *("reading", "reading.states", "reading.graph", "reading.source", "reading.reader", "reading.positions"),
+        *("reading.evaluation", "reading.constants", "reading.rules", "reading.rules.table"),
+        *("reading.rules.elementwise", "reading.rules.shapes", "reading.rules.ordering", "reading.rules.reductions"),
+        *("reading.rules.indexing", "reading.rules.random", "reading.rules.algebra", "reading.rules.derivatives"),
+        *("reading.rules.control", "reading.rules.kernels", "reading.rulebook"),
+        *("reading.split", "reading.loss_reading", "reading.kinds", "reading.report"),
+    ],
+    [
+        *("routes", "routes.outputs", "routes.in_place", "routes.references", "routes.full", "routes.scan"),
+        *("routes.passes", "routes.split_passes"),
+    ],
     ["programs", "limits"],
     ["settings", "gradient", "read", "widening", "comparison", "diagnosis", "verify"],
     ["recipes", "__init__"],

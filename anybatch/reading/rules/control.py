@@ -74,8 +74,6 @@ def _while(reader: Reader, node: Node, states: Sequence[State]) -> Outcome:
     params, facts = node.params, _facts(reader, node, states)
     split = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
     cond_consts, body_consts, carry = facts[: split[0]], facts[split[0] : split[1]], facts[split[1] :]
-    if any(fact.has_gradient for fact in facts):
-        raise NotRowwise("JAX cannot take the gradient of such a loop backward")
     for _ in range(4 + 2 * len(carry)):
         condition = reader.nested(params["cond_jaxpr"], [*cond_consts, *carry])
         if condition.output_states() != [WHOLE]:

@@ -93,7 +93,7 @@ def _read_function(reader: Reader, jaxpr: Any, states: Sequence[State]) -> Reade
     try:
         facts = [Fact(state, True, is_inexact) for state, is_inexact in zip(states, inexact, strict=True)]
         return reader.nested(jaxpr, facts)
-    except NotRowwise:  # a while loop has no second derivative, but may have a first
+    except NotRowwise:  # one that cannot be differentiated again may still have a first derivative
         return reader.nested(jaxpr, [Fact(state, True) for state in states])
 
 

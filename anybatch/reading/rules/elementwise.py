@@ -68,16 +68,16 @@ def all_sums(reader: Reader, values: Sequence[Value], states: Sequence[State]) -
 
 
 def _keeps_precision(old: Value, new: Value) -> bool:
-    """Whether a cast of a sum may be done before adding up: it may not round, or only at the end."""
+    """Whether a cast of a sum may be done before adding up: not if it rounds or wraps around, which is done once."""
+    bits = [jnp.dtype(value.dtype).itemsize for value in (old, new)]
     if all(jax.dtypes.issubdtype(value.dtype, np.integer) for value in (old, new)):
-        return True  # whole numbers wrap around alike, before and after
-    if not new.is_inexact or not (old.is_inexact or jax.dtypes.issubdtype(old.dtype, np.integer)):
+        return bits[1] <= bits[0]  # whole numbers that get narrower wrap around alike, before and after
+    if not old.is_inexact or not new.is_inexact:
         return False
     is_complex = [jax.dtypes.issubdtype(value.dtype, np.complexfloating) for value in (old, new)]
     if is_complex[0] and not is_complex[1]:
         return False
-    # A count needs float32: 8 bits of bfloat16 hold the 1000 of a batch, but not the 333 of a microbatch.
-    return jnp.finfo(new.dtype).bits >= (jnp.finfo(old.dtype).bits if old.is_inexact else 32)
+    return jnp.finfo(new.dtype).bits >= jnp.finfo(old.dtype).bits
 
 
 @rule("bitcast_convert_type")

@@ -54,6 +54,6 @@ def _gamma(reader: Reader, node: Node, states: Sequence[State]) -> Outcome:
     rows = only_rows(states)
     keys, alphas = node.inputs
     _refuse_other_generators(node)
-    if keys.ndim != alphas.ndim:
+    if rows.axis >= keys.ndim or keys.shape != alphas.shape:
         raise NotRowwise("it draws for several examples from one key")
     return Outcome([rows] * len(node.outputs), [rows, rows])
