@@ -207,7 +207,9 @@ class Reader:
         """What cannot be done microbatch by microbatch belongs to the head."""
         coupled_before = any(isinstance(state, Mixed) and state.couples for state in states)
         couples = coupled_before or any(isinstance(state, Rows) for state in states)
-        blame = refusal.blame or source.blame(node, refusal.why)
+        blame = refusal.blame
+        if blame is None or not blame.file:  # some equations inside others have no line of their own
+            blame = source.blame(node, refusal.why)
         if not self.top:
             raise NotRowwise(refusal.why, blame=blame)
         mixed = any(isinstance(state, Mixed) for state in states)

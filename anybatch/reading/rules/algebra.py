@@ -15,7 +15,7 @@ from anybatch.reading.states import SUM, WHOLE, NotRowwise, Rows, State, only_ro
 _CORE_AXES = {"lu_pivots_to_permutation": (1,), "tridiagonal_solve": (1, 1, 1, 2), "householder_product": (2, 1)}
 
 
-@rule("cholesky", "lu", "qr", "geqrf", "geqp3", "eigh", "svd", "eig", "householder_product", "triangular_solve")
+@rule("cholesky", "lu", "qr", "geqrf", "geqp3", "eigh", "svd", "eig", "householder_product")
 @rule("tridiagonal_solve", "lu_pivots_to_permutation", "schur", "hessenberg", "tridiagonal", "ormqr", "eigvalsh")
 @rule("cholesky_update", "symmetric_product")
 def _matrices(reader: Reader, node: Node, states: Sequence[State]) -> Outcome:
@@ -28,6 +28,18 @@ def _matrices(reader: Reader, node: Node, states: Sequence[State]) -> Outcome:
     if any(rows.axis >= output.ndim for output in node.outputs):
         raise NotRowwise("its matrices are made of several examples")
     return Outcome([rows] * len(node.outputs), takes_of(rows, states))
+
+
+@rule("triangular_solve")
+def _triangular_solve(reader: Reader, node: Node, states: Sequence[State]) -> Outcome:
+    """One matrix for all examples, which are the columns of the right-hand side; or a matrix for each."""
+    matrix, side = states
+    free = node.inputs[1].ndim - (1 if node.params["left_side"] else 2)
+    if matrix == WHOLE and isinstance(side, Rows) and side.axis == free:
+        return Outcome([side])
+    if matrix == WHOLE and side == SUM:
+        return Outcome([SUM])
+    return _matrices(reader, node, states)
 
 
 @rule("fft")
