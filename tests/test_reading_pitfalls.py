@@ -36,6 +36,11 @@ def test_a_key_for_each_example_of_a_generator_that_draws_for_all_at_once(impl, 
     assert_exact(loss, W, X)
 
 
+def test_draws_that_are_not_numbered_are_drawn_at_once(float64):
+    with jax.threefry_partitionable(False):
+        assert_exact(lambda w, x: jnp.mean((x * jax.random.normal(jax.random.key(0), x.shape)) @ w) ** 2, W, X)
+
+
 def normalized(h):
     return (h - h.mean(0, keepdims=True)) / jnp.sqrt(h.var(0, keepdims=True) + 1e-3)
 

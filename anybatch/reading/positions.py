@@ -127,8 +127,8 @@ def _random(microbatch: Any, node: Node, value: Value, rows: Rows) -> Any:
         return None
     if compat.draws_by_counter(keys.dtype):
         return _drawn_by_counter(microbatch, node, value, rows)
-    if node.name == "random_split" or keys.ndim:
-        return None
+    if node.name == "random_split" or keys.ndim or compat.is_threefry(keys.dtype):
+        return None  # drawn at once, and cut
     if not microbatch.draw.fresh:
         place = source.locate(node)
         raise InputError(
