@@ -5,6 +5,7 @@ BIN := $(VENV)/bin
 PYVERSION := $(shell $(PYTHON) -c 'import sys; print("%d%d" % sys.version_info[:2])' 2>/dev/null)
 LOCK := requirements/py$(PYVERSION).txt
 JOBS ?= auto
+MARKERS ?= not slow
 STAMP := $(VENV)/.ready
 
 .PHONY: demo test test-slow lint format bench docs setup lock clean
@@ -13,7 +14,7 @@ demo: $(STAMP)
 	$(BIN)/anybatch demo
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -n $(JOBS)
+	$(BIN)/python -m pytest -n $(JOBS) -m "$(MARKERS)"
 
 test-slow: $(STAMP)
 	$(BIN)/python -m pytest -n $(JOBS) -m slow
@@ -29,6 +30,8 @@ format: $(STAMP)
 
 bench: $(STAMP)
 	$(BIN)/python benchmarks/overhead.py
+	$(BIN)/python benchmarks/reading.py
+	$(BIN)/python benchmarks/contrastive.py
 
 docs: $(STAMP)
 	$(BIN)/python -m sphinx -W --keep-going -q docs docs/_build/html

@@ -183,6 +183,14 @@ def abstract(aval: Any, num_rows: int | None = None) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, aval.dtype, weak_type=aval.weak_type, **placement)
 
 
+def as_weak(array: jax.Array, like: Any) -> jax.Array:
+    """`array`, of a weak type if `like` is of one, as the gradient with respect to a Python number is."""
+    if not getattr(like, "weak_type", False) or array.weak_type:
+        return array
+    primitive: Any = jax.lax.convert_element_type_p
+    return primitive.bind(array, new_dtype=array.dtype, weak_type=True, sharding=None)
+
+
 def varying_axes(aval: Any) -> frozenset[str]:
     """The mesh axes of the `shard_map` around us over which a value differs from device to device."""
     return aval.manual_axis_type.varying

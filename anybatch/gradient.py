@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from anybatch import auxiliary, limits
+from anybatch import auxiliary, compat, limits
 from anybatch.arguments import Arguments, Roles
 from anybatch.batch import Cut
 from anybatch.loss import TracedLoss, trace_loss
@@ -193,7 +193,10 @@ def _compute(fun: Callable[..., Any], settings: Settings, arguments: Arguments) 
 
     def flat_compute(*flat: Any) -> list[Any]:
         value, aux, grads = compute(jax.tree.unflatten(tree, flat))
-        return [value, *aux, *grads]
+        types = [*loss.out_avals[loss.num_heads :], *loss.types.wrt]
+        if loss.num_heads == 1:
+            value = compat.as_weak(value, loss.out_avals[0])
+        return [value, *map(compat.as_weak, [*aux, *grads], types)]
 
     value, *rest = PROGRAMS.run(flat_compute, *leaves, has_effects=loss.traced.has_effects)
     return value, jax.tree.unflatten(loss.aux_tree, rest[:num_aux]), arguments.as_gradient(rest[num_aux:])

@@ -9,6 +9,8 @@ from losses import LOSSES
 
 import anybatch as ab
 
+pytestmark = pytest.mark.thorough
+
 SIZES = [1, 2, 3, 5, 6, 11, 12, 13, None]
 
 

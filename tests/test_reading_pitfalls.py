@@ -96,6 +96,18 @@ def test_numbers_that_are_drawn_in_parts_are_not_drawn_at_once_as_well():
     assert_exact(loss, *args, jax.random.key(0), rtol=1e-4)  # of the default generator they are the same
 
 
+@pytest.mark.parametrize("options", [{}, {"reduction": "sum"}])
+def test_the_gradient_of_a_python_number_is_weak(options):
+    def loss(w, x):
+        return jnp.sum(w * x[:, 0])
+
+    x = X.astype(np.float32)
+    expected = jax.value_and_grad(loss)(1.5, x)
+    actual = ab.value_and_grad(loss, microbatch_size=2, **options)(1.5, x)
+    assert [leaf.aval for leaf in actual] == [leaf.aval for leaf in expected]
+    assert actual[1].weak_type
+
+
 @jax.custom_vjp
 def fused(w, x):
     return jnp.mean((x @ w) ** 2)

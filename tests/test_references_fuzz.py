@@ -10,6 +10,8 @@ from jax import lax
 
 import anybatch as ab
 
+pytestmark = pytest.mark.thorough
+
 KINDS = ["plain", "jit", "remat", "scan", "constant of a scan", "cond", "slice", "grad"]
 
 

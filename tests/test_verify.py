@@ -17,6 +17,8 @@ from anybatch.comparison import LeafDifference, Trial, difference
 from anybatch.verify import DifferentGradientError, RouteCheck, Verification, verify
 from anybatch.widening import WideLoss, widened
 
+pytestmark = pytest.mark.thorough
+
 CASES = {case.name: case for case in LOSSES}
 READ_IT = "or leave reduction out: then anybatch reads the loss itself."
 
