@@ -118,7 +118,11 @@ class Reading:
             for item in self.frontier
         )
         table = f"<table><tr><th>made</th><th>what</th><th>bytes</th><th>where</th></tr>{rows}</table>" if rows else ""
-        rest = "".join(f"<li>{html.escape(line.strip())}</li>" for line in self._lines()[len(self.frontier) :])
+        # What is indented in the text belongs to the line before it.
+        rest = ""
+        for line in self._lines()[len(self.frontier) :]:
+            text = html.escape(line.strip())
+            rest += f"<ul><li><code>{text}</code></li></ul>" if line.startswith(" ") else f"<li>{text}</li>"
         return f"<p><b>{html.escape(self.kind)}</b>: {self._passes()}</p>{table}" + (f"<ul>{rest}</ul>" if rest else "")
 
 
