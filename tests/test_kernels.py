@@ -246,6 +246,16 @@ def experts_with_noise_by_place(params, x):
     return out[jnp.argsort(order)].reshape(-1, CHOSEN, WIDTH).sum(1).reshape(x.shape)
 
 
+def experts_some_of_whom_are_nobody(params, x):
+    """Tokens for an expert of number -1, whom nobody counts, push the groups of the others about."""
+    hidden, _, flat = routed(params, x)
+    flat = flat - 1
+    order = jnp.argsort(flat)
+    sizes = jax.nn.one_hot(flat, EXPERTS, dtype=jnp.int32).sum(0)
+    out = jax.lax.ragged_dot(jax.lax.ragged_dot(hidden[order // CHOSEN], params["up"], sizes), params["down"], sizes)
+    return out[jnp.argsort(order)].reshape(-1, CHOSEN, WIDTH).sum(1).reshape(x.shape)
+
+
 def experts_problem(layer):
     keys = jax.random.split(jax.random.key(0), 4)
     shapes = {"router": (WIDTH, EXPERTS), "up": (EXPERTS, WIDTH, 5), "down": (EXPERTS, 5, WIDTH)}
@@ -262,7 +272,7 @@ def test_tokens_sorted_by_expert_take_one_pass(layer, float64):
     assert_exact(loss, params, x, sizes=(1, 4))
 
 
-@pytest.mark.parametrize("layer", [experts_that_overflow, experts_with_noise_by_place])
+@pytest.mark.parametrize("layer", [experts_that_overflow, experts_with_noise_by_place, experts_some_of_whom_are_nobody])
 def test_tokens_whose_place_matters_are_not_taken_apart(layer, float64):
     loss, params, x = experts_problem(layer)
     reading = ab.read(loss, params, x)

@@ -154,3 +154,74 @@ def test_a_loss_in_a_mesh_whose_factors_differ_from_device_to_device(float64):
 
     expected = gradient(jax.value_and_grad(loss))
     np.testing.assert_allclose(gradient(ab.value_and_grad(loss, microbatch_size=2)), expected, rtol=1e-12)
+
+
+def test_a_derivative_that_contains_itself_is_read_once(float64):
+    """The rule of `sinc` calls the next derivative of `sinc`, which has a rule, which calls the next."""
+    assert_exact(lambda w, x: jnp.mean(jnp.sinc(x @ w)), W, X, sizes=(4,))
+
+
+def test_the_derivative_by_the_batch_of_a_function_of_data_alone(float64):
+    def loss(w, x):
+        return jnp.mean((straight_through(3 * x) @ w) ** 2)
+
+    expected = jax.grad(loss, argnums=1)(W, X)
+    actual = jax.grad(lambda x: ab.value_and_grad(loss, microbatch_size=4)(W, x)[0])(jnp.asarray(X))
+    np.testing.assert_allclose(actual, expected, rtol=1e-12)
+    assert np.any(expected != 0)
+
+
+@jax.custom_vjp
+def centred_gradient(x):
+    return 2 * x
+
+
+centred_gradient.defvjp(lambda x: (2 * x, None), lambda _, g: (g - g.mean(0, keepdims=True),))
+
+
+def test_a_derivative_that_mixes_examples_is_an_error_when_it_is_asked_for_too_late(float64):
+    """Of data alone, it was not needed; by the batch, it cannot be taken in parts."""
+
+    def loss(w, x):
+        return jnp.mean((centred_gradient(x) @ w) ** 2)
+
+    assert_exact(loss, W, X)
+    with pytest.raises(ab.InputError, match="must keep examples apart") as error:
+        jax.grad(lambda x: ab.value_and_grad(loss, microbatch_size=4)(W, x)[0])(jnp.asarray(X))
+    assert __file__ in str(error.value)
+
+
+def test_a_sum_over_a_scan_that_starts_from_a_python_zero(float64):
+    def loss(w, x):
+        return lax.scan(lambda total, row: (total + jnp.tanh(row @ w), None), 0.0, x)[0]
+
+    assert ab.read(loss, W, X).kind == "sum over 6 examples"
+    assert_exact(loss, W, X)
+
+
+def test_a_scan_that_is_nearly_a_sum(float64):
+    """The controls: what is carried is used, or halved, or does not start from zero."""
+
+    def used(w, x):
+        return lax.scan(lambda total, row: (total + jnp.tanh(row @ w + total), None), 0.0, x)[0]
+
+    def halved(w, x):
+        return lax.scan(lambda total, row: (total / 2 + jnp.tanh(row @ w), None), 0.0, x)[0]
+
+    def started(w, x):
+        return lax.scan(lambda total, row: (total + jnp.tanh(row @ w), None), 1.5, x)[0]
+
+    for loss in (used, halved, started):
+        assert ab.read(loss, W, X).kind == "couples examples"
+        assert_exact(loss, W, X, sizes=(4,))
+
+
+def test_a_thousand_terms_are_described_without_running_out_of_stack():
+    def loss(w, x):
+        total = jnp.zeros(())
+        for number in range(1500):
+            total = total + jnp.sum(w) * number
+        return jnp.mean(x @ w) + total
+
+    args = (W.astype(np.float32), X.astype(np.float32))
+    assert ab.read(loss, *args).kind == "mean over 6 examples, plus a term of the parameters"

@@ -24,6 +24,10 @@ def kind_of(split: Split) -> str:
     return _Words(split).of_terms(loss)
 
 
+def _scales(node: Node, factor: Value) -> bool:
+    return node.name == "mul" or (node.name == "div" and factor is node.inputs[0])
+
+
 class _Words:
     def __init__(self, split: Split) -> None:
         self.reader, self.num_examples = split.reader, split.loss.num_examples
@@ -42,22 +46,25 @@ class _Words:
         return f"{described}, plus a term of the parameters" if of_parameters else described
 
     def _terms(self, value: Value) -> Iterator[Value]:
-        node = None if value.is_constant else value.node
-        if node is None:
-            yield value
-        elif node.name in ("add", "add_any", "sub"):
-            for operand in node.inputs:
-                yield from self._terms(operand)
-        elif isinstance(self.reader.state(value), Mixed) and node.name in _UNCHANGED:
-            yield from self._terms(node.inputs[0])
-        elif isinstance(self.reader.state(value), Mixed) and node.name in ("mul", "div"):
-            factors = [operand for operand in node.inputs if self._uses_batch(operand)]
-            if len(factors) == 1 and (node.name == "mul" or factors[0] is node.inputs[0]):
-                yield from self._terms(factors[0])
+        """What a value adds up, through factors and casts. Without recursion: a loss may add up thousands of terms."""
+        seen: set[Value] = set()
+        pending = [value]
+        while pending:
+            value = pending.pop()
+            if value in seen:
+                continue
+            seen.add(value)
+            node = None if value.is_constant else value.node
+            is_mixed = isinstance(self.reader.state(value), Mixed)
+            factors = [] if node is None else [operand for operand in node.inputs if self._uses_batch(operand)]
+            if node is not None and node.name in ("add", "add_any", "sub"):
+                pending.extend(reversed(node.inputs))
+            elif node is not None and is_mixed and node.name in _UNCHANGED:
+                pending.append(node.inputs[0])
+            elif node is not None and is_mixed and len(factors) == 1 and _scales(node, factors[0]):
+                pending.append(factors[0])
             else:
                 yield value
-        else:
-            yield value
 
     def _of_term(self, value: Value) -> str:
         state, node = self.reader.state(value), value.node
@@ -77,11 +84,13 @@ class _Words:
     def _of_sum(self, value: Value) -> str:
         """A sum: is it divided by a number that grows with the batch, or by one that the batch itself gives?"""
         pending, divided = [value], False
+        seen: set[Value] = set()
         while pending:
             value = pending.pop()
             node = None if value.is_constant else value.node
-            if node is None:
+            if node is None or value in seen:
                 continue
+            seen.add(value)
             if node.name in ("mul", "div"):
                 whole = [operand for operand in node.inputs if self.reader.state(operand) == WHOLE]
                 for operand in whole:

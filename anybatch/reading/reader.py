@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 
 from anybatch.reading import source
@@ -74,6 +75,8 @@ class Reader:
       rulebook: how to read each primitive.
       top: whether this is the loss itself, or a function nested in it, which must be row-wise throughout.
       may_reorder: whether examples may be sorted, each microbatch for itself.
+      reads_derivatives: whether functions with derivatives of their own are differentiated here; if not, their
+        derivatives are read when an outer `grad` asks for them.
     """
 
     def __init__(
@@ -85,7 +88,9 @@ class Reader:
         *,
         top: bool = False,
         may_reorder: bool = False,
+        reads_derivatives: bool = True,
     ) -> None:
+        self.reads_derivatives = reads_derivatives
         self.graph, self.num_examples, self.rulebook, self.top = graph, num_examples, rulebook, top
         self.facts = dict(zip(graph.inputs, facts, strict=True))
         self.uses_batch = {value: fact.state != WHOLE for value, fact in self.facts.items()}
@@ -93,6 +98,7 @@ class Reader:
         self.sorted_by: dict[int, Value] = {}  # the keys of each order
         self.pointers: dict[tuple[int, int | None], Value] = {}  # the positions that a sort itself makes
         self.outcomes: dict[Node, Outcome] = {}
+        self._zeros: dict[Value, bool] = {}
         self.blames: list[source.Blame] = []
         self.computed_first: set[Value] = set()  # from data alone, once, before the first microbatch
         self.cut_later: set[Value] = set()  # those of them that then are cut into rows like the batch itself
@@ -117,9 +123,12 @@ class Reader:
     def output_states(self) -> list[State]:
         return [self.state(value) for value in self.graph.outputs]
 
-    def nested(self, jaxpr: Any, facts: Sequence[Fact]) -> "Reader":
+    def nested(self, jaxpr: Any, facts: Sequence[Fact], reads_derivatives: bool | None = None) -> "Reader":
         """Reads a function inside a node. It must be row-wise throughout."""
-        return Reader(Graph(jaxpr), self.num_examples, facts, self.rulebook, may_reorder=self.may_reorder)
+        if reads_derivatives is None:
+            reads_derivatives = self.reads_derivatives
+        options: dict[str, Any] = {"may_reorder": self.may_reorder, "reads_derivatives": reads_derivatives}
+        return Reader(Graph(jaxpr), self.num_examples, facts, self.rulebook, **options)
 
     @property
     def scales(self) -> bool:
@@ -243,12 +252,19 @@ class Reader:
 
     def is_zero(self, value: Value) -> bool:
         """Whether a whole value is known to be zero everywhere."""
-        if value.is_constant:
-            return not value.is_key and isinstance(value.known, np.ndarray) and not np.any(value.known)
+        if value not in self._zeros:
+            self._zeros[value] = False  # of an endless chain, one does not know
+            self._zeros[value] = self._is_zero(value)
+        return self._zeros[value]
+
+    def _is_zero(self, value: Value) -> bool:
+        known = value.known if value.is_constant else value.hint
+        if known is not None:
+            return not value.is_key and isinstance(known, (np.ndarray, jax.Array)) and not np.any(np.asarray(known))
+        if value.is_constant or self.state(value) != WHOLE:
+            return False
         node = value.node
-        if value.hint is not None:
-            return not value.is_key and not np.any(np.asarray(value.hint))
-        if node is None or self.state(value) != WHOLE:
+        if node is None:
             return self.facts[value].is_zero
         if node.name in _KEEP_ZERO:
             return self.is_zero(node.inputs[0])

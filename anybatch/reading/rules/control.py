@@ -206,19 +206,27 @@ def _carried_over_examples(graph: Graph, number: int, before: Value, reader: Rea
     after = graph.outputs[number]
     if after is before:
         return WHOLE
-    node = after.node
-    adds = (
-        not after.is_constant
-        and node is not None
-        and node.name in ("add", "add_any")
-        and sum(operand is before for operand in node.inputs) == 1
-        and sum(value is before for other in graph.nodes for value in other.inputs) == 1
-        and not any(value is after for other in graph.nodes for value in other.inputs)
-        and sum(output is after for output in graph.outputs) == 1
-        and not any(output is before for output in graph.outputs)
-        and before.shape == after.shape
-        and reader.is_zero(start)
-    )
-    if not adds:
-        raise NotRowwise("it carries something from one example to the next", unroll=False)
-    return SUM
+    uses = [(node, value) for node in graph.nodes for value in node.inputs]
+    is_output = [sum(output is value for output in graph.outputs) for value in (before, after)]
+    if is_output == [0, 1] and not any(value is after for _, value in uses) and reader.is_zero(start):
+        # A weak zero is cast to what it is already, before or after the addition.
+        while after.node is not None and _is_cast_to_itself(after.node):
+            after = after.node.inputs[0]
+        added, node = before, _only_user(uses, before)
+        while node is not None and _is_cast_to_itself(node):
+            added = node.outputs[0]
+            node = _only_user(uses, added)
+        if node is not None and node is after.node and node.name in ("add", "add_any"):
+            if sum(operand is added for operand in node.inputs) == 1 and added.shape == after.shape:
+                if sum(value is after for _, value in uses) <= 1:
+                    return SUM
+    raise NotRowwise("it carries something from one example to the next", unroll=False)
+
+
+def _is_cast_to_itself(node: Node) -> bool:
+    return node.name == "convert_element_type" and node.inputs[0].dtype == node.outputs[0].dtype
+
+
+def _only_user(uses: Sequence[tuple[Node, Value]], value: Value) -> Node | None:
+    users = [node for node, used in uses if used is value]
+    return users[0] if len(users) == 1 else None

@@ -1,16 +1,21 @@
 """Functions with a derivative of their own: the derivative must keep the examples apart as well."""
 
-from collections.abc import Sequence
-from typing import Any
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import numpy as np
 
 from anybatch import compat
-from anybatch.reading.graph import Node, Value
+from anybatch.errors import InputError
+from anybatch.reading import source
+from anybatch.reading.graph import Node
 from anybatch.reading.reader import Fact, Outcome, Reader
 from anybatch.reading.rules.table import rule
 from anybatch.reading.states import SUM, WHOLE, NotRowwise, Rows, State, refuse_sums
+
+Part = TypeVar("Part")
 
 
 def contains_custom_vjp(node_or_equation: Any) -> bool:
@@ -86,53 +91,65 @@ def _must_have(inner: Reader, found: Sequence[State], wanted: Sequence[State], w
             raise NotRowwise(why)
 
 
-def _read_function(reader: Reader, jaxpr: Any, states: Sequence[State]) -> Reader:
-    """Reads a part of a function with derivatives of its own, which may itself be differentiated by an outer `grad`."""
-    variables, consts, _ = compat.open_jaxpr(jaxpr)
-    inexact = [Value(variable.aval).is_inexact for variable in variables[len(consts) :]]
-    try:
-        facts = [Fact(state, True, is_inexact) for state, is_inexact in zip(states, inexact, strict=True)]
-        return reader.nested(jaxpr, facts)
-    except NotRowwise:  # one that cannot be differentiated again may still have a first derivative
-        return reader.nested(jaxpr, [Fact(state, True) for state in states])
+def _read_part(reader: Reader, jaxpr: Any, states: Sequence[State]) -> Reader:
+    """Reads a part of a function with derivatives of its own: the function, or what was written as its derivative."""
+    return reader.nested(jaxpr, [Fact(state, True) for state in states], reads_derivatives=False)
 
 
-def _read_primal(reader: Reader, node: Node, states: Sequence[State]) -> tuple[Reader, list[int], list[int]]:
-    """The function itself; which operands are differentiated; which results have a derivative."""
+def _read_primal(reader: Reader, node: Node, states: Sequence[State]) -> tuple[Reader, bool, list[int], list[int]]:
+    """The function itself; whether its derivative is needed; by which operands, and of which results."""
     refuse_sums(states)
-    primal = _read_function(reader, node.params["call_jaxpr"], states)
-    differentiated = [
-        position for position, value in enumerate(node.inputs) if reader.has_gradient(value) and value.is_inexact
-    ]
+    primal = _read_part(reader, node.params["call_jaxpr"], states)
+    inexact = [position for position, value in enumerate(node.inputs) if value.is_inexact]
+    moving = [position for position in inexact if reader.has_gradient(node.inputs[position])]
     results = [position for position, value in enumerate(node.outputs) if value.is_inexact]
-    return primal, differentiated, results
+    needed = reader.reads_derivatives and bool(moving and results)
+    # Of a derivative that is not needed now, an outer `grad` may ask by any operand: a second one, or by the batch.
+    return primal, needed, moving if needed else inexact, results
+
+
+def _read_when_asked(read: Callable[[], Part], node: Node, needed: bool) -> Callable[[], Part]:
+    """Reads a derivative now if it is needed, or else when JAX asks for it. Some rules contain themselves."""
+    cached = functools.cache(read)
+    if needed:
+        cached()
+        return cached
+
+    def later() -> Part:
+        try:
+            return cached()
+        except NotRowwise as refusal:
+            raise InputError(
+                "To be differentiated once more, a function with derivatives of its own must keep examples apart",
+                given=str(source.blame(node, refusal.why)),
+                remedy='Declare how the loss uses its examples: reduction="mean", "sum" or "weighted".',
+            ) from None
+
+    return later
 
 
 @rule("custom_jvp_call")
 def _custom_jvp(reader: Reader, node: Node, states: Sequence[State]) -> Outcome:
-    primal, differentiated, results = _read_primal(reader, node, states)
+    primal, needed, moving, results = _read_primal(reader, node, states)
     found = primal.output_states()
-
-    def run_primal(microbatch: Any) -> list[Any]:
-        return microbatch.nested(primal, [microbatch.value(value) for value in node.inputs], found)
-
-    if not differentiated:
-        return Outcome(found, run=run_primal, nested=[primal])
+    goal = [*found, *(found[position] for position in results)]
 
     def jvp(operands: Sequence[Any], tangents: Sequence[Any]) -> tuple[Any, Any]:
-        def of_differentiated(*moving: Any) -> list[Any]:
-            outputs = node(_replace(operands, differentiated, moving))
+        def of_moving(*values: Any) -> list[Any]:
+            outputs = node(_replace(operands, moving, values))
             return [outputs[position] for position in results]
 
-        points = tuple(operands[position] for position in differentiated)
-        outputs, pushed = jax.jvp(of_differentiated, points, tuple(tangents))
+        outputs, pushed = jax.jvp(of_moving, tuple(operands[position] for position in moving), tuple(tangents))
         return _replace(node(operands), results, outputs), pushed  # the outputs are the rule's own, as under jax.grad
 
-    types = [value.type for value in node.inputs]
-    traced = jax.make_jaxpr(jvp)(types, [types[position] for position in differentiated])
-    tangent = _read_function(reader, traced, [*states, *(states[position] for position in differentiated)])
-    goal = [*found, *(found[position] for position in results)]
-    _must_have(tangent, tangent.output_states(), goal, "the derivative that was written for it mixes examples")
+    def read() -> Reader:
+        types = [value.type for value in node.inputs]
+        traced = jax.make_jaxpr(jvp)(types, [types[position] for position in moving])
+        tangent = _read_part(reader, traced, [*states, *(states[position] for position in moving)])
+        _must_have(tangent, tangent.output_states(), goal, "the derivative that was written for it mixes examples")
+        return tangent
+
+    tangent = _read_when_asked(read, node, needed)
 
     def run(microbatch: Any) -> list[Any]:
         @jax.custom_jvp
@@ -142,42 +159,53 @@ def _custom_jvp(reader: Reader, node: Node, states: Sequence[State]) -> Outcome:
         @function.defjvp
         def _(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Any, Any]:
             (start, *points), (_, *directions) = primals, tangents
-            moving_operands = [directions[position] for position in differentiated]
-            pushed = microbatch.nested(tangent, [*points, *moving_operands], goal, start)
+            pushed = microbatch.nested(
+                tangent(), [*points, *(directions[position] for position in moving)], goal, start
+            )
             outputs = pushed[: len(found)]
-            moving = dict(zip(results, pushed[len(found) :], strict=True))
+            with_tangent = dict(zip(results, pushed[len(found) :], strict=True))
             still = [np.zeros(np.shape(output), jax.dtypes.float0) for output in outputs]
-            return tuple(outputs), tuple(moving.get(position, zero) for position, zero in enumerate(still))
+            return tuple(outputs), tuple(with_tangent.get(position, zero) for position, zero in enumerate(still))
 
         return list(function(microbatch.start, *(microbatch.value(value) for value in node.inputs)))
 
     return Outcome(found, run=run, nested=[primal])
 
 
+class _Derivative(NamedTuple):
+    """The passes of a custom_vjp, read."""
+
+    forward: Reader
+    backward: Reader
+    saved: list[State]
+    num_outputs: int
+    is_linear: bool
+
+
 @rule("custom_vjp_call", "custom_vjp_call_jaxpr")
 def _custom_vjp(reader: Reader, node: Node, states: Sequence[State]) -> Outcome:
-    primal, differentiated, results = _read_primal(reader, node, states)
+    primal, needed, moving, results = _read_primal(reader, node, states)
     found = primal.output_states()
-    if not differentiated or not results:
-        return Outcome(
-            found,
-            run=lambda microbatch: microbatch.nested(primal, [microbatch.value(value) for value in node.inputs], found),
-            nested=[primal],
-        )
-    passes = _Passes(node, differentiated, results)
-    forward = _read_function(reader, passes.forward, states)
-    outputs, saved = [found[position] for position in results], forward.output_states()[passes.num_outputs :]
-    _must_have(forward, forward.output_states(), outputs, "the forward pass that was written for it mixes examples")
-    # The cotangent of rows has rows. That of a sum is the same for every microbatch, and that of a whole value is
-    # made of what each microbatch contributes.
-    seeds = [state if isinstance(state, Rows) else WHOLE if state == SUM else SUM for state in outputs]
-    why = "the backward pass that was written for it mixes examples"
-    try:
-        backward = _read_function(reader, passes.backward, [*saved, *seeds])
-    except NotRowwise as refusal:
-        raise NotRowwise(f"{why}: {refusal.why}") from None
-    goal = [states[position] if isinstance(states[position], Rows) else SUM for position in differentiated]
-    _must_have(backward, backward.output_states(), goal, why)
+    outputs = [found[position] for position in results]
+    goal = [states[position] if isinstance(states[position], Rows) else SUM for position in moving]
+
+    def read() -> _Derivative:
+        passes = _Passes(node, moving, results)
+        forward = _read_part(reader, passes.forward, states)
+        saved = forward.output_states()[passes.num_outputs :]
+        _must_have(forward, forward.output_states(), outputs, "the forward pass that was written for it mixes examples")
+        # The cotangent of rows has rows. That of a sum is the same for every microbatch, and that of a whole value is
+        # made of what each microbatch contributes.
+        seeds = [state if isinstance(state, Rows) else WHOLE if state == SUM else SUM for state in outputs]
+        why = "the backward pass that was written for it mixes examples"
+        try:
+            backward = _read_part(reader, passes.backward, [*saved, *seeds])
+        except NotRowwise as refusal:
+            raise NotRowwise(f"{why}: {refusal.why}") from None
+        _must_have(backward, backward.output_states(), goal, why)
+        return _Derivative(forward, backward, saved, passes.num_outputs, passes.is_linear(reader))
+
+    derivative = _read_when_asked(read, node, needed)
 
     def run(microbatch: Any) -> list[Any]:
         @jax.custom_vjp
@@ -185,19 +213,20 @@ def _custom_vjp(reader: Reader, node: Node, states: Sequence[State]) -> Outcome:
             return tuple(microbatch.nested(primal, operands, found, start))
 
         def run_forward(start: Any, *operands: Any) -> tuple[Any, Any]:
-            results_and_saved = microbatch.nested(forward, operands, [*outputs, *saved], start)
-            made = results_and_saved[: passes.num_outputs]
+            forward, _, saved, num_outputs, _ = derivative()
+            made_and_saved = microbatch.nested(forward, operands, [*outputs, *saved], start)
+            made = made_and_saved[:num_outputs]
             if len(results) != len(found):
                 made = _replace(microbatch.nested(primal, operands, found, start), results, made)
-            return tuple(made), (start, *results_and_saved[passes.num_outputs :])
+            return tuple(made), (start, *made_and_saved[num_outputs:])
 
         def run_backward(kept: Sequence[Any], cotangents: Sequence[Any]) -> tuple[Any, ...]:
             start, *residuals = kept
             seeds = [cotangents[position] for position in results]
-            pulled = microbatch.nested(backward, [*residuals, *seeds], goal, start)
-            return None, *_replace([None] * len(node.inputs), differentiated, pulled)
+            pulled = microbatch.nested(derivative().backward, [*residuals, *seeds], goal, start)
+            return None, *_replace([None] * len(node.inputs), moving, pulled)
 
         function.defvjp(run_forward, run_backward)
         return list(function(microbatch.start, *(microbatch.value(value) for value in node.inputs)))
 
-    return Outcome(found, run=run, scales=passes.is_linear(reader), nested=[primal])
+    return Outcome(found, run=run, scales=not needed or derivative().is_linear, nested=[primal])

@@ -168,9 +168,22 @@ def multiply_groups(reader: Reader, node: Node, states: Sequence[State]) -> Outc
         raise NotRowwise("it multiplies examples in groups that are formed across the batch")
     assert isinstance(rows, Rows)
     keys, length = reader.sorted_by[rows.order], rows.length(reader.num_examples)
-    if not _counts(keys, node.inputs[2], node.inputs[1].shape[0], length):
+    if not _is_below(keys, node.inputs[1].shape[0]) or not _counts(
+        keys, node.inputs[2], node.inputs[1].shape[0], length
+    ):
         raise NotRowwise("it multiplies groups of examples that are not those by which they were sorted")
     return Outcome([rows], reorders=True)
+
+
+def _is_below(keys: Value, num_groups: int) -> bool:
+    """Whether keys are known to name groups that there are: they were chosen from so many, as by `top_k`."""
+    node = keys.node
+    while node is not None and node.name in ("reshape", "squeeze", "convert_element_type", "copy", "slice"):
+        node = node.inputs[0].node
+    if node is None or node.name not in ("top_k", "argmax", "argmin"):
+        return False
+    axis = node.params["axes"][0] if "axes" in node.params else node.params.get("axis", -1)
+    return node.inputs[0].shape[axis] <= num_groups
 
 
 def _counts(keys: Value, sizes: Value, num_groups: int, length: int) -> bool:
