@@ -1,10 +1,10 @@
-"""`anybatch demo`: the four recipes, and one gradient at several microbatch sizes."""
+"""`anybatch demo`: the four recipes, what is read of a few losses, and one gradient at several microbatch sizes."""
 
 import dataclasses
 import itertools
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -15,6 +15,7 @@ from rich.table import Table
 
 from anybatch import compat, recipes
 from anybatch.gradient import value_and_grad
+from anybatch.read import read
 
 WIDTHS = (784, 1024, 1024, 10)
 REPEATS = 3
@@ -36,6 +37,7 @@ def run(*, examples: int, memory_mib: int) -> None:
     console = Console()
     console.print(f"[bold]anybatch[/bold] on {_device()}, JAX {jax.__version__}\n")
     console.print(_recipe_table())
+    console.print(_reading_table())
     sizes = [None, *(size for size in (1024, 256, 64) if size < examples)]
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
@@ -53,7 +55,7 @@ def measure(examples: int, sizes: list[int | None]) -> Iterator[Measurement]:
     params, batch = _problem(examples)
     expected = jax.jit(jax.grad(_loss))(params, batch)
     for size in sizes:
-        fun = jax.jit(value_and_grad(_loss, microbatch_size=size, reduction="mean"))
+        fun = jax.jit(value_and_grad(_loss, microbatch_size=size))
         compiled = fun.lower(params, batch).compile()
         _, gradient = jax.block_until_ready(compiled(params, batch))
         seconds = []
@@ -108,6 +110,23 @@ def _recipe_table() -> Table:
     return table
 
 
+def _reading_table() -> Table:
+    table = Table(title="What is read of a loss", title_justify="left", caption="z = tanh(x @ w), 64 examples")
+    for column in ("loss", "over its examples", "passes"):
+        table.add_column(column)
+
+    def read_as(text: str, head: Callable[[jax.Array, jax.Array], jax.Array]) -> None:
+        batch = {"x": jnp.ones((64, 8)), "mask": jnp.ones(64)}
+        reading = read(lambda w, batch: head(jnp.tanh(batch["x"] @ w), batch["mask"]), jnp.ones((8, 4)), batch)
+        table.add_row(text, reading.kind, str(reading.passes))
+
+    read_as("mean(z**2)", lambda z, _: jnp.mean(z**2))
+    read_as("sum(z * mask) / sum(mask)", lambda z, mask: jnp.sum(z * mask[:, None]) / jnp.sum(mask))
+    read_as("sqrt(mean(z**2))", lambda z, _: jnp.sqrt(jnp.mean(z**2)))
+    read_as("mean(logsumexp(z @ z.T))", lambda z, _: jnp.mean(jax.nn.logsumexp(z @ z.T, axis=1)))
+    return table
+
+
 def _gradient_table(measured: list[Measurement], examples: int, memory_mib: int) -> Table:
     title = f"The gradient of {examples:,} examples, in {memory_mib} MiB"
     table = Table(title=title, title_justify="left", caption=f"MLP {'-'.join(map(str, WIDTHS))}, float32")
@@ -131,7 +150,7 @@ def _verdict(measured: list[Measurement], memory_mib: int) -> str:
     less, slower = full.temporaries / best.temporaries, best.seconds / full.seconds
     return (
         f"The same gradient in {less:.0f} times less memory and {slower:.2f} times the time of the full batch:\n"
-        f'    anybatch.value_and_grad(loss, microbatch_size={best.microbatch_size}, reduction="mean")(params, batch)'
+        f"    anybatch.value_and_grad(loss, microbatch_size={best.microbatch_size})(params, batch)"
     )
 
 

@@ -14,7 +14,9 @@ from anybatch.memory import memory_budget, readable
 from anybatch.reading.report import Reading, report
 from anybatch.reading.split import Split
 
-SMALL = 16 * 2**20  # bytes of a head that is nobody's concern
+# Bytes of a head that is nobody's concern: of one that compares embeddings, and of one with layers of the model in it.
+SMALL = 16 * 2**20
+SMALL_WITH_LAYERS = 2**20
 
 
 def check_head(split: Split, *, on_coupled: str, memory: Any = None) -> Reading:
@@ -45,7 +47,8 @@ def check_head(split: Split, *, on_coupled: str, memory: Any = None) -> Reading:
                 f"What this loss computes from the whole batch at once needs {readable(needed)}, and there are "
                 f"{readable(budget)}.\n{_blamed(reading)}"
             )
-    if reading.head_bytes > max(SMALL, reading.activation_bytes // 2):
+    small = SMALL_WITH_LAYERS if split.head_has_layers else SMALL
+    if reading.head_bytes > max(small, reading.activation_bytes // 2):
         warnings.warn(
             f"Most of this model runs on the whole batch at once: about {readable(reading.head_bytes)} of "
             f"{readable(reading.activation_bytes)} of activations, so that microbatches save little memory.\n"

@@ -33,7 +33,14 @@ def test_demo_is_readable_when_piped():
     temporaries = [float(mebibytes) for _, mebibytes, *_ in rows]
     assert temporaries == sorted(temporaries, reverse=True)
     assert [fits == "yes" for *_, fits, _ in rows] == [mebibytes <= 6 for mebibytes in temporaries]
-    assert 'anybatch.value_and_grad(loss, microbatch_size=64, reduction="mean")(params, batch)' in result.stdout
+    assert "anybatch.value_and_grad(loss, microbatch_size=64)(params, batch)" in result.stdout
+    for kind in (
+        "mean over 64 examples",
+        "ratio of sums",
+        "square root of a mean over 64 examples",
+        "couples examples",
+    ):
+        assert kind in result.stdout
 
 
 def test_demo_refuses_a_batch_of_nothing():

@@ -103,7 +103,6 @@ class Reader:
         self.computed_first: set[Value] = set()  # from data alone, once, before the first microbatch
         self.cut_later: set[Value] = set()  # those of them that then are cut into rows like the batch itself
         self.hoisted: list[Node] = []  # of parameters alone, with a derivative that cannot be taken in parts
-        self.taken: list[tuple[Value, Rows]] = []  # whole values of which a microbatch takes rows
         for node in graph.nodes:
             self._visit(node)
 
@@ -149,9 +148,6 @@ class Reader:
                 outcome = self._apply_rule(node, states, moves)
                 found = list(outcome.states)
                 self.outcomes[node] = outcome
-                for value, rows in zip(node.inputs, outcome.takes or (), strict=False):
-                    if rows is not None and self.state(value) == WHOLE:
-                        self.taken.append((value, rows))
             except NotRowwise as refusal:
                 found = self._refused(node, states, moves, refusal)
         for output, state in zip(node.outputs, found, strict=True):

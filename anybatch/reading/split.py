@@ -81,6 +81,20 @@ class Split:
         return list(found)
 
     @functools.cached_property
+    def head_has_layers(self) -> bool:
+        """Whether layers of the model run on the whole batch at once: products of the batch with parameters."""
+
+        def is_layer(node: Node) -> bool:
+            batch = [not value.is_constant and self.reader.uses_batch[value] for value in node.inputs]
+            parameters = [
+                self.reader.moves(value) and value.ndim > 1 and not uses_batch
+                for value, uses_batch in zip(node.inputs, batch, strict=True)
+            ]
+            return node.name in _HEAVY and any(batch) and any(parameters)
+
+        return any(map(is_layer, self.whole_batch_nodes))
+
+    @functools.cached_property
     def frontier(self) -> list[Value]:
         """What the microbatches make: sums that are added up, and rows that are put together."""
         found: dict[Value, None] = {}
