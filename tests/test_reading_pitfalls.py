@@ -216,6 +216,20 @@ def test_a_scan_that_is_nearly_a_sum(float64):
         assert_exact(loss, W, X, sizes=(4,))
 
 
+def test_a_convolution_with_a_kernel_for_each_example(float64):
+    def convolved(image, kernel):
+        numbers = ("NHWC", "HWIO", "NHWC")
+        return lax.conv_general_dilated(image[None], kernel, (1, 1), "SAME", dimension_numbers=numbers)[0]
+
+    def loss(w, images):
+        kernels = (images.mean((1, 2)) @ w).reshape(6, 3, 3, 2, 4)
+        return jnp.mean(jax.vmap(convolved)(images, kernels) ** 2)
+
+    w, images = np.sin(np.arange(144.0)).reshape(2, 72), np.cos(np.arange(192.0)).reshape(6, 4, 4, 2)
+    assert ab.read(loss, w, images).passes == 1
+    assert_exact(loss, w, images, sizes=(4,))
+
+
 def test_a_thousand_terms_are_described_without_running_out_of_stack():
     def loss(w, x):
         total = jnp.zeros(())

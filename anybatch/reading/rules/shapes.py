@@ -48,12 +48,12 @@ def _broadcast(reader: Reader, node: Node, states: Sequence[State]) -> Outcome:
 
 @rule("reshape")
 def _reshape(reader: Reader, node: Node, states: Sequence[State]) -> Outcome:
-    if node.params.get("dimensions") is not None or len(node.inputs) > 1:
-        raise NotRowwise("it reshapes and transposes at once")
     if states[0] == SUM:
         return Outcome([SUM])
-    new = node.params["new_sizes"]
-    rows = reshaped(node.inputs[0].shape, new, only_rows(states), reader.num_examples)
+    shape, new, before = node.inputs[0].shape, node.params["new_sizes"], only_rows(states[:1])
+    order = node.params.get("dimensions") or range(len(shape))  # it may transpose first
+    transposed = tuple(shape[axis] for axis in order)
+    rows = reshaped(transposed, new, before.at(list(order).index(before.axis)), reader.num_examples)
     if rows is None:
         raise NotRowwise(f"reshaping {node.inputs[0].shape} to {tuple(new)} spreads one example over several rows")
     return Outcome(
