@@ -35,7 +35,7 @@ HEADS = [
     lambda terms: terms[-1],
     lambda terms: terms[0] + jnp.sqrt(1 + terms[-1] ** 2),
     lambda terms: terms[-1] / (1.5 + jnp.tanh(terms[0])),
-    lambda terms: terms[-1] * terms[0] + terms[1],
+    lambda terms: terms[-1] * terms[0] + terms[1 % len(terms)],
     lambda terms: jnp.tanh(terms[-1]),
     lambda terms: jnp.sum(jnp.stack(terms)),
     lambda terms: jax.nn.logsumexp(jnp.stack(terms)),
@@ -73,7 +73,8 @@ class Program:
         self.moving = {0, 1, 2}  # what depends on the parameters
         self.steps: list[Step] = []
         self._build(draw)
-        picks = [self._pick(recent=False) for _ in range(3)]
+        unused = set(range(len(INPUTS), len(self.values))).difference(*(step.operands for step in self.steps))
+        picks = draw.sample(sorted(unused), min(3, len(unused))) or [0]  # So that few operations are for nothing.
         self.terms = [(draw.choice(TERMS), index) for index in [*picks, max(self.moving)]]
         self.head = draw.choice(HEADS)
         self.has_aux = draw.chance(0.4)

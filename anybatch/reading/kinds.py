@@ -31,7 +31,7 @@ def _scales(node: Node, factor: Value) -> bool:
 class _Words:
     def __init__(self, split: Split) -> None:
         self.reader, self.num_examples = split.reader, split.loss.num_examples
-        self.examples = f"over {self.num_examples} examples"
+        self.examples = f"over {self.num_examples} example{'' if self.num_examples == 1 else 's'}"
 
     def of_terms(self, value: Value) -> str:
         """The terms that a value is a sum of."""

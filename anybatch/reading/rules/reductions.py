@@ -49,7 +49,9 @@ def _reduction(reader: Reader, node: Node, states: Sequence[State]) -> Outcome:
     if any(state != WHOLE for state in states[num_operands:]):
         raise NotRowwise("it starts a reduction from a value of the batch")
     if rows.axis in axes:
-        raise NotRowwise(f"it takes the {node.name.removeprefix('reduce_')} over the examples")
+        name = node.name.removeprefix("reduce_")
+        words = {"and": "asks something of all examples", "or": "asks something of all examples"}
+        raise NotRowwise(f"it {words.get(name, f'takes the {name} over the examples')}")
     takes = [*takes_of(rows, states[:num_operands]), *[None] * (len(states) - num_operands)]
     return Outcome([rows.at(without(axes, rows.axis))] * len(node.outputs), takes)
 
