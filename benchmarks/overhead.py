@@ -78,16 +78,25 @@ class Result:
 
 
 def measure(model: Any, examples: int, size: int, repeats: int) -> dict[str, Result]:
-    """Runs the contestants in turn, so that a change in the machine's mood touches all of them."""
-    params = jax.jit(model.init)(jax.random.key(0))
-    batch = model.batch(jax.random.key(1), examples)
-    results: dict[str, Result] = {}
-    reference = None
+    """Measures the contestants that are installed."""
+    ways = {}
     for name, make in CONTESTANTS.items():
         try:
-            fun = make(model.loss, size)
+            ways[name] = make(model.loss, size)
         except ImportError:
             continue
+    params = jax.jit(model.init)(jax.random.key(0))
+    return compare(ways, params, model.batch(jax.random.key(1), examples), repeats)
+
+
+def compare(ways: dict[str, Callable[..., Any]], params: Any, batch: Any, repeats: int) -> dict[str, Result]:
+    """Compiles all, compares their gradients with the first one's, and runs them in turn.
+
+    In turn, so that a change in the machine's mood touches all of them.
+    """
+    results: dict[str, Result] = {}
+    reference = None
+    for name, fun in ways.items():
         start = time.perf_counter()
         compiled = jax.jit(fun).lower(params, batch).compile()
         results[name] = Result(compiled, compat.temporaries(compiled), time.perf_counter() - start)

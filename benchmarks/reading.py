@@ -17,10 +17,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from models import MODELS
-from overhead import Result, by_hand, report
+from overhead import by_hand, compare, report
 
 import anybatch as ab
-from anybatch import compat
 
 ON_CPU = ["gpt-tiny:8", "gpt-tiny-scanned:8"]
 ON_ACCELERATOR = ["gpt2:8", "gpt2-scanned:8", "gpt-1.3b:1", "gpt-1.3b-scanned:1"]
@@ -61,29 +60,6 @@ def contestants(model: Any, size: int) -> dict[str, dict[str, Callable[..., Any]
     }
 
 
-def measure(ways: dict[str, Callable[..., Any]], params: Any, batch: Any, repeats: int) -> dict[str, Result]:
-    """Compiles all, runs them in turn, and compares their gradients with the first one's."""
-    results: dict[str, Result] = {}
-    reference = None
-    for name, fun in ways.items():
-        start = time.perf_counter()
-        compiled = jax.jit(fun).lower(params, batch).compile()
-        results[name] = Result(compiled, compat.temporaries(compiled), time.perf_counter() - start)
-        _, gradient = jax.block_until_ready(compiled(params, batch))
-        reference = gradient if reference is None else reference
-        results[name].difference = max(
-            float(jnp.abs(x - y).max() / jnp.abs(y).max())
-            for x, y in zip(*map(jax.tree.leaves, (gradient, reference)), strict=True)
-        )
-        del gradient
-    for _ in range(repeats):
-        for result in results.values():
-            start = time.perf_counter()
-            jax.block_until_ready(result.compiled(params, batch))
-            result.seconds.append(time.perf_counter() - start)
-    return results
-
-
 def seconds_to_read(loss: Callable[..., Any], params: Any, batch: Any) -> tuple[float, float]:
     """The seconds that JAX takes to trace the loss, and those of tracing and reading it."""
     start = time.perf_counter()
@@ -109,7 +85,7 @@ def main() -> None:
         print(f"\n{name}: {ab.read(model.masked_loss, params, batch)}")
         print(f"traced in {trace:.2f} s, traced and read in {read:.2f} s")
         for loss, ways in contestants(model, int(size)).items():
-            results = measure(ways, params, batch, options.repeats)
+            results = compare(ways, params, batch, options.repeats)
             report(f"{name}, {loss}, {examples} examples, microbatch {size}", results)
             gc.collect()
 
