@@ -12,6 +12,13 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 
+@pytest.fixture(autouse=True, scope="module")
+def forgetful():
+    """What JAX has compiled for one file of tests is of no use to the next, and fills the memory."""
+    yield
+    jax.clear_caches()
+
+
 @pytest.fixture
 def float64():
     """Runs a test in double precision, where an exact method shows errors of 1e-15 and a wrong one does not."""

@@ -110,9 +110,7 @@ def groups_by_label(draw, shape):
     return draw.choice(
         [
             lambda x, labels: jax.ops.segment_sum(x, labels, 3),
-            lambda x, labels: (
-                jax.ops.segment_max(x, labels, 3) * (jax.ops.segment_sum(jnp.ones_like(x), labels, 3) > 0)
-            ),
+            lambda x, labels: jnp.maximum(jax.ops.segment_max(x, labels, 3), -2.0),  # -inf for no examples
             lambda x, labels: jnp.zeros((4, *shape[1:])).at[labels].add(x),
             lambda x, labels: jax.ops.segment_sum(x, labels, 3)[labels],
             lambda x, labels: jnp.tensordot(jax.nn.one_hot(labels, 3), x, axes=((0,), (0,))),

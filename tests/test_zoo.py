@@ -9,6 +9,8 @@ from zoo import ZOO
 
 import anybatch as ab
 
+pytestmark = pytest.mark.thorough
+
 
 def by_name(case):
     return case.name
