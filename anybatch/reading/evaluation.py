@@ -11,6 +11,9 @@ from anybatch.reading.reader import Reader
 from anybatch.reading.states import SUM, WHOLE, Rows, State, take_rows
 
 
+_MAX_DEPTH = 60  # operations that a whole value is followed back through, in search of rows that are cheap
+
+
 class FullBatch:
     """Computes values at the full batch, each when it is first asked for.
 
@@ -79,6 +82,7 @@ class Microbatch:
         self.whole = FullBatch({**wholes, **whole}, draw)
         self._rows: dict[tuple[Value, Rows], Any] = {}
         self._read_whole: Collection[Value] = ()
+        self._depth = 0
 
     def nested(self, reader: Reader, operands: Sequence[Any], states: Sequence[State], start: Any = None) -> list[Any]:
         """The results of a nested function, in the given states.
@@ -162,8 +166,11 @@ class Microbatch:
             if value.shape[rows.axis] != rows.length(self.reader.num_examples):
                 raise AssertionError(f"{value} has no {rows}")
             direct = None
-            if not value.is_constant and value.node is not None and value not in self.whole.known:
-                direct = positions.compute_rows(self, value.node, value, rows)
+            node = None if value.is_constant or value in self.whole.known else value.node
+            if node is not None and self._depth < _MAX_DEPTH:
+                self._depth += 1
+                direct = positions.compute_rows(self, node, value, rows)
+                self._depth -= 1
             self._rows[key] = self._cut(self.whole[value], rows) if direct is None else direct
         return self._rows[key]
 
