@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from comparing import quick_jit
 from program_indexing import INDEXING
-from program_operations import ARRAYS, Draw
+from program_operations import ARRAYS, Draw, clipped_gradient
 from program_structures import STRUCTURES
 
 import anybatch as ab
@@ -95,9 +95,13 @@ class Program:
         return tuple(self.draw.choice(self.draw.sizes) for _ in range(num_axes))
 
     def _build(self, draw):
+        parameter = 0
+        if draw.chance(0.15):  # Of parameters alone, and not linear: it must see the gradient of all examples at once.
+            self._add("clipped gradient", clipped_gradient, (0,))
+            parameter = len(INPUTS)
         for index in (3, 4):  # The examples move with a parameter, as the activations of a model do.
             if draw.chance(0.9):
-                self._add("scaled by a parameter", lambda p, x: x * (1 + jnp.tanh(p)), (0, index))
+                self._add("scaled by a parameter", lambda p, x: x * (1 + jnp.tanh(p)), (parameter, index))
         weights = [operation.weight for operation in OPERATIONS]
         length = draw.randint(3, 9) + len(self.steps)
         for _ in range(200):

@@ -25,7 +25,7 @@ from anybatch.reading.states import SUM, WHOLE, NotRowwise, Rows
 
 pytestmark = pytest.mark.slow
 
-MOST_PROGRAMS = 1000
+MOST_PROGRAMS = 600
 MUTATIONS = {}
 
 

@@ -10,7 +10,6 @@ from anybatch.reading.graph import Node, Value
 from anybatch.reading.reader import Reader
 from anybatch.reading.states import SUM, WHOLE, Rows, State, take_rows
 
-
 _MAX_DEPTH = 60  # operations that a whole value is followed back through, in search of rows that are cheap
 
 
