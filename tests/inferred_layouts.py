@@ -141,3 +141,32 @@ def recurrent(params, batch):
     start = jnp.zeros((batch["x"].shape[0], 4))
     _, outputs = jax.lax.scan(step, start, jnp.swapaxes(batch["x"], 0, 1))
     return jnp.mean((outputs - batch["y"]) ** 2)
+
+
+# Other networks beside the one that learns.
+
+
+@LAYOUTS.case(passes=1)
+def teacher_without_gradient(params, batch):
+    teacher = jax.lax.stop_gradient(predict(params, batch["x"][:, ::-1]))
+    return jnp.mean((predict(params, batch["x"]) - teacher) ** 2)
+
+
+def rows_and_average(num_examples):
+    params, batch = labelled_rows(num_examples)
+    return params, batch, jax.tree.map(lambda leaf: 0.9 * leaf, params)
+
+
+@LAYOUTS.case(passes=1, make=rows_and_average)
+def averaged_targets(params, batch, average):
+    """BYOL, mean teachers, Q-learning: the targets come from another argument."""
+    target = predict(average, batch["x"])
+    return jnp.mean((predict(params, batch["x"]) - batch["weight"] - 0.9 * target) ** 2)
+
+
+@LAYOUTS.case(passes=1)
+def sorted_features(params, batch):
+    """Sorting and choosing inside an example couples nothing."""
+    hidden = jnp.sort(logits_of(params, batch["x"]), axis=-1)
+    largest, _ = jax.lax.top_k(batch["x"] @ params["w"], 2)
+    return jnp.mean(hidden @ params["out"] + largest.sum(axis=-1) * jnp.median(batch["x"], axis=-1))

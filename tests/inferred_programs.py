@@ -204,6 +204,21 @@ def gradients_centred_over_the_batch(params, batch):
     return jnp.mean((hidden @ params["out"] - batch["y"]) ** 2)
 
 
+@jax.custom_vjp
+def share_the_gradient(x):
+    return x
+
+
+share_the_gradient.defvjp(lambda x: (x, None), lambda _, g: (jnp.broadcast_to(g.mean(axis=0), g.shape),))
+
+
+@PROGRAMS.case(passes=2)
+def gradients_shared_by_the_batch(params, batch):
+    """Every example gets the mean of all gradients: a sum where there must be rows."""
+    hidden = share_the_gradient(logits_of(params, batch["x"]))
+    return jnp.mean((hidden @ params["out"] - batch["y"]) ** 2)
+
+
 @PROGRAMS.case(passes=1)
 def params_with_a_clipped_gradient(params, batch):
     """Not linear in the cotangent, and applied to a parameter: it must see the gradient of the whole batch."""
@@ -367,32 +382,3 @@ def linear_algebra_for_every_example(params, batch):
     solved = jnp.linalg.solve(gram, jnp.broadcast_to(params["in"], (batch["y"].shape[0], 3, 4)))
     spectrum = jnp.abs(jnp.fft.rfft(batch["x"] @ params["in"], axis=1)) ** 2
     return jnp.mean(jnp.sum(solved**2, axis=(1, 2))) + jnp.mean(factor) + 0.01 * jnp.mean(spectrum)
-
-
-# Other networks beside the one that learns.
-
-
-@PROGRAMS.case(passes=1)
-def teacher_without_gradient(params, batch):
-    teacher = jax.lax.stop_gradient(predict(params, batch["x"][:, ::-1]))
-    return jnp.mean((predict(params, batch["x"]) - teacher) ** 2)
-
-
-def rows_and_average(num_examples):
-    params, batch = labelled_rows(num_examples)
-    return params, batch, jax.tree.map(lambda leaf: 0.9 * leaf, params)
-
-
-@PROGRAMS.case(passes=1, make=rows_and_average)
-def averaged_targets(params, batch, average):
-    """BYOL, mean teachers, Q-learning: the targets come from another argument."""
-    target = predict(average, batch["x"])
-    return jnp.mean((predict(params, batch["x"]) - batch["weight"] - 0.9 * target) ** 2)
-
-
-@PROGRAMS.case(passes=1)
-def sorted_features(params, batch):
-    """Sorting and choosing inside an example couples nothing."""
-    hidden = jnp.sort(logits_of(params, batch["x"]), axis=-1)
-    largest, _ = jax.lax.top_k(batch["x"] @ params["w"], 2)
-    return jnp.mean(hidden @ params["out"] + largest.sum(axis=-1) * jnp.median(batch["x"], axis=-1))

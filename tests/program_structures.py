@@ -188,6 +188,7 @@ def custom_backward_along_an_axis(draw, shape):
             lambda x, g: jnp.cumsum(g, axis),
             lambda x, g: g * (jnp.arange(shape[axis]) + 1.0).reshape([-1 if i == axis else 1 for i in range(g.ndim)]),
             lambda x, g: jnp.flip(g, axis),
+            lambda x, g: jnp.broadcast_to(g.mean(axis, keepdims=True), shape),
         ]
     )
     return identity_with_backward(backward)
