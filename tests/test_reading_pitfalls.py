@@ -9,6 +9,7 @@ import pytest
 from jax import lax
 
 import anybatch as ab
+from anybatch.reading import positions
 
 X = np.sin(np.arange(18.0)).reshape(6, 3)
 W = np.array([0.7, -1.2, 2.1])
@@ -39,6 +40,27 @@ def test_a_key_for_each_example_of_a_generator_that_draws_for_all_at_once(impl, 
 def test_draws_that_are_not_numbered_are_drawn_at_once(float64):
     with jax.threefry_partitionable(False):
         assert_exact(lambda w, x: jnp.mean((x * jax.random.normal(jax.random.key(0), x.shape)) @ w) ** 2, W, X)
+
+
+def test_draws_of_a_batch_that_is_spread_over_devices():
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    spread = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
+
+    def loss(w, x):
+        return jnp.mean(jnp.where(jax.random.bernoulli(jax.random.key(3), 0.7, x.shape), x, 0.0) @ w) ** 2
+
+    w, x = W.astype(np.float32), X.astype(np.float32)
+    expected = jax.grad(loss)(w, x)
+    actual = jax.jit(ab.grad(loss, microbatch_size=4))(w, jax.device_put(x, spread))
+    np.testing.assert_allclose(actual, expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize("stride", [1, 3, 65537, 2**32 - 1, 2**32 + 7, 2**40 + 12345])
+def test_counters_of_64_bits(stride):
+    position = np.array([0, 1, 65535, 65536, 2**31, 2**32 - 1], np.uint32)
+    low, high = positions._times(jnp.asarray(position), stride)
+    expected = [int(number) * stride % 2**64 for number in position]
+    assert [int(h) * 2**32 + int(n) for n, h in zip(low, high, strict=True)] == expected
 
 
 def normalized(h):

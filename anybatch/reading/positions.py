@@ -182,8 +182,14 @@ def _drawn_by_counter(microbatch: Any, node: Node, value: Value, rows: Rows) -> 
 
 
 def _times(position: jax.Array, stride: int) -> tuple[jax.Array, jax.Array]:
-    """`position * stride` in 64 bits, as (low, high) halves; in 32-bit arithmetic, which is always there."""
+    """`position * stride` in 64 bits, as (low, high) halves, by products of 16 bits.
+
+    64-bit integers are not always enabled, and `lax.mulhi` does not compile for a batch that is spread over devices.
+    """
+    half, mask = np.uint32(16), np.uint32(0xFFFF)
     stride_low, stride_high = np.uint32(stride & 0xFFFFFFFF), np.uint32(stride >> 32)
-    low = position * stride_low
-    high = lax.mulhi(position, jnp.broadcast_to(stride_low, position.shape)) + position * stride_high
-    return low, high
+    ours, its = (position & mask, position >> half), (stride_low & mask, stride_low >> half)
+    crossed = (ours[0] * its[1], ours[1] * its[0])
+    carried = (ours[0] * its[0] >> half) + (crossed[0] & mask) + (crossed[1] & mask)
+    high = ours[1] * its[1] + (crossed[0] >> half) + (crossed[1] >> half) + (carried >> half)
+    return position * stride_low, high + position * stride_high
