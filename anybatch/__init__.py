@@ -8,15 +8,18 @@ from anybatch.errors import (
     InputError,
     LargeHeadWarning,
     NotAvailableError,
+    NothingFitsError,
+    TightMemoryWarning,
 )
 from anybatch.gradient import grad, value_and_grad
+from anybatch.plan import explain, plan
+from anybatch.planning.report import Plan
 from anybatch.read import read
 from anybatch.reading.report import Reading
 from anybatch.reading.rulebook import register_rule
 from anybatch.reading.states import NotRowwise
 from anybatch.verify import DifferentGradientError, Verification, verify
-
-__version__ = "0.2.0"
+from anybatch.version import __version__
 
 __all__ = [
     "AnybatchError",
@@ -27,9 +30,15 @@ __all__ = [
     "LargeHeadWarning",
     "NotAvailableError",
     "NotRowwise",
+    "NothingFitsError",
+    "Plan",
     "Reading",
+    "TightMemoryWarning",
     "Verification",
+    "__version__",
+    "explain",
     "grad",
+    "plan",
     "read",
     "recipes",
     "register_rule",

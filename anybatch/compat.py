@@ -1,6 +1,9 @@
 """The only code that knows JAX versions: 0.10 to 0.12."""
 
 import dataclasses
+import math
+import os
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -8,6 +11,7 @@ from typing import Any
 import jax
 import jax.extend.core as jex_core
 import jax.numpy as jnp
+import numpy as np
 from jax.extend import source_info_util
 from jax.interpreters import partial_eval
 
@@ -62,6 +66,32 @@ def trace(fun: Callable[..., Sequence[Any]], *arguments: Any) -> tuple[Traced, t
             opened.constvars, opened.invars, opened.outvars, opened.eqns, opened.effects, opened.debug_info
         )
     return Traced(opened, len(arguments), list(closed.out_avals)), consts
+
+
+def rematerialised(traced: Traced, const_types: Sequence[Any], types: Sequence[Any], policy: str) -> Traced:
+    """The same function under `jax.checkpoint`: its derivative keeps what the policy says, and computes the rest anew.
+
+    Args:
+      traced: the function.
+      const_types: the types of the arrays that it closed over.
+      types: the types of its arguments.
+      policy: the name of one of `jax.checkpoint_policies`.
+    """
+    number = len(const_types)
+    # A policy that takes arguments would be a function of a policy; those allowed here are not.
+    saveable = getattr(jax.checkpoint_policies, policy)
+    function = jax.checkpoint(lambda *flat: traced(flat[:number], *flat[number:]), policy=saveable)
+    closed = jax.make_jaxpr(function)(*const_types, *types)
+    opened = getattr(closed, "jaxpr", closed)
+    jaxpr = jex_core.Jaxpr(
+        [*opened.constvars, *opened.invars[:number]],
+        opened.invars[number:],
+        opened.outvars,
+        opened.eqns,
+        opened.effects,
+        opened.debug_info._replace(arg_names=None, result_paths=None),
+    )
+    return dataclasses.replace(traced, jaxpr=jaxpr, num_arguments=len(types))
 
 
 def open_jaxpr(jaxpr: Any) -> tuple[list[Any], list[Any], list[Any]]:
@@ -211,6 +241,57 @@ def temporaries(compiled: Any) -> int:
     return compiled.memory_analysis().temp_size_in_bytes
 
 
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error of JAX's runtime says that memory ran out."""
+    text = str(error)
+    return "RESOURCE_EXHAUSTED" in text or "out of memory" in text.lower()
+
+
+def compile_in_shard_map(fun: Callable[..., list[Any]], types: Sequence[Any]) -> Any:
+    """Compiles a function of types as they are inside the `shard_map` around us, as one device will run it."""
+    abstract_mesh = jax.sharding.get_abstract_mesh()
+    number = abstract_mesh.size
+    devices = np.asarray(jax.devices()[:number]).reshape(abstract_mesh.axis_sizes)
+    mesh = jax.sharding.Mesh(devices, abstract_mesh.axis_names)
+
+    def spec(varying: frozenset[str]) -> Any:
+        """An axis in front for the devices over which a value differs."""
+        axes = tuple(name for name in mesh.axis_names if name in varying)
+        return jax.sharding.PartitionSpec(axes) if axes else jax.sharding.PartitionSpec()
+
+    differs = [varying_axes(each) for each in types]
+    counts = [math.prod(mesh.shape[name] for name in varying) for varying in differs]
+    outside = [
+        jax.ShapeDtypeStruct(
+            (count, *each.shape) if varying else each.shape,
+            each.dtype,
+            weak_type=each.weak_type,
+            sharding=jax.sharding.NamedSharding(mesh, spec(varying)),
+        )
+        for each, varying, count in zip(types, differs, counts, strict=True)
+    ]
+
+    def on_device(*flat: Any) -> list[Any]:
+        results = fun(*(leaf[0] if varying else leaf for leaf, varying in zip(flat, differs, strict=True)))
+        return [jax.lax.pcast(leaf, _missing(leaf, mesh), to="varying")[None] for leaf in results]
+
+    everywhere = jax.sharding.PartitionSpec(mesh.axis_names)
+    mapped = jax.shard_map(
+        on_device, mesh=mesh, in_specs=tuple(map(spec, differs)), out_specs=everywhere, axis_names=set(mesh.axis_names)
+    )
+    # Outside of the trace around us, which has a mesh of its own.
+    compiled: list[Any] = []
+    thread = threading.Thread(target=lambda: compiled.append(jax.jit(mapped).lower(*outside).compile()))
+    thread.start()
+    thread.join()
+    return compiled[0]
+
+
+def _missing(leaf: Any, mesh: Any) -> tuple[str, ...]:
+    varying = varying_axes(jax.typeof(leaf))
+    return tuple(name for name in mesh.axis_names if name not in varying)
+
+
 def _trace_state() -> Any:
     return jex_core.get_opaque_trace_state(convention="anybatch")
 
@@ -231,6 +312,28 @@ def is_eager() -> bool:
     """Whether we are outside every `jit`, `grad` and `vmap`, so that a call computes its result."""
     config: Any = jax.config
     return not config.jax_disable_jit and _trace_state() == _CLEAN
+
+
+def is_jit_disabled() -> bool:
+    """Whether we are under `jax.disable_jit()`, where nothing is compiled."""
+    config: Any = jax.config
+    return bool(config.jax_disable_jit)
+
+
+def user_stacklevel() -> int:
+    """For a warning: how far up the caller is whose code is not ours or JAX's."""
+    level, frame = 1, sys._getframe(1)
+    own = (os.path.dirname(__file__), os.path.dirname(jax.__file__))
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(own):
+        level, frame = level + 1, frame.f_back
+    return level
+
+
+def runtime_version() -> str:
+    """The version of the compiler and runtime underneath JAX."""
+    import jaxlib
+
+    return str(jaxlib.__version__)
 
 
 def default_device() -> Any:

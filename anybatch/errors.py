@@ -34,6 +34,14 @@ class HeadTooLargeError(AnybatchError, MemoryError):
     """What a loss computes from the whole batch at once does not fit the memory."""
 
 
+class NothingFitsError(AnybatchError, MemoryError):
+    """No way of computing a gradient fits the memory; the message has the table of the plan, and the ways out."""
+
+
+class TightMemoryWarning(UserWarning):
+    """Memory ran out, or will as far as can be seen, and a smaller microbatch was taken. The gradient is the same."""
+
+
 class LargeHeadWarning(UserWarning):
     """Most of a model is computed from the whole batch at once, so that microbatches save little memory."""
 

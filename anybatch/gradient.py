@@ -7,14 +7,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from anybatch import auxiliary, compat, limits
+from anybatch import limits
 from anybatch.arguments import Arguments, Roles
-from anybatch.batch import Cut
-from anybatch.loss import TracedLoss, trace_loss
+from anybatch.computation import Gradient, Way
+from anybatch.planning.running import run_as_planned
 from anybatch.programs import PROGRAMS
-from anybatch.reading.loss_reading import split_loss
-from anybatch.reading.split import Split
-from anybatch.routes import full, scan, split_passes
 from anybatch.settings import Settings
 
 
@@ -29,6 +26,8 @@ def value_and_grad(
     aux_reduction: Any = None,
     rng_argnums: int | tuple[int, ...] = (),
     memory: str | int | None = None,
+    objective: str = "speed",
+    remat: str | None = None,
     accumulator_dtype: Any = jnp.float32,
     mesh: jax.sharding.Mesh | None = None,
     axis_name: str = "data",
@@ -111,6 +110,8 @@ def value_and_grad(
         memory=memory,
         mesh=mesh,
         on_coupled=on_coupled,
+        objective=objective,
+        remat=remat,
     )
 
     @functools.wraps(fun)
@@ -154,61 +155,14 @@ def grad(
 
 def _compute(fun: Callable[..., Any], settings: Settings, arguments: Arguments) -> tuple[Any, Any, Any]:
     """The value, aux and gradient of one call."""
-    examples, size = arguments.num_examples, settings.microbatch_size
-    trace = functools.partial(trace_loss, fun, arguments, weighted=settings.weighted, has_aux=settings.has_aux)
-    inputs: Any
-    compute: Callable[[Any], Any]
-    if size is None or examples <= size:
-        loss, consts = trace(examples)
-        stacked = [False] * loss.aux_tree.num_leaves
-        if settings.stacks_aux:
-            # One microbatch is stacked too; whether a leaf has rows shows only at another size.
-            combinations = auxiliary.combine_aux(loss, trace(examples + 1)[0], settings.aux_reduction)
-            stacked = [how.kind == "stack" for how in combinations]
-        inputs = (consts, arguments.arrays)
-        fresh_keys = size is not None and settings.reduction != "infer"
-        compute = functools.partial(_full_route, loss, fresh_keys=fresh_keys, stacked=stacked)
-    elif settings.reduction == "infer":
-        loss, consts = trace(examples)
-        split = split_loss(loss, consts, fresh_draws=bool(arguments.arrays.keys))
-        limits.check_head(split, on_coupled=settings.on_coupled, memory=settings.memory)
-        inputs = (consts, arguments.arrays)
-        compute = functools.partial(_split_route, split, Cut(examples, size), settings.accumulator_dtype)
+    gradient = Gradient(fun, settings, arguments)
+    if settings.microbatch_size == "auto":
+        way, outputs = run_as_planned(gradient)
     else:
-        loss, consts = trace(size)
-        cut = Cut(examples, size)
-        last_loss, last_consts = trace(cut.remainder) if cut.remainder else (None, ())
-        combinations = []
-        if settings.has_aux:
-            combinations = auxiliary.combine_aux(loss, trace(examples)[0], settings.aux_reduction)
-            if last_loss is not None:
-                auxiliary.check_remainder(loss, last_loss, combinations)
-        dtype = settings.accumulator_dtype
-        microbatches = scan.Microbatches(cut, loss, last_loss, settings.reduction, combinations, dtype)
-        inputs = scan.Inputs(consts, last_consts, arguments.arrays)
-        compute = functools.partial(scan.value_and_grad, microbatches)
-
-    leaves, tree = jax.tree.flatten(inputs)
-    num_aux = loss.aux_tree.num_leaves
-
-    def flat_compute(*flat: Any) -> list[Any]:
-        value, aux, grads = compute(jax.tree.unflatten(tree, flat))
-        types = [*loss.out_avals[loss.num_heads :], *loss.types.wrt]
-        if loss.num_heads == 1:
-            value = compat.as_weak(value, loss.out_avals[0])
-        return [value, *map(compat.as_weak, [*aux, *grads], types)]
-
-    value, *rest = PROGRAMS.run(flat_compute, *leaves, has_effects=loss.traced.has_effects)
-    return value, jax.tree.unflatten(loss.aux_tree, rest[:num_aux]), arguments.as_gradient(rest[num_aux:])
-
-
-def _split_route(split: Split, cut: Cut, accumulator_dtype: Any, inputs: Any) -> tuple[Any, Any, Any]:
-    return split_passes.value_and_grad(split, cut, accumulator_dtype, *inputs)
-
-
-def _full_route(loss: TracedLoss, inputs: Any, *, fresh_keys: bool, stacked: list[bool]) -> tuple[Any, Any, Any]:
-    consts, arrays = inputs
-    if fresh_keys:
-        arrays = arrays._replace(keys=[jax.random.fold_in(key, 0) for key in arrays.keys])
-    value, aux, grads = full.value_and_grad(loss, consts, arrays)
-    return value, [leaf[None] if stack else leaf for leaf, stack in zip(aux, stacked, strict=True)], grads
+        assert not isinstance(settings.microbatch_size, str)
+        way = Way(settings.microbatch_size, settings.fixed_remat)
+        computation = gradient.computation(way)
+        outputs = PROGRAMS.run(computation.fun, *computation.leaves, has_effects=computation.has_effects)
+    if settings.reduction == "infer" and not gradient.is_at_once(way):
+        limits.warn_of_large_head(gradient.split, gradient.checked_reading)
+    return gradient.results(way, outputs)

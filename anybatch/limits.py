@@ -1,8 +1,5 @@
 """Whether the part of a loss that runs on the whole batch at once is small enough, and what to say if it is not."""
 
-import functools
-import os
-import sys
 import warnings
 from typing import Any
 
@@ -47,6 +44,11 @@ def check_head(split: Split, *, on_coupled: str, memory: Any = None) -> Reading:
                 f"What this loss computes from the whole batch at once needs {readable(needed)}, and there are "
                 f"{readable(budget)}.\n{_blamed(reading)}"
             )
+    return reading
+
+
+def warn_of_large_head(split: Split, reading: Reading) -> None:
+    """Warns if microbatches will save little memory, since most of the loss runs on the whole batch at once."""
     small = SMALL_WITH_LAYERS if split.head_has_layers else SMALL
     if reading.head_bytes > max(small, reading.activation_bytes // 2):
         warnings.warn(
@@ -54,9 +56,8 @@ def check_head(split: Split, *, on_coupled: str, memory: Any = None) -> Reading:
             f"{readable(reading.activation_bytes)} of activations, so that microbatches save little memory.\n"
             f"{_blamed(reading)}",
             LargeHeadWarning,
-            stacklevel=_stacklevel(),
+            stacklevel=compat.user_stacklevel(),
         )
-    return reading
 
 
 def _where(reading: Reading) -> str:
@@ -87,17 +88,3 @@ def _compiled_bytes(split: Split) -> int:
 
     compiled = jax.jit(head).lower(types, known, frontier).compile()
     return compat.temporaries(compiled) + sum(value.num_bytes for value in split.frontier)
-
-
-@functools.cache
-def _package() -> str:
-    return os.path.dirname(__file__)
-
-
-def _stacklevel() -> int:
-    """How far up the caller is whose code is not ours or JAX's."""
-    level, frame = 1, sys._getframe(1)
-    own = (_package(), os.path.dirname(jax.__file__))
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(own):
-        level, frame = level + 1, frame.f_back
-    return level

@@ -2,6 +2,7 @@
 
 import os
 import re
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -15,24 +16,28 @@ _UNITS = {"": 1, "B": 1} | {
 }
 
 
-def memory_budget(memory: Any) -> int | None:
+def memory_budget(memory: Any, left: int | None = None) -> int | None:
     """The bytes that a user allows: a number, a text such as "16GiB" or "80%" of what is left, or None: all of it.
 
     >>> memory_budget("16GiB") == 16 * 2**30
     True
 
+    Args:
+      memory: what the user said.
+      left: the bytes that are left, if somebody knows better than `memory_left()`.
+
     Returns:
       None if nothing was said and nobody knows how much is left.
     """
     if memory is None:
-        return memory_left()
+        return memory_left() if left is None else left
     if isinstance(memory, int) and not isinstance(memory, bool) and memory > 0:
         return memory
     if isinstance(memory, str):
         match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(%|[KMGT]?i?B|)\s*", memory)
         if match and float(match[1]) > 0:
             if match[2] == "%":
-                left = memory_left()
+                left = memory_left() if left is None else left
                 return None if left is None else int(left * float(match[1]) / 100)
             if match[2] in _UNITS:
                 return int(float(match[1]) * _UNITS[match[2]])
@@ -43,27 +48,84 @@ def memory_budget(memory: Any) -> int | None:
     )
 
 
-def memory_left() -> int | None:
-    """The bytes that the device has left, or None if nobody knows."""
-    device = jax.devices()[0]
+def memory_left(devices: Sequence[Any] = ()) -> int | None:
+    """The bytes that the fullest of some devices has left, or None if nobody knows. By default, of the default device.
+
+    Devices that are simulated on the CPU share the memory of the host.
+    """
+    devices = list(devices) or [_default_device()]
+    left = [_limit(device)[1] for device in devices]
+    known = [each for each in left if each is not None]
+    if not known:
+        return None
+    return min(known) // (len(devices) if devices[0].platform == "cpu" else 1)
+
+
+def memory_limit(devices: Sequence[Any] = ()) -> int | None:
+    """The bytes that the smallest of some devices has in all, or None if nobody knows."""
+    known = [limit for limit, _ in map(_limit, list(devices) or [_default_device()]) if limit is not None]
+    return min(known, default=None)
+
+
+def _default_device() -> Any:
+    config: Any = jax.config
+    device = config.jax_default_device
+    if isinstance(device, str):
+        return jax.local_devices(backend=device)[0]
+    return jax.local_devices()[0] if device is None else device
+
+
+def _limit(device: Any) -> tuple[int | None, int | None]:
+    """What a device has in all, and what it has left."""
     stats = device.memory_stats() if device.platform != "cpu" else None
     if stats and "bytes_limit" in stats:
-        return stats["bytes_limit"] - stats.get("bytes_in_use", 0)
-    return _host_memory_left()
+        return stats["bytes_limit"], stats["bytes_limit"] - stats.get("bytes_in_use", 0)
+    return _host_memory() if device.platform == "cpu" else (None, None)
 
 
-def _host_memory_left() -> int | None:
+def _host_memory() -> tuple[int | None, int | None]:
+    total, left = _system_memory()
+    # A container may have less than the machine.
+    for folder, limit_file, used_file in _CONTAINER_FILES:
+        limit, used = _number(folder + limit_file), _number(folder + used_file)
+        if limit is not None and used is not None and (total is None or limit < total):
+            used -= _found(folder + "memory.stat", "inactive_file").get("inactive_file", 0)  # files that can go
+            total, left = limit, min(limit - used, limit if left is None else left)
+    return total, left
+
+
+_CONTAINER_FILES = (
+    ("/sys/fs/cgroup/", "memory.max", "memory.current"),
+    ("/sys/fs/cgroup/memory/", "memory.limit_in_bytes", "memory.usage_in_bytes"),
+)
+
+
+def _number(path: str) -> int | None:
     try:
-        with open("/proc/meminfo") as lines:
-            for line in lines:
-                if line.startswith("MemAvailable:"):
-                    return int(line.split()[1]) * 1024
-    except OSError:
-        pass
-    try:
-        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (AttributeError, OSError, ValueError):
+        with open(path) as file:
+            return int(file.read())  # "max" is no number
+    except (OSError, ValueError):
         return None
+
+
+def _found(path: str, *names: str) -> dict[str, int]:
+    """The numbers of some of the lines of a file that has a name and a number in each."""
+    try:
+        with open(path) as lines:
+            return {words[0]: int(words[1]) for words in map(str.split, lines) if words and words[0] in names}
+    except (OSError, ValueError, IndexError):
+        return {}
+
+
+def _system_memory() -> tuple[int | None, int | None]:
+    found = _found("/proc/meminfo", "MemTotal:", "MemAvailable:")
+    if len(found) == 2:
+        return found["MemTotal:"] * 1024, found["MemAvailable:"] * 1024
+    try:
+        page = os.sysconf("SC_PAGE_SIZE")
+        return os.sysconf("SC_PHYS_PAGES") * page, os.sysconf("SC_AVPHYS_PAGES") * page
+    except (AttributeError, OSError, ValueError):
+        return None, None
 
 
 def readable(num_bytes: int) -> str:

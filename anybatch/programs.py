@@ -1,6 +1,7 @@
 """Runs a function of arrays compiled, and keeps what it compiled by what the function computes."""
 
 import collections
+import dataclasses
 import hashlib
 import threading
 from collections.abc import Callable
@@ -13,6 +14,18 @@ from anybatch import compat
 CAPACITY = 128
 
 
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """A compiled function of flat arrays, and the key by which it is found again, if it may be kept."""
+
+    executable: Callable[..., list[Any]]
+    key: Any
+    text_hash: str | None  # of the lowered program, the same in every process
+
+    def __call__(self, *arrays: Any) -> list[Any]:
+        return self.executable(*arrays)
+
+
 class Programs:
     """Compiled functions, found again by the program that they lower to.
 
@@ -23,35 +36,50 @@ class Programs:
     """
 
     def __init__(self) -> None:
-        self._kept: collections.OrderedDict[Any, Callable[..., list[Any]]] = collections.OrderedDict()
+        self._kept: collections.OrderedDict[Any, Program] = collections.OrderedDict()
         self._lock = threading.Lock()
 
     def run(self, fun: Callable[..., list[Any]], *arrays: Any, has_effects: bool) -> list[Any]:
         """`fun(*arrays)`, compiled, for flat arrays. Inside another trace, simply `fun(*arrays)`."""
-        if not compat.is_eager() or any(isinstance(array, jax.core.Tracer) for array in arrays):
+        if not can_run(*arrays):
             return fun(*arrays)
+        program = self.compile(fun, *arrays, has_effects=has_effects)
+        self.keep(program)
+        return program(*arrays)
+
+    def compile(self, fun: Callable[..., list[Any]], *arrays: Any, has_effects: bool) -> Program:
+        """`fun`, compiled for these arrays: the program that is kept, or a new one, which is not kept yet."""
         traced = jax.jit(lambda *flat: fun(*flat)).trace(*arrays)
         lowered = traced.lower()
         text = None if has_effects else compat.program_key(lowered)
         if text is None:
-            return lowered.compile()(*arrays)
+            return Program(lowered.compile(), None, None)
+        text_hash = hashlib.sha256(text.encode()).hexdigest()
         types = tuple(_type(aval) for aval in traced.jaxpr.out_avals)
-        placement = (*map(_placement, arrays), compat.default_device())
-        key = (hashlib.sha256(text.encode()).digest(), types, placement)
+        key = (text_hash, types, (*map(_placement, arrays), compat.default_device()))
         with self._lock:
-            program = self._kept.get(key)
+            kept = self._kept.get(key)
         # The executable alone is kept: a function would keep alive the arrays that it closes over.
-        program = lowered.compile() if program is None else program
+        return Program(lowered.compile(), key, text_hash) if kept is None else kept
+
+    def keep(self, program: Program) -> None:
+        """Keeps a program for the next call, and forgets the one that was not used for longest."""
+        if program.key is None:
+            return
         with self._lock:
-            self._kept[key] = program
-            self._kept.move_to_end(key)
+            self._kept[program.key] = program
+            self._kept.move_to_end(program.key)
             if len(self._kept) > CAPACITY:
                 self._kept.popitem(last=False)
-        return program(*arrays)
 
 
 # Shared, since programs go by what they compute: a wrapper made anew for each call does not compile for each call.
 PROGRAMS = Programs()
+
+
+def can_run(*arrays: Any) -> bool:
+    """Whether a call with these arrays computes its results, rather than being part of another trace."""
+    return compat.is_eager() and not any(isinstance(array, jax.core.Tracer) for array in arrays)
 
 
 def _placement(array: Any) -> Any:

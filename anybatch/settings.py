@@ -15,6 +15,9 @@ from anybatch.memory import memory_budget
 
 REDUCTIONS = ("infer", "sum", "mean", "weighted")
 
+# What a backward pass keeps of the forward pass, from most to least; the rest is computed again. They are JAX's own.
+POLICIES = ("dots_saveable", "dots_with_no_batch_dims_saveable", "nothing_saveable")
+
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
@@ -22,12 +25,14 @@ class Settings:
 
     roles: Roles
     has_aux: bool
-    microbatch_size: int | None
+    microbatch_size: int | str | None
     reduction: str
     aux_reduction: Any
     accumulator_dtype: Any
     on_coupled: str
     memory: Any
+    objective: str
+    remat: str | None
 
     @property
     def weighted(self) -> bool:
@@ -36,6 +41,11 @@ class Settings:
     @property
     def stacks_aux(self) -> bool:
         return self.has_aux and "stack" in jax.tree.leaves(self.aux_reduction)
+
+    @property
+    def fixed_remat(self) -> str | None:
+        """The policy for a microbatch size that is given: "auto" is for those that are planned."""
+        return None if self.remat == "auto" else self.remat
 
     @classmethod
     def of(
@@ -51,6 +61,8 @@ class Settings:
         memory: Any,
         mesh: Any,
         on_coupled: Any,
+        objective: Any = "speed",
+        remat: Any = None,
     ) -> "Settings":
         """Checks the options.
 
@@ -66,6 +78,9 @@ class Settings:
             )
         _one_of("reduction", reduction, REDUCTIONS)
         _one_of("on_coupled", on_coupled, ("exact", "error"))
+        _one_of("objective", objective, ("memory", "speed"))
+        if remat is not None:
+            _one_of("remat", remat, (*POLICIES, "auto"))
         auxiliary.check_aux_reduction(aux_reduction)
         if aux_reduction is not None and not has_aux:
             raise InputError(
@@ -86,12 +101,16 @@ class Settings:
             memory_budget(memory)  # raises for what no budget can be
         if mesh is not None:
             raise NotAvailableError("mesh=", remedy="Leave it out; the gradient is computed on one device.")
-        if size == "auto":
-            raise NotAvailableError(
-                'microbatch_size="auto"',
-                remedy="Pass the number of examples at a time, e.g. microbatch_size=8, or None for the full batch.",
+        size_dependent = {"stack", "last"} & set(jax.tree.leaves(aux_reduction))
+        if size == "auto" and size_dependent:
+            raise InputError(
+                "aux that depends on the microbatches needs a microbatch_size",
+                given=f'aux_reduction={aux_reduction!r} and microbatch_size="auto"',
+                remedy='Pass the number of examples at a time, e.g. microbatch_size=8, or combine by "mean" or "sum".',
             )
-        return cls(roles, has_aux, size, reduction, aux_reduction, dtype, on_coupled, memory)
+        return cls(
+            roles, has_aux, size, reduction, aux_reduction, dtype, on_coupled, memory, objective, remat
+        )
 
 
 def _microbatch_size(given: Any) -> Any:

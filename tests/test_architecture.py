@@ -13,7 +13,7 @@ PACKAGE = pathlib.Path(anybatch.__file__).parent
 
 # A module may import those of lower floors, and those before it in the list of its own floor.
 FLOORS = [
-    ["errors", "trees", "compat", "memory"],
+    ["version", "errors", "trees", "compat", "memory"],
     ["batch", "arguments", "loss", "auxiliary"],
     [
         *("reading", "reading.states", "reading.graph", "reading.source", "reading.reader", "reading.positions"),
@@ -21,14 +21,19 @@ FLOORS = [
         *("reading.rules.elementwise", "reading.rules.shapes", "reading.rules.ordering", "reading.rules.reductions"),
         *("reading.rules.indexing", "reading.rules.random", "reading.rules.algebra", "reading.rules.derivatives"),
         *("reading.rules.control", "reading.rules.kernels", "reading.rulebook"),
-        *("reading.split", "reading.loss_reading", "reading.kinds", "reading.report"),
+        *("reading.split", "reading.loss_reading", "reading.kinds", "reading.written"),
+        "reading.report",
     ],
     [
         *("routes", "routes.outputs", "routes.in_place", "routes.references", "routes.full", "routes.scan"),
         *("routes.passes", "routes.split_passes"),
     ],
-    ["programs", "limits"],
-    ["settings", "gradient", "read", "widening", "comparison", "diagnosis", "verify"],
+    [
+        *("settings", "programs", "limits", "computation", "planning", "planning.sizes", "planning.store"),
+        *("planning.fingerprint", "planning.measure", "planning.budget", "planning.picture", "planning.search"),
+        *("planning.report", "planning.explanation", "planning.planner", "planning.running"),
+    ],
+    ["gradient", "plan", "read", "widening", "comparison", "diagnosis", "verify"],
     ["recipes", "__init__"],
     ["demo"],
     ["cli", "__main__"],

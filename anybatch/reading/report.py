@@ -7,14 +7,12 @@ from typing import Any
 from anybatch import compat
 from anybatch.memory import readable
 from anybatch.reading import source
-from anybatch.reading.graph import ELEMENTWISE, Node, Value
+from anybatch.reading.graph import Node, Value
 from anybatch.reading.kinds import kind_of
 from anybatch.reading.source import Blame
 from anybatch.reading.split import Seeds, Split
 from anybatch.reading.states import FED_BACK, Mixed, Rows
-
-# These are computed in passing, together with what uses them: they take no memory of their own.
-_FUSED = ELEMENTWISE | frozenset("broadcast_in_dim reshape transpose squeeze iota slice concatenate pad".split())
+from anybatch.reading.written import FUSED, written_bytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -157,24 +155,11 @@ def _frontier(split: Split, value: Value) -> Frontier:
 
 def _bytes(node: Node, split: Split) -> int:
     """About what a node writes to memory for the whole batch."""
-    if not any(split.reader.uses_batch[output] for output in node.outputs) or node.name in _FUSED:
+    if not any(split.reader.uses_batch[output] for output in node.outputs) or node.name in FUSED:
         return 0
     if node.name == "scan":
-        return node.params["length"] * _written(node.params["jaxpr"])
-    return sum(output.num_bytes for output in node.outputs) + sum(map(_written, compat.jaxprs_in(node.equation)))
-
-
-def _written(jaxpr: Any) -> int:
-    total = 0
-    for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns:
-        inner = compat.jaxprs_in(equation)
-        if equation.primitive.name == "scan":
-            total += equation.params["length"] * sum(map(_written, inner))
-        elif inner and not equation.primitive.name.startswith(("scatter", "reduce")):
-            total += sum(map(_written, inner))
-        elif equation.primitive.name not in _FUSED:
-            total += sum(Value(output.aval).num_bytes for output in equation.outvars if hasattr(output.aval, "dtype"))
-    return total
+        return node.params["length"] * written_bytes(node.params["jaxpr"])
+    return sum(output.num_bytes for output in node.outputs) + sum(map(written_bytes, compat.jaxprs_in(node.equation)))
 
 
 def _generators(jaxpr: Any) -> set[str]:

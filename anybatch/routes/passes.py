@@ -34,6 +34,7 @@ class Prefix:
     cut: Cut
     accumulator_dtype: Any
     given_types: Given
+    remat: str | None = None  # a policy of jax.checkpoint for the backward pass
 
     def _trace(self, size: int) -> compat.Traced:
         split, types = self.split, self.given_types
@@ -47,6 +48,8 @@ class Prefix:
             return split.prefix(inputs, known, variables[num_wrt:], start, size, split.frontier)
 
         start = jax.ShapeDtypeStruct((), jnp.int32)
+        if self.remat is not None:
+            prefix = jax.checkpoint(prefix, policy=getattr(jax.checkpoint_policies, self.remat))
         traced, consts = compat.trace(prefix, *leaves, start)
         if consts:  # constants of the loss, which this module hands back to it
             return dataclasses.replace(traced, bound=tuple(consts))

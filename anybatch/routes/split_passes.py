@@ -15,7 +15,13 @@ from anybatch.routes.passes import Given, Prefix, gather_rows
 
 
 def value_and_grad(
-    split: Split, cut: Cut, accumulator_dtype: Any, consts: Sequence[Any], arrays: Arrays
+    split: Split,
+    cut: Cut,
+    accumulator_dtype: Any,
+    consts: Sequence[Any],
+    arrays: Arrays,
+    *,
+    remat: str | None = None,
 ) -> tuple[Any, list[Any], list[Any]]:
     """The value, the aux leaves and the gradient leaves of the batch.
 
@@ -28,7 +34,7 @@ def value_and_grad(
     leaves = [jnp.asarray(leaf) for leaf in split.inputs(consts, arrays)]
 
     def compute(*inputs: Any, mutate: bool) -> list[Any]:
-        return _compute(split, cut, accumulator_dtype, list(inputs), mutate)
+        return _compute(split, cut, accumulator_dtype, list(inputs), mutate, remat)
 
     if split.loss.traced.has_effects:  # a primitive of our own would hide them
         results = compute(*leaves, mutate=False)
@@ -41,7 +47,9 @@ def value_and_grad(
     return value, aux, results[:num_grads]
 
 
-def _compute(split: Split, cut: Cut, accumulator_dtype: Any, inputs: list[Any], mutate: bool) -> list[Any]:
+def _compute(
+    split: Split, cut: Cut, accumulator_dtype: Any, inputs: list[Any], mutate: bool, remat: str | None
+) -> list[Any]:
     """The gradient leaves, the value, the aux leaves."""
     first, num_wrt = split.num_consts, len(split.loss.types.wrt)
     wrt = inputs[first : first + num_wrt]
@@ -53,7 +61,7 @@ def _compute(split: Split, cut: Cut, accumulator_dtype: Any, inputs: list[Any], 
     hoisted, pull_hoisted = jax.vjp(lambda wrt: split.compute_hoisted(with_wrt(wrt), known), wrt)
     given = Given([*wrt, *hoisted], inputs, known)
     types = Given(*([compat.abstract(jax.typeof(leaf)) for leaf in part] for part in (given.variables, inputs, known)))
-    prefix = Prefix(split, cut, accumulator_dtype, types)
+    prefix = Prefix(split, cut, accumulator_dtype, types, remat)
 
     def differentiated_head(
         frontier: Sequence[Any], num_outputs: int | None = None

@@ -1,0 +1,1 @@
+"""Which way of computing a gradient is the fastest that fits the memory, decided before anything runs."""

@@ -1,0 +1,75 @@
+"""How much memory a gradient may take, and what the rest is taken by."""
+
+import dataclasses
+from typing import Any
+
+import jax
+
+from anybatch.computation import Gradient
+from anybatch.memory import memory_budget, memory_left, memory_limit, readable
+from anybatch.planning.measure import devices_of, local_bytes
+from anybatch.programs import can_run
+
+# Kept free where nobody has named a budget: allocators leave gaps; and a host that runs full kills the process.
+SPARE_ON_ACCELERATOR = 0.05
+SPARE_ON_HOST = 0.10
+
+# What a training step may hold beside the gradient's program: new parameters, two moments, updates.
+COPIES_IN_A_STEP = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class Budget:
+    """The bytes that a gradient's program may take, with its arguments."""
+
+    allowed: int | None  # None if nobody knows
+    reserve: int  # of these, what had better be left to the step around it
+    limit: int | None  # what the device has in all
+    taken: int | None  # of these, what is in use by other arrays
+    source: str  # where the figure comes from
+
+    def __str__(self) -> str:
+        return "unknown" if self.allowed is None else f"{readable(self.allowed)} ({self.source})"
+
+
+def budget_of(gradient: Gradient, *, are_given: bool = True) -> Budget:
+    """What a gradient may take.
+
+    Args:
+      gradient: the gradient.
+      are_given: whether its arrays lie on a device, or will when it runs: they have been paid for.
+    """
+    memory = gradient.settings.memory
+    leaves = jax.tree.leaves(gradient.arguments.arrays)
+    devices = _devices(leaves)
+    limit = memory_limit(devices)
+    explicit = memory is not None and not (isinstance(memory, str) and "%" in memory)
+    if explicit:
+        return Budget(memory_budget(memory), 0, limit, None, f"memory={memory!r}")
+    left = memory_left(devices)
+    if left is None:
+        return Budget(None, 0, limit, None, "the device does not tell")
+    paid = sum(local_bytes(leaf) for leaf in leaves if not _is_on_host(leaf)) if are_given else 0
+    in_all = left + paid
+    taken = None if limit is None else max(0, limit - in_all)
+    if memory is not None:
+        return Budget(memory_budget(memory, in_all), 0, limit, taken, f"{memory} of what is left")
+    spare = SPARE_ON_HOST if _on_host(devices) else SPARE_ON_ACCELERATOR
+    step = 0 if can_run(*leaves) or not are_given else COPIES_IN_A_STEP
+    reserve = step * sum(map(local_bytes, gradient.arguments.arrays.wrt))
+    return Budget(int(in_all * (1 - spare)), reserve, limit, taken, f"{1 - spare:.0%} of what is left")
+
+
+def _devices(leaves: list[Any]) -> list[Any]:
+    """The devices that arrays lie on, or will; none if they do not say."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return devices_of(leaves) or ([] if mesh.empty else jax.devices()[: mesh.size])
+
+
+def _on_host(devices: list[Any]) -> bool:
+    return (devices or jax.local_devices())[0].platform == "cpu"
+
+
+def _is_on_host(leaf: Any) -> bool:
+    """Whether an array is yet to be moved to the device."""
+    return not isinstance(leaf, jax.Array)

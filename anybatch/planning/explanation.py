@@ -1,0 +1,155 @@
+"""A search told as a plan: what was found, why one way was chosen, what limits it, what would help."""
+
+import jax
+
+from anybatch.computation import Way
+from anybatch.memory import readable
+from anybatch.planning import sizes
+from anybatch.planning.budget import Budget
+from anybatch.planning.measure import Bytes, devices_of
+from anybatch.planning.report import Candidate, Plan
+from anybatch.planning.search import AS_FAST, Search
+
+
+def as_plan(search: Search, budget: Budget, way: Way | None, seconds: float) -> Plan:
+    """The plan that a search comes to."""
+    gradient = search.bench.gradient
+    listed = sorted(_listed(search, way), key=_order)
+    candidates = {each: _candidate(search, budget, each) for each in listed}
+    smallest = _least(search)
+    return Plan(
+        chosen=None if way is None else candidates[way],
+        candidates=tuple(candidates.values()),
+        num_examples=gradient.examples,
+        objective=gradient.settings.objective,
+        budget=budget.allowed,
+        budget_source=budget.source,
+        reason=_reason(search, budget, way, smallest),
+        limits=_limits(budget, smallest) if way is None or not gradient.is_at_once(way) else "",
+        advice=_advice(search, budget, way, smallest),
+        device=_device(search),
+        compilations=search.bench.compilations,
+        planning_seconds=seconds,
+    )
+
+
+def _listed(search: Search, way: Way | None) -> set[Way]:
+    """What the table has: all that was compiled, and between these what can be predicted."""
+    listed = set(search.bench.bytes) | ({way} if way is not None else set())
+    ladder = [Way(size) for size in (search.examples, *sizes.steps_down(search.examples, search.examples))]
+    if any(search.on_line(each) is not None for each in ladder):
+        listed |= {each for each in ladder if not search.bench.gradient.is_at_once(each) or each in search.bench.bytes}
+    return listed
+
+
+def _order(way: Way) -> tuple[str, int]:
+    return way.remat or "", -(way.microbatch_size or 0)
+
+
+def _candidate(search: Search, budget: Budget, way: Way) -> Candidate:
+    bench = search.bench
+    found = bench.bytes.get(way)
+    predicted = search.predicted.get(way) if way in bench.bytes else search.on_line(way)
+    total = predicted if found is None else found.total
+    fits: bool | None = None
+    if way in bench.bytes and found is None:
+        fits = False
+    elif total is not None and budget.allowed is not None:
+        fits = total <= budget.allowed
+    return Candidate(
+        route=bench.gradient.route(way),
+        microbatch_size=way.microbatch_size or bench.gradient.examples,
+        remat=way.remat,
+        bytes=found,
+        predicted=predicted,
+        seconds=bench.seconds.get(way),
+        fits=fits,
+    )
+
+
+def _least(search: Search) -> tuple[Way, Bytes] | None:
+    """The leanest way that was compiled."""
+    known = {way: found for way, found in search.bench.bytes.items() if found is not None}
+    return min(known.items(), key=lambda item: item[1].total) if known else None
+
+
+def _reason(search: Search, budget: Budget, way: Way | None, least: tuple[Way, Bytes] | None) -> str:
+    gradient, timed = search.bench.gradient, search.bench.seconds
+    if way is None:
+        needs = "" if least is None else f": even {_examples(least[0])} at a time needs {readable(least[1].total)}"
+        left = "" if budget.allowed is None else f" and there are {readable(budget.allowed)}"
+        return f"Nothing fits{needs}{left}."
+    if gradient.settings.objective == "memory":
+        return f"Chosen: {way}, which needs the least memory."
+    if way in timed and len(timed) > 1:
+        fastest = min(timed.values())
+        if timed[way] == fastest:
+            return f"Chosen: {way}, the fastest."
+        return (
+            f"Chosen: {way}, which needs the least memory of those within {AS_FAST:.1%} of the fastest "
+            f"({1e3 * fastest:.1f} ms)."
+        )
+    if gradient.is_at_once(way):
+        return "Chosen: all examples at once, since they fit."
+    return f"Chosen: {way}, the largest that fits. It was not timed."
+
+
+def _limits(budget: Budget, least: tuple[Way, Bytes] | None) -> str:
+    """What of the memory no microbatch size can change."""
+    texts = []
+    if least is not None and budget.allowed is not None:
+        found = least[1]
+        whole = max(budget.allowed, found.total)
+        fixed = found.arguments + found.gradients + found.results
+        parts = [
+            f"{readable(number)} {name}"
+            for number, name in (
+                (found.parameters, "parameters"),
+                (found.batch, "batch"),
+                (found.others, "other arguments"),
+                (found.gradients, "gradients"),
+                (found.results, "results"),
+            )
+            if number > 0.01 * whole
+        ]
+        if parts:
+            texts.append(
+                f"{readable(fixed)} of {readable(budget.allowed)} are the same for every microbatch size: "
+                f"{', '.join(parts)}."
+            )
+    if budget.taken is not None and budget.limit is not None and budget.taken > 0.05 * budget.limit:
+        texts.append(
+            f"{readable(budget.taken)} of the {readable(budget.limit)} of the device are in use by others, "
+            "such as the state of the optimizer."
+        )
+    return " ".join(texts)
+
+
+def _advice(search: Search, budget: Budget, way: Way | None, least: tuple[Way, Bytes] | None) -> str:
+    gradient = search.bench.gradient
+    if way is not None and gradient.is_at_once(way) or least is None or budget.allowed is None:
+        return ""
+    found = least[1]
+    fixed = found.total - found.activations
+    helps = []
+    if way is None and fixed > 0.5 * budget.allowed:
+        if found.batch > 0.25 * fixed:
+            helps.append("keep the batch on the host (numpy arrays) and pass it in parts")
+        helps.append("shard the parameters over a mesh, or keep them in bfloat16")
+    if found.activations > 0.25 * found.total or way is not None:
+        if gradient.settings.remat is None:
+            helps.append('pass remat="auto", which may compute activations twice instead of keeping them')
+        helps.append("wrap blocks of the model in jax.checkpoint")
+    if way is None:
+        helps.append("allow more with memory=")
+    return "What would help: " + "; ".join(helps) + "." if helps else ""
+
+
+def _examples(way: Way) -> str:
+    return "1 example" if way.microbatch_size == 1 else f"{way.microbatch_size} examples"
+
+
+def _device(search: Search) -> str:
+    devices = devices_of(jax.tree.leaves(search.bench.gradient.arguments.arrays)) or jax.local_devices()[:1]
+    kind = devices[0].device_kind
+    return f"{len(devices)} x {kind}" if len(devices) > 1 else str(kind)

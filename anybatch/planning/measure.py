@@ -1,0 +1,200 @@
+"""The bytes of a way of computing a gradient, from its compiled program, and its seconds, from the device."""
+
+import dataclasses
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from anybatch import compat
+from anybatch.computation import Computation, Gradient, Way
+from anybatch.programs import PROGRAMS, Program, can_run
+from anybatch.reading.written import written_bytes
+
+
+@dataclasses.dataclass(frozen=True)
+class Bytes:
+    """What a compiled gradient takes on a device, by kind, as XLA counts it."""
+
+    parameters: int  # what is differentiated
+    batch: int
+    others: int  # all other arguments, and what the loss closes over
+    gradients: int
+    results: int  # the value and aux
+    activations: int  # whatever the program needs in between
+
+    @property
+    def total(self) -> int:
+        return sum(dataclasses.astuple(self))
+
+    @property
+    def arguments(self) -> int:
+        return self.parameters + self.batch + self.others
+
+
+class Workbench:
+    """Compiles and times ways of computing one gradient, each once."""
+
+    def __init__(self, gradient: Gradient, known: dict[str, Any] | None = None) -> None:
+        self.gradient = gradient
+        self.can_run = can_run(*jax.tree.leaves(gradient.arguments.arrays))
+        self.compilations = 0
+        self.bytes: dict[Way, Bytes | None] = {}
+        self.seconds: dict[Way, float] = {}
+        self.programs: dict[Way, Program] = {}
+        self.text_hashes: dict[Way, str | None] = {}
+        for entry in (known or {}).get("ways", []):
+            way = Way(entry["size"], entry["remat"])
+            self.bytes[way] = Bytes(**entry["bytes"]) if entry["bytes"] is not None else None
+            self.text_hashes[way] = entry["program"]
+            if entry["seconds"] is not None:
+                self.seconds[way] = entry["seconds"]
+
+    def record(self) -> list[dict[str, Any]]:
+        """What is known, to be kept on disk."""
+        return [
+            {
+                "size": way.microbatch_size,
+                "remat": way.remat,
+                "bytes": None if found is None else dataclasses.asdict(found),
+                "seconds": self.seconds.get(way),
+                "program": self.text_hashes.get(way),
+            }
+            for way, found in self.bytes.items()
+        ]
+
+    def bytes_of(self, way: Way) -> Bytes | None:
+        """The bytes of a way; None if even compiling it ran out of memory."""
+        if way not in self.bytes:
+            self._compile(way)
+        return self.bytes[way]
+
+    def program(self, way: Way) -> Program:
+        """A program that can be run."""
+        if way not in self.programs:
+            self._compile(way)
+        return self.programs[way]
+
+    def _compile(self, way: Way) -> None:
+        computation = self.gradient.computation(way)
+        self.compilations += 1
+        try:
+            if self.can_run:
+                program = PROGRAMS.compile(
+                    computation.fun, *computation.leaves, has_effects=computation.has_effects
+                )
+                self.programs[way], self.text_hashes[way] = program, program.text_hash
+                compiled = program.executable
+            else:
+                compiled = compile_for_types(computation)
+        except jax.errors.JaxRuntimeError as error:
+            if not compat.is_out_of_memory(error):
+                raise
+            self.bytes[way] = None
+            return
+        self.bytes[way] = count_bytes(compiled, self.gradient, computation)
+
+    def race(self, ways: Sequence[Way], rounds: int) -> dict[Way, float]:
+        """The seconds of some ways, taken in turns, so that whatever slows the device slows all of them.
+
+        A way that runs out of memory all the same has infinite seconds, and no bytes.
+        """
+        leaves = {way: self.gradient.computation(way).leaves for way in ways}
+        taken: dict[Way, list[float]] = {way: [] for way in ways}
+        repeats = {}
+        for way in ways:
+            program = self.program(way)
+            try:
+                repeats[way] = _repeats(lambda program=program, way=way: program(*leaves[way]))
+            except jax.errors.JaxRuntimeError as error:
+                if not compat.is_out_of_memory(error):
+                    raise
+                self.bytes[way] = None
+        for _ in range(rounds):
+            for way, number in repeats.items():
+                program = self.program(way)
+                taken[way].append(_seconds(lambda program=program, way=way: program(*leaves[way]), number))
+        return {way: statistics.median(each) if each else math.inf for way, each in taken.items()}
+
+
+def _repeats(run: Callable[[], Any], at_least: float = 2e-3) -> int:
+    """How often to run a program so that the clock can tell, after it has run once to warm up."""
+    _seconds(run, 1)
+    return max(1, min(100, math.ceil(at_least / max(_seconds(run, 1), 1e-6))))
+
+
+def _seconds(run: Callable[[], Any], repeats: int) -> float:
+    start = time.perf_counter()
+    for _ in range(repeats):
+        jax.block_until_ready(run())
+    return (time.perf_counter() - start) / repeats
+
+
+def compile_for_types(computation: Computation) -> Any:
+    """Compiles a computation whose arrays have no values yet, for the devices that they will be on."""
+    types = [compat.abstract(jax.typeof(leaf)) for leaf in computation.leaves]
+    mesh = jax.sharding.get_abstract_mesh()
+    if any(compat.varying_axes(jax.typeof(leaf)) for leaf in computation.leaves) or mesh.manual_axes:
+        return compat.compile_in_shard_map(computation.fun, types)
+    return jax.jit(lambda *flat: computation.fun(*flat)).lower(*types).compile()
+
+
+def count_bytes(compiled: Any, gradient: Gradient, computation: Computation) -> Bytes:
+    """The bytes of a compiled gradient on one device."""
+    analysis = compiled.memory_analysis()
+    arrays = gradient.arguments.arrays
+    parameters, batch = _local_bytes(arrays.wrt), _local_bytes(arrays.batch)
+    arguments = max(analysis.argument_size_in_bytes, parameters + batch)
+    outputs = analysis.output_size_in_bytes - analysis.alias_size_in_bytes
+    gradients = min(parameters, outputs)
+    return Bytes(
+        parameters=parameters,
+        batch=batch,
+        others=arguments - parameters - batch,
+        gradients=gradients,
+        results=outputs - gradients,
+        activations=analysis.temp_size_in_bytes,
+    )
+
+
+def estimate(gradient: Gradient) -> tuple[int, float]:
+    """About what a gradient takes for no examples, and for each more: from its program, before anything is compiled."""
+    arrays = gradient.arguments.arrays
+    start = _local_bytes(jax.tree.leaves(arrays)) + _local_bytes(arrays.wrt)
+    return start, written_bytes(gradient.loss.traced.jaxpr) / max(1, gradient.examples)
+
+
+# The values of the forward pass, those of the backward pass, copies of both, scratch.
+GENEROUS = 8
+
+
+def generous_bytes(gradient: Gradient) -> int:
+    """More than a gradient can take, all at once: every value that the program of its loss names, many times over."""
+    arrays = gradient.arguments.arrays
+    known = _local_bytes(jax.tree.leaves(arrays)) + 4 * _local_bytes(arrays.wrt)
+    return known + GENEROUS * written_bytes(gradient.loss.traced.jaxpr, fused=frozenset())
+
+
+def _local_bytes(leaves: Iterable[Any]) -> int:
+    return sum(map(local_bytes, leaves))
+
+
+def devices_of(leaves: Iterable[Any]) -> list[Any]:
+    """The devices of this process that arrays lie on; none for arrays that have no values yet."""
+    placed = [leaf for leaf in leaves if isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer)]
+    found = {device for leaf in placed for device in leaf.sharding.device_set}
+    return sorted((each for each in found if each.process_index == jax.process_index()), key=lambda each: each.id)
+
+
+def local_bytes(leaf: Any) -> int:
+    """The bytes of an array on one of the devices that it lies on."""
+    aval = jax.typeof(leaf)
+    shape = aval.shape
+    if isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer):
+        shape = leaf.sharding.shard_shape(shape)
+    is_key = jax.dtypes.issubdtype(aval.dtype, jax.dtypes.prng_key)
+    return math.prod(shape) * (8 if is_key else np.dtype(aval.dtype).itemsize)

@@ -1,0 +1,250 @@
+"""From a gradient to the way it is computed: what is known of it, what must be found out, and what is remembered."""
+
+import dataclasses
+import os
+import threading
+import time
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from anybatch import compat
+from anybatch.computation import Gradient, Way
+from anybatch.errors import NothingFitsError, TightMemoryWarning
+from anybatch.planning import store
+from anybatch.planning.budget import Budget, budget_of
+from anybatch.planning.explanation import as_plan
+from anybatch.planning.fingerprint import fingerprint
+from anybatch.planning.measure import Workbench, devices_of, generous_bytes
+from anybatch.planning.report import Plan
+from anybatch.planning.search import Search
+from anybatch.programs import PROGRAMS, Program
+from anybatch.settings import POLICIES
+from anybatch.version import __version__
+
+
+@dataclasses.dataclass(frozen=True)
+class Decision:
+    """The way to go, and its program if that has been compiled on the way."""
+
+    way: Way
+    program: Program | None = None
+
+
+# What was decided in this process, by what it was decided for. A plan is made once: what is left of the memory changes
+# from call to call, and a microbatch size that changed with it would compile again and again.
+_DECIDED: dict[str, Way] = {}
+_LOCK = threading.Lock()
+CAPACITY = 4096
+
+
+class Planner:
+    """Plans one gradient."""
+
+    def __init__(
+        self,
+        gradient: Gradient,
+        *,
+        are_given: bool = True,
+        notify: Callable[[str], None] = lambda text: None,
+    ) -> None:
+        self.gradient, self.notify = gradient, notify
+        self.settings = gradient.settings
+        self.full = Way(gradient.examples)
+        self.are_given = are_given
+        self.is_kept = not gradient.loss.traced.has_effects
+        self.key = store.key_of(_identity(gradient))
+
+    @property
+    def budget(self) -> Budget:
+        return budget_of(self.gradient, are_given=self.are_given)
+
+    @property
+    def policies(self) -> tuple[str, ...]:
+        """The policies that may be tried beside computing nothing twice."""
+        return POLICIES if self.settings.remat == "auto" and self.is_kept else ()
+
+    # For value_and_grad.
+
+    def decide(self) -> Decision:
+        """The way to compute the gradient now. Nothing is run to find it.
+
+        Raises:
+          NothingFitsError: if no way fits, and that can be known.
+        """
+        if self.settings.on_coupled == "error" and self.settings.reduction == "infer":
+            assert self.gradient.checked_reading  # whether it is refused must not depend on the memory
+        with _LOCK:
+            decided = _DECIDED.get(self._decision_key)
+        if decided is not None:
+            return Decision(decided)
+        decision = self._remembered() or self._generous() or self._searched()
+        self.remember(decision.way)
+        return decision
+
+    def remember(self, way: Way) -> None:
+        """Lets a way be the way for this gradient from now on, in this process."""
+        with _LOCK:
+            if len(_DECIDED) >= CAPACITY:
+                _DECIDED.pop(next(iter(_DECIDED)))
+            _DECIDED[self._decision_key] = way
+
+    @property
+    def _decision_key(self) -> str:
+        settings = self.settings
+        return store.key_of(self.key, self._choice_key(timed=False), settings.on_coupled)
+
+    def _remembered(self) -> Decision | None:
+        """What was measured before, perhaps in another process, if it is still of use."""
+        record = self._load()
+        way = self._choice(record, timed=True) or self._choice(record, timed=False)
+        if way is None:
+            return None
+        bench = Workbench(self.gradient, record)
+        if not bench.can_run:
+            return Decision(way)
+        expected = bench.text_hashes.get(way)
+        program = bench.program(way)
+        if program.text_hash != expected:  # another program that looks alike: its bytes and times say nothing
+            store.forget(self.key)
+            return None
+        PROGRAMS.keep(program)
+        return Decision(way, program)
+
+    def _generous(self) -> Decision | None:
+        """All at once, where that fits by so much that nothing needs to be compiled to know it."""
+        budget = self.budget
+        if self.settings.objective == "memory":
+            return None
+        fits = budget.allowed is None or generous_bytes(self.gradient) <= budget.allowed - budget.reserve
+        return Decision(self.full) if fits else None
+
+    def _searched(self) -> Decision:
+        plan, bench, _ = self._search(self.budget, timed=False)
+        way = _way(plan)
+        if way is None:
+            say_that_nothing_fits(plan, certain=bench.can_run or self.settings.memory is not None)
+            way = Way(1, self.policies[-1] if self.policies else None)
+        program = bench.programs.get(way)
+        if program is not None:
+            PROGRAMS.keep(program)
+        return Decision(way, program)
+
+    # For plan and explain.
+
+    def plan(self, *, timed: bool, thorough: bool = False) -> Plan:
+        """The plan, from what is known or by finding it out.
+
+        Args:
+          timed: whether candidates may be run, to find the fastest.
+          thorough: whether to compile more than what it takes to decide, to show it.
+        """
+        start = time.perf_counter()
+        budget, record = self.budget, self._load()
+        timed = timed and self.settings.objective == "speed" and self.is_kept
+        remembered = self._choice(record, timed=timed)
+        if remembered is not None:
+            bench = Workbench(self.gradient, record)
+            search = Search(bench, budget.allowed, self.policies, self.notify)
+            if not thorough or Way(self.gradient.examples) in bench.bytes:
+                return as_plan(search, budget, remembered, time.perf_counter() - start)
+        plan, bench, search = self._search(budget, timed=timed and self._can_time, thorough=thorough)
+        way = _way(plan)
+        if way is not None:
+            self.remember(way)
+            if way in bench.programs:
+                PROGRAMS.keep(bench.programs[way])
+        return dataclasses.replace(plan, planning_seconds=time.perf_counter() - start)
+
+    @property
+    def _can_time(self) -> bool:
+        return Workbench(self.gradient).can_run
+
+    def _search(self, budget: Budget, *, timed: bool, thorough: bool = False) -> tuple[Plan, Workbench, Search]:
+        start = time.perf_counter()
+        bench = Workbench(self.gradient, self._load())
+        search = Search(bench, budget.allowed, self.policies, self.notify)
+        way: Way | None
+        if self.settings.objective == "memory":
+            way = search.leanest()
+        elif timed:
+            way = search.fastest()
+        else:
+            way = None
+            if budget.reserve and budget.allowed is not None:
+                roomy = Search(bench, budget.allowed - budget.reserve, self.policies, self.notify)
+                way = roomy.any_fitting()
+                search.predicted.update(roomy.predicted)
+            way = way or search.any_fitting()
+        if thorough:
+            search.look_around()
+        self._save(bench, way, budget, timed=timed)
+        return as_plan(search, budget, way, time.perf_counter() - start), bench, search
+
+    # What is kept on disk.
+
+    def _choice_key(self, *, timed: bool) -> str:
+        settings = self.settings
+        return store.key_of(settings.objective, settings.memory, settings.remat, self.are_given, timed)
+
+    def _load(self) -> dict[str, Any]:
+        return store.load(self.key) if self.is_kept else {}
+
+    def _choice(self, record: dict[str, Any], *, timed: bool) -> Way | None:
+        """The way that was chosen before, if it would be chosen again."""
+        try:
+            choice = record["choices"][self._choice_key(timed=timed)]
+            way = Way(choice["size"], choice["remat"])
+            bench = Workbench(self.gradient, record)
+            found = bench.bytes[way]
+        except (KeyError, TypeError):
+            return None
+        budget = self.budget
+        if found is None or not isinstance(way.microbatch_size, int):
+            return None
+        if budget.allowed is None or choice["budget"] is None:
+            return way if budget.allowed is None else None
+        # With much more memory than then, another may be better.
+        is_similar = budget.allowed <= 1.25 * choice["budget"] or self.gradient.is_at_once(way)
+        return way if found.total <= budget.allowed and is_similar else None
+
+    def _save(self, bench: Workbench, way: Way | None, budget: Budget, *, timed: bool) -> None:
+        if not self.is_kept or not bench.compilations:
+            return
+        record = self._load()
+        choices = record.get("choices", {})
+        if way is not None:
+            chosen = {"size": way.microbatch_size, "remat": way.remat, "budget": budget.allowed}
+            choices[self._choice_key(timed=timed)] = chosen
+        store.save(self.key, {"ways": bench.record(), "choices": choices})
+
+
+def say_that_nothing_fits(plan: Plan, *, certain: bool) -> None:
+    """An error if it is certain, else a warning: at trace time nobody sees how arrays will be spread over devices."""
+    if certain:
+        raise NothingFitsError(str(plan))
+    warnings.warn(str(plan), TightMemoryWarning, stacklevel=compat.user_stacklevel())
+
+
+def _way(plan: Plan) -> Way | None:
+    return None if plan.chosen is None else Way(plan.chosen.microbatch_size, plan.chosen.remat)
+
+
+def _identity(gradient: Gradient) -> list[Any]:
+    """All that decides about bytes and times."""
+    settings, config = gradient.settings, jax.config
+    leaves = jax.tree.leaves(gradient.arguments.arrays)
+    devices = devices_of(leaves) or jax.local_devices()[:1]
+    kinds = sorted({device.device_kind for device in devices})
+    placements = [str(leaf.sharding) for leaf in leaves if isinstance(leaf, jax.Array)] if len(devices) > 1 else []
+    roles = [[str(jax.typeof(leaf)) for leaf in part] for part in gradient.arguments.arrays]
+    return [
+        fingerprint(gradient.loss.traced.jaxpr),
+        [settings.reduction, str(settings.accumulator_dtype), str(settings.aux_reduction), settings.has_aux],
+        roles,
+        [kinds, len(devices), placements, str(jax.sharding.get_abstract_mesh())],
+        [jax.__version__, compat.runtime_version(), __version__],
+        [os.environ.get("XLA_FLAGS", ""), str(config.jax_default_matmul_precision), str(config.jax_enable_x64)],
+    ]

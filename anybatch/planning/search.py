@@ -1,0 +1,212 @@
+"""Looks for the way that a user wants, with as few compilations as it takes."""
+
+import math
+from collections.abc import Callable, Sequence
+
+from anybatch.computation import Way
+from anybatch.planning import sizes
+from anybatch.planning.measure import Bytes, Workbench, estimate
+
+# Ways within this of the fastest count as fast: among them the one with the least memory is taken.
+AS_FAST = 0.015
+# Bytes within this of the least count as the least: among them the largest microbatch is taken.
+AS_LEAN = 0.02
+
+SLOWER = 1.05  # twice in a row: smaller sizes will be no faster
+MUCH_SLOWER = 1.25
+FIRST_ROUNDS, LAST_ROUNDS = 3, 7
+
+
+class Search:
+    """Sizes and policies of one gradient, under one budget."""
+
+    def __init__(
+        self,
+        bench: Workbench,
+        allowed: int | None,
+        policies: Sequence[str] = (),
+        notify: Callable[[str], None] = lambda text: None,
+    ) -> None:
+        self.bench, self.allowed, self.policies, self.notify = bench, allowed, policies, notify
+        self.examples = bench.gradient.examples
+        self.predicted: dict[Way, int] = {}  # before it was compiled, from two others
+
+    # What fits.
+
+    def fits(self, way: Way, allowed: int | None = None) -> bool:
+        """Whether a way fits the budget, or what else is allowed; it is compiled to find out."""
+        limit = self.allowed if allowed is None else allowed
+        if way not in self.bench.bytes:
+            guess = self.on_line(way)
+            if guess is not None:
+                self.predicted[way] = guess
+            self.notify(f"Compiling {way}")
+        found = self.bench.bytes_of(way)
+        return found is not None and (limit is None or found.total <= limit)
+
+    def predict(self, way: Way) -> int:
+        """The bytes of a way, about: those of others on a line, or else from the program of the loss."""
+        on_line = self.on_line(way)
+        if on_line is not None:
+            return on_line
+        points = self._points(way.remat, with_full=True)
+        size = self._size(way)
+        if points:
+            known, found = points[0]
+            return int(found.total - found.activations + found.activations * size / known)
+        start, slope = estimate(self.bench.gradient)
+        return int(start + slope * size)
+
+    def on_line(self, way: Way) -> int | None:
+        """The bytes on the line through the two nearest sizes that were compiled."""
+        points = self._points(way.remat, with_full=False)
+        if len(points) < 2:
+            return None
+        size = self._size(way)
+        (first, a), (second, b) = sorted(points, key=lambda point: abs(math.log(point[0] / size)))[:2]
+        slope = (b.total - a.total) / (second - first)
+        return int(a.total + max(slope, 0) * (size - first))
+
+    def _points(self, remat: str | None, *, with_full: bool) -> list[tuple[int, Bytes]]:
+        points = [
+            (self._size(way), found)
+            for way, found in self.bench.bytes.items()
+            if found is not None and way.remat == remat and not self.bench.gradient.is_at_once(way)
+        ]
+        full = self.bench.bytes.get(Way(self.examples, remat))
+        return [(self.examples, full)] if with_full and not points and full is not None else points
+
+    def _size(self, way: Way) -> int:
+        return self.examples if way.microbatch_size is None else way.microbatch_size
+
+    def largest_fitting(self, remat: str | None = None, allowed: int | None = None) -> Way | None:
+        """The way with the largest microbatch that fits, give or take what is not worth a compilation."""
+        limit = self.allowed if allowed is None else allowed
+        if limit is None:
+            return Way(self.examples, remat)
+        low, high = 0, self.examples + 1
+
+        for way in list(self.bench.bytes):
+            if way.remat == remat and way.microbatch_size is not None:
+                if self.fits(way, limit):
+                    low = max(low, way.microbatch_size)
+                else:
+                    high = min(high, way.microbatch_size)
+        while True:
+            between = [size for size in sizes.balanced_sizes(self.examples) if low < size < high]
+            hopeful = [size for size in between if self.predict(Way(size, remat)) <= limit]
+            if hopeful:
+                size = max(low + 1, sizes.preferred(self.examples, hopeful[-1]))
+                if low and not sizes.is_worthwhile(self.examples, size, instead_of=low):
+                    break
+            elif low or not between:
+                break
+            else:
+                size = between[0]  # what is predicted may be wrong
+            if self.fits(Way(size, remat), limit):
+                low = size
+            else:
+                high = size
+        return Way(low, remat) if low else None
+
+    def any_fitting(self) -> Way | None:
+        """The largest that fits, without computing anything twice if that can be."""
+        for remat in (None, *self.policies):
+            way = self.largest_fitting(remat)
+            if way is not None:
+                return way
+        return None
+
+    def look_around(self) -> None:
+        """Compiles what it takes to draw the line, and all at once: to be shown, not to decide."""
+        ladder = [self.examples, *sizes.steps_down(self.examples, self.examples)]
+        self.fits(Way(self.examples))
+        for size in (ladder[len(ladder) // 3], ladder[2 * len(ladder) // 3]):
+            if len(self._points(None, with_full=False)) < 2:
+                self.fits(Way(size))
+
+    # What is lean.
+
+    def leanest(self) -> Way | None:
+        """The way with the least memory; of those about as lean, the one with the largest microbatch."""
+        smallest = [way for way in (Way(1, remat) for remat in (None, *self.policies)) if self.fits(way)]
+        if not smallest:
+            return None
+
+        def total(way: Way) -> int:
+            found = self.bench.bytes[way]
+            assert found is not None
+            return found.total
+
+        lean = int(min(map(total, smallest)) * (1 + AS_LEAN))
+        best = next(way for way in smallest if total(way) <= lean)  # without a policy, if that is as lean
+        return self.largest_fitting(best.remat, allowed=lean) or best
+
+    # What is fast.
+
+    def fastest(self) -> Way | None:
+        """The way that takes the least time on the device; of those about as fast, the one with the least memory."""
+        seconds = self.bench.seconds
+        for remat in (None, *self.policies):
+            top = self.largest_fitting(remat)
+            if top is not None:
+                self._descend(top)
+        in_time = {way: each for way, each in seconds.items() if math.isfinite(each) and self.fits(way)}
+        if not in_time:
+            return None
+        best = min(in_time, key=in_time.__getitem__)
+        for way in self._around(best):
+            self._time(way)
+        close = [way for way, each in seconds.items() if each <= SLOWER * seconds[best] and self.fits(way)]
+        if len(close) > 1:
+            self.notify(f"Timing the {len(close)} fastest")
+            seconds.update(self.bench.race(close, LAST_ROUNDS))
+        fastest = min(seconds[way] for way in close)
+        as_fast = [way for way in close if seconds[way] <= (1 + AS_FAST) * fastest]
+        return min(as_fast, key=lambda way: (self._total(way), self._size(way)))
+
+    def _descend(self, top: Way) -> None:
+        """Times the largest size, then ever smaller ones, until they only become slower."""
+        slower = 0
+        for size in (self._size(top), *sizes.steps_down(self.examples, self._size(top))):
+            way = Way(size, top.remat)
+            if not self.fits(way):
+                continue
+            ratio = self._time(way) / self._least_seconds()
+            slower = slower + 1 if ratio > SLOWER else 0
+            if slower == 2 or ratio > MUCH_SLOWER:
+                return
+
+    def _around(self, best: Way) -> list[Way]:
+        """Sizes between the best and its neighbours that fit."""
+        timed = sorted(self._size(way) for way in self.bench.seconds if way.remat == best.remat)
+        place = timed.index(self._size(best))
+        neighbours = [timed[place - 1 : place + 1], timed[place : place + 2]]
+        between = []
+        for pair in neighbours:
+            if len(pair) == 2 and pair[1] - pair[0] > 1:
+                size = sizes.nearby(self.examples, math.sqrt(pair[0] * pair[1]), below=pair[1], above=pair[0])
+                between.append(Way(size, best.remat))
+        return [way for way in between if self.fits(way)]
+
+    def _time(self, way: Way) -> float:
+        """The seconds of a way, measured beside the fastest so far, and told as if both were timed when that was."""
+        seconds = self.bench.seconds
+        if way in seconds:
+            return seconds[way]
+        self.notify(f"Timing {way}")
+        known = {other: each for other, each in seconds.items() if math.isfinite(each)}
+        if not known:
+            seconds.update(self.bench.race([way], FIRST_ROUNDS))
+        else:
+            best = min(known, key=known.__getitem__)
+            taken = self.bench.race([best, way], FIRST_ROUNDS)
+            seconds[way] = known[best] * taken[way] / taken[best]
+        return seconds[way]
+
+    def _least_seconds(self) -> float:
+        return min(self.bench.seconds.values())
+
+    def _total(self, way: Way) -> int:
+        found = self.bench.bytes[way]
+        return 0 if found is None else found.total

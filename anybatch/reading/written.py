@@ -1,0 +1,26 @@
+"""What a program writes to memory, counted in its equations."""
+
+from typing import Any
+
+from anybatch import compat
+from anybatch.reading.graph import ELEMENTWISE, Value
+
+# These are computed in passing, together with what uses them: they take no memory of their own.
+FUSED = ELEMENTWISE | frozenset("broadcast_in_dim reshape transpose squeeze iota slice concatenate pad".split())
+
+
+def written_bytes(jaxpr: Any, fused: frozenset[str] = FUSED) -> int:
+    """The bytes of all values of a program, at any depth and in every turn of its loops, but for those that are fused.
+
+    With nothing fused, what nested functions return counts once more where they are called.
+    """
+    total = 0
+    for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns:
+        name, inner = equation.primitive.name, compat.jaxprs_in(equation)
+        turns = equation.params["length"] if name == "scan" else 1
+        if not name.startswith(("scatter", "reduce")):  # theirs are functions of two numbers
+            total += turns * sum(written_bytes(each, fused) for each in inner)
+        has_own = not inner or name.startswith(("scatter", "reduce"))
+        if name not in fused and (has_own or not fused):
+            total += sum(Value(output.aval).num_bytes for output in equation.outvars if hasattr(output.aval, "dtype"))
+    return total
