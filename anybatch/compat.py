@@ -213,6 +213,18 @@ def abstract(aval: Any, num_rows: int | None = None) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, aval.dtype, weak_type=aval.weak_type, **placement)
 
 
+def parts_of_rows(array: Any) -> int:
+    """Over how many devices the rows of an array are spread: where it lies, or as its type says."""
+    if isinstance(array, jax.Array) and not isinstance(array, jax.core.Tracer):
+        local = array.sharding.shard_shape(array.shape)
+        return -(-array.shape[0] // local[0]) if local[0] else 1
+    sharding = jax.typeof(array).sharding
+    if sharding.mesh.empty or not sharding.spec or sharding.spec[0] is None:
+        return 1
+    names = sharding.spec[0]
+    return math.prod(sharding.mesh.shape[name] for name in ((names,) if isinstance(names, str) else names))
+
+
 def as_weak(array: jax.Array, like: Any) -> jax.Array:
     """`array`, of a weak type if `like` is of one, as the gradient with respect to a Python number is."""
     if not getattr(like, "weak_type", False) or array.weak_type:
@@ -279,12 +291,29 @@ def compile_in_shard_map(fun: Callable[..., list[Any]], types: Sequence[Any]) ->
     mapped = jax.shard_map(
         on_device, mesh=mesh, in_specs=tuple(map(spec, differs)), out_specs=everywhere, axis_names=set(mesh.axis_names)
     )
-    # Outside of the trace around us, which has a mesh of its own.
-    compiled: list[Any] = []
-    thread = threading.Thread(target=lambda: compiled.append(jax.jit(mapped).lower(*outside).compile()))
+    return _elsewhere(lambda: jax.jit(mapped).lower(*outside).compile())
+
+
+def _elsewhere(fun: Callable[[], Any]) -> Any:
+    """Calls a function outside of the trace around us and its mesh: a new thread is inside nothing."""
+    config: Any = jax.config
+    double = config.jax_enable_x64
+    results: list[Any] = []
+    errors: list[BaseException] = []
+
+    def call() -> None:
+        try:
+            with jax.enable_x64(double):
+                results.append(fun())
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=call)
     thread.start()
     thread.join()
-    return compiled[0]
+    if errors:
+        raise errors[0]
+    return results[0]
 
 
 def _missing(leaf: Any, mesh: Any) -> tuple[str, ...]:
@@ -296,16 +325,8 @@ def _trace_state() -> Any:
     return jex_core.get_opaque_trace_state(convention="anybatch")
 
 
-def _clean_trace_state() -> Any:
-    # This module may well be imported inside somebody's jit; a new thread is inside nothing.
-    states: list[Any] = []
-    thread = threading.Thread(target=lambda: states.append(_trace_state()))
-    thread.start()
-    thread.join()
-    return states[0]
-
-
-_CLEAN = _clean_trace_state()
+# This module may well be imported inside somebody's jit.
+_CLEAN = _elsewhere(_trace_state)
 
 
 def is_eager() -> bool:
@@ -329,11 +350,11 @@ def user_stacklevel() -> int:
     return level
 
 
-def runtime_version() -> str:
-    """The version of the compiler and runtime underneath JAX."""
+def versions() -> list[str]:
+    """The versions of JAX, and of the compiler and runtime underneath it."""
     import jaxlib
 
-    return str(jaxlib.__version__)
+    return [str(jax.__version__), str(jaxlib.__version__)]
 
 
 def default_device() -> Any:

@@ -59,6 +59,12 @@ class Gradient:
         return self._trace(self.examples)[0]
 
     @functools.cached_property
+    def unit(self) -> int:
+        """What microbatch sizes had better be multiples of: the devices that the examples are spread over."""
+        parts = max((compat.parts_of_rows(leaf) for leaf in self.arguments.arrays.batch), default=1)
+        return parts if self.examples % parts == 0 and self.examples else 1
+
+    @functools.cached_property
     def split(self) -> Split:
         """The loss, read."""
         loss, consts = self._trace(self.examples)

@@ -35,7 +35,7 @@ class Measurement:
 def run(*, examples: int, memory_mib: int) -> None:
     """Prints the demonstration, with a progress bar where the output is a terminal."""
     console = Console()
-    console.print(f"[bold]anybatch[/bold] on {_device()}, JAX {jax.__version__}\n")
+    console.print(f"[bold]anybatch[/bold] on {_device()}, JAX {compat.versions()[0]}\n")
     console.print(_recipe_table())
     console.print(_reading_table())
     sizes = [None, *(size for size in (1024, 256, 64) if size < examples)]

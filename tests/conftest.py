@@ -4,6 +4,7 @@ import os
 
 os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ["ANYBATCH_CACHE"] = "off"  # what one run measures must not decide what the next one tests
 
 import jax
 import pytest

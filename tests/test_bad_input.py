@@ -281,7 +281,6 @@ def test_aux_that_is_no_array():
 @pytest.mark.parametrize(
     "options, message",
     [
-        ({"microbatch_size": "auto"}, 'microbatch_size="auto" is not available in this version of anybatch.\nPass'),
         ({"mesh": object()}, "mesh= is not available in this version of anybatch.\nLeave it out"),
     ],
 )

@@ -4,7 +4,6 @@ import jax
 
 from anybatch.computation import Way
 from anybatch.memory import readable
-from anybatch.planning import sizes
 from anybatch.planning.budget import Budget
 from anybatch.planning.measure import Bytes, devices_of
 from anybatch.planning.report import Candidate, Plan
@@ -17,6 +16,7 @@ def as_plan(search: Search, budget: Budget, way: Way | None, seconds: float) -> 
     listed = sorted(_listed(search, way), key=_order)
     candidates = {each: _candidate(search, budget, each) for each in listed}
     smallest = _least(search)
+    is_limited = way is None or search.is_limiting(way)
     return Plan(
         chosen=None if way is None else candidates[way],
         candidates=tuple(candidates.values()),
@@ -25,8 +25,8 @@ def as_plan(search: Search, budget: Budget, way: Way | None, seconds: float) -> 
         budget=budget.allowed,
         budget_source=budget.source,
         reason=_reason(search, budget, way, smallest),
-        limits=_limits(budget, smallest) if way is None or not gradient.is_at_once(way) else "",
-        advice=_advice(search, budget, way, smallest),
+        limits=_limits(budget, smallest) if is_limited else "",
+        advice=_advice(search, budget, way, smallest) if is_limited else "",
         device=_device(search),
         compilations=search.bench.compilations,
         planning_seconds=seconds,
@@ -36,9 +36,13 @@ def as_plan(search: Search, budget: Budget, way: Way | None, seconds: float) -> 
 def _listed(search: Search, way: Way | None) -> set[Way]:
     """What the table has: all that was compiled, and between these what can be predicted."""
     listed = set(search.bench.bytes) | ({way} if way is not None else set())
-    ladder = [Way(size) for size in (search.examples, *sizes.steps_down(search.examples, search.examples))]
-    if any(search.on_line(each) is not None for each in ladder):
-        listed |= {each for each in ladder if not search.bench.gradient.is_at_once(each) or each in search.bench.bytes}
+    previous: int | None = None
+    for size in search.sizes.steps_down(search.examples):
+        predicted = search.on_line(Way(size))
+        # Once the total hardly changes, one more row says it all.
+        if predicted is not None and (previous is None or predicted < 0.9 * previous or size == search.sizes.smallest):
+            listed.add(Way(size))
+            previous = predicted
     return listed
 
 
@@ -127,7 +131,7 @@ def _limits(budget: Budget, least: tuple[Way, Bytes] | None) -> str:
 
 def _advice(search: Search, budget: Budget, way: Way | None, least: tuple[Way, Bytes] | None) -> str:
     gradient = search.bench.gradient
-    if way is not None and gradient.is_at_once(way) or least is None or budget.allowed is None:
+    if least is None or budget.allowed is None:
         return ""
     found = least[1]
     fixed = found.total - found.activations

@@ -47,6 +47,7 @@ class Workbench:
         self.seconds: dict[Way, float] = {}
         self.programs: dict[Way, Program] = {}
         self.text_hashes: dict[Way, str | None] = {}
+        self._repeats: dict[Way, int] = {}
         for entry in (known or {}).get("ways", []):
             way = Way(entry["size"], entry["remat"])
             self.bytes[way] = Bytes(**entry["bytes"]) if entry["bytes"] is not None else None
@@ -105,26 +106,30 @@ class Workbench:
         """
         leaves = {way: self.gradient.computation(way).leaves for way in ways}
         taken: dict[Way, list[float]] = {way: [] for way in ways}
-        repeats = {}
+
+        def run(way: Way) -> Any:
+            return self.program(way)(*leaves[way])
+
         for way in ways:
-            program = self.program(way)
+            if way in self._repeats:
+                continue
             try:
-                repeats[way] = _repeats(lambda program=program, way=way: program(*leaves[way]))
+                _seconds(lambda way=way: run(way), 1)  # the first time is always slow
+                once = _seconds(lambda way=way: run(way), 1)
             except jax.errors.JaxRuntimeError as error:
                 if not compat.is_out_of_memory(error):
                     raise
                 self.bytes[way] = None
+            else:
+                self._repeats[way] = max(1, min(100, math.ceil(TELLING / max(once, 1e-6))))
+        able = [way for way in ways if way in self._repeats]
         for _ in range(rounds):
-            for way, number in repeats.items():
-                program = self.program(way)
-                taken[way].append(_seconds(lambda program=program, way=way: program(*leaves[way]), number))
+            for way in able:
+                taken[way].append(_seconds(lambda way=way: run(way), self._repeats[way]))
         return {way: statistics.median(each) if each else math.inf for way, each in taken.items()}
 
 
-def _repeats(run: Callable[[], Any], at_least: float = 2e-3) -> int:
-    """How often to run a program so that the clock can tell, after it has run once to warm up."""
-    _seconds(run, 1)
-    return max(1, min(100, math.ceil(at_least / max(_seconds(run, 1), 1e-6))))
+TELLING = 5e-3  # seconds; a clock and a scheduler say little about less
 
 
 def _seconds(run: Callable[[], Any], repeats: int) -> float:

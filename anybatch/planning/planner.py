@@ -12,7 +12,7 @@ import jax
 
 from anybatch import compat
 from anybatch.computation import Gradient, Way
-from anybatch.errors import NothingFitsError, TightMemoryWarning
+from anybatch.errors import AnybatchError, NothingFitsError, TightMemoryWarning
 from anybatch.planning import store
 from anybatch.planning.budget import Budget, budget_of
 from anybatch.planning.explanation import as_plan
@@ -122,11 +122,20 @@ class Planner:
         return Decision(self.full) if fits else None
 
     def _searched(self) -> Decision:
-        plan, bench, _ = self._search(self.budget, timed=False)
+        budget = self.budget
+        try:
+            plan, bench, _ = self._search(budget, timed=False)
+        except (AnybatchError, jax.errors.JaxRuntimeError):
+            raise
+        except Exception:
+            if Workbench(self.gradient).can_run:
+                raise
+            # Part of a program that cannot be compiled by itself: any size is right, so go by what it writes.
+            return Decision(Search(Workbench(self.gradient), budget.allowed).likely_fitting())
         way = _way(plan)
         if way is None:
             say_that_nothing_fits(plan, certain=bench.can_run or self.settings.memory is not None)
-            way = Way(1, self.policies[-1] if self.policies else None)
+            way = Way(self.gradient.unit, self.policies[-1] if self.policies else None)
         program = bench.programs.get(way)
         if program is not None:
             PROGRAMS.keep(program)
@@ -245,6 +254,6 @@ def _identity(gradient: Gradient) -> list[Any]:
         [settings.reduction, str(settings.accumulator_dtype), str(settings.aux_reduction), settings.has_aux],
         roles,
         [kinds, len(devices), placements, str(jax.sharding.get_abstract_mesh())],
-        [jax.__version__, compat.runtime_version(), __version__],
+        [*compat.versions(), __version__],
         [os.environ.get("XLA_FLAGS", ""), str(config.jax_default_matmul_precision), str(config.jax_enable_x64)],
     ]

@@ -50,7 +50,10 @@ def run_as_planned(gradient: Gradient) -> tuple[Way, list[Any]]:
 def halved(gradient: Gradient, way: Way) -> Way | None:
     """The same way with microbatches of half the size; None if there is no smaller one."""
     size = gradient.examples if gradient.is_at_once(way) else way.microbatch_size
-    return Way((size + 1) // 2, way.remat) if size is not None and size > 1 else None
+    unit = gradient.unit
+    if size is None or size <= unit:
+        return None
+    return Way(-(-size // (2 * unit)) * unit, way.remat)
 
 
 def _run(gradient: Gradient, way: Way, program: Program | None) -> list[Any]:

@@ -4,8 +4,8 @@ import math
 from collections.abc import Callable, Sequence
 
 from anybatch.computation import Way
-from anybatch.planning import sizes
 from anybatch.planning.measure import Bytes, Workbench, estimate
+from anybatch.planning.sizes import Sizes
 
 # Ways within this of the fastest count as fast: among them the one with the least memory is taken.
 AS_FAST = 0.015
@@ -15,6 +15,7 @@ AS_LEAN = 0.02
 SLOWER = 1.05  # twice in a row: smaller sizes will be no faster
 MUCH_SLOWER = 1.25
 FIRST_ROUNDS, LAST_ROUNDS = 3, 7
+PATIENCE = 1.0  # seconds for each way in the last race; three rounds there are always
 
 
 class Search:
@@ -29,6 +30,7 @@ class Search:
     ) -> None:
         self.bench, self.allowed, self.policies, self.notify = bench, allowed, policies, notify
         self.examples = bench.gradient.examples
+        self.sizes = Sizes(self.examples, bench.gradient.unit)
         self.predicted: dict[Way, int] = {}  # before it was compiled, from two others
 
     # What fits.
@@ -93,11 +95,11 @@ class Search:
                 else:
                     high = min(high, way.microbatch_size)
         while True:
-            between = [size for size in sizes.balanced_sizes(self.examples) if low < size < high]
+            between = [size for size in self.sizes.all() if low < size < high]
             hopeful = [size for size in between if self.predict(Way(size, remat)) <= limit]
             if hopeful:
-                size = max(low + 1, sizes.preferred(self.examples, hopeful[-1]))
-                if low and not sizes.is_worthwhile(self.examples, size, instead_of=low):
+                size = max(low + self.sizes.unit, self.sizes.preferred(hopeful[-1]))
+                if low and not self.sizes.is_worthwhile(size, instead_of=low):
                     break
             elif low or not between:
                 break
@@ -109,6 +111,12 @@ class Search:
                 high = size
         return Way(low, remat) if low else None
 
+    def likely_fitting(self) -> Way:
+        """The largest that fits as far as one can tell without compiling anything."""
+        ways = [Way(size) for size in self.sizes.all()]
+        likely = [way for way in ways if self.allowed is None or self.predict(way) <= self.allowed]
+        return max(likely or ways[:1], key=self._size)
+
     def any_fitting(self) -> Way | None:
         """The largest that fits, without computing anything twice if that can be."""
         for remat in (None, *self.policies):
@@ -117,9 +125,14 @@ class Search:
                 return way
         return None
 
+    def is_limiting(self, way: Way) -> bool:
+        """Whether the budget, rather than the clock, keeps a way from a larger microbatch."""
+        larger = [other for other in self.bench.bytes if self._size(other) > self._size(way)]
+        return not self.bench.gradient.is_at_once(way) and not any(map(self.fits, larger))
+
     def look_around(self) -> None:
         """Compiles what it takes to draw the line, and all at once: to be shown, not to decide."""
-        ladder = [self.examples, *sizes.steps_down(self.examples, self.examples)]
+        ladder = [self.examples, *self.sizes.steps_down(self.examples)]
         self.fits(Way(self.examples))
         for size in (ladder[len(ladder) // 3], ladder[2 * len(ladder) // 3]):
             if len(self._points(None, with_full=False)) < 2:
@@ -129,7 +142,7 @@ class Search:
 
     def leanest(self) -> Way | None:
         """The way with the least memory; of those about as lean, the one with the largest microbatch."""
-        smallest = [way for way in (Way(1, remat) for remat in (None, *self.policies)) if self.fits(way)]
+        smallest = [way for way in (Way(self.sizes.smallest, remat) for remat in (None, *self.policies)) if self.fits(way)]
         if not smallest:
             return None
 
@@ -160,7 +173,8 @@ class Search:
         close = [way for way, each in seconds.items() if each <= SLOWER * seconds[best] and self.fits(way)]
         if len(close) > 1:
             self.notify(f"Timing the {len(close)} fastest")
-            seconds.update(self.bench.race(close, LAST_ROUNDS))
+            rounds = min(LAST_ROUNDS, max(3, int(PATIENCE / seconds[best])))
+            seconds.update(self.bench.race(close, rounds))
         fastest = min(seconds[way] for way in close)
         as_fast = [way for way in close if seconds[way] <= (1 + AS_FAST) * fastest]
         return min(as_fast, key=lambda way: (self._total(way), self._size(way)))
@@ -168,7 +182,7 @@ class Search:
     def _descend(self, top: Way) -> None:
         """Times the largest size, then ever smaller ones, until they only become slower."""
         slower = 0
-        for size in (self._size(top), *sizes.steps_down(self.examples, self._size(top))):
+        for size in (self._size(top), *self.sizes.steps_down(self._size(top))):
             way = Way(size, top.remat)
             if not self.fits(way):
                 continue
@@ -184,8 +198,8 @@ class Search:
         neighbours = [timed[place - 1 : place + 1], timed[place : place + 2]]
         between = []
         for pair in neighbours:
-            if len(pair) == 2 and pair[1] - pair[0] > 1:
-                size = sizes.nearby(self.examples, math.sqrt(pair[0] * pair[1]), below=pair[1], above=pair[0])
+            size = self.sizes.between(*pair) if len(pair) == 2 else None
+            if size is not None:
                 between.append(Way(size, best.remat))
         return [way for way in between if self.fits(way)]
 

@@ -1,70 +1,92 @@
 """Which microbatch sizes are worth a thought."""
 
+import dataclasses
 import math
 
 
-def balanced_sizes(examples: int) -> list[int]:
-    """For each number of microbatches the smallest size that gives it, in ascending order.
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """The sizes of microbatches for a batch, in multiples of a unit: the devices that its examples are spread over.
 
-    A larger size with as many microbatches takes more memory and no less time. Sizes that do not divide the batch
-    are among them: their last microbatch is smaller.
-
-    >>> balanced_sizes(10)
-    [1, 2, 3, 4, 5, 10]
+    >>> Sizes(10).all(), Sizes(48, unit=8).all()
+    ([1, 2, 3, 4, 5, 10], [8, 16, 24, 48])
     """
-    sizes, size = [], examples
-    while size >= 1:
-        sizes.append(size)
-        if size == 1:
-            break
-        # One microbatch more than the current number, and as small as that number allows.
-        size = math.ceil(examples / (math.ceil(examples / size) + 1))
-        size = min(size, sizes[-1] - 1)
-    return sorted(sizes)
 
+    examples: int
+    unit: int = 1
 
-def preferred(examples: int, size: int) -> int:
-    """The size itself, or a little less if that divides the batch: one program then serves all microbatches.
+    def all(self) -> list[int]:
+        """For each number of microbatches the smallest size that gives it, in ascending order.
 
-    >>> preferred(60, 11), preferred(60, 14), preferred(61, 14)
-    (10, 12, 14)
-    """
-    for smaller in range(size, max(1, math.ceil(0.8 * size)) - 1, -1):
-        if examples % smaller == 0:
-            return smaller
-    return size
+        A larger size with as many microbatches takes more memory and no less time. Sizes that do not divide the
+        batch are among them: their last microbatch is smaller.
+        """
+        units, found = self._units, []
+        number = 1
+        while True:
+            size = math.ceil(units / number)
+            found.append(size)
+            if size <= 1:
+                return [each * self.unit for each in sorted(set(found))]
+            number = max(number + 1, math.ceil(units / size) + 1)
 
+    @property
+    def _units(self) -> int:
+        return self.examples // self.unit
 
-def is_worthwhile(examples: int, size: int, instead_of: int) -> bool:
-    """Whether a larger size is worth a compilation: it makes fewer microbatches, by a fifth, or no ragged one.
+    @property
+    def smallest(self) -> int:
+        return self.unit
 
-    >>> is_worthwhile(60, 11, 10), is_worthwhile(60, 12, 11), is_worthwhile(60, 15, 10)
-    (False, True, True)
-    """
-    if size <= instead_of:
-        return False
-    fewer = math.ceil(examples / size) <= 0.8 * math.ceil(examples / instead_of)
-    return fewer or (examples % size == 0 and examples % instead_of != 0)
+    def preferred(self, size: int) -> int:
+        """The size itself, or a little less if that divides the batch: one program then serves all microbatches.
 
+        >>> Sizes(60).preferred(11), Sizes(60).preferred(14), Sizes(61).preferred(14)
+        (10, 12, 14)
+        """
+        for smaller in range(size, math.ceil(0.8 * size) - 1, -self.unit):
+            if self.examples % smaller == 0:
+                return smaller
+        return size
 
-def steps_down(examples: int, size: int) -> list[int]:
-    """Sizes below one, each about half of the one before, dividing the batch where such a size is near.
+    def is_worthwhile(self, size: int, instead_of: int) -> bool:
+        """Whether a larger size is worth a compilation: it makes fewer microbatches, by a fifth, or no ragged one.
 
-    >>> steps_down(64, 64), steps_down(60, 20), steps_down(7, 7)
-    ([32, 16, 8, 4, 2, 1], [10, 5, 3, 2, 1], [4, 2, 1])
-    """
-    steps = []
-    while size > 1:
-        size = nearby(examples, size / 2, below=size)
-        steps.append(size)
-    return steps
+        >>> Sizes(60).is_worthwhile(11, 10), Sizes(60).is_worthwhile(12, 11), Sizes(60).is_worthwhile(15, 10)
+        (False, True, True)
+        """
+        if size <= instead_of:
+            return False
+        fewer = math.ceil(self.examples / size) <= 0.8 * math.ceil(self.examples / instead_of)
+        return fewer or (self.examples % size == 0 and self.examples % instead_of != 0)
 
+    def steps_down(self, size: int) -> list[int]:
+        """Sizes below one, each about half of the one before, dividing the batch where such a size is near.
 
-def nearby(examples: int, wish: float, below: int, above: int = 0) -> int:
-    """The size strictly between two others that is nearest to a wish, in ratio; one that divides the batch is nearer."""
+        >>> Sizes(64).steps_down(64), Sizes(60).steps_down(20), Sizes(7).steps_down(7)
+        ([32, 16, 8, 4, 2, 1], [10, 5, 3, 2, 1], [4, 2, 1])
+        """
+        steps = []
+        while size > self.unit:
+            size = self._nearest(size / 2, 0, size)
+            steps.append(size)
+        return steps
 
-    def distance(size: int) -> float:
-        away = abs(math.log(size / wish))
-        return away if examples % size == 0 else away + 0.25
+    def between(self, low: int, high: int) -> int | None:
+        """A size in the middle between two others, if there is one.
 
-    return min(range(above + 1, below), key=distance)
+        >>> Sizes(64).between(8, 16), Sizes(60).between(10, 20), Sizes(64).between(1, 2)
+        (11, 15, None)
+        """
+        if high - low <= self.unit:
+            return None
+        return self._nearest(math.sqrt(low * high), low, high)
+
+    def _nearest(self, wish: float, low: int, high: int) -> int:
+        """The size strictly between two that is nearest to a wish, in ratio; one that divides the batch is nearer."""
+
+        def distance(size: int) -> float:
+            away = abs(math.log(size / wish))
+            return away if self.examples % size == 0 else away + 0.25
+
+        return min(range(low + self.unit, high, self.unit), key=distance)

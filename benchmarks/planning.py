@@ -1,0 +1,152 @@
+"""Is the planned step as fast as the best of an exhaustive search, and does it stay within its memory?
+
+    python benchmarks/planning.py                        a small GPT and an MLP, on whatever there is
+    python benchmarks/planning.py gpt2:9GiB gpt2:20GiB   on a GPU: a model and a budget, for each a table
+
+For each case: `anybatch.plan` from nothing and from its cache, in seconds; then every divisor of the batch that fits
+the same budget, compiled, and timed in turns with the plan's choice. Expected: the choice within 3% of the best.
+
+    python benchmarks/planning.py --peak gpt2:4GiB
+
+runs one planned gradient in a process of its own and reports the peak of the device, or of the process, beside the
+budget, what was predicted and what XLA says. Expected: below the budget; predicted within 5% of XLA.
+"""
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+import time
+
+import jax
+import numpy as np
+from models import MODELS
+
+import anybatch as ab
+from anybatch.arguments import Roles
+from anybatch.computation import Gradient, Way
+from anybatch.memory import memory_budget, readable
+from anybatch.planning.measure import Workbench
+from anybatch.settings import Settings
+
+ON_CPU = ("gpt-tiny:40MiB", "mlp:64MiB")
+
+
+def problem(name: str) -> tuple:
+    """The loss, parameters and batch, made on the host: their making leaves no trace in the peak of the device."""
+    name, _, examples = name.partition("@")
+    model, usual = MODELS[name]
+    with jax.default_device(jax.local_devices(backend="cpu")[0]):
+        params = jax.tree.map(np.asarray, model.init(jax.random.key(0)))
+        batch = jax.tree.map(np.asarray, model.batch(jax.random.key(1), int(examples or usual)))
+    return model.loss, jax.device_put(params), jax.device_put(batch)
+
+
+def bench_of(loss, params, batch) -> Workbench:
+    """All ways of one gradient, outside the planner."""
+    roles = Roles.of(argnums=0, batch_argnums=1, rng_argnums=())
+    options = {"has_aux": False, "reduction": "infer", "aux_reduction": None, "accumulator_dtype": np.float32}
+    settings = Settings.of(
+        loss, roles=roles, microbatch_size="auto", memory=None, mesh=None, on_coupled="exact", **options
+    )
+    return Workbench(Gradient(loss, settings, roles.sort(loss, (params, batch), {})))
+
+
+def compare(name: str, budgets: list[str], rounds: int) -> None:
+    """Plans within each budget, then times all divisors that fit beside the choices."""
+    loss, params, batch = problem(name)
+    examples = jax.tree.leaves(batch)[0].shape[0]
+    choices = {}
+    for budget in budgets:
+        with tempfile.TemporaryDirectory() as folder:
+            os.environ["ANYBATCH_CACHE"] = folder
+            memory = None if budget == "all" else budget
+            plan = ab.plan(loss, params, batch, memory=memory)
+            again = ab.plan(loss, params, batch, memory=memory)
+        choices[budget] = plan
+        print(f"\n{name}, budget {budget}\n{plan}")
+        print(
+            f"planned in {plan.planning_seconds:.1f} s with {plan.compilations} compilations, "
+            f"again in {again.planning_seconds * 1e3:.0f} ms with {again.compilations}",
+            flush=True,
+        )
+    os.environ["ANYBATCH_CACHE"] = "off"
+    bench = bench_of(loss, params, batch)
+    largest = max(plan.budget for plan in choices.values())
+    divisors = [Way(size) for size in range(examples, 0, -1) if examples % size == 0]
+    ways = [way for way in divisors if (found := bench.bytes_of(way)) is not None and found.total <= largest]
+    chosen = {budget: Way(plan.microbatch_size, plan.remat) for budget, plan in choices.items()}
+    seconds = bench.race(list(dict.fromkeys([*ways, *chosen.values()])), rounds)
+    print(f"\n{name}, every divisor of {examples}, in turns")
+    for way in sorted(seconds, key=lambda way: -(way.microbatch_size or 0)):
+        total = bench.bytes_of(way).total
+        marks = [budget for budget, other in chosen.items() if other == way]
+        print(f"  {way!s:24} {seconds[way] * 1e3:9.2f} ms {readable(total):>10}  {' '.join(marks)}")
+    for budget, plan in choices.items():
+        fitting = [way for way in ways if bench.bytes[way].total <= plan.budget]
+        best = min(seconds[way] for way in fitting)
+        mine = seconds[chosen[budget]]
+        full = f", {mine / seconds[divisors[0]]:.3f} of the full batch" if divisors[0] in seconds else ""
+        memory = bench.bytes[chosen[budget]].total / bench.bytes_of(divisors[0]).total
+        print(f"  budget {budget}: {mine / best:.3f} of the best divisor{full}; {memory:.3f} of its memory", flush=True)
+
+
+def peak(name: str, budget: str) -> None:
+    """One planned gradient, and what it really took."""
+    os.environ["ANYBATCH_CACHE"] = "off"
+    loss, params, batch = problem(name)
+    device = jax.local_devices()[0]
+    jax.block_until_ready((params, batch))
+    plan = ab.plan(loss, params, batch, memory=budget, timed=False)
+    fun = ab.value_and_grad(loss, microbatch_size=plan.microbatch_size)
+    stats = device.memory_stats() or {}
+    compiled_peak = stats.get("peak_bytes_in_use", 0)
+    if not stats:
+        compute = jax.jit(fun).lower(params, batch).compile()
+        before = _resident()
+        with open("/proc/self/clear_refs", "w") as file:
+            file.write("5")  # forget the peak so far
+        value = jax.block_until_ready(compute(params, batch))
+        measured = _resident("VmHWM:") - before + plan.chosen.bytes.arguments
+    else:
+        value = jax.block_until_ready(fun(params, batch))
+        measured = device.memory_stats()["peak_bytes_in_use"]
+    allowed = memory_budget(budget)
+    predicted = plan.chosen.predicted
+    error = "" if predicted is None else f" predicted {predicted / plan.chosen.total - 1:+.1%}"
+    compiling = f", while compiling {readable(compiled_peak)}" if compiled_peak else ""
+    print(
+        f"{name:22} budget {readable(allowed):>10}: microbatch {plan.microbatch_size:>4}, XLA {readable(plan.chosen.total):>10}"
+        f"{error}, measured {readable(measured)} ({measured / allowed:.3f} of the budget){compiling}, "
+        f"{plan.compilations} compilations",
+        flush=True,
+    )
+    del value
+
+
+def _resident(field: str = "VmRSS:") -> int:
+    with open("/proc/self/status") as lines:
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("cases", nargs="*", help="model:budget, models: " + ", ".join(MODELS))
+    parser.add_argument("--peak", action="store_true", help="the peak of one planned gradient, each in its process")
+    parser.add_argument("--rounds", type=int, default=10)
+    options = parser.parse_args()
+    cases = [case.rpartition(":")[::2] for case in options.cases or ON_CPU]
+    if options.peak and len(cases) > 1:
+        for name, budget in cases:
+            subprocess.run([sys.executable, __file__, "--peak", f"{name}:{budget}"], check=False)
+        return
+    if options.peak:
+        return peak(*cases[0])
+    print(f"{jax.devices()[0].device_kind}, JAX {jax.__version__}")
+    for name in dict.fromkeys(name for name, _ in cases):
+        compare(name, [budget for other, budget in cases if other == name], options.rounds)
+
+
+if __name__ == "__main__":
+    main()
