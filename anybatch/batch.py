@@ -71,6 +71,19 @@ def take(batch: Sequence[Any], start: Any, size: int) -> list[jax.Array]:
     return [lax.dynamic_slice_in_dim(leaf, start, size) for leaf in batch]
 
 
+def first_start(cut: Cut, before: Sequence[Any]) -> tuple[jax.Array, list[Any]]:
+    """Where the loop over the microbatches starts, and what comes before it: the results of the ragged last one.
+
+    A loop of a single turn is no loop to XLA, which may then hold the activations of both microbatches at a time. So
+    its start is made to wait for what comes before.
+    """
+    start = jnp.zeros((), jnp.int32)
+    if cut.whole != 1 or not cut.remainder or not before:
+        return start, list(before)
+    start, before = lax.optimization_barrier((start, list(before)))
+    return start, before
+
+
 def join_rows(stacked: jax.Array, last: jax.Array | None, axis: int) -> jax.Array:
     """Rows of all microbatches in the order of the batch.
 

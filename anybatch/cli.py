@@ -1,14 +1,34 @@
 """The arguments of the command line; what the commands do stands elsewhere."""
 
+import enum
+import pathlib
+from collections.abc import Callable
 from typing import Annotated
 
 import typer
 
 import anybatch
+from anybatch.problem import EXAMPLE
 
+# Plain help: an example in it must come out as it was written, to be pasted.
 app = typer.Typer(
-    help="The exact gradient of any batch, on the memory you have.", no_args_is_help=True, add_completion=False
+    help="The exact gradient of any batch, on the memory you have.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
 )
+
+_EXAMPLE = "\n\n\b\n" + EXAMPLE + "\n\n"
+
+Target = Annotated[str, typer.Argument(help="package.module:function, or path/to/file.py:function.")]
+
+
+class Objective(enum.StrEnum):
+    """What a plan is for."""
+
+    speed = "speed"
+    memory = "memory"
 
 
 def _print_version(wanted: bool) -> None:
@@ -26,6 +46,16 @@ def _options(
     """The exact gradient of any batch, on the memory you have."""
 
 
+def _run(command: Callable[[], bool]) -> None:
+    """Runs a command; what is wrong with its input, or missing, is a message and not a traceback."""
+    try:
+        is_well = command()
+    except (ImportError, anybatch.AnybatchError) as error:
+        typer.echo(f"{type(error).__name__}: {error}" if isinstance(error, ImportError) else str(error), err=True)
+        raise typer.Exit(1 if isinstance(error, ImportError) else 2) from None
+    raise typer.Exit(0 if is_well else 1)
+
+
 @app.command()
 def demo(
     examples: Annotated[int, typer.Option(min=2, help="The number of examples in the batch.")] = 8192,
@@ -39,3 +69,62 @@ def demo(
     except ImportError as error:
         typer.echo(str(error), err=True)
         raise typer.Exit(1) from None
+
+
+@app.command(
+    help="Show which way the gradient of a problem will be computed, among which, and why."
+    f"\n\nThe function returns (loss, params, batch); this works as pasted:{_EXAMPLE}"
+    "\b\n    anybatch explain train:problem --memory 12MiB"
+)
+def explain(
+    problem: Target,
+    memory: Annotated[str | None, typer.Option(help='What the gradient may take: "16GiB", "80%" of what is left.')] = None,
+    objective: Annotated[Objective, typer.Option(help="The fastest, or the leanest.")] = Objective.speed,
+    remat: Annotated[
+        str | None, typer.Option(help='"auto" also tries jax.checkpoint; or the name of one of its policies.')
+    ] = None,
+    time: Annotated[bool, typer.Option(help="Time candidates on the device, or only compile them.")] = True,
+    html: Annotated[pathlib.Path | None, typer.Option(help="Write the table and the plot to this file, too.")] = None,
+    plot: Annotated[pathlib.Path | None, typer.Option(help="Write the plot to this file: .png, .svg, .pdf.")] = None,
+) -> None:
+    """Show the plan of a problem."""
+
+    def command() -> bool:
+        from anybatch import commands
+
+        options = {"memory": memory, "objective": objective.value, "remat": remat, "timed": time}
+        return commands.explain(problem, html=html, plot=plot, **options)
+
+    _run(command)
+
+
+@app.command(
+    help="Compare every route with the gradient of the full batch, on your own loss."
+    f"\n\nThe function returns (loss, params, batch); this works as pasted:{_EXAMPLE}"
+    "\b\n    anybatch verify train:problem"
+)
+def verify(
+    problem: Target,
+    size: Annotated[list[int] | None, typer.Option(min=1, help="A microbatch size to try; may be repeated.")] = None,
+    sample: Annotated[int | None, typer.Option(min=1, help="How many of the examples to use.")] = None,
+) -> None:
+    """Compare every route with the gradient of the full batch."""
+
+    def command() -> bool:
+        from anybatch import commands
+
+        return commands.verify(problem, microbatch_sizes=size or None, sample=sample)
+
+    _run(command)
+
+
+@app.command()
+def doctor() -> None:
+    """Show versions, devices and memory, and what is missing."""
+
+    def command() -> bool:
+        from anybatch import commands
+
+        return commands.doctor()
+
+    _run(command)

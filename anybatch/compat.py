@@ -68,30 +68,37 @@ def trace(fun: Callable[..., Sequence[Any]], *arguments: Any) -> tuple[Traced, t
     return Traced(opened, len(arguments), list(closed.out_avals)), consts
 
 
-def rematerialised(traced: Traced, const_types: Sequence[Any], types: Sequence[Any], policy: str) -> Traced:
-    """The same function under `jax.checkpoint`: its derivative keeps what the policy says, and computes the rest anew.
+def retrace(fun: Callable[..., Sequence[Any]], const_types: Sequence[Any], types: Sequence[Any]) -> Traced:
+    """Traces a function of flat arrays whose first ones are to be what it closes over.
 
     Args:
-      traced: the function.
-      const_types: the types of the arrays that it closed over.
-      types: the types of its arguments.
-      policy: the name of one of `jax.checkpoint_policies`.
+      fun: a function that closes over no arrays itself.
+      const_types: the types of the first arrays.
+      types: the types of the others.
     """
     number = len(const_types)
-    # A policy that takes arguments would be a function of a policy; those allowed here are not.
-    saveable = getattr(jax.checkpoint_policies, policy)
-    function = jax.checkpoint(lambda *flat: traced(flat[:number], *flat[number:]), policy=saveable)
-    closed = jax.make_jaxpr(function)(*const_types, *types)
+    closed = jax.make_jaxpr(lambda *flat: fun(*flat))(*const_types, *types)
     opened = getattr(closed, "jaxpr", closed)
+    info = opened.debug_info._replace(arg_names=None, result_paths=None)
     jaxpr = jex_core.Jaxpr(
         [*opened.constvars, *opened.invars[:number]],
         opened.invars[number:],
         opened.outvars,
         opened.eqns,
         opened.effects,
-        opened.debug_info._replace(arg_names=None, result_paths=None),
+        info,
     )
-    return dataclasses.replace(traced, jaxpr=jaxpr, num_arguments=len(types))
+    return Traced(jaxpr, len(types), list(closed.out_avals))
+
+
+def close(fun: Callable[..., Sequence[Any]], types: Sequence[Any]) -> Any:
+    """A function that closes over no arrays as the body of a loop has it, a jaxpr that is closed."""
+    return jax.make_jaxpr(lambda *flat: fun(*flat))(*types)
+
+
+def call(jaxpr: Any, *arguments: Any) -> list[Any]:
+    """Calls a jaxpr that is closed."""
+    return list(jex_core.jaxpr_as_fun(jaxpr)(*arguments))
 
 
 def open_jaxpr(jaxpr: Any) -> tuple[list[Any], list[Any], list[Any]]:
@@ -355,6 +362,11 @@ def versions() -> list[str]:
     import jaxlib
 
     return [str(jax.__version__), str(jaxlib.__version__)]
+
+
+def is_supported() -> bool:
+    """Whether this version of JAX is one that the tests run on."""
+    return (0, 10) <= jax.__version_info__[:2] < (0, 13)
 
 
 def default_device() -> Any:

@@ -14,7 +14,7 @@ from anybatch.loss import TracedLoss, trace_loss
 from anybatch.reading.loss_reading import split_loss
 from anybatch.reading.report import Reading
 from anybatch.reading.split import Split
-from anybatch.routes import full, scan, split_passes
+from anybatch.routes import blocks, full, scan, split_passes
 from anybatch.settings import Settings
 
 
@@ -170,7 +170,7 @@ class Gradient:
 def _with_remat(loss: TracedLoss, way: Way) -> TracedLoss:
     if way.remat is None:
         return loss
-    traced = compat.rematerialised(loss.traced, loss.const_types, jax.tree.leaves(loss.types), way.remat)
+    traced = blocks.rematerialised(loss.traced, loss.const_types, jax.tree.leaves(loss.types), way.remat)
     return dataclasses.replace(loss, traced=traced)
 
 

@@ -25,7 +25,7 @@ FLOORS = [
         "reading.report",
     ],
     [
-        *("routes", "routes.outputs", "routes.in_place", "routes.references", "routes.full", "routes.scan"),
+        *("routes", "routes.outputs", "routes.in_place", "routes.references", "routes.blocks", "routes.full", "routes.scan"),
         *("routes.passes", "routes.split_passes"),
     ],
     [
@@ -35,7 +35,7 @@ FLOORS = [
     ],
     ["gradient", "plan", "read", "widening", "comparison", "diagnosis", "verify"],
     ["recipes", "__init__"],
-    ["demo"],
+    ["demo", "problem", "doctor", "commands"],
     ["cli", "__main__"],
 ]
 ORDER = [module for floor in FLOORS for module in floor]

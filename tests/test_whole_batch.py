@@ -60,6 +60,10 @@ def test_a_small_head_is_silent():
         lower(coupled_late, *shapes(1024))
 
 
+def test_what_runs_at_once_because_it_fits_is_no_reason_to_warn():
+    jax.jit(ab.value_and_grad(coupled_early)).lower(*shapes(4096))
+
+
 def test_a_head_that_does_not_fit_is_an_error_before_any_work():
     with pytest.raises(ab.HeadTooLargeError, match=r"needs .* and there are 2\.0 MiB") as error:
         lower(coupled_early, *shapes(4096), memory="2MiB")

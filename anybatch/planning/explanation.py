@@ -37,10 +37,11 @@ def _listed(search: Search, way: Way | None) -> set[Way]:
     """What the table has: all that was compiled, and between these what can be predicted."""
     listed = set(search.bench.bytes) | ({way} if way is not None else set())
     previous: int | None = None
+    largest = max((each.microbatch_size or 0 for each in listed if not search.bench.gradient.is_at_once(each)), default=0)
     for size in search.sizes.steps_down(search.examples):
         predicted = search.on_line(Way(size))
         # Once the total hardly changes, one more row says it all.
-        if predicted is not None and (previous is None or predicted < 0.9 * previous or size == search.sizes.smallest):
+        if predicted is not None and size <= 1.25 * largest and (previous is None or predicted < 0.9 * previous or size == search.sizes.smallest):
             listed.add(Way(size))
             previous = predicted
     return listed
@@ -117,10 +118,8 @@ def _limits(budget: Budget, least: tuple[Way, Bytes] | None) -> str:
             if number > 0.01 * whole
         ]
         if parts:
-            texts.append(
-                f"{readable(fixed)} of {readable(budget.allowed)} are the same for every microbatch size: "
-                f"{', '.join(parts)}."
-            )
+            whole_of = f"{readable(budget.allowed)} are" if fixed <= budget.allowed else "that is"
+            texts.append(f"{readable(fixed)} of {whole_of} the same for every microbatch size: {', '.join(parts)}.")
     if budget.taken is not None and budget.limit is not None and budget.taken > 0.05 * budget.limit:
         texts.append(
             f"{readable(budget.taken)} of the {readable(budget.limit)} of the device are in use by others, "

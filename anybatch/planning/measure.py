@@ -1,5 +1,6 @@
 """The bytes of a way of computing a gradient, from its compiled program, and its seconds, from the device."""
 
+import contextlib
 import dataclasses
 import math
 import statistics
@@ -48,12 +49,21 @@ class Workbench:
         self.programs: dict[Way, Program] = {}
         self.text_hashes: dict[Way, str | None] = {}
         self._repeats: dict[Way, int] = {}
-        for entry in (known or {}).get("ways", []):
-            way = Way(entry["size"], entry["remat"])
-            self.bytes[way] = Bytes(**entry["bytes"]) if entry["bytes"] is not None else None
-            self.text_hashes[way] = entry["program"]
-            if entry["seconds"] is not None:
-                self.seconds[way] = entry["seconds"]
+        with contextlib.suppress(KeyError, TypeError, ValueError, AttributeError):  # of a record that is damaged
+            for entry in (known or {}).get("ways", []):
+                self._recall(entry)
+
+    def _recall(self, entry: dict[str, Any]) -> None:
+        """Takes over what an earlier bench has recorded of a way."""
+        size, remat, found = entry["size"], entry["remat"], entry["bytes"]
+        if not isinstance(size, int) or not 0 < size <= self.gradient.examples:
+            raise ValueError(size)
+        way = Way(size, remat)
+        kinds = None if found is None else Bytes(**{name: int(number) for name, number in found.items()})
+        seconds = None if entry["seconds"] is None else float(entry["seconds"])
+        self.bytes[way], self.text_hashes[way] = kinds, entry["program"]
+        if seconds is not None:
+            self.seconds[way] = seconds
 
     def record(self) -> list[dict[str, Any]]:
         """What is known, to be kept on disk."""
@@ -114,7 +124,7 @@ class Workbench:
             if way in self._repeats:
                 continue
             try:
-                _seconds(lambda way=way: run(way), 1)  # the first time is always slow
+                _warm_up(lambda way=way: run(way), 0 if self._repeats or _is_host(leaves[way]) else WARM_UP)
                 once = _seconds(lambda way=way: run(way), 1)
             except jax.errors.JaxRuntimeError as error:
                 if not compat.is_out_of_memory(error):
@@ -130,6 +140,20 @@ class Workbench:
 
 
 TELLING = 5e-3  # seconds; a clock and a scheduler say little about less
+WARM_UP = 2.0  # seconds; an accelerator that has rested is faster than it will be
+
+
+def _warm_up(run: Callable[[], Any], seconds: float) -> None:
+    """Runs a program at least once, since the first time is always slow, and for some time."""
+    start = time.perf_counter()
+    while True:
+        jax.block_until_ready(run())
+        if time.perf_counter() - start >= seconds:
+            return
+
+
+def _is_host(leaves: Iterable[Any]) -> bool:
+    return (devices_of(leaves) or jax.local_devices())[0].platform == "cpu"
 
 
 def _seconds(run: Callable[[], Any], repeats: int) -> float:

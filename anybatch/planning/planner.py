@@ -206,24 +206,22 @@ class Planner:
         try:
             choice = record["choices"][self._choice_key(timed=timed)]
             way = Way(choice["size"], choice["remat"])
-            bench = Workbench(self.gradient, record)
-            found = bench.bytes[way]
-        except (KeyError, TypeError):
+            found, then = Workbench(self.gradient, record).bytes[way], choice["budget"]
+            allowed = self.budget.allowed
+            if found is None or allowed is None or then is None:
+                return way if found is not None and allowed is None else None
+            # With much more memory than then, another may be better.
+            is_similar = allowed <= 1.25 * then or self.gradient.is_at_once(way)
+            return way if found.total <= allowed and is_similar else None
+        except (KeyError, TypeError):  # there is none, or it is damaged
             return None
-        budget = self.budget
-        if found is None or not isinstance(way.microbatch_size, int):
-            return None
-        if budget.allowed is None or choice["budget"] is None:
-            return way if budget.allowed is None else None
-        # With much more memory than then, another may be better.
-        is_similar = budget.allowed <= 1.25 * choice["budget"] or self.gradient.is_at_once(way)
-        return way if found.total <= budget.allowed and is_similar else None
 
     def _save(self, bench: Workbench, way: Way | None, budget: Budget, *, timed: bool) -> None:
         if not self.is_kept or not bench.compilations:
             return
         record = self._load()
-        choices = record.get("choices", {})
+        kept = record.get("choices")
+        choices = kept if isinstance(kept, dict) else {}
         if way is not None:
             chosen = {"size": way.microbatch_size, "remat": way.remat, "budget": budget.allowed}
             choices[self._choice_key(timed=timed)] = chosen

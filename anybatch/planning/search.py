@@ -14,8 +14,9 @@ AS_LEAN = 0.02
 
 SLOWER = 1.05  # twice in a row: smaller sizes will be no faster
 MUCH_SLOWER = 1.25
-FIRST_ROUNDS, LAST_ROUNDS = 3, 7
-PATIENCE = 1.0  # seconds for each way in the last race; three rounds there are always
+CLOSE = 1.2  # those that run in the last race: what was measured one by one is known to a tenth or so
+FIRST_ROUNDS, LAST_ROUNDS = 3, 15
+PATIENCE = 2.0  # seconds for each way in the last race; three rounds there are always
 
 
 class Search:
@@ -65,6 +66,8 @@ class Search:
         if len(points) < 2:
             return None
         size = self._size(way)
+        if self._is_short(size):
+            return None
         (first, a), (second, b) = sorted(points, key=lambda point: abs(math.log(point[0] / size)))[:2]
         slope = (b.total - a.total) / (second - first)
         return int(a.total + max(slope, 0) * (size - first))
@@ -73,10 +76,15 @@ class Search:
         points = [
             (self._size(way), found)
             for way, found in self.bench.bytes.items()
-            if found is not None and way.remat == remat and not self.bench.gradient.is_at_once(way)
+            if found is not None and way.remat == remat and self._size(way) < self.examples
         ]
+        points = [point for point in points if not self._is_short(point[0])]
         full = self.bench.bytes.get(Way(self.examples, remat))
         return [(self.examples, full)] if with_full and not points and full is not None else points
+
+    def _is_short(self, size: int) -> bool:
+        """Whether a size makes one whole microbatch and a ragged one: without a loop, XLA may overlap the two."""
+        return self.examples // size == 1
 
     def _size(self, way: Way) -> int:
         return self.examples if way.microbatch_size is None else way.microbatch_size
@@ -159,25 +167,35 @@ class Search:
 
     def fastest(self) -> Way | None:
         """The way that takes the least time on the device; of those about as fast, the one with the least memory."""
+        top = self.largest_fitting()
+        if top is not None:
+            self._descend(top)
+        # What is computed twice takes longer: it pays only where memory keeps the microbatches small.
+        if top is None or not self.bench.gradient.is_at_once(top):
+            for remat in self.policies:
+                lean = self.largest_fitting(remat)
+                if lean is not None:
+                    self._descend(lean)
         seconds = self.bench.seconds
-        for remat in (None, *self.policies):
-            top = self.largest_fitting(remat)
-            if top is not None:
-                self._descend(top)
-        in_time = {way: each for way, each in seconds.items() if math.isfinite(each) and self.fits(way)}
-        if not in_time:
+        if not self._in_time():
             return None
-        best = min(in_time, key=in_time.__getitem__)
-        for way in self._around(best):
+        for way in self._around(min(self._in_time(), key=seconds.__getitem__)):
             self._time(way)
-        close = [way for way, each in seconds.items() if each <= SLOWER * seconds[best] and self.fits(way)]
+        best = min(self._in_time(), key=seconds.__getitem__)
+        close = [way for way in self._in_time() if seconds[way] <= CLOSE * seconds[best]]
         if len(close) > 1:
             self.notify(f"Timing the {len(close)} fastest")
             rounds = min(LAST_ROUNDS, max(3, int(PATIENCE / seconds[best])))
-            seconds.update(self.bench.race(close, rounds))
+            raced = self.bench.race(close, rounds)
+            change = raced[best] / seconds[best]  # devices become slower as they become warm
+            seconds.update({way: each * change for way, each in seconds.items()} | raced)
         fastest = min(seconds[way] for way in close)
         as_fast = [way for way in close if seconds[way] <= (1 + AS_FAST) * fastest]
         return min(as_fast, key=lambda way: (self._total(way), self._size(way)))
+
+    def _in_time(self) -> list[Way]:
+        """The ways that were timed and fit."""
+        return [way for way, each in self.bench.seconds.items() if math.isfinite(each) and self.fits(way)]
 
     def _descend(self, top: Way) -> None:
         """Times the largest size, then ever smaller ones, until they only become slower."""

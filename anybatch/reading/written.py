@@ -22,5 +22,10 @@ def written_bytes(jaxpr: Any, fused: frozenset[str] = FUSED) -> int:
             total += turns * sum(written_bytes(each, fused) for each in inner)
         has_own = not inner or name.startswith(("scatter", "reduce"))
         if name not in fused and (has_own or not fused):
-            total += sum(Value(output.aval).num_bytes for output in equation.outvars if hasattr(output.aval, "dtype"))
+            total += sum(num_bytes(output.aval) for output in equation.outvars)
     return total
+
+
+def num_bytes(aval: Any) -> int:
+    """The bytes of a value of that type; none for what is no array."""
+    return Value(aval).num_bytes if hasattr(aval, "dtype") else 0

@@ -10,10 +10,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from anybatch import compat
-from anybatch.batch import Cut
+from anybatch.batch import Cut, first_start
 from anybatch.reading.split import Split
 from anybatch.reading.states import SUM, Rows, State, put_rows, take_rows
-from anybatch.routes import references
+from anybatch.routes import blocks, references
 from anybatch.routes.outputs import wide_dtype
 
 
@@ -48,9 +48,10 @@ class Prefix:
             return split.prefix(inputs, known, variables[num_wrt:], start, size, split.frontier)
 
         start = jax.ShapeDtypeStruct((), jnp.int32)
-        if self.remat is not None:
-            prefix = jax.checkpoint(prefix, policy=getattr(jax.checkpoint_policies, self.remat))
         traced, consts = compat.trace(prefix, *leaves, start)
+        if self.remat is not None:
+            const_types = [compat.abstract(jax.typeof(const)) for const in consts]
+            traced = blocks.rematerialised(traced, const_types, [*leaves, start], self.remat)
         if consts:  # constants of the loss, which this module hands back to it
             return dataclasses.replace(traced, bound=tuple(consts))
         return traced
@@ -130,6 +131,7 @@ class Prefix:
             with jax.named_scope("anybatch_last_microbatch"):
                 last, pullback, mine = run(self.last, cut.whole * cut.size, cut.remainder)
                 (grads,) = pullback(mine)
+        start, grads = first_start(cut, grads)
         accumulators = [jax.new_ref(leaf) for leaf in grads] if mutate else None
 
         def step(carry: Any, _: None) -> tuple[Any, list[Any]]:
@@ -144,7 +146,7 @@ class Prefix:
             return (first + cut.size, kept[0], grads), kept[1]
 
         sums = self._zeros(last) if keeps_frontier else []
-        carry = (jnp.zeros((), jnp.int32), sums, [] if mutate else grads)
+        carry = (start, sums, [] if mutate else grads)
         (_, sums, grads), emitted = lax.scan(step, carry, length=cut.whole)
         if accumulators is not None:
             grads = [jax.freeze(accumulator) for accumulator in accumulators]

@@ -12,7 +12,7 @@ from jax import lax
 from anybatch import compat
 from anybatch.arguments import Arrays
 from anybatch.auxiliary import Combination
-from anybatch.batch import Cut, take
+from anybatch.batch import Cut, first_start, take
 from anybatch.loss import TracedLoss
 from anybatch.routes import in_place, references
 from anybatch.routes.outputs import Outputs, ratio, wide_dtype
@@ -137,6 +137,7 @@ def _accumulate(microbatches: Microbatches, inputs: Inputs, mutate: bool) -> lis
             (start,) = pullback(seeds)
         if divides_at_end and not outputs.weighted:
             start = [grad * (cut.remainder / cut.size) for grad in start]
+    first_index, start = first_start(cut, start)
     accumulators = [jax.new_ref(leaf) for leaf in start] if mutate else None
 
     def step(carry: Any, _: None) -> tuple[Any, list[Any]]:
@@ -149,7 +150,7 @@ def _accumulate(microbatches: Microbatches, inputs: Inputs, mutate: bool) -> lis
                 grads = jax.tree.map(jnp.add, grads, pullback(seeds)[0])
         return (first + cut.size, outputs.add(sums, out), grads), outputs.emitted(out)
 
-    carry = (jnp.zeros((), jnp.int32), outputs.start(last), [] if mutate else start)
+    carry = (first_index, outputs.start(last), [] if mutate else start)
     (_, sums, grads), emitted = lax.scan(step, carry, length=cut.whole)
     if accumulators is not None:
         grads = [jax.freeze(accumulator) for accumulator in accumulators]

@@ -1,0 +1,111 @@
+"""Memory that runs out all the same: smaller microbatches, said once, and the same gradient.
+
+Here the runtime only says so; `benchmarks/out_of_memory.py` fills a real GPU.
+"""
+
+import chex
+import jax
+import pytest
+from planned import network, problem
+
+import anybatch as ab
+from anybatch.planning import planner
+from anybatch.programs import Programs
+
+MESSAGE = "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 88.74GiB with allocator GPU_0_bfc on device 0."
+
+
+@pytest.fixture
+def device(monkeypatch):
+    """A device on which programs of more than `room` examples at a time run out of memory when they run."""
+
+    class Device:
+        room, message, ran = 1000, MESSAGE, []
+
+    state = Device()
+    state.ran = []
+    original = Programs.compile
+
+    def compile(programs, fun, *arrays, has_effects):
+        program = original(programs, fun, *arrays, has_effects=has_effects)
+        size = _scanned(fun, arrays)
+
+        class Guarded:
+            executable, key, text_hash = program.executable, None, None
+
+            def __call__(self, *values):
+                state.ran.append(size)
+                if size > state.room:
+                    raise jax.errors.JaxRuntimeError(state.message)
+                return program(*values)
+
+        return Guarded()
+
+    monkeypatch.setattr(Programs, "compile", compile)
+    planner._DECIDED.clear()
+    return state
+
+
+def _scanned(fun, arrays):
+    """The number of examples at a time: the batch, or what the loop over microbatches takes of it."""
+    sizes = []
+
+    def look(jaxpr):
+        for equation in jaxpr.eqns:
+            if equation.primitive.name == "dynamic_slice":
+                sizes.append(equation.outvars[0].aval.shape[0])
+            for inner in jax.extend.core.jaxprs_in_params(equation.params):
+                look(getattr(inner, "jaxpr", inner))
+
+    look(jax.make_jaxpr(fun)(*arrays).jaxpr)
+    return max(sizes, default=64)
+
+
+def test_the_microbatch_is_halved_and_the_gradient_is_the_same(device):
+    params, batch = problem(64)
+    expected = jax.value_and_grad(network)(params, batch)
+    fun = ab.value_and_grad(network)
+    device.room = 20
+    with pytest.warns(ab.TightMemoryWarning) as caught:
+        actual = fun(params, batch)
+    chex.assert_trees_all_close(actual, expected, rtol=1e-4, atol=1e-6)
+    assert device.ran == [64, 32, 16]
+    assert len(caught) == 1
+    assert str(caught[0].message).startswith("Memory ran out at microbatch_size=64")
+    assert "Going on with microbatch_size=16; the gradient is the same." in str(caught[0].message)
+    assert caught[0].filename == __file__
+
+
+def test_it_is_said_once_and_the_next_call_begins_there(device, recwarn):
+    params, batch = problem(64)
+    fun = ab.value_and_grad(network)
+    device.room = 20
+    fun(params, batch)
+    assert len(recwarn) == 1
+    del device.ran[:]
+    fun(params, batch)
+    assert device.ran == [16] and len(recwarn) == 1
+
+
+def test_what_fails_for_other_reasons_is_raised_as_it_is(device):
+    params, batch = problem(64)
+    device.room, device.message = 20, "INTERNAL: something else"
+    with pytest.raises(jax.errors.JaxRuntimeError, match="something else"):
+        ab.value_and_grad(network)(params, batch)
+    assert device.ran == [64]
+
+
+def test_where_no_size_is_left_the_error_comes_through(device):
+    params, batch = problem(64)
+    device.room = 0
+    with pytest.raises(jax.errors.JaxRuntimeError, match="RESOURCE_EXHAUSTED"):
+        ab.value_and_grad(network)(params, batch)
+    assert device.ran == [64, 32, 16, 8, 4, 2, 1]
+
+
+def test_a_size_that_was_given_stays_as_given(device):
+    params, batch = problem(64)
+    device.room = 4
+    with pytest.raises(jax.errors.JaxRuntimeError, match="RESOURCE_EXHAUSTED"):
+        ab.value_and_grad(network, microbatch_size=8)(params, batch)
+    assert device.ran == [8]

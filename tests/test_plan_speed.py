@@ -1,0 +1,125 @@
+"""`objective="speed"`: which way is taken, for clocks that tell known times."""
+
+import jax
+import pytest
+from planned import network, problem
+
+import anybatch as ab
+from anybatch.computation import Way
+from anybatch.planning.measure import Workbench
+from anybatch.planning.search import AS_FAST, Search
+
+# Milliseconds by microbatch size: one that was measured with a GPT, one that saturates, one with a valley.
+KNEE = {64: 139, 32: 134, 16: 132, 11: 133, 8: 138, 6: 143, 4: 149, 3: 165, 2: 182, 1: 245}
+FLAT = {64: 100, 32: 100.4, 16: 100.6, 11: 100.8, 8: 101, 6: 104, 4: 109, 3: 115, 2: 120, 1: 150}
+VALLEY = {64: 160, 32: 130, 22: 112, 16: 120, 11: 130, 8: 140, 4: 180, 2: 260, 1: 400}
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """A race whose times are known."""
+
+    def install(milliseconds, out_of_memory=()):
+        raced = []
+
+        def race(bench, ways, rounds):
+            raced.append([way.microbatch_size for way in ways])
+            return {way: _between(milliseconds, way.microbatch_size) / 1e3 for way in ways}
+
+        monkeypatch.setattr(Workbench, "race", race)
+        return raced
+
+    return install
+
+
+def _between(milliseconds, size):
+    known = sorted(milliseconds)
+    below, above = max(s for s in known if s <= size), min(s for s in known if s >= size)
+    if below == above:
+        return milliseconds[size]
+    return milliseconds[below] + (milliseconds[above] - milliseconds[below]) * (size - below) / (above - below)
+
+
+@pytest.mark.parametrize("milliseconds", [KNEE, FLAT, VALLEY], ids=["knee", "flat", "valley"])
+def test_the_choice_is_within_3_percent_of_the_best_divisor(clock, milliseconds):
+    clock(milliseconds)
+    plan = ab.plan(network, *problem(64), memory="1GiB")
+    best = min(milliseconds[size] for size in (64, 32, 16, 8, 4, 2, 1))
+    assert 1e3 * plan.chosen.seconds <= 1.03 * best
+
+
+def test_of_those_as_fast_the_leanest_is_taken(clock):
+    clock(KNEE)
+    plan = ab.plan(network, *problem(64), memory="1GiB")
+    assert plan.microbatch_size == 11  # 16 is faster by less than can be told
+    assert plan.reason == (
+        "Chosen: microbatch_size=11, which needs the least memory of those within 1.5% of the fastest (132.0 ms)."
+    )
+    assert KNEE[11] <= (1 + AS_FAST) * KNEE[16] < KNEE[8]
+
+
+def test_the_descent_stops_at_the_knee(clock):
+    raced = clock(KNEE)
+    ab.plan(network, *problem(64), memory="1GiB")
+    tried = {size for sizes in raced for size in sizes}
+    assert 1 not in tried and {64, 32, 16, 8, 4} <= tried
+
+
+def test_only_what_fits_is_run(clock):
+    raced = clock(KNEE)
+    params, batch = problem(64)
+    plan = ab.plan(network, params, batch, memory="250KiB")
+    assert plan.chosen.total <= 250 * 1024
+    bytes_of = {each.microbatch_size: each.total for each in plan.candidates}
+    assert all(bytes_of[size] <= 250 * 1024 for sizes in raced for size in sizes)
+
+
+def test_a_candidate_that_runs_out_of_memory_is_out(monkeypatch):
+    """It fits as XLA counts, and the device disagrees."""
+    params, batch = problem(64)
+    original = Workbench.program
+
+    def program(bench, way):
+        run = original(bench, way)
+        if way.microbatch_size > 16:
+
+            def fail(*_):
+                raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 1GiB")
+
+            return fail
+        return run
+
+    monkeypatch.setattr(Workbench, "program", program)
+    plan = ab.plan(network, params, batch, memory="1GiB")
+    assert plan.microbatch_size <= 16
+    assert {each.fits for each in plan.candidates if each.microbatch_size > 16} == {False}
+
+
+def test_times_are_taken_in_turns():
+    """Real ones: every way runs in every round."""
+    params, batch = problem(64)
+    plan = ab.plan(network, params, batch, memory="1GiB")
+    timed = [each for each in plan.candidates if each.seconds is not None]
+    assert len(timed) >= 3 and plan.chosen in timed
+    assert plan.chosen.seconds <= 1.5 * min(each.seconds for each in timed)
+
+
+def test_search_is_not_needed_to_predict(monkeypatch):
+    """What is known of two sizes tells a third without a compilation."""
+    from anybatch.arguments import Roles
+    from anybatch.computation import Gradient
+    from anybatch.settings import Settings
+
+    params, batch = problem(64)
+    roles = Roles.of(argnums=0, batch_argnums=1, rng_argnums=())
+    options = {"has_aux": False, "reduction": "infer", "aux_reduction": None, "accumulator_dtype": None}
+    settings = Settings.of(
+        network, roles=roles, microbatch_size="auto", memory=None, mesh=None, on_coupled="exact", **options
+    )
+    bench = Workbench(Gradient(network, settings, roles.sort(network, (params, batch), {})))
+    search = Search(bench, 2**30)
+    assert search.on_line(Way(16)) is None
+    bench.bytes_of(Way(8))
+    bench.bytes_of(Way(32))
+    assert search.on_line(Way(16)) == pytest.approx(bench.bytes_of(Way(16)).total, rel=0.05)
+    assert bench.compilations == 3
