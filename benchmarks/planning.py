@@ -53,7 +53,7 @@ def bench_of(loss, params, batch) -> Workbench:
     return Workbench(Gradient(loss, settings, roles.sort(loss, (params, batch), {})))
 
 
-def compare(name: str, budgets: list[str], rounds: int) -> None:
+def compare(name: str, budgets: list[str], rounds: int, remat: str | None) -> None:
     """Plans within each budget, then times all divisors that fit beside the choices."""
     loss, params, batch = problem(name)
     examples = jax.tree.leaves(batch)[0].shape[0]
@@ -62,13 +62,18 @@ def compare(name: str, budgets: list[str], rounds: int) -> None:
         with tempfile.TemporaryDirectory() as folder:
             os.environ["ANYBATCH_CACHE"] = folder
             memory = None if budget == "all" else budget
-            plan = ab.plan(loss, params, batch, memory=memory)
-            again = ab.plan(loss, params, batch, memory=memory)
+            plan = ab.plan(loss, params, batch, memory=memory, remat=remat)
+            start = time.perf_counter()
+            again = ab.plan(loss, params, batch, memory=memory, remat=remat)
+            planned = time.perf_counter()
+            jax.make_jaxpr(lambda *args: loss(*args))(params, batch)
+            traced = time.perf_counter()
         choices[budget] = plan
         print(f"\n{name}, budget {budget}\n{plan}")
         print(
-            f"planned in {plan.planning_seconds:.1f} s with {plan.compilations} compilations, "
-            f"again in {again.planning_seconds * 1e3:.0f} ms with {again.compilations}",
+            f"planned in {plan.planning_seconds:.1f} s with {plan.compilations} compilations, again in "
+            f"{(planned - start) * 1e3:.0f} ms with {again.compilations}; tracing alone takes "
+            f"{(traced - planned) * 1e3:.0f} ms",
             flush=True,
         )
     os.environ["ANYBATCH_CACHE"] = "off"
@@ -78,11 +83,12 @@ def compare(name: str, budgets: list[str], rounds: int) -> None:
     ways = [way for way in divisors if (found := bench.bytes_of(way)) is not None and found.total <= largest]
     chosen = {budget: Way(plan.microbatch_size, plan.remat) for budget, plan in choices.items()}
     seconds = bench.race(list(dict.fromkeys([*ways, *chosen.values()])), rounds)
+    quartiles = {way: np.percentile(taken, (25, 75)) * 1e3 for way, taken in bench.taken.items()}
     print(f"\n{name}, every divisor of {examples}, in turns")
     for way in sorted(seconds, key=lambda way: -(way.microbatch_size or 0)):
         total = bench.bytes_of(way).total
         marks = [budget for budget, other in chosen.items() if other == way]
-        print(f"  {way!s:24} {seconds[way] * 1e3:9.2f} ms {readable(total):>10}  {' '.join(marks)}")
+        print(f"  {way!s:24} {seconds[way] * 1e3:9.2f} ms ({quartiles[way][0]:.1f} to {quartiles[way][1]:.1f}) {readable(total):>10}  {' '.join(marks)}")
     for budget, plan in choices.items():
         fitting = [way for way in ways if bench.bytes[way].total <= plan.budget]
         best = min(seconds[way] for way in fitting)
@@ -134,7 +140,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("cases", nargs="*", help="model:budget, models: " + ", ".join(MODELS))
     parser.add_argument("--peak", action="store_true", help="the peak of one planned gradient, each in its process")
-    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--remat", help='"auto" lets the plan compute activations twice')
     options = parser.parse_args()
     cases = [case.rpartition(":")[::2] for case in options.cases or ON_CPU]
     if options.peak and len(cases) > 1:
@@ -145,7 +152,7 @@ def main() -> None:
         return peak(*cases[0])
     print(f"{jax.devices()[0].device_kind}, JAX {jax.__version__}")
     for name in dict.fromkeys(name for name, _ in cases):
-        compare(name, [budget for other, budget in cases if other == name], options.rounds)
+        compare(name, [budget for other, budget in cases if other == name], options.rounds, options.remat)
 
 
 if __name__ == "__main__":

@@ -49,6 +49,7 @@ class Workbench:
         self.programs: dict[Way, Program] = {}
         self.text_hashes: dict[Way, str | None] = {}
         self._repeats: dict[Way, int] = {}
+        self.taken: dict[Way, list[float]] = {}  # the times of the last race, one by one
         with contextlib.suppress(KeyError, TypeError, ValueError, AttributeError):  # of a record that is damaged
             for entry in (known or {}).get("ways", []):
                 self._recall(entry)
@@ -115,7 +116,7 @@ class Workbench:
         A way that runs out of memory all the same has infinite seconds, and no bytes.
         """
         leaves = {way: self.gradient.computation(way).leaves for way in ways}
-        taken: dict[Way, list[float]] = {way: [] for way in ways}
+        taken = self.taken = {way: list[float]() for way in ways}
 
         def run(way: Way) -> Any:
             return self.program(way)(*leaves[way])

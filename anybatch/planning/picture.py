@@ -1,8 +1,11 @@
 """The plot of a plan."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from anybatch.errors import InputError
+
+BLUE, ORANGE, GRAY = "#1f5fa8", "#d9731a", "#8a8a8a"
 
 
 def draw(plan: Any) -> Any:
@@ -20,40 +23,63 @@ def draw(plan: Any) -> Any:
             remedy='pip install "anybatch[cli]"; print(plan) needs nothing.',
         ) from None
     # A figure by itself, without pyplot: nothing is shown or kept unless the caller does it.
-    figure = Figure(figsize=(7, 4), layout="constrained")
+    figure = Figure(figsize=(7.5, 4), layout="constrained")
     axes = figure.add_subplot()
-    blue, orange, gray = "#1f5fa8", "#d9731a", "#8a8a8a"
-    for remat in dict.fromkeys(candidate.remat for candidate in plan.candidates):
-        mine = [each for each in plan.candidates if each.remat == remat and each.total is not None]
-        sizes, totals = [each.microbatch_size for each in mine], [(each.total or 0) / 2**30 for each in mine]
-        label = "memory" if remat is None else f"memory, {remat}"
-        axes.plot(sizes, totals, "-" if remat is None else "--", color=blue, linewidth=1.5, label=label, zorder=2)
-        for each, total in zip(mine, totals, strict=True):
-            face = "white" if each.bytes is None else blue  # predicted ones are hollow
-            axes.plot(each.microbatch_size, total, "o", color=blue, markerfacecolor=face, markersize=5, zorder=3)
-    if plan.budget is not None:
-        highest = max((each.total or 0) for each in plan.candidates)
-        if plan.budget <= 4 * highest:  # else everything would be pressed to the floor
-            axes.axhline(plan.budget / 2**30, color=gray, linestyle=":", label="budget", zorder=1)
-    axes.set_xscale("log", base=2)
-    ticks = sorted({each.microbatch_size for each in plan.candidates})
-    axes.set_xticks(ticks, [str(tick) for tick in ticks], minor=False)
-    axes.set_xlabel("microbatch size")
-    axes.set_ylabel("memory, GiB", color=blue)
-    axes.set_ylim(bottom=0)
+    lines = _draw_memory(axes, plan)
     timed = [each for each in plan.candidates if each.seconds is not None]
     if timed:
-        right = axes.twinx()
-        for remat in dict.fromkeys(each.remat for each in timed):
-            mine = [each for each in timed if each.remat == remat]
-            style = "-" if remat is None else "--"
-            milliseconds = [1e3 * (each.seconds or 0) for each in mine]
-            sizes = [each.microbatch_size for each in mine]
-            right.plot(sizes, milliseconds, style, marker="s", markersize=5, color=orange, label="time")
-        right.set_ylabel("time, ms", color=orange)
-        right.set_ylim(bottom=0)
+        lines += _draw_time(axes.twinx(), timed)
     if plan.chosen is not None:
-        axes.axvline(plan.chosen.microbatch_size, color=gray, linewidth=6, alpha=0.25, label="chosen", zorder=0)
-    axes.legend(loc="best", frameon=False, fontsize=8)
+        chosen = plan.chosen.microbatch_size
+        lines.append(axes.axvline(chosen, color=GRAY, linewidth=7, alpha=0.25, label="chosen", zorder=0))
+    axes.set_xscale("log", base=2)
+    ticks = _ticks([each.microbatch_size for each in plan.candidates], plan.microbatch_size)
+    axes.set_xticks(ticks, [str(tick) for tick in ticks])
+    axes.set_xticks([], minor=True)
+    axes.set_xlabel("microbatch size")
     axes.set_title(f"The gradient of {plan.num_examples} examples on {plan.device}", fontsize=10, loc="left")
+    figure.legend(handles=lines, loc="outside lower center", ncols=4, frameon=False, fontsize=8)
     return figure
+
+
+def _draw_memory(axes: Any, plan: Any) -> list[Any]:
+    highest = max(each.total or 0 for each in plan.candidates)
+    unit, name = next(((2**power, name) for power, name in ((30, "GiB"), (20, "MiB")) if highest >= 2**power), (1024, "KiB"))
+    lines = []
+    for number, remat in enumerate(dict.fromkeys(each.remat for each in plan.candidates)):
+        mine = [each for each in plan.candidates if each.remat == remat and each.total is not None]
+        totals = [each.total / unit for each in mine]
+        label = "memory" if remat is None else f"memory, {remat}"
+        style = ("-", "--", "-.", ":")[number % 4]
+        lines += axes.plot([each.microbatch_size for each in mine], totals, style, color=BLUE, label=label, zorder=2)
+        for each, total in zip(mine, totals, strict=True):
+            face = "white" if each.bytes is None else BLUE  # predicted ones are hollow
+            axes.plot(each.microbatch_size, total, "o", color=BLUE, markerfacecolor=face, markersize=5, zorder=3)
+    if plan.budget is not None and plan.budget <= 4 * highest:  # else everything would be pressed to the floor
+        lines.append(axes.axhline(plan.budget / unit, color=GRAY, linestyle=":", label="budget", zorder=1))
+    axes.set_ylabel(f"memory, {name}", color=BLUE)
+    axes.set_ylim(bottom=0)
+    return lines
+
+
+def _draw_time(axes: Any, timed: Sequence[Any]) -> list[Any]:
+    lines = []
+    for number, remat in enumerate(dict.fromkeys(each.remat for each in timed)):
+        mine = [each for each in timed if each.remat == remat]
+        label = "time" if remat is None else f"time, {remat}"
+        style = ("-", "--", "-.", ":")[number % 4]
+        sizes, milliseconds = [each.microbatch_size for each in mine], [1e3 * each.seconds for each in mine]
+        lines += axes.plot(sizes, milliseconds, style, marker="s", markersize=4, color=ORANGE, label=label)
+    axes.set_ylabel("time, ms", color=ORANGE)
+    axes.set_ylim(bottom=0, top=1.15e3 * max(each.seconds for each in timed))
+    return lines
+
+
+def _ticks(sizes: Sequence[int], chosen: int | None) -> list[int]:
+    """Sizes to be named on the axis: the chosen one, and others that are not too near to write."""
+    ticks = [] if chosen is None else [chosen]
+    ends = {min(sizes), max(sizes)}
+    for size in sorted(set(sizes), key=lambda size: (size not in ends, size & (size - 1) != 0)):
+        if all(max(size / tick, tick / size) > 1.6 for tick in ticks):
+            ticks.append(size)
+    return sorted(ticks)

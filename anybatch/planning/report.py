@@ -79,29 +79,40 @@ class Plan:
         return None if self.chosen is None else self.chosen.remat
 
     def __str__(self) -> str:
-        rows = [_HEADER, *map(self._cells, self.candidates)]
-        kept = [column for column in range(len(_HEADER)) if column == 0 or any(row[column] for row in rows[1:])]
-        widths = {column: max(len(row[column]) for row in rows) for column in kept}
+        columns = list(zip(*self._rows, strict=True))
+        widths = [max(map(len, column)) for column in columns]
         lines = []
-        for row in rows:
-            cells = [row[i].ljust(widths[i]) if i in _LEFT else row[i].rjust(widths[i]) for i in kept]
+        for row in self._rows:
+            cells = [
+                cell.ljust(width) if name in _LEFT else cell.rjust(width)
+                for cell, width, name in zip(row, widths, self._rows[0], strict=True)
+            ]
             lines.append("  ".join(cells).rstrip())
         return "\n".join([self._title, "", *lines, "", *self._remarks])
 
     __repr__ = __str__
 
+    @property
+    def _rows(self) -> list[list[str]]:
+        """The table with its header, without columns in which there is nothing."""
+        rows = [_HEADER, *map(self._cells, self.candidates)]
+        kept = [column for column in range(len(_HEADER)) if column == 0 or any(row[column] for row in rows[1:])]
+        return [[row[column] for column in kept] for row in rows]
+
     def _repr_html_(self) -> str:
         def row(cells: Sequence[str], tag: str, style: str = "") -> str:
-            return f"<tr{style}>" + "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in cells) + "</tr>"
+            tagged = [f'<{tag} style="white-space: nowrap">{html.escape(cell)}</{tag}>' for cell in cells]
+            return f"<tr{style}>{''.join(tagged)}</tr>"
 
         def style(candidate: Candidate) -> str:
             if candidate == self.chosen:
                 return ' style="font-weight: bold"'
             return ' style="color: #888"' if candidate.fits is False else ""
 
-        body = [row(self._cells(candidate), "td", style(candidate)) for candidate in self.candidates]
+        header, *rows = self._rows
+        body = [row(cells, "td", style(each)) for cells, each in zip(rows, self.candidates, strict=True)]
         remarks = "".join(f"<p>{html.escape(text)}</p>" for text in self._remarks).replace("\n", "<br>")
-        table = f"<table>{row(_HEADER, 'th')}{''.join(body)}</table>"
+        table = f"<table>{row(header, 'th')}{''.join(body)}</table>"
         return f"<p>{html.escape(self._title)}</p>{table}{self._picture()}{remarks}"
 
     @property
@@ -176,7 +187,7 @@ _HEADER = [
     *("route", "microbatch", "remat", "total", "arguments", "gradients", "results", "activations", "time", "fits"),
     "",
 ]
-_LEFT = {0, 2, 10}
+_LEFT = {"route", "remat", ""}
 
 
 def _milliseconds(seconds: float) -> str:
