@@ -80,8 +80,7 @@ def first_start(cut: Cut, before: Sequence[Any]) -> tuple[jax.Array, list[Any]]:
     start = jnp.zeros((), jnp.int32)
     if cut.whole != 1 or not cut.remainder or not before:
         return start, list(before)
-    start, before = lax.optimization_barrier((start, list(before)))
-    return start, before
+    return lax.optimization_barrier((start, list(before)))
 
 
 def join_rows(stacked: jax.Array, last: jax.Array | None, axis: int) -> jax.Array:

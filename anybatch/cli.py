@@ -78,7 +78,9 @@ def demo(
 )
 def explain(
     problem: Target,
-    memory: Annotated[str | None, typer.Option(help='What the gradient may take: "16GiB", "80%" of what is left.')] = None,
+    memory: Annotated[
+        str | None, typer.Option(help='What the gradient may take: "16GiB", "80%" of what is left.')
+    ] = None,
     objective: Annotated[Objective, typer.Option(help="The fastest, or the leanest.")] = Objective.speed,
     remat: Annotated[
         str | None, typer.Option(help='"auto" also tries jax.checkpoint; or the name of one of its policies.')

@@ -1,9 +1,6 @@
 """The only code that knows JAX versions: 0.10 to 0.12."""
 
 import dataclasses
-import math
-import os
-import sys
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -11,7 +8,6 @@ from typing import Any
 import jax
 import jax.extend.core as jex_core
 import jax.numpy as jnp
-import numpy as np
 from jax.extend import source_info_util
 from jax.interpreters import partial_eval
 
@@ -220,18 +216,6 @@ def abstract(aval: Any, num_rows: int | None = None) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, aval.dtype, weak_type=aval.weak_type, **placement)
 
 
-def parts_of_rows(array: Any) -> int:
-    """Over how many devices the rows of an array are spread: where it lies, or as its type says."""
-    if isinstance(array, jax.Array) and not isinstance(array, jax.core.Tracer):
-        local = array.sharding.shard_shape(array.shape)
-        return -(-array.shape[0] // local[0]) if local[0] else 1
-    sharding = jax.typeof(array).sharding
-    if sharding.mesh.empty or not sharding.spec or sharding.spec[0] is None:
-        return 1
-    names = sharding.spec[0]
-    return math.prod(sharding.mesh.shape[name] for name in ((names,) if isinstance(names, str) else names))
-
-
 def as_weak(array: jax.Array, like: Any) -> jax.Array:
     """`array`, of a weak type if `like` is of one, as the gradient with respect to a Python number is."""
     if not getattr(like, "weak_type", False) or array.weak_type:
@@ -266,42 +250,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     return "RESOURCE_EXHAUSTED" in text or "out of memory" in text.lower()
 
 
-def compile_in_shard_map(fun: Callable[..., list[Any]], types: Sequence[Any]) -> Any:
-    """Compiles a function of types as they are inside the `shard_map` around us, as one device will run it."""
-    abstract_mesh = jax.sharding.get_abstract_mesh()
-    number = abstract_mesh.size
-    devices = np.asarray(jax.devices()[:number]).reshape(abstract_mesh.axis_sizes)
-    mesh = jax.sharding.Mesh(devices, abstract_mesh.axis_names)
-
-    def spec(varying: frozenset[str]) -> Any:
-        """An axis in front for the devices over which a value differs."""
-        axes = tuple(name for name in mesh.axis_names if name in varying)
-        return jax.sharding.PartitionSpec(axes) if axes else jax.sharding.PartitionSpec()
-
-    differs = [varying_axes(each) for each in types]
-    counts = [math.prod(mesh.shape[name] for name in varying) for varying in differs]
-    outside = [
-        jax.ShapeDtypeStruct(
-            (count, *each.shape) if varying else each.shape,
-            each.dtype,
-            weak_type=each.weak_type,
-            sharding=jax.sharding.NamedSharding(mesh, spec(varying)),
-        )
-        for each, varying, count in zip(types, differs, counts, strict=True)
-    ]
-
-    def on_device(*flat: Any) -> list[Any]:
-        results = fun(*(leaf[0] if varying else leaf for leaf, varying in zip(flat, differs, strict=True)))
-        return [jax.lax.pcast(leaf, _missing(leaf, mesh), to="varying")[None] for leaf in results]
-
-    everywhere = jax.sharding.PartitionSpec(mesh.axis_names)
-    mapped = jax.shard_map(
-        on_device, mesh=mesh, in_specs=tuple(map(spec, differs)), out_specs=everywhere, axis_names=set(mesh.axis_names)
-    )
-    return _elsewhere(lambda: jax.jit(mapped).lower(*outside).compile())
-
-
-def _elsewhere(fun: Callable[[], Any]) -> Any:
+def elsewhere(fun: Callable[[], Any]) -> Any:
     """Calls a function outside of the trace around us and its mesh: a new thread is inside nothing."""
     config: Any = jax.config
     double = config.jax_enable_x64
@@ -323,17 +272,12 @@ def _elsewhere(fun: Callable[[], Any]) -> Any:
     return results[0]
 
 
-def _missing(leaf: Any, mesh: Any) -> tuple[str, ...]:
-    varying = varying_axes(jax.typeof(leaf))
-    return tuple(name for name in mesh.axis_names if name not in varying)
-
-
 def _trace_state() -> Any:
     return jex_core.get_opaque_trace_state(convention="anybatch")
 
 
 # This module may well be imported inside somebody's jit.
-_CLEAN = _elsewhere(_trace_state)
+_CLEAN = elsewhere(_trace_state)
 
 
 def is_eager() -> bool:
@@ -346,15 +290,6 @@ def is_jit_disabled() -> bool:
     """Whether we are under `jax.disable_jit()`, where nothing is compiled."""
     config: Any = jax.config
     return bool(config.jax_disable_jit)
-
-
-def user_stacklevel() -> int:
-    """For a warning: how far up the caller is whose code is not ours or JAX's."""
-    level, frame = 1, sys._getframe(1)
-    own = (os.path.dirname(__file__), os.path.dirname(jax.__file__))
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(own):
-        level, frame = level + 1, frame.f_back
-    return level
 
 
 def versions() -> list[str]:

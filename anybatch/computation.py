@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from anybatch import auxiliary, compat, limits
+from anybatch import auxiliary, compat, limits, placement
 from anybatch.arguments import Arguments
 from anybatch.batch import Cut
 from anybatch.loss import TracedLoss, trace_loss
@@ -61,7 +61,7 @@ class Gradient:
     @functools.cached_property
     def unit(self) -> int:
         """What microbatch sizes had better be multiples of: the devices that the examples are spread over."""
-        parts = max((compat.parts_of_rows(leaf) for leaf in self.arguments.arrays.batch), default=1)
+        parts = max((placement.parts_of_rows(leaf) for leaf in self.arguments.arrays.batch), default=1)
         return parts if self.examples % parts == 0 and self.examples else 1
 
     @functools.cached_property

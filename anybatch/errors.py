@@ -4,6 +4,9 @@ Every message has three parts: what must hold, what was given (by name, with its
 ways out, as code one can type.
 """
 
+import os
+import sys
+
 
 class AnybatchError(Exception):
     """The base of every error that anybatch raises on purpose."""
@@ -59,3 +62,12 @@ def _three_parts(must: str, given: str, remedy: str) -> str:
         given = "\n" + "\n".join("    " + line for line in given.splitlines())
         return f"{must}, got{given}\n{remedy}"
     return f"{must}, got {given}.\n{remedy}"
+
+
+def user_stacklevel() -> int:
+    """For a warning: how far up the caller is whose code is not ours or JAX's."""
+    level, frame = 1, sys._getframe(1)
+    own = (os.path.dirname(__file__), os.path.dirname(sys.modules["jax"].__file__ or ""))
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(own):
+        level, frame = level + 1, frame.f_back
+    return level

@@ -52,7 +52,7 @@ def value_and_grad(
     >>> def loss(w, batch):
     ...     return jnp.mean((batch["x"] * w - batch["y"]) ** 2)
     >>> batch = {"x": jnp.array([1.0, 2.0, 3.0]), "y": jnp.array([2.0, 4.0, 6.0])}
-    >>> fun = ab.value_and_grad(loss, microbatch_size=2)
+    >>> fun = ab.value_and_grad(loss, microbatch_size=2)  # leave the size out, and it is planned
     >>> value, grad = fun(1.0, batch)
     >>> print(f"{value:.3f} {grad:.3f}")  # mean of (1, 4, 9), and of -2 times that
     4.667 -9.333
@@ -64,8 +64,12 @@ def value_and_grad(
       batch_argnums: which positional arguments carry the batch, along axis 0 of every array in them. They are
         named, never guessed by shape. All other arguments, keyword arguments too, are seen whole by every
         microbatch. Python numbers and strings among them are constants: a new value compiles a new program.
-      microbatch_size: how many examples at a time. Any size will do; the last microbatch may be smaller. Take
-        the largest that fits; `None` is the full batch. `"auto"` is not available yet.
+      microbatch_size: how many examples at a time. Any size will do; the last microbatch may be smaller. `None` is the
+        full batch. `"auto"` plans: it takes what `anybatch.plan` has measured to be fastest, in this process or an
+        earlier one; without such measurements the largest that fits, which is known from the program alone and, if
+        that leaves a doubt, from two or three compilations. Under `jit` it plans when it is traced.
+        Outside `jit`, memory that runs out all the same halves the microbatch, with a warning, and the result is the
+        same.
       reduction: how the loss uses its examples. `"infer"` reads it from the loss: in one pass over the microbatches
         where that suffices, else in two. The others declare it, and nothing is read.
         `"mean"`: it is a mean over the examples, which may have terms that depend on the parameters alone.
@@ -81,8 +85,14 @@ def value_and_grad(
         gets `jax.random.fold_in(key, i)`, where `i` is the index in the batch of its first example; with
         `microbatch_size=None` the keys stay as they are. With `"infer"` it is needed only for generators whose numbers
         cannot be drawn in part, as `"rbg"`: of these, each microbatch then draws its own.
-      memory: bounds what a loss that looks across examples may compute from the whole batch at once: bytes, a text as
-        `"16GiB"` or `"80%"` of what is left; by default, what the device has left.
+      memory: what the gradient may take, with its arguments: bytes, a text as `"16GiB"`, or `"80%"` of what is left. By
+        default what the device has left, less a little (5%; on the CPU 10%); under `jit` also less four times the
+        gradient, for the optimizer. With a `microbatch_size` it bounds only what a loss that looks across examples
+        computes from the whole batch at once.
+      objective: what `"auto"` looks for, `"speed"` or `"memory"`: the fastest, or the one that takes the least memory.
+      remat: `"auto"` lets a plan compute activations twice instead of keeping them, where nothing else fits. One of
+        JAX's policies, `"dots_saveable"`, `"dots_with_no_batch_dims_saveable"` or `"nothing_saveable"`, does it at any
+        `microbatch_size`: in blocks, of which no more than that is kept. `None` keeps activations as the loss has it.
       accumulator_dtype: the gradients of narrower dtypes (bfloat16, float16) are summed in this one, and cast
         back at the end. `None` sums each in its own.
       mesh: not available yet.
@@ -97,6 +107,7 @@ def value_and_grad(
       InputError: for arguments that cannot be worked with, before any work is done.
       CoupledError: for a loss that looks across examples, with `on_coupled="error"`.
       HeadTooLargeError: if what must be computed from the whole batch at once does not fit the memory.
+      NothingFitsError: if no microbatch fits the memory; with the table of the plan, and the ways out.
       NotAvailableError: for an option that this version does not have.
     """
     settings = Settings.of(

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 
 from anybatch import compat
-from anybatch.errors import CoupledError, HeadTooLargeError, LargeHeadWarning
+from anybatch.errors import CoupledError, HeadTooLargeError, LargeHeadWarning, user_stacklevel
 from anybatch.memory import memory_budget, readable
 from anybatch.reading.report import Reading, report
 from anybatch.reading.split import Split
@@ -56,7 +56,7 @@ def warn_of_large_head(split: Split, reading: Reading) -> None:
             f"{readable(reading.activation_bytes)} of activations, so that microbatches save little memory.\n"
             f"{_blamed(reading)}",
             LargeHeadWarning,
-            stacklevel=compat.user_stacklevel(),
+            stacklevel=user_stacklevel(),
         )
 
 

@@ -76,7 +76,8 @@ def _module(place: str) -> ModuleType:
             raise InputError(
                 "The module of a problem must be in this folder, or installed",
                 given=place if place == error.name else f"{place}, of which {error.name} is missing",
-                remedy=f"Run the command where {error.name.split('.')[0]} is, or pass the path: path/to/file.py:function.",
+                remedy=f"Run the command where {error.name.split('.')[0]} is, or pass the path: "
+                "path/to/file.py:function.",
             ) from None
         raise InputError(f"{place} must import", given=_last_line(error), remedy="Install what it needs.") from error
     except InputError:
@@ -88,7 +89,9 @@ def _module(place: str) -> ModuleType:
 def _from_file(path: pathlib.Path) -> ModuleType:
     if not path.is_file():
         raise InputError(
-            "The file of a problem must exist", given=str(path), remedy="Pass its path from here: path/to/file.py:function."
+            "The file of a problem must exist",
+            given=str(path),
+            remedy="Pass its path from here: path/to/file.py:function.",
         )
     sys.path.insert(0, str(path.parent.resolve()))  # as `python path/to/file.py` would
     spec = importlib.util.spec_from_file_location(path.stem, path)

@@ -108,9 +108,7 @@ class Settings:
                 given=f'aux_reduction={aux_reduction!r} and microbatch_size="auto"',
                 remedy='Pass the number of examples at a time, e.g. microbatch_size=8, or combine by "mean" or "sum".',
             )
-        return cls(
-            roles, has_aux, size, reduction, aux_reduction, dtype, on_coupled, memory, objective, remat
-        )
+        return cls(roles, has_aux, size, reduction, aux_reduction, dtype, on_coupled, memory, objective, remat)
 
 
 def _microbatch_size(given: Any) -> Any:

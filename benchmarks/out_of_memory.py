@@ -36,7 +36,9 @@ def main() -> None:
             warnings.simplefilter("always")
             value, gradient = fun(params, batch)
         again = sum(float(jnp.vdot(leaf, leaf)) for leaf in jax.tree.leaves(gradient))
-        print(f"{call} call: value {float(value):.6f} (was {float(expected):.6f}), norm {again / norm:.6f} of the first")
+        print(
+            f"{call} call: value {float(value):.6f} (was {float(expected):.6f}), norm {again / norm:.6f} of the first"
+        )
         print(*(f"  {each.category.__name__}: {each.message}" for each in caught), sep="\n", flush=True)
         del gradient
     try:

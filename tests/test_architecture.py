@@ -13,7 +13,7 @@ PACKAGE = pathlib.Path(anybatch.__file__).parent
 
 # A module may import those of lower floors, and those before it in the list of its own floor.
 FLOORS = [
-    ["version", "errors", "trees", "compat", "memory"],
+    ["version", "errors", "trees", "compat", "memory", "placement"],
     ["batch", "arguments", "loss", "auxiliary"],
     [
         *("reading", "reading.states", "reading.graph", "reading.source", "reading.reader", "reading.positions"),
@@ -25,7 +25,15 @@ FLOORS = [
         "reading.report",
     ],
     [
-        *("routes", "routes.outputs", "routes.in_place", "routes.references", "routes.blocks", "routes.full", "routes.scan"),
+        *(
+            "routes",
+            "routes.outputs",
+            "routes.in_place",
+            "routes.references",
+            "routes.blocks",
+            "routes.full",
+            "routes.scan",
+        ),
         *("routes.passes", "routes.split_passes"),
     ],
     [

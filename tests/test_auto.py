@@ -104,7 +104,9 @@ def test_what_was_decided_stays_decided(monkeypatch):
     """What is left of the memory changes from call to call; the program does not."""
     params, batch = problem(64)
     asked = []
-    monkeypatch.setattr(planner, "budget_of", lambda *_, budget_of=planner.budget_of, **k: asked.append(1) or budget_of(*_, **k))
+    monkeypatch.setattr(
+        planner, "budget_of", lambda *_, budget_of=planner.budget_of, **k: asked.append(1) or budget_of(*_, **k)
+    )
     fun = ab.value_and_grad(network)
     fun(params, batch)
     first = len(asked)

@@ -65,7 +65,7 @@ def test_a_ragged_size_is_taken_where_no_other_is_near():
     params, batch = problem(509)
     plan = ab.plan(network, params, batch, memory=900 * KIB, timed=False)
     assert 1 < plan.microbatch_size < 509  # which is a prime number
-    value, grads = ab.value_and_grad(network, microbatch_size=plan.microbatch_size)(params, batch)
+    _, grads = ab.value_and_grad(network, microbatch_size=plan.microbatch_size)(params, batch)
     expected = jax.grad(network)(params, batch)
     assert jnp.allclose(grads["layers"], expected["layers"], rtol=1e-4, atol=1e-7)
 
@@ -104,7 +104,10 @@ def test_nothing_fits_is_one_error_with_the_table_and_the_ways_out():
     assert isinstance(caught.value, MemoryError)
     assert re.search(r"one pass +1 +\d+\.\d KiB .* no\n", text)
     assert re.search(r"Nothing fits: even 1 example at a time needs \d+\.\d KiB and there are 100\.0 KiB\.", text)
-    assert "KiB of that is the same for every microbatch size: 64.0 KiB parameters, 256.0 KiB batch, 64.0 KiB gradients" in text
+    assert (
+        "KiB of that is the same for every microbatch size: 64.0 KiB parameters, 256.0 KiB batch, 64.0 KiB gradients"
+        in text
+    )
     assert "What would help: " in text and "shard the parameters" in text
     with pytest.raises(ab.NothingFitsError):
         ab.value_and_grad(network, memory=100 * KIB)(params, batch)

@@ -129,7 +129,6 @@ def test_a_record_of_another_program_is_found_out(folder):
 
 
 def test_programs_shapes_and_settings_have_records_of_their_own(folder):
-    params, batch = problem(512)
     keys = set()
     for loss, size, options in [
         (network, 512, {}),

@@ -7,7 +7,7 @@ import jax
 
 from anybatch.computation import Gradient
 from anybatch.memory import memory_budget, memory_left, memory_limit, readable
-from anybatch.planning.measure import devices_of, local_bytes
+from anybatch.placement import devices_of, local_bytes
 from anybatch.programs import can_run
 
 # Kept free where nobody has named a budget: allocators leave gaps; and a host that runs full kills the process.

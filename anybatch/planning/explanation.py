@@ -4,8 +4,9 @@ import jax
 
 from anybatch.computation import Way
 from anybatch.memory import readable
+from anybatch.placement import devices_of
 from anybatch.planning.budget import Budget
-from anybatch.planning.measure import Bytes, devices_of
+from anybatch.planning.measure import Bytes
 from anybatch.planning.report import Candidate, Plan
 from anybatch.planning.search import AS_FAST, Search
 
@@ -37,11 +38,17 @@ def _listed(search: Search, way: Way | None) -> set[Way]:
     """What the table has: all that was compiled, and between these what can be predicted."""
     listed = set(search.bench.bytes) | ({way} if way is not None else set())
     previous: int | None = None
-    largest = max((each.microbatch_size or 0 for each in listed if not search.bench.gradient.is_at_once(each)), default=0)
+    largest = max(
+        (each.microbatch_size or 0 for each in listed if not search.bench.gradient.is_at_once(each)), default=0
+    )
     for size in search.sizes.steps_down(search.examples):
         predicted = search.on_line(Way(size))
         # Once the total hardly changes, one more row says it all.
-        if predicted is not None and size <= 1.25 * largest and (previous is None or predicted < 0.9 * previous or size == search.sizes.smallest):
+        if (
+            predicted is not None
+            and size <= 1.25 * largest
+            and (previous is None or predicted < 0.9 * previous or size == search.sizes.smallest)
+        ):
             listed.add(Way(size))
             previous = predicted
     return listed

@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
-import numpy as np
 
-from anybatch import compat
+from anybatch import compat, placement
 from anybatch.computation import Computation, Gradient, Way
+from anybatch.placement import devices_of, local_bytes
 from anybatch.programs import PROGRAMS, Program, can_run
 from anybatch.reading.written import written_bytes
 
@@ -96,9 +96,7 @@ class Workbench:
         self.compilations += 1
         try:
             if self.can_run:
-                program = PROGRAMS.compile(
-                    computation.fun, *computation.leaves, has_effects=computation.has_effects
-                )
+                program = PROGRAMS.compile(computation.fun, *computation.leaves, has_effects=computation.has_effects)
                 self.programs[way], self.text_hashes[way] = program, program.text_hash
                 compiled = program.executable
             else:
@@ -116,17 +114,21 @@ class Workbench:
         A way that runs out of memory all the same has infinite seconds, and no bytes.
         """
         leaves = {way: self.gradient.computation(way).leaves for way in ways}
-        taken = self.taken = {way: list[float]() for way in ways}
+        taken: dict[Way, list[float]] = {way: [] for way in ways}
+        self.taken = taken
 
-        def run(way: Way) -> Any:
-            return self.program(way)(*leaves[way])
+        def seconds(way: Way, repeats: int) -> float:
+            return _seconds(lambda: self.program(way)(*leaves[way]), repeats)
 
         for way in ways:
             if way in self._repeats:
                 continue
             try:
-                _warm_up(lambda way=way: run(way), 0 if self._repeats or _is_host(leaves[way]) else WARM_UP)
-                once = _seconds(lambda way=way: run(way), 1)
+                # The first time is always slow; and an accelerator that has rested is faster than it will be.
+                warm = seconds(way, 1)
+                while not self._repeats and warm < WARM_UP and not _is_host(leaves[way]):
+                    warm += seconds(way, 1)
+                once = seconds(way, 1)
             except jax.errors.JaxRuntimeError as error:
                 if not compat.is_out_of_memory(error):
                     raise
@@ -136,21 +138,12 @@ class Workbench:
         able = [way for way in ways if way in self._repeats]
         for _ in range(rounds):
             for way in able:
-                taken[way].append(_seconds(lambda way=way: run(way), self._repeats[way]))
+                taken[way].append(seconds(way, self._repeats[way]))
         return {way: statistics.median(each) if each else math.inf for way, each in taken.items()}
 
 
 TELLING = 5e-3  # seconds; a clock and a scheduler say little about less
-WARM_UP = 2.0  # seconds; an accelerator that has rested is faster than it will be
-
-
-def _warm_up(run: Callable[[], Any], seconds: float) -> None:
-    """Runs a program at least once, since the first time is always slow, and for some time."""
-    start = time.perf_counter()
-    while True:
-        jax.block_until_ready(run())
-        if time.perf_counter() - start >= seconds:
-            return
+WARM_UP = 2.0  # seconds
 
 
 def _is_host(leaves: Iterable[Any]) -> bool:
@@ -169,7 +162,7 @@ def compile_for_types(computation: Computation) -> Any:
     types = [compat.abstract(jax.typeof(leaf)) for leaf in computation.leaves]
     mesh = jax.sharding.get_abstract_mesh()
     if any(compat.varying_axes(jax.typeof(leaf)) for leaf in computation.leaves) or mesh.manual_axes:
-        return compat.compile_in_shard_map(computation.fun, types)
+        return placement.compile_in_shard_map(computation.fun, types)
     return jax.jit(lambda *flat: computation.fun(*flat)).lower(*types).compile()
 
 
@@ -211,20 +204,3 @@ def generous_bytes(gradient: Gradient) -> int:
 
 def _local_bytes(leaves: Iterable[Any]) -> int:
     return sum(map(local_bytes, leaves))
-
-
-def devices_of(leaves: Iterable[Any]) -> list[Any]:
-    """The devices of this process that arrays lie on; none for arrays that have no values yet."""
-    placed = [leaf for leaf in leaves if isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer)]
-    found = {device for leaf in placed for device in leaf.sharding.device_set}
-    return sorted((each for each in found if each.process_index == jax.process_index()), key=lambda each: each.id)
-
-
-def local_bytes(leaf: Any) -> int:
-    """The bytes of an array on one of the devices that it lies on."""
-    aval = jax.typeof(leaf)
-    shape = aval.shape
-    if isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer):
-        shape = leaf.sharding.shard_shape(shape)
-    is_key = jax.dtypes.issubdtype(aval.dtype, jax.dtypes.prng_key)
-    return math.prod(shape) * (8 if is_key else np.dtype(aval.dtype).itemsize)

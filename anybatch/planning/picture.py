@@ -44,7 +44,9 @@ def draw(plan: Any) -> Any:
 
 def _draw_memory(axes: Any, plan: Any) -> list[Any]:
     highest = max(each.total or 0 for each in plan.candidates)
-    unit, name = next(((2**power, name) for power, name in ((30, "GiB"), (20, "MiB")) if highest >= 2**power), (1024, "KiB"))
+    unit, name = next(
+        ((2**power, name) for power, name in ((30, "GiB"), (20, "MiB")) if highest >= 2**power), (1024, "KiB")
+    )
     lines = []
     for number, remat in enumerate(dict.fromkeys(each.remat for each in plan.candidates)):
         mine = [each for each in plan.candidates if each.remat == remat and each.total is not None]

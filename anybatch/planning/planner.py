@@ -12,12 +12,13 @@ import jax
 
 from anybatch import compat
 from anybatch.computation import Gradient, Way
-from anybatch.errors import AnybatchError, NothingFitsError, TightMemoryWarning
+from anybatch.errors import AnybatchError, NothingFitsError, TightMemoryWarning, user_stacklevel
+from anybatch.placement import devices_of
 from anybatch.planning import store
 from anybatch.planning.budget import Budget, budget_of
 from anybatch.planning.explanation import as_plan
 from anybatch.planning.fingerprint import fingerprint
-from anybatch.planning.measure import Workbench, devices_of, generous_bytes
+from anybatch.planning.measure import Workbench, generous_bytes
 from anybatch.planning.report import Plan
 from anybatch.planning.search import Search
 from anybatch.programs import PROGRAMS, Program
@@ -232,7 +233,7 @@ def say_that_nothing_fits(plan: Plan, *, certain: bool) -> None:
     """An error if it is certain, else a warning: at trace time nobody sees how arrays will be spread over devices."""
     if certain:
         raise NothingFitsError(str(plan))
-    warnings.warn(str(plan), TightMemoryWarning, stacklevel=compat.user_stacklevel())
+    warnings.warn(str(plan), TightMemoryWarning, stacklevel=user_stacklevel())
 
 
 def _way(plan: Plan) -> Way | None:
@@ -241,7 +242,8 @@ def _way(plan: Plan) -> Way | None:
 
 def _identity(gradient: Gradient) -> list[Any]:
     """All that decides about bytes and times."""
-    settings, config = gradient.settings, jax.config
+    settings = gradient.settings
+    config: Any = jax.config
     leaves = jax.tree.leaves(gradient.arguments.arrays)
     devices = devices_of(leaves) or jax.local_devices()[:1]
     kinds = sorted({device.device_kind for device in devices})

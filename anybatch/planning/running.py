@@ -7,7 +7,7 @@ import jax
 
 from anybatch import compat
 from anybatch.computation import Gradient, Way
-from anybatch.errors import TightMemoryWarning
+from anybatch.errors import TightMemoryWarning, user_stacklevel
 from anybatch.planning.planner import Planner
 from anybatch.programs import PROGRAMS, Program, can_run
 
@@ -42,7 +42,7 @@ def run_as_planned(gradient: Gradient) -> tuple[Way, list[Any]]:
             f"gap between the arrays on it is large enough. Going on with {way}; the gradient is the same.\\n"
             f"To begin there, pass {way}, or a smaller memory=.",
             TightMemoryWarning,
-            stacklevel=compat.user_stacklevel(),
+            stacklevel=user_stacklevel(),
         )
     return way, outputs
 

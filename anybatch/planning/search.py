@@ -150,7 +150,9 @@ class Search:
 
     def leanest(self) -> Way | None:
         """The way with the least memory; of those about as lean, the one with the largest microbatch."""
-        smallest = [way for way in (Way(self.sizes.smallest, remat) for remat in (None, *self.policies)) if self.fits(way)]
+        smallest = [
+            way for way in (Way(self.sizes.smallest, remat) for remat in (None, *self.policies)) if self.fits(way)
+        ]
         if not smallest:
             return None
 

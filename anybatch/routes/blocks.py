@@ -7,6 +7,7 @@ part already.
 """
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -109,13 +110,11 @@ def _parts(equations: Sequence[Any], outputs: Sequence[Any], all_written: int) -
         borders |= set(_cuts(equations, last_use))
     ordered = sorted(borders)
     parts = []
-    for start, end in zip(ordered[:-1], ordered[1:], strict=True):
+    for start, end in itertools.pairwise(ordered):
         mine = list(equations[start:end])
         made = {output for equation in mine for output in equation.outvars}
         read = dict.fromkeys(each for equation in mine for each in _variables(equation.invars) if each not in made)
-        writes = [
-            output for equation in mine for output in equation.outvars if last_use.get(output, -1) >= end
-        ]
+        writes = [output for equation in mine for output in equation.outvars if last_use.get(output, -1) >= end]
         parts.append(_Part(mine, list(read), writes, len(mine) == 1 and wholes[start]))
     return [part for part in parts if part.equations]
 
