@@ -88,9 +88,9 @@ def compare(name: str, budgets: list[str], rounds: int, remat: str | None) -> No
     for way in sorted(seconds, key=lambda way: -(way.microbatch_size or 0)):
         total = bench.bytes_of(way).total
         marks = [budget for budget, other in chosen.items() if other == way]
-        print(
-            f"  {way!s:24} {seconds[way] * 1e3:9.2f} ms ({quartiles[way][0]:.1f} to {quartiles[way][1]:.1f}) {readable(total):>10}  {' '.join(marks)}"
-        )
+        low, high = quartiles[way]
+        times = f"{seconds[way] * 1e3:9.2f} ms ({low:.1f} to {high:.1f})"
+        print(f"  {way!s:24} {times} {readable(total):>10}  {' '.join(marks)}")
     for budget, plan in choices.items():
         fitting = [way for way in ways if bench.bytes[way].total <= plan.budget]
         best = min(seconds[way] for way in fitting)
@@ -126,7 +126,8 @@ def peak(name: str, budget: str) -> None:
     compiling = f", while compiling {readable(compiled_peak)}" if compiled_peak else ""
     print(
         f"{name:22} budget {readable(allowed):>10}: microbatch {plan.microbatch_size:>4}, "
-        f"XLA {readable(plan.chosen.total):>10}{error}, measured {readable(measured)} ({measured / allowed:.3f} of the budget){compiling}, "
+        f"XLA {readable(plan.chosen.total):>10}{error}, "
+        f"measured {readable(measured)} ({measured / allowed:.3f} of the budget){compiling}, "
         f"{plan.compilations} compilations",
         flush=True,
     )
