@@ -32,6 +32,7 @@ bench: $(STAMP)
 	$(BIN)/python benchmarks/overhead.py
 	$(BIN)/python benchmarks/reading.py
 	$(BIN)/python benchmarks/contrastive.py
+	$(BIN)/python benchmarks/planning.py
 
 docs: $(STAMP)
 	$(BIN)/python -m sphinx -W --keep-going -q docs docs/_build/html

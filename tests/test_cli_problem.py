@@ -30,7 +30,9 @@ def run(*arguments, cwd, **environment):
 
 def test_the_example_of_the_help_works_as_pasted(folder):
     assert len((folder / "train.py").read_text().splitlines()) == 5
-    result = run("explain", "train:problem", "--memory", "12MiB", "--html", "plan.html", "--plot", "plan.png", cwd=folder)
+    result = run(
+        "explain", "train:problem", "--memory", "12MiB", "--html", "plan.html", "--plot", "plan.png", cwd=folder
+    )
     assert result.returncode == 0, result.stderr
     assert "The gradient of 4096 examples on cpu, within 12.0 MiB (memory='12MiB')" in result.stdout
     assert re.search(r"all at once +4096 +22\.0 MiB .* no\n", result.stdout)
