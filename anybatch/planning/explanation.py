@@ -69,7 +69,7 @@ def _candidate(search: Search, budget: Budget, way: Way) -> Candidate:
     elif total is not None and budget.allowed is not None:
         fits = total <= budget.allowed
     return Candidate(
-        route=bench.gradient.route(way),
+        route=bench.route(way),
         microbatch_size=way.microbatch_size or bench.gradient.examples,
         remat=way.remat,
         bytes=found,
@@ -98,7 +98,7 @@ def _reason(search: Search, budget: Budget, way: Way | None, least: tuple[Way, B
         if timed[way] == fastest:
             return f"Chosen: {way}, the fastest."
         return (
-            f"Chosen: {way}, which needs the least memory of those within {AS_FAST:.1%} of the fastest "
+            f"Chosen: {way}, which needs the least memory of those within {AS_FAST:.0%} of the fastest "
             f"({1e3 * fastest:.1f} ms)."
         )
     if gradient.is_at_once(way):

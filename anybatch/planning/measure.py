@@ -49,6 +49,7 @@ class Workbench:
         self.programs: dict[Way, Program] = {}
         self.text_hashes: dict[Way, str | None] = {}
         self._repeats: dict[Way, int] = {}
+        self.routes: dict[Way, str] = {}
         self.taken: dict[Way, list[float]] = {}  # the times of the last race, one by one
         with contextlib.suppress(KeyError, TypeError, ValueError, AttributeError):  # of a record that is damaged
             for entry in (known or {}).get("ways", []):
@@ -62,7 +63,7 @@ class Workbench:
         way = Way(size, remat)
         kinds = None if found is None else Bytes(**{name: int(number) for name, number in found.items()})
         seconds = None if entry["seconds"] is None else float(entry["seconds"])
-        self.bytes[way], self.text_hashes[way] = kinds, entry["program"]
+        self.bytes[way], self.text_hashes[way], self.routes[way] = kinds, entry["program"], str(entry["route"])
         if seconds is not None:
             self.seconds[way] = seconds
 
@@ -75,9 +76,17 @@ class Workbench:
                 "bytes": None if found is None else dataclasses.asdict(found),
                 "seconds": self.seconds.get(way),
                 "program": self.text_hashes.get(way),
+                "route": self.route(way),
             }
             for way, found in self.bytes.items()
         ]
+
+    def route(self, way: Way) -> str:
+        """What a way does, in words; the loss is read only if no other microbatch size has told it."""
+        if way not in self.routes:
+            alike = [self.routes[other] for other in self.routes if not self.gradient.is_at_once(other)]
+            self.routes[way] = alike[0] if alike and not self.gradient.is_at_once(way) else self.gradient.route(way)
+        return self.routes[way]
 
     def bytes_of(self, way: Way) -> Bytes | None:
         """The bytes of a way; None if even compiling it ran out of memory."""
@@ -124,10 +133,7 @@ class Workbench:
             if way in self._repeats:
                 continue
             try:
-                # The first time is always slow; and an accelerator that has rested is faster than it will be.
-                warm = seconds(way, 1)
-                while not self._repeats and warm < WARM_UP and not _is_host(leaves[way]):
-                    warm += seconds(way, 1)
+                seconds(way, 1)  # the first time is always slow
                 once = seconds(way, 1)
             except jax.errors.JaxRuntimeError as error:
                 if not compat.is_out_of_memory(error):
@@ -136,6 +142,10 @@ class Workbench:
             else:
                 self._repeats[way] = max(1, min(100, math.ceil(TELLING / max(once, 1e-6))))
         able = [way for way in ways if way in self._repeats]
+        # An accelerator that has rested, while something was compiled, takes a while to find its pace again.
+        warm = 0.0 if not able or _is_host(leaves[able[0]]) else WARM_UP
+        while warm > 0:
+            warm -= sum(seconds(way, 1) for way in able)
         for _ in range(rounds):
             for way in able:
                 taken[way].append(seconds(way, self._repeats[way]))
@@ -143,7 +153,7 @@ class Workbench:
 
 
 TELLING = 5e-3  # seconds; a clock and a scheduler say little about less
-WARM_UP = 2.0  # seconds
+WARM_UP = 1.0  # seconds
 
 
 def _is_host(leaves: Iterable[Any]) -> bool:

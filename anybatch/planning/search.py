@@ -8,7 +8,7 @@ from anybatch.planning.measure import Bytes, Workbench, estimate
 from anybatch.planning.sizes import Sizes
 
 # Ways within this of the fastest count as fast: among them the one with the least memory is taken.
-AS_FAST = 0.015
+AS_FAST = 0.02
 # Bytes within this of the least count as the least: among them the largest microbatch is taken.
 AS_LEAN = 0.02
 
