@@ -102,10 +102,8 @@ def compare(name: str, budgets: list[str], rounds: int, remat: str | None) -> No
         mine = seconds[chosen[budget]]
         full = f", {mine / seconds[divisors[0]]:.3f} of the full batch" if divisors[0] in seconds else ""
         memory = bench.bytes[chosen[budget]].total / bench.bytes_of(divisors[0]).total
-        print(
-            f"  budget {budget}: {mine / best:.3f} of the best divisor{full}; {memory:.3f} of the memory of the full batch",
-            flush=True,
-        )
+        shares = f"{mine / best:.3f} of the best divisor{full}; {memory:.3f} of the memory of the full batch"
+        print(f"  budget {budget}: {shares}", flush=True)
 
 
 def peak(name: str, budget: str, remat: str | None) -> None:
