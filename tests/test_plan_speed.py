@@ -58,6 +58,12 @@ def test_of_those_as_fast_the_leanest_is_taken(clock):
     assert KNEE[11] <= (1 + AS_FAST) * KNEE[16] < KNEE[8]
 
 
+def test_the_knee_may_lie_between_two_sizes(clock):
+    """All at once is fastest here, 16 is as fast in less memory, and so is 11, which the descent had passed over."""
+    clock({64: 132, 45: 136, 32: 136, 16: 134, 11: 134.5, 8: 141, 6: 146, 4: 152, 2: 185, 1: 245})
+    assert ab.plan(network, *problem(64), memory="1GiB").microbatch_size == 11
+
+
 def test_the_descent_stops_at_the_knee(clock):
     raced = clock(KNEE)
     ab.plan(network, *problem(64), memory="1GiB")

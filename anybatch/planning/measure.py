@@ -125,6 +125,7 @@ class Workbench:
         leaves = {way: self.gradient.computation(way).leaves for way in ways}
         taken: dict[Way, list[float]] = {way: [] for way in ways}
         self.taken = taken
+        on_host = all(map(_is_host, leaves.values()))
 
         def seconds(way: Way, repeats: int) -> float:
             return _seconds(lambda: self.program(way)(*leaves[way]), repeats)
@@ -140,20 +141,27 @@ class Workbench:
                     raise
                 self.bytes[way] = None
             else:
-                self._repeats[way] = max(1, min(100, math.ceil(TELLING / max(once, 1e-6))))
+                telling = TELLING_ON_HOST if on_host else TELLING
+                self._repeats[way] = max(1, min(100, math.ceil(telling / max(once, 1e-6))))
         able = [way for way in ways if way in self._repeats]
-        # An accelerator that has rested, while something was compiled, takes a while to find its pace again.
-        warm = 0.0 if not able or _is_host(leaves[able[0]]) else WARM_UP
+        warm = 0.0 if on_host or not able else WARM_UP
         while warm > 0:
             warm -= sum(seconds(way, 1) for way in able)
         for _ in range(rounds):
             for way in able:
+                if not on_host:
+                    seconds(way, 1)  # so that it does not profit from a neighbour that let the device cool
                 taken[way].append(seconds(way, self._repeats[way]))
         return {way: statistics.median(each) if each else math.inf for way, each in taken.items()}
 
 
-TELLING = 5e-3  # seconds; a clock and a scheduler say little about less
-WARM_UP = 1.0  # seconds
+# Seconds that a turn lasts. A clock and a scheduler say little about less. And a GPU runs at the pace that its power
+# and heat allow: a program that follows a lighter one is faster than it would be by itself, at first.
+TELLING_ON_HOST = 5e-3
+TELLING = 0.25
+
+# Seconds to find that pace again after a rest, in which something was compiled.
+WARM_UP = 1.0
 
 
 def _is_host(leaves: Iterable[Any]) -> bool:

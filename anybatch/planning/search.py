@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Sequence
 
 from anybatch.computation import Way
-from anybatch.planning.measure import Bytes, Workbench, estimate
+from anybatch.planning.measure import TELLING, Bytes, Workbench, estimate
 from anybatch.planning.sizes import Sizes
 
 # Ways within this of the fastest count as fast: among them the one with the least memory is taken.
@@ -185,14 +185,29 @@ class Search:
             self._time(way)
         best = min(self._in_time(), key=seconds.__getitem__)
         close = [way for way in self._in_time() if seconds[way] <= CLOSE * seconds[best]]
-        if len(close) > 1:
-            self.notify(f"Timing the {len(close)} fastest")
-            rounds = min(LAST_ROUNDS, max(3, int(PATIENCE / seconds[best])))
-            raced = self.bench.race(close, rounds)
-            change = raced[best] / seconds[best]  # devices become slower as they become warm
+        self._race(close, best)
+        chosen = self._leanest_of_the_fast(close)
+        finer = [way for way in self._around(chosen) if self._size(way) < self._size(chosen) and way not in seconds]
+        if finer:  # the knee may lie between two sizes
+            fastest = min(close, key=seconds.__getitem__)
+            self._race([*finer, *dict.fromkeys((chosen, fastest))], fastest)
+            chosen = self._leanest_of_the_fast([*close, *finer])
+        return chosen
+
+    def _race(self, ways: Sequence[Way], reference: Way) -> None:
+        """Times some ways against each other, and tells all that was timed before as if it had been now."""
+        seconds = self.bench.seconds
+        if len(ways) > 1:
+            self.notify(f"Timing the {len(ways)} fastest")
+            rounds = min(LAST_ROUNDS, max(3, int(PATIENCE / max(seconds[reference], TELLING))))
+            raced = self.bench.race(ways, rounds)
+            change = raced[reference] / seconds[reference]  # devices become slower as they become warm
             seconds.update({way: each * change for way, each in seconds.items()} | raced)
-        fastest = min(seconds[way] for way in close)
-        as_fast = [way for way in close if seconds[way] <= (1 + AS_FAST) * fastest]
+
+    def _leanest_of_the_fast(self, ways: Sequence[Way]) -> Way:
+        seconds = self.bench.seconds
+        fastest = min(seconds[way] for way in ways)
+        as_fast = [way for way in ways if seconds[way] <= (1 + AS_FAST) * fastest]
         return min(as_fast, key=lambda way: (self._total(way), self._size(way)))
 
     def _in_time(self) -> list[Way]:
