@@ -12,6 +12,8 @@ import anybatch as ab
 from anybatch import doctor
 from anybatch.problem import load_problem
 
+pytestmark = pytest.mark.thorough
+
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):

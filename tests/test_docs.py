@@ -6,6 +6,8 @@ import re
 import jax
 import pytest
 
+pytestmark = pytest.mark.thorough
+
 ROOT = pathlib.Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 

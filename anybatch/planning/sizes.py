@@ -49,16 +49,20 @@ class Sizes:
                 return smaller
         return size
 
-    def is_worthwhile(self, size: int, instead_of: int) -> bool:
+    def is_worthwhile(self, size: int, instead_of: int, patience: int = 1) -> bool:
         """Whether a larger size is worth a compilation: it makes fewer microbatches, by a fifth, or no ragged one.
+
+        Once patience is at its end, they must be fewer by half.
 
         >>> Sizes(60).is_worthwhile(11, 10), Sizes(60).is_worthwhile(12, 11), Sizes(60).is_worthwhile(15, 10)
         (False, True, True)
         """
         if size <= instead_of:
             return False
-        fewer = math.ceil(self.examples / size) <= 0.8 * math.ceil(self.examples / instead_of)
-        return fewer or (self.examples % size == 0 and self.examples % instead_of != 0)
+        number, current = math.ceil(self.examples / size), math.ceil(self.examples / instead_of)
+        if patience <= 0:
+            return number <= 0.5 * current
+        return number <= 0.8 * current or (self.examples % size == 0 and self.examples % instead_of != 0)
 
     def steps_down(self, size: int) -> list[int]:
         """Sizes below one, each about half of the one before, dividing the batch where such a size is near.
