@@ -11,6 +11,7 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from anybatch import doctor as examination
+from anybatch.errors import InputError
 from anybatch.plan import explain as explain_loss
 from anybatch.problem import load_problem
 from anybatch.verify import verify as verify_loss
@@ -18,6 +19,13 @@ from anybatch.verify import verify as verify_loss
 
 def explain(target: str, *, html: pathlib.Path | None, plot: pathlib.Path | None, **options: Any) -> bool:
     """Prints the plan of a problem. Returns whether anything fits."""
+    for path in (html, plot):
+        if path is not None and not path.absolute().parent.is_dir():
+            raise InputError(
+                "A file is written into a folder that is there",
+                given=str(path),
+                remedy=f"mkdir -p {path.absolute().parent}",
+            )
     loss, params, batch = load_problem(target)
     with _progress("Planning") as notify:
         plan = explain_loss(loss, params, batch, progress=notify, **options)

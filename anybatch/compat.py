@@ -20,10 +20,11 @@ class Traced:
     num_arguments: int
     out_avals: list[Any]
     bound: tuple[Any, ...] = ()  # arrays that it closes over, where these are constants for good
+    inner: tuple[Any, ...] = ()  # those that its nested functions closed over, from before they were opened
 
     def __call__(self, consts: Sequence[Any], *arguments: Any) -> list[Any]:
         # Version 0.11 merged ClosedJaxpr into Jaxpr; pairing equations and constants is spelled the same.
-        closed: Any = jex_core.ClosedJaxpr(self.jaxpr, tuple(consts))
+        closed: Any = jex_core.ClosedJaxpr(self.jaxpr, (*self.inner, *consts))
         outputs = jex_core.jaxpr_as_fun(closed)(*arguments)
         return [jnp.asarray(output) for output in outputs]  # those that were constants come as Python numbers
 
@@ -68,7 +69,7 @@ def retrace(fun: Callable[..., Sequence[Any]], const_types: Sequence[Any], types
     """Traces a function of flat arrays whose first ones are to be what it closes over.
 
     Args:
-      fun: a function that closes over no arrays itself.
+      fun: the function. Arrays that it closes over itself stay with what is returned.
       const_types: the types of the first arrays.
       types: the types of the others.
     """
@@ -84,7 +85,7 @@ def retrace(fun: Callable[..., Sequence[Any]], const_types: Sequence[Any], types
         opened.effects,
         info,
     )
-    return Traced(jaxpr, len(types), list(closed.out_avals))
+    return Traced(jaxpr, len(types), list(closed.out_avals), inner=tuple(closed.consts))
 
 
 def close(fun: Callable[..., Sequence[Any]], types: Sequence[Any]) -> Any:
@@ -242,6 +243,16 @@ def temporaries(compiled: Any) -> int:
     Its `peak_memory_in_bytes` is of no use on the CPU, where it is the same for every program.
     """
     return compiled.memory_analysis().temp_size_in_bytes
+
+
+def vmapped_copies(array: Any) -> int:
+    """How many times a value is there, which inside `vmap` looks like one."""
+    number = 1
+    while hasattr(array, "batch_dim") and hasattr(array, "val"):
+        if isinstance(array.batch_dim, int):
+            number *= array.val.shape[array.batch_dim]
+        array = array.val
+    return number
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -59,6 +59,11 @@ class Gradient:
         return self._trace(self.examples)[0]
 
     @functools.cached_property
+    def copies(self) -> int:
+        """How many gradients are computed at once: one, or as many as the `vmap` around us makes of it."""
+        return max(map(compat.vmapped_copies, jax.tree.leaves(self.arguments.arrays)), default=1)
+
+    @functools.cached_property
     def unit(self) -> int:
         """What microbatch sizes had better be multiples of: the devices that the examples are spread over."""
         parts = max((placement.parts_of_rows(leaf) for leaf in self.arguments.arrays.batch), default=1)

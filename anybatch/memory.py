@@ -36,7 +36,7 @@ def memory_budget(memory: Any, left: int | None = None) -> int | None:
     if isinstance(memory, str):
         match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(%|[KMGT]?i?B|)\s*", memory)
         if match and float(match[1]) > 0:
-            if match[2] == "%":
+            if match[2] == "%" and float(match[1]) <= 100:
                 left = memory_left() if left is None else left
                 return None if left is None else int(left * float(match[1]) / 100)
             if match[2] in _UNITS:

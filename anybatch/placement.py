@@ -10,26 +10,51 @@ import numpy as np
 from anybatch import compat
 
 
+def is_placed(leaf: Any) -> bool:
+    """Whether an array lies somewhere, rather than being traced or on the host."""
+    return isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer)
+
+
 def devices_of(leaves: Iterable[Any]) -> list[Any]:
-    """The devices of this process that arrays lie on; none for arrays that have no values yet."""
-    placed = [leaf for leaf in leaves if isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer)]
-    found: set[Any] = {device for leaf in placed for device in leaf.sharding.device_set}
+    """The devices of this process that arrays lie on, or will by their types; none if they do not say."""
+    leaves = list(leaves)
+    found: set[Any] = {device for leaf in leaves if is_placed(leaf) for device in leaf.sharding.device_set}
+    mesh = mesh_of(leaves)
+    if not found and not mesh.empty:
+        found = set(jax.devices()[: mesh.size])
     return sorted((each for each in found if each.process_index == jax.process_index()), key=lambda each: each.id)
 
 
+def mesh_of(leaves: Iterable[Any]) -> Any:
+    """The mesh that the types of arrays speak of, or that we are inside of; it has no devices yet."""
+    meshes = [jax.typeof(leaf).sharding.mesh for leaf in leaves]
+    return next((mesh for mesh in meshes if not mesh.empty), jax.sharding.get_abstract_mesh())
+
+
+def describe_placed(leaf: Any) -> str:
+    """The type of an array and, unless it lies on a single device, where it lies: the same in every process."""
+    aval = jax.typeof(leaf)
+    if is_placed(leaf):
+        sharding = leaf.sharding
+        return f"{aval} {sharding}" if len(sharding.device_set) > 1 else str(aval)
+    return str(aval) if aval.sharding.mesh.empty else f"{aval} {aval.sharding}"
+
+
 def local_bytes(leaf: Any) -> int:
-    """The bytes of an array on one of the devices that it lies on."""
+    """The bytes of an array on one of the devices that it lies on; inside `vmap`, of all its copies."""
     aval = jax.typeof(leaf)
     shape = aval.shape
-    if isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer):
+    if is_placed(leaf):
         shape = leaf.sharding.shard_shape(shape)
+    elif not aval.sharding.mesh.empty:
+        shape = aval.sharding.shard_shape(shape)
     is_key = jax.dtypes.issubdtype(aval.dtype, jax.dtypes.prng_key)
-    return math.prod(shape) * (8 if is_key else np.dtype(aval.dtype).itemsize)
+    return compat.vmapped_copies(leaf) * math.prod(shape) * (8 if is_key else np.dtype(aval.dtype).itemsize)
 
 
 def parts_of_rows(array: Any) -> int:
     """Over how many devices the rows of an array are spread: where it lies, or as its type says."""
-    if isinstance(array, jax.Array) and not isinstance(array, jax.core.Tracer):
+    if is_placed(array):
         local = array.sharding.shard_shape(array.shape)
         return -(-array.shape[0] // local[0]) if local[0] else 1
     sharding = jax.typeof(array).sharding
@@ -39,11 +64,48 @@ def parts_of_rows(array: Any) -> int:
     return math.prod(sharding.mesh.shape[name] for name in ((names,) if isinstance(names, str) else names))
 
 
+def compile_on_mesh(fun: Callable[..., list[Any]], types: Sequence[Any], abstract_mesh: Any) -> Any:
+    """Compiles a function of types that speak of a mesh, for devices of this machine."""
+    mesh = _with_devices(abstract_mesh)
+
+    def on_devices(each: Any) -> Any:
+        spec = each.sharding.spec if each.sharding is not None else jax.sharding.PartitionSpec()
+        placed = jax.sharding.NamedSharding(mesh, spec)
+        return jax.ShapeDtypeStruct(each.shape, each.dtype, weak_type=each.weak_type, sharding=placed)
+
+    outside = [on_devices(each) for each in types]
+
+    def compile_inside() -> Any:
+        with jax.set_mesh(mesh):
+            return jax.jit(lambda *flat: fun(*flat)).lower(*outside).compile()
+
+    return compat.elsewhere(compile_inside)
+
+
+def compile_in_vmap(fun: Callable[..., list[Any]], leaves: Sequence[Any], types: Sequence[Any]) -> Any:
+    """Compiles a function of arrays that are traced by the `vmap` around us, as many times as that will run it.
+
+    Several of them, one inside the other, are taken for a single one.
+    """
+    counts = [compat.vmapped_copies(leaf) for leaf in leaves]
+    number = max(counts)
+    outside = [
+        jax.ShapeDtypeStruct((number, *each.shape) if count > 1 else each.shape, each.dtype, weak_type=each.weak_type)
+        for each, count in zip(types, counts, strict=True)
+    ]
+    axes = tuple(0 if count > 1 else None for count in counts)
+    return compat.elsewhere(lambda: jax.jit(jax.vmap(fun, in_axes=axes)).lower(*outside).compile())
+
+
+def _with_devices(abstract_mesh: Any) -> Any:
+    devices = np.asarray(jax.devices()[: abstract_mesh.size]).reshape(abstract_mesh.axis_sizes)
+    return jax.sharding.Mesh(devices, abstract_mesh.axis_names, axis_types=abstract_mesh.axis_types)
+
+
 def compile_in_shard_map(fun: Callable[..., list[Any]], types: Sequence[Any]) -> Any:
     """Compiles a function of types as they are inside the `shard_map` around us, as one device will run it."""
     abstract_mesh = jax.sharding.get_abstract_mesh()
-    number = abstract_mesh.size
-    devices = np.asarray(jax.devices()[:number]).reshape(abstract_mesh.axis_sizes)
+    devices = np.asarray(jax.devices()[: abstract_mesh.size]).reshape(abstract_mesh.axis_sizes)
     mesh = jax.sharding.Mesh(devices, abstract_mesh.axis_names)
 
     def spec(varying: frozenset[str]) -> Any:

@@ -6,8 +6,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from anybatch import compat
 from anybatch.arguments import Roles
 from anybatch.computation import Gradient
+from anybatch.errors import InputError
 from anybatch.planning.planner import Planner, say_that_nothing_fits
 from anybatch.planning.report import Plan
 from anybatch.settings import Settings
@@ -149,6 +151,12 @@ def _plan(
     thorough: bool,
     progress: Callable[[str], None] | None,
 ) -> Plan:
+    if compat.is_jit_disabled():
+        raise InputError(
+            "A plan needs programs that are compiled",
+            given="a call under jax.disable_jit()",
+            remedy="Plan outside of it.",
+        )
     options = dict(options)
     roles = Roles.of(**{name: options.pop(name) for name in ("argnums", "batch_argnums", "rng_argnums")})
     settings = Settings.of(fun, roles=roles, microbatch_size="auto", mesh=None, **options)
@@ -160,6 +168,12 @@ def _plan(
         given = dict(zip(abstract, traced, strict=True))
         filled = [given.get(position, leaf) for position, leaf in enumerate(leaves)]
         arguments = roles.sort(fun, *jax.tree.unflatten(tree, filled))
+        if not arguments.num_examples:
+            raise InputError(
+                "A plan needs a batch with examples",
+                given="0 examples",
+                remedy="Pass those of a usual step, or their shapes.",
+            )
         planner = Planner(
             Gradient(fun, settings, arguments), are_given=not abstract, notify=progress or (lambda text: None)
         )

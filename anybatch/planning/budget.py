@@ -41,7 +41,7 @@ def budget_of(gradient: Gradient, *, are_given: bool = True) -> Budget:
     """
     memory = gradient.settings.memory
     leaves = jax.tree.leaves(gradient.arguments.arrays)
-    devices = _devices(leaves)
+    devices = devices_of(leaves)
     limit = memory_limit(devices)
     explicit = memory is not None and not (isinstance(memory, str) and "%" in memory)
     if explicit:
@@ -58,12 +58,6 @@ def budget_of(gradient: Gradient, *, are_given: bool = True) -> Budget:
     step = 0 if can_run(*leaves) or not are_given else COPIES_IN_A_STEP
     reserve = step * sum(map(local_bytes, gradient.arguments.arrays.wrt))
     return Budget(int(in_all * (1 - spare)), reserve, limit, taken, f"{1 - spare:.0%} of what is left")
-
-
-def _devices(leaves: list[Any]) -> list[Any]:
-    """The devices that arrays lie on, or will; none if they do not say."""
-    mesh = jax.sharding.get_abstract_mesh()
-    return devices_of(leaves) or ([] if mesh.empty else jax.devices()[: mesh.size])
 
 
 def _on_host(devices: list[Any]) -> bool:

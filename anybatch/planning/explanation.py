@@ -36,20 +36,20 @@ def as_plan(search: Search, budget: Budget, way: Way | None, seconds: float) -> 
 
 def _listed(search: Search, way: Way | None) -> set[Way]:
     """What the table has: all that was compiled, and between these what can be predicted."""
-    listed = set(search.bench.bytes) | ({way} if way is not None else set())
+    listed = set(search.known) | ({way} if way is not None else set())
     previous: int | None = None
     largest = max(
         (each.microbatch_size or 0 for each in listed if not search.bench.gradient.is_at_once(each)), default=0
     )
     for size in search.sizes.steps_down(search.examples):
-        predicted = search.on_line(Way(size))
+        predicted = search.on_line(Way(size, search.remats[0]))
         # Once the total hardly changes, one more row says it all.
         if (
             predicted is not None
             and size <= 1.25 * largest
             and (previous is None or predicted < 0.9 * previous or size == search.sizes.smallest)
         ):
-            listed.add(Way(size))
+            listed.add(Way(size, search.remats[0]))
             previous = predicted
     return listed
 
@@ -81,12 +81,12 @@ def _candidate(search: Search, budget: Budget, way: Way) -> Candidate:
 
 def _least(search: Search) -> tuple[Way, Bytes] | None:
     """The leanest way that was compiled."""
-    known = {way: found for way, found in search.bench.bytes.items() if found is not None}
+    known = {way: found for way, found in search.known.items() if found is not None}
     return min(known.items(), key=lambda item: item[1].total) if known else None
 
 
 def _reason(search: Search, budget: Budget, way: Way | None, least: tuple[Way, Bytes] | None) -> str:
-    gradient, timed = search.bench.gradient, search.bench.seconds
+    gradient, timed = search.bench.gradient, search.seconds
     if way is None:
         needs = "" if least is None else f": even {_examples(least[0])} at a time needs {readable(least[1].total)}"
         left = "" if budget.allowed is None else f" and there are {readable(budget.allowed)}"

@@ -12,9 +12,11 @@ import jax
 
 from anybatch import compat, placement
 from anybatch.computation import Computation, Gradient, Way
+from anybatch.errors import AnybatchError
 from anybatch.placement import devices_of, local_bytes
 from anybatch.programs import PROGRAMS, Program, can_run
-from anybatch.reading.written import written_bytes
+from anybatch.reading.written import uses, written_bytes
+from anybatch.settings import POLICIES
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,18 +53,22 @@ class Workbench:
         self._repeats: dict[Way, int] = {}
         self.routes: dict[Way, str] = {}
         self.taken: dict[Way, list[float]] = {}  # the times of the last race, one by one
-        with contextlib.suppress(KeyError, TypeError, ValueError, AttributeError):  # of a record that is damaged
+        # Of a record that is damaged, what comes before the damage is used.
+        with contextlib.suppress(KeyError, TypeError, ValueError, AttributeError, OverflowError):
             for entry in (known or {}).get("ways", []):
                 self._recall(entry)
 
     def _recall(self, entry: dict[str, Any]) -> None:
         """Takes over what an earlier bench has recorded of a way."""
         size, remat, found = entry["size"], entry["remat"], entry["bytes"]
-        if not isinstance(size, int) or not 0 < size <= self.gradient.examples:
-            raise ValueError(size)
+        if not isinstance(size, int) or not 0 < size <= self.gradient.examples or remat not in (None, *POLICIES):
+            raise ValueError(entry)
         way = Way(size, remat)
         kinds = None if found is None else Bytes(**{name: int(number) for name, number in found.items()})
         seconds = None if entry["seconds"] is None else float(entry["seconds"])
+        is_time = seconds is None or 0 < seconds < math.inf
+        if not is_time or (kinds is not None and kinds.total < 0):
+            raise ValueError(entry)
         self.bytes[way], self.text_hashes[way], self.routes[way] = kinds, entry["program"], str(entry["route"])
         if seconds is not None:
             self.seconds[way] = seconds
@@ -74,7 +80,7 @@ class Workbench:
                 "size": way.microbatch_size,
                 "remat": way.remat,
                 "bytes": None if found is None else dataclasses.asdict(found),
-                "seconds": self.seconds.get(way),
+                "seconds": seconds if math.isfinite(seconds := self.seconds.get(way, math.inf)) else None,
                 "program": self.text_hashes.get(way),
                 "route": self.route(way),
             }
@@ -98,10 +104,17 @@ class Workbench:
         """A program that can be run."""
         if way not in self.programs:
             self._compile(way)
+        if way not in self.programs:
+            raise jax.errors.JaxRuntimeError(f"RESOURCE_EXHAUSTED: {way} could not be compiled")
         return self.programs[way]
 
     def _compile(self, way: Way) -> None:
-        computation = self.gradient.computation(way)
+        try:
+            computation = self.gradient.computation(way)
+        except Exception as error:
+            if not isinstance(error, AnybatchError):
+                error.add_note(f'microbatch_size="auto" has tried {way}. Pass a size that the loss takes.')
+            raise
         self.compilations += 1
         try:
             if self.can_run:
@@ -178,9 +191,13 @@ def _seconds(run: Callable[[], Any], repeats: int) -> float:
 def compile_for_types(computation: Computation) -> Any:
     """Compiles a computation whose arrays have no values yet, for the devices that they will be on."""
     types = [compat.abstract(jax.typeof(leaf)) for leaf in computation.leaves]
-    mesh = jax.sharding.get_abstract_mesh()
-    if any(compat.varying_axes(jax.typeof(leaf)) for leaf in computation.leaves) or mesh.manual_axes:
+    mesh = placement.mesh_of(computation.leaves)
+    if any(compat.vmapped_copies(leaf) > 1 for leaf in computation.leaves):
+        return placement.compile_in_vmap(computation.fun, computation.leaves, types)
+    if jax.sharding.get_abstract_mesh().manual_axes:
         return placement.compile_in_shard_map(computation.fun, types)
+    if not mesh.empty:
+        return placement.compile_on_mesh(computation.fun, types, mesh)
     return jax.jit(lambda *flat: computation.fun(*flat)).lower(*types).compile()
 
 
@@ -206,18 +223,24 @@ def estimate(gradient: Gradient) -> tuple[int, float]:
     """About what a gradient takes for no examples, and for each more: from its program, before anything is compiled."""
     arrays = gradient.arguments.arrays
     start = _local_bytes(jax.tree.leaves(arrays)) + _local_bytes(arrays.wrt)
-    return start, written_bytes(gradient.loss.traced.jaxpr) / max(1, gradient.examples)
+    return start, gradient.copies * written_bytes(gradient.loss.traced.jaxpr) / max(1, gradient.examples)
 
 
-# The values of the forward pass, those of the backward pass, copies of both, scratch.
-GENEROUS = 8
+# The values of the forward pass, those of the backward pass, copies of both in another layout, scratch.
+GENEROUS = 32
 
 
-def generous_bytes(gradient: Gradient) -> int:
-    """More than a gradient can take, all at once: every value that the program of its loss names, many times over."""
-    arrays = gradient.arguments.arrays
-    known = _local_bytes(jax.tree.leaves(arrays)) + 4 * _local_bytes(arrays.wrt)
-    return known + GENEROUS * written_bytes(gradient.loss.traced.jaxpr, fused=frozenset())
+def generous_bytes(gradient: Gradient) -> int | None:
+    """More than a gradient takes, all at once: every value that the program of its loss names, many times over.
+
+    It is generous and no proof: scratch of a kernel has no bound. None where a part of the program is not to be seen:
+    derivatives of one's own.
+    """
+    jaxpr, arrays = gradient.loss.traced.jaxpr, gradient.arguments.arrays
+    if uses(jaxpr, "custom_vjp"):
+        return None
+    known = 8 * _local_bytes(jax.tree.leaves(arrays))
+    return known + GENEROUS * gradient.copies * written_bytes(jaxpr, fused=frozenset())
 
 
 def _local_bytes(leaves: Iterable[Any]) -> int:

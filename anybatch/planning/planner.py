@@ -13,7 +13,7 @@ import jax
 from anybatch import compat
 from anybatch.computation import Gradient, Way
 from anybatch.errors import AnybatchError, NothingFitsError, TightMemoryWarning, user_stacklevel
-from anybatch.placement import devices_of
+from anybatch.placement import describe_placed, devices_of
 from anybatch.planning import store
 from anybatch.planning.budget import Budget, budget_of
 from anybatch.planning.explanation import as_plan
@@ -32,6 +32,7 @@ class Decision:
 
     way: Way
     program: Program | None = None
+    is_guess: bool = False
 
 
 # What was decided in this process, by what it was decided for. A plan is made once: what is left of the memory changes
@@ -53,9 +54,9 @@ class Planner:
     ) -> None:
         self.gradient, self.notify = gradient, notify
         self.settings = gradient.settings
-        self.full = Way(gradient.examples)
-        self.are_given = are_given
         self.is_kept = not gradient.loss.traced.has_effects
+        self.full = Way(gradient.examples, self.remats[0])
+        self.are_given = are_given
         self.key = store.key_of(_identity(gradient))
 
     @property
@@ -63,9 +64,11 @@ class Planner:
         return budget_of(self.gradient, are_given=self.are_given)
 
     @property
-    def policies(self) -> tuple[str, ...]:
-        """The policies that may be tried beside computing nothing twice."""
-        return POLICIES if self.settings.remat == "auto" and self.is_kept else ()
+    def remats(self) -> tuple[str | None, ...]:
+        """What may be kept of the activations, the most first."""
+        if self.settings.remat != "auto":
+            return (self.settings.remat,)
+        return (None, *POLICIES) if self.is_kept else (None,)
 
     # For value_and_grad.
 
@@ -82,7 +85,8 @@ class Planner:
         if decided is not None:
             return Decision(decided)
         decision = self._remembered() or self._generous() or self._searched()
-        self.remember(decision.way)
+        if not decision.is_guess:
+            self.remember(decision.way)
         return decision
 
     def remember(self, way: Way) -> None:
@@ -116,10 +120,12 @@ class Planner:
 
     def _generous(self) -> Decision | None:
         """All at once, where that fits by so much that nothing needs to be compiled to know it."""
-        budget = self.budget
-        if self.settings.objective == "memory":
-            return None
-        fits = budget.allowed is None or generous_bytes(self.gradient) <= budget.allowed - budget.reserve
+        if self.settings.objective == "memory" or self.settings.memory is not None:
+            return None  # a budget that somebody named is kept to the byte
+        budget, needed = self.budget, generous_bytes(self.gradient)
+        if budget.allowed is None:
+            return Decision(self.full)
+        fits = needed is not None and needed <= budget.allowed - budget.reserve
         return Decision(self.full) if fits else None
 
     def _searched(self) -> Decision:
@@ -132,11 +138,18 @@ class Planner:
             if Workbench(self.gradient).can_run:
                 raise
             # Part of a program that cannot be compiled by itself: any size is right, so go by what it writes.
-            return Decision(Search(Workbench(self.gradient), budget.allowed).likely_fitting())
+            likely = Search(Workbench(self.gradient), budget.allowed, self.remats).likely_fitting()
+            warnings.warn(
+                f"This gradient is part of a program without which it cannot be compiled, so that its memory is "
+                f"estimated: {likely} should fit {budget}. Pass a microbatch_size if you know better.",
+                TightMemoryWarning,
+                stacklevel=user_stacklevel(),
+            )
+            return Decision(likely, is_guess=True)
         way = _way(plan)
         if way is None:
             say_that_nothing_fits(plan, certain=bench.can_run or self.settings.memory is not None)
-            way = Way(self.gradient.unit, self.policies[-1] if self.policies else None)
+            way = Way(self.gradient.unit, self.remats[-1])
         program = bench.programs.get(way)
         if program is not None:
             PROGRAMS.keep(program)
@@ -157,8 +170,8 @@ class Planner:
         remembered = self._choice(record, timed=timed)
         if remembered is not None:
             bench = Workbench(self.gradient, record)
-            search = Search(bench, budget.allowed, self.policies, self.notify)
-            if not thorough or Way(self.gradient.examples) in bench.bytes:
+            search = Search(bench, budget.allowed, self.remats, self.notify)
+            if not thorough or self.full in bench.bytes:
                 return as_plan(search, budget, remembered, time.perf_counter() - start)
         plan, bench, search = self._search(budget, timed=timed and self._can_time, thorough=thorough)
         way = _way(plan)
@@ -175,7 +188,7 @@ class Planner:
     def _search(self, budget: Budget, *, timed: bool, thorough: bool = False) -> tuple[Plan, Workbench, Search]:
         start = time.perf_counter()
         bench = Workbench(self.gradient, self._load())
-        search = Search(bench, budget.allowed, self.policies, self.notify)
+        search = Search(bench, budget.allowed, self.remats, self.notify)
         way: Way | None
         if self.settings.objective == "memory":
             way = search.leanest()
@@ -184,7 +197,7 @@ class Planner:
         else:
             way = None
             if budget.reserve and budget.allowed is not None:
-                roomy = Search(bench, budget.allowed - budget.reserve, self.policies, self.notify)
+                roomy = Search(bench, budget.allowed - budget.reserve, self.remats, self.notify)
                 way = roomy.any_fitting()
                 search.predicted.update(roomy.predicted)
             way = way or search.any_fitting()
@@ -247,13 +260,12 @@ def _identity(gradient: Gradient) -> list[Any]:
     leaves = jax.tree.leaves(gradient.arguments.arrays)
     devices = devices_of(leaves) or jax.local_devices()[:1]
     kinds = sorted({device.device_kind for device in devices})
-    placements = [str(leaf.sharding) for leaf in leaves if isinstance(leaf, jax.Array)] if len(devices) > 1 else []
-    roles = [[str(jax.typeof(leaf)) for leaf in part] for part in gradient.arguments.arrays]
+    roles = [[describe_placed(leaf) for leaf in part] for part in gradient.arguments.arrays]
     return [
         fingerprint(gradient.loss.traced.jaxpr),
         [settings.reduction, str(settings.accumulator_dtype), str(settings.aux_reduction), settings.has_aux],
         roles,
-        [kinds, len(devices), placements, str(jax.sharding.get_abstract_mesh())],
+        [kinds, len(devices), str(jax.sharding.get_abstract_mesh()), gradient.copies],
         [*compat.versions(), __version__],
         [os.environ.get("XLA_FLAGS", ""), str(config.jax_default_matmul_precision), str(config.jax_enable_x64)],
     ]

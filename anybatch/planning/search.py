@@ -29,15 +29,33 @@ class Search:
         self,
         bench: Workbench,
         allowed: int | None,
-        policies: Sequence[str] = (),
+        remats: Sequence[str | None] = (None,),
         notify: Callable[[str], None] = lambda text: None,
     ) -> None:
-        self.bench, self.allowed, self.policies, self.notify = bench, allowed, policies, notify
+        """A search.
+
+        Args:
+          bench: where ways are compiled and timed.
+          allowed: the bytes that a way may take; None if nobody knows.
+          remats: the policies that may be taken, the one that keeps most first.
+          notify: called with a text before each step that takes long.
+        """
+        self.bench, self.allowed, self.remats, self.notify = bench, allowed, tuple(remats), notify
         self.examples = bench.gradient.examples
         self.sizes = Sizes(self.examples, bench.gradient.unit)
         self.predicted: dict[Way, int] = {}  # before it was compiled, from two others
 
     # What fits.
+
+    @property
+    def known(self) -> dict[Way, Bytes | None]:
+        """The ways that may be taken and were compiled, here or by an earlier search that may have had more of them."""
+        return {way: found for way, found in self.bench.bytes.items() if way.remat in self.remats}
+
+    @property
+    def seconds(self) -> dict[Way, float]:
+        """Those of them that were timed."""
+        return {way: each for way, each in self.bench.seconds.items() if way.remat in self.remats}
 
     def fits(self, way: Way, allowed: int | None = None) -> bool:
         """Whether a way fits the budget, or what else is allowed; it is compiled to find out."""
@@ -93,7 +111,7 @@ class Search:
     def _size(self, way: Way) -> int:
         return self.examples if way.microbatch_size is None else way.microbatch_size
 
-    def largest_fitting(self, remat: str | None = None, allowed: int | None = None) -> Way | None:
+    def largest_fitting(self, remat: str | None, allowed: int | None = None) -> Way | None:
         """The way with the largest microbatch that fits, give or take what is not worth a compilation."""
         limit = self.allowed if allowed is None else allowed
         if limit is None:
@@ -126,38 +144,33 @@ class Search:
 
     def likely_fitting(self) -> Way:
         """The largest that fits as far as one can tell without compiling anything."""
-        ways = [Way(size) for size in self.sizes.all()]
+        ways = [Way(size, self.remats[0]) for size in self.sizes.all()]
         likely = [way for way in ways if self.allowed is None or self.predict(way) <= self.allowed]
         return max(likely or ways[:1], key=self._size)
 
     def any_fitting(self) -> Way | None:
         """The largest that fits, without computing anything twice if that can be."""
-        for remat in (None, *self.policies):
-            way = self.largest_fitting(remat)
-            if way is not None:
-                return way
-        return None
+        return next((way for way in map(self.largest_fitting, self.remats) if way is not None), None)
 
     def is_limiting(self, way: Way) -> bool:
         """Whether the budget, rather than the clock, keeps a way from a larger microbatch."""
-        larger = [other for other in self.bench.bytes if self._size(other) > self._size(way)]
+        larger = [other for other in self.known if self._size(other) > self._size(way)]
         return not self.bench.gradient.is_at_once(way) and not any(map(self.fits, larger))
 
     def look_around(self) -> None:
         """Compiles what it takes to draw the line, and all at once: to be shown, not to decide."""
         ladder = [self.examples, *self.sizes.steps_down(self.examples)]
-        self.fits(Way(self.examples))
+        remat = self.remats[0]
+        self.fits(Way(self.examples, remat))
         for size in (ladder[len(ladder) // 3], ladder[2 * len(ladder) // 3]):
-            if len(self._points(None, with_full=False)) < 2:
-                self.fits(Way(size))
+            if len(self._points(remat, with_full=False)) < 2:
+                self.fits(Way(size, remat))
 
     # What is lean.
 
     def leanest(self) -> Way | None:
         """The way with the least memory; of those about as lean, the one with the largest microbatch."""
-        smallest = [
-            way for way in (Way(self.sizes.smallest, remat) for remat in (None, *self.policies)) if self.fits(way)
-        ]
+        smallest = [way for way in (Way(self.sizes.smallest, remat) for remat in self.remats) if self.fits(way)]
         if not smallest:
             return None
 
@@ -167,25 +180,25 @@ class Search:
             return found.total
 
         lean = int(min(map(total, smallest)) * (1 + AS_LEAN))
-        best = next(way for way in smallest if total(way) <= lean)  # without a policy, if that is as lean
+        best = next(way for way in smallest if total(way) <= lean)  # the one that keeps most
         return self.largest_fitting(best.remat, allowed=lean) or best
 
     # What is fast.
 
     def fastest(self) -> Way | None:
         """The way that takes the least time on the device; of those about as fast, the one with the least memory."""
-        top = self.largest_fitting()
+        top = self.largest_fitting(self.remats[0])
         if top is not None:
             self._descend(top)
         # What is computed twice takes longer: it pays only where memory keeps the microbatches small.
         if top is None or not self.bench.gradient.is_at_once(top):
-            for remat in self.policies:
+            for remat in self.remats[1:]:
                 lean = self.largest_fitting(remat)
                 if lean is not None:
                     self._descend(lean)
-        seconds = self.bench.seconds
         if not self._in_time():
             return None
+        seconds = self.bench.seconds
         for way in self._around(min(self._in_time(), key=seconds.__getitem__)):
             self._time(way)
         best = min(self._in_time(), key=seconds.__getitem__)
@@ -206,7 +219,8 @@ class Search:
             self.notify(f"Timing the {len(ways)} fastest")
             rounds = min(LAST_ROUNDS, max(3, int(PATIENCE / max(seconds[reference], TELLING))))
             raced = self.bench.race(ways, rounds)
-            change = raced[reference] / seconds[reference]  # devices become slower as they become warm
+            # Devices become slower as they become warm.
+            change = raced[reference] / seconds[reference] if math.isfinite(raced[reference]) else 1.0
             seconds.update({way: each * change for way, each in seconds.items()} | raced)
 
     def _leanest_of_the_fast(self, ways: Sequence[Way]) -> Way:
@@ -217,7 +231,7 @@ class Search:
 
     def _in_time(self) -> list[Way]:
         """The ways that were timed and fit."""
-        return [way for way, each in self.bench.seconds.items() if math.isfinite(each) and self.fits(way)]
+        return [way for way, each in self.seconds.items() if math.isfinite(each) and self.fits(way)]
 
     def _descend(self, top: Way) -> None:
         """Times the largest size, then ever smaller ones, until they only become slower."""
@@ -249,17 +263,17 @@ class Search:
         if way in seconds:
             return seconds[way]
         self.notify(f"Timing {way}")
-        known = {other: each for other, each in seconds.items() if math.isfinite(each)}
-        if not known:
-            seconds.update(self.bench.race([way], FIRST_ROUNDS))
+        known = {other: each for other, each in self.seconds.items() if math.isfinite(each)}
+        best = min(known, key=known.__getitem__, default=None)
+        taken = self.bench.race([way] if best is None else [best, way], FIRST_ROUNDS)
+        if best is None or not math.isfinite(taken[best]):
+            seconds.update(taken)
         else:
-            best = min(known, key=known.__getitem__)
-            taken = self.bench.race([best, way], FIRST_ROUNDS)
             seconds[way] = known[best] * taken[way] / taken[best]
         return seconds[way]
 
     def _least_seconds(self) -> float:
-        return min(self.bench.seconds.values())
+        return min(self.seconds.values())
 
     def _total(self, way: Way) -> int:
         found = self.bench.bytes[way]

@@ -3,6 +3,8 @@
 import dataclasses
 import math
 
+FAR = 1000  # sizes on either side of one that are looked at
+
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
@@ -21,14 +23,12 @@ class Sizes:
         A larger size with as many microbatches takes more memory and no less time. Sizes that do not divide the
         batch are among them: their last microbatch is smaller.
         """
-        units, found = self._units, []
-        number = 1
-        while True:
-            size = math.ceil(units / number)
-            found.append(size)
-            if size <= 1:
-                return [each * self.unit for each in sorted(set(found))]
-            number = max(number + 1, math.ceil(units / size) + 1)
+        found, size = [], self._units
+        while size >= 1:
+            found.append(size * self.unit)
+            # The smallest number of microbatches that are smaller than these, and the smallest size with that number.
+            size = 0 if size == 1 else math.ceil(self._units / ((self._units - 1) // (size - 1) + 1))
+        return found[::-1]
 
     @property
     def _units(self) -> int:
@@ -44,7 +44,7 @@ class Sizes:
         >>> Sizes(60).preferred(11), Sizes(60).preferred(14), Sizes(61).preferred(14)
         (10, 12, 14)
         """
-        for smaller in range(size, math.ceil(0.8 * size) - 1, -self.unit):
+        for smaller in range(size, max(math.ceil(0.8 * size), size - FAR * self.unit) - 1, -self.unit):
             if self.examples % smaller == 0:
                 return smaller
         return size
@@ -93,4 +93,7 @@ class Sizes:
             away = abs(math.log(size / wish))
             return away if self.examples % size == 0 else away + 0.25
 
-        return min(range(low + self.unit, high, self.unit), key=distance)
+        first, last = low // self.unit + 1, (high - 1) // self.unit
+        middle = min(max(round(wish / self.unit), first), last)
+        near = range(max(first, middle - FAR), min(last, middle + FAR) + 1)
+        return min((size * self.unit for size in near), key=distance)

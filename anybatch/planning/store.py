@@ -1,7 +1,7 @@
 """What was measured, kept on disk: the second run plans in milliseconds.
 
-A record is advice. It is found by the program, the shapes, the device and the versions; one that cannot be read, or
-that somebody else wrote, is as good as none. Where the cache lies is up to `ANYBATCH_CACHE`: a folder, or "off".
+A record is advice. It is found by the program, the shapes, the device and the versions; one that cannot be read, or is
+of another kind, is as good as none. Where the cache lies is up to `ANYBATCH_CACHE`: a folder, or "off".
 """
 
 import contextlib
@@ -19,10 +19,10 @@ OFF = ("", "0", "off", "no", "false", "none")
 def folder() -> pathlib.Path | None:
     """Where records are kept, or None if they are not to be kept."""
     chosen = os.environ.get("ANYBATCH_CACHE")
-    if chosen is not None:
-        return None if chosen.strip().lower() in OFF else pathlib.Path(chosen).expanduser()
     base = os.environ.get("XDG_CACHE_HOME")
     try:
+        if chosen is not None:
+            return None if chosen.strip().lower() in OFF else pathlib.Path(chosen).expanduser()
         return (pathlib.Path(base) if base else pathlib.Path.home() / ".cache") / "anybatch"
     except RuntimeError:  # nobody's home
         return None
@@ -40,7 +40,7 @@ def load(key: str) -> dict[str, Any]:
         return {}
     try:
         record = json.loads((where / f"{key}.json").read_text())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     usable = isinstance(record, dict) and record.get("schema") == SCHEMA and record.get("key") == key
     return record if usable else {}

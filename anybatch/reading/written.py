@@ -26,6 +26,14 @@ def written_bytes(jaxpr: Any, fused: frozenset[str] = FUSED) -> int:
     return total
 
 
+def uses(jaxpr: Any, name: str) -> bool:
+    """Whether a program has an equation of a primitive whose name begins so, at any depth."""
+    return any(
+        equation.primitive.name.startswith(name) or any(uses(each, name) for each in compat.jaxprs_in(equation))
+        for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns
+    )
+
+
 def num_bytes(aval: Any) -> int:
     """The bytes of a value of that type; none for what is no array."""
     return Value(aval).num_bytes if hasattr(aval, "dtype") else 0

@@ -63,7 +63,7 @@ def _run(jaxpr: Any, values: Sequence[Any], policy: Any, all_written: int) -> li
 def _run_whole(equation: Any, operands: Sequence[Any], policy: Any, all_written: int) -> list[Any]:
     """An equation that has most of the program inside it: the blocks are there."""
     if equation.primitive.name in OPENED:
-        return _run(equation.params["jaxpr"], operands, policy, all_written)
+        return _run(equation.params.get("jaxpr") or equation.params["call_jaxpr"], operands, policy, all_written)
     body = equation.params["jaxpr"]
     variables, consts, _ = compat.open_jaxpr(body)
     types = [compat.abstract(variable.aval) for variable in variables[len(consts) :]]
