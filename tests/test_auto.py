@@ -170,6 +170,27 @@ def test_a_step_under_jit_leaves_room_for_the_optimizer(monkeypatch):
     assert asked[-1].reserve == 0
 
 
+@pytest.mark.parametrize("kept", [False, True])
+def test_what_fits_by_itself_may_be_too_much_for_a_step(monkeypatch, tmp_path, kept):
+    """A plan made outside jit is followed inside only if it leaves room for the optimizer."""
+    from anybatch.planning import budget
+
+    if kept:
+        monkeypatch.setenv("ANYBATCH_CACHE", str(tmp_path))
+    params, batch = problem(512, width=64, depth=8)
+    of_gradient = 4 * params["layers"].size
+    plan = ab.plan(network, params, batch, memory="1GiB", timed=False)
+    assert plan.microbatch_size == 512
+    left = plan.chosen.total - plan.chosen.bytes.arguments + 3 * of_gradient
+    monkeypatch.setattr(budget, "memory_left", lambda devices: int(left / 0.9))
+    monkeypatch.setattr(planner, "generous_bytes", lambda gradient: None)
+    assert ab.plan(network, params, batch, timed=False).microbatch_size == 512
+    if kept:
+        planner._DECIDED.clear()
+    program = jax.jit(ab.value_and_grad(network)).lower(params, batch).compile()
+    assert total_bytes(program) <= left + plan.chosen.bytes.arguments - 4 * of_gradient
+
+
 def test_nothing_that_fits_at_trace_time_is_a_warning_if_nobody_named_a_budget(monkeypatch):
     """Tracers do not show how arrays are spread over devices, so that more may fit than can be seen."""
     from anybatch.planning import budget

@@ -32,12 +32,13 @@ class Decision:
 
     way: Way
     program: Program | None = None
+    total: int | None = None  # its bytes, if they are known
     is_guess: bool = False
 
 
 # What was decided in this process, by what it was decided for. A plan is made once: what is left of the memory changes
 # from call to call, and a microbatch size that changed with it would compile again and again.
-_DECIDED: dict[str, Way] = {}
+_DECIDED: dict[str, tuple[Way, int | None]] = {}  # with its bytes, if they are known
 _LOCK = threading.Lock()
 CAPACITY = 4096
 
@@ -82,19 +83,26 @@ class Planner:
             assert self.gradient.checked_reading  # whether it is refused must not depend on the memory
         with _LOCK:
             decided = _DECIDED.get(self._decision_key)
-        if decided is not None:
-            return Decision(decided)
+        if decided is not None and self._leaves_room(decided[1]):
+            return Decision(decided[0])
         decision = self._remembered() or self._generous() or self._searched()
         if not decision.is_guess:
-            self.remember(decision.way)
+            self.remember(decision.way, decision.total)
         return decision
 
-    def remember(self, way: Way) -> None:
+    def remember(self, way: Way, total: int | None = None) -> None:
         """Lets a way be the way for this gradient from now on, in this process."""
         with _LOCK:
             if len(_DECIDED) >= CAPACITY:
                 _DECIDED.pop(next(iter(_DECIDED)))
-            _DECIDED[self._decision_key] = way
+            _DECIDED[self._decision_key] = (way, total)
+
+    def _leaves_room(self, total: int | None) -> bool:
+        """Whether what was decided outside `jit`, for a device with nothing else on it, will do for a whole step."""
+        if total is None or self.settings.memory is not None or self._can_time:
+            return True
+        budget = self.budget
+        return budget.allowed is None or total <= budget.allowed - budget.reserve
 
     @property
     def _decision_key(self) -> str:
@@ -108,15 +116,20 @@ class Planner:
         if way is None:
             return None
         bench = Workbench(self.gradient, record)
+        found = bench.bytes[way]
+        total = None if found is None else found.total
         if not bench.can_run:
-            return Decision(way)
+            return Decision(way, total=total)
         expected = bench.text_hashes.get(way)
-        program = bench.program(way)
+        try:
+            program = bench.program(way)
+        except jax.errors.JaxRuntimeError:
+            return None
         if program.text_hash != expected:  # another program that looks alike: its bytes and times say nothing
             store.forget(self.key)
             return None
         PROGRAMS.keep(program)
-        return Decision(way, program)
+        return Decision(way, program, total)
 
     def _generous(self) -> Decision | None:
         """All at once, where that fits by so much that nothing needs to be compiled to know it."""
@@ -153,7 +166,7 @@ class Planner:
         program = bench.programs.get(way)
         if program is not None:
             PROGRAMS.keep(program)
-        return Decision(way, program)
+        return Decision(way, program, None if plan.chosen is None else plan.chosen.total)
 
     # For plan and explain.
 
@@ -175,8 +188,8 @@ class Planner:
                 return as_plan(search, budget, remembered, time.perf_counter() - start)
         plan, bench, search = self._search(budget, timed=timed and self._can_time, thorough=thorough)
         way = _way(plan)
-        if way is not None:
-            self.remember(way)
+        if way is not None and plan.chosen is not None:
+            self.remember(way, plan.chosen.total)
             if way in bench.programs:
                 PROGRAMS.keep(bench.programs[way])
         return dataclasses.replace(plan, planning_seconds=time.perf_counter() - start)
@@ -226,7 +239,7 @@ class Planner:
                 return way if found is not None and allowed is None else None
             # With much more memory than then, another may be better.
             is_similar = allowed <= 1.25 * then or self.gradient.is_at_once(way)
-            return way if found.total <= allowed and is_similar else None
+            return way if found.total <= allowed and self._leaves_room(found.total) and is_similar else None
         except (KeyError, TypeError):  # there is none, or it is damaged
             return None
 
