@@ -11,6 +11,7 @@ import pytest
 from planned import contrastive, elementwise, network, problem, scanned, total_bytes, totals
 
 import anybatch as ab
+from anybatch.settings import POLICIES
 
 pytestmark = pytest.mark.thorough
 
@@ -159,6 +160,16 @@ def test_rematerialisation_is_a_candidate_where_it_is_allowed():
     plan = ab.plan(elementwise, params, sequences, memory=budget, remat="auto", timed=False)
     options = {"microbatch_size": plan.microbatch_size, "remat": plan.remat}
     assert compiled_bytes(elementwise, params, sequences, **options) == plan.chosen.total <= budget
+
+
+def test_policies_are_shown_with_their_time_where_they_are_allowed():
+    params, batch = problem(64, width=32, depth=16)
+    plan = ab.explain(elementwise, params, batch, memory="1GiB", remat="auto")
+    shown = {each.remat: each for each in plan.candidates if each.microbatch_size == plan.microbatch_size}
+    assert set(shown) == {None, *POLICIES}
+    assert all(each.seconds > 0 for each in shown.values())
+    assert shown["nothing_saveable"].total < shown["dots_saveable"].total < shown[None].total
+    assert "nothing_saveable" in str(plan)
 
 
 @pytest.mark.parametrize(

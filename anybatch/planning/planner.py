@@ -215,7 +215,7 @@ class Planner:
                 search.predicted.update(roomy.predicted)
             way = way or search.any_fitting()
         if thorough:
-            search.look_around()
+            search.look_around(way, timed=timed)
         self._save(bench, way, budget, timed=timed)
         return as_plan(search, budget, way, time.perf_counter() - start), bench, search
 

@@ -157,14 +157,18 @@ class Search:
         larger = [other for other in self.known if self._size(other) > self._size(way)]
         return not self.bench.gradient.is_at_once(way) and not any(map(self.fits, larger))
 
-    def look_around(self) -> None:
-        """Compiles what it takes to draw the line, and all at once: to be shown, not to decide."""
+    def look_around(self, chosen: Way | None, *, timed: bool) -> None:
+        """Compiles what it takes to draw the line, all at once, and the policies: to be shown, not to decide."""
         ladder = [self.examples, *self.sizes.steps_down(self.examples)]
         remat = self.remats[0]
         self.fits(Way(self.examples, remat))
         for size in (ladder[len(ladder) // 3], ladder[2 * len(ladder) // 3]):
             if len(self._points(remat, with_full=False)) < 2:
                 self.fits(Way(size, remat))
+        size = self.sizes.smallest if chosen is None else self._size(chosen)
+        for way in (Way(size, remat) for remat in self.remats):
+            if self.fits(way) and timed:
+                self._time(way)
 
     # What is lean.
 
