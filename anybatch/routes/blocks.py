@@ -124,37 +124,36 @@ def _cuts(equations: Sequence[Any], last_use: dict[Any, int]) -> list[int]:
 
     With K blocks memory holds K borders and the inside of one block: least at K = sqrt(inside / border).
     """
-    weights = [_weight(equation) for equation in equations]
-    total = sum(weights)
-    live, handed_on = 0, []  # bytes that are handed on after each equation
+    reached = list(itertools.accumulate(map(_weight, equations)))
+    handed_on = _handed_on(equations, last_use)
+    borders = [each for each in handed_on[len(equations) // 8 : -len(equations) // 8] if each > 0]
+    if not borders or not reached[-1]:
+        return []
+    number = min(MOST_BLOCKS, max(2, round(math.sqrt(reached[-1] / min(borders)))))
+    each_block = reached[-1] / number
+    cuts, begin = [], 0
+    for wanted in range(1, number):
+        window = [i for i in range(begin, len(equations)) if abs(reached[i] / each_block - wanted) <= 0.4]
+        if window:
+            best = min(window, key=lambda i: (handed_on[i], abs(reached[i] / each_block - wanted)))
+            begin = best + 1
+            cuts.append(begin)
+    return cuts
+
+
+def _handed_on(equations: Sequence[Any], last_use: dict[Any, int]) -> list[int]:
+    """The bytes that are made by an equation or before it and used after it, for each equation."""
+    live, results = 0, []
     ending: dict[int, int] = {}
     for position, equation in enumerate(equations):
         for output in equation.outvars:
             until = last_use.get(output, -1)
             if until > position:
-                size = num_bytes(output.aval)
-                live += size
-                ending[until] = ending.get(until, 0) + size
+                live += num_bytes(output.aval)
+                ending[until] = ending.get(until, 0) + num_bytes(output.aval)
         live -= ending.pop(position, 0)
-        handed_on.append(live)
-    inner = [each for each in handed_on[len(equations) // 8 : -len(equations) // 8] if each > 0]
-    if not inner or not total:
-        return []
-    number = min(MOST_BLOCKS, max(2, round(math.sqrt(total / min(inner)))))
-    cuts, so_far, wanted = [], 0, 1
-    begin = 0
-    reached = []
-    for weight in weights:
-        so_far += weight
-        reached.append(so_far)
-    for wanted in range(1, number):
-        low, high = (wanted - 0.4) * total / number, (wanted + 0.4) * total / number
-        window = [i for i in range(begin, len(equations)) if low <= reached[i] <= high]
-        if window:
-            best = min(window, key=lambda i: (handed_on[i], abs(reached[i] - wanted * total / number)))
-            cuts.append(best + 1)
-            begin = best + 1
-    return cuts
+        results.append(live)
+    return results
 
 
 def _is_whole(equation: Any, all_written: int) -> bool:
