@@ -44,10 +44,14 @@ def test_auto_is_the_default_and_gives_the_gradient_of_the_full_batch(case, tran
     chex.assert_trees_all_close(actual, expected, rtol=2e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("transform", [lambda fun: fun, jax.jit], ids=["eager", "jit"])
 @pytest.mark.parametrize(
-    "loss, examples, reduction",
-    [(network, 509, "infer"), (scanned, 512, "infer"), (contrastive, 256, "infer"), (totals, 512, "weighted")],
+    "loss, examples, reduction, transform",
+    [
+        (network, 509, "infer", jax.jit),
+        (scanned, 512, "infer", lambda fun: fun),
+        (contrastive, 256, "infer", jax.jit),
+        (totals, 512, "weighted", lambda fun: fun),
+    ],
 )
 def test_a_tight_budget_is_kept_and_changes_nothing_but_memory(loss, examples, reduction, transform):
     params, batch = problem(examples)

@@ -29,7 +29,7 @@ def between(share, loss, params, batch):
     return int(least + share * (most - least))
 
 
-@pytest.mark.parametrize("share", [0.1, 0.4, 0.95, 1.5])
+@pytest.mark.parametrize("share", [0.1, 0.6, 1.5])
 @pytest.mark.parametrize("loss, examples", [(network, 512), (network, 509), (scanned, 512), (contrastive, 256)])
 def test_the_chosen_plan_never_exceeds_its_budget(loss, examples, share):
     params, batch = problem(examples)
@@ -43,8 +43,7 @@ def test_the_chosen_plan_never_exceeds_its_budget(loss, examples, share):
     assert plan.compilations <= (6 if loss is contrastive else 5)  # a head that sees all bends the line
 
 
-@pytest.mark.parametrize("share", [0.2, 0.6])
-@pytest.mark.parametrize("loss, examples", [(network, 512), (network, 509), (scanned, 512)])
+@pytest.mark.parametrize("loss, examples, share", [(network, 512, 0.6), (network, 509, 0.2), (scanned, 512, 0.2)])
 def test_predictions_are_within_5_percent_of_what_is_compiled(loss, examples, share):
     params, batch = problem(examples)
     plan = ab.explain(loss, params, batch, memory=between(share, loss, params, batch), timed=False)
