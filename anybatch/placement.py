@@ -46,8 +46,8 @@ def local_bytes(leaf: Any) -> int:
     shape = aval.shape
     if is_placed(leaf):
         shape = leaf.sharding.shard_shape(shape)
-    elif not aval.sharding.mesh.empty:
-        shape = aval.sharding.shard_shape(shape)
+    else:
+        shape = tuple(-(-each // _parts(aval, axis)) for axis, each in enumerate(shape))
     is_key = jax.dtypes.issubdtype(aval.dtype, jax.dtypes.prng_key)
     return compat.vmapped_copies(leaf) * math.prod(shape) * (8 if is_key else np.dtype(aval.dtype).itemsize)
 
@@ -57,11 +57,16 @@ def parts_of_rows(array: Any) -> int:
     if is_placed(array):
         local = array.sharding.shard_shape(array.shape)
         return -(-array.shape[0] // local[0]) if local[0] else 1
-    sharding = jax.typeof(array).sharding
-    if sharding.mesh.empty or not sharding.spec or sharding.spec[0] is None:
+    return _parts(jax.typeof(array), 0)
+
+
+def _parts(aval: Any, axis: int) -> int:
+    """Over how many devices an axis of a type is spread, on a mesh with explicit axes."""
+    mesh, spec = aval.sharding.mesh, aval.sharding.spec
+    if mesh.empty or axis >= len(spec) or spec[axis] is None:
         return 1
-    names = sharding.spec[0]
-    return math.prod(sharding.mesh.shape[name] for name in ((names,) if isinstance(names, str) else names))
+    names = (spec[axis],) if isinstance(spec[axis], str) else spec[axis]
+    return math.prod(mesh.shape[name] for name in names)
 
 
 def compile_on_mesh(fun: Callable[..., list[Any]], types: Sequence[Any], abstract_mesh: Any) -> Any:
