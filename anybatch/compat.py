@@ -1,6 +1,7 @@
 """The only code that knows JAX versions: 0.10 to 0.12."""
 
 import dataclasses
+import math
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -245,14 +246,24 @@ def temporaries(compiled: Any) -> int:
     return compiled.memory_analysis().temp_size_in_bytes
 
 
-def vmapped_copies(array: Any) -> int:
-    """How many times a value is there, which inside `vmap` looks like one."""
-    number = 1
-    while hasattr(array, "batch_dim") and hasattr(array, "val"):
-        if isinstance(array.batch_dim, int):
-            number *= array.val.shape[array.batch_dim]
-        array = array.val
-    return number
+def vmap_levels(array: Any) -> dict[int, int]:
+    """The `vmap`s around us that map a value, the innermost first: which, and how many copies each makes."""
+    levels: dict[int, int] = {}
+    while isinstance(array, jax.core.Tracer):
+        if isinstance(getattr(array, "batch_dim", None), int):
+            levels[id(getattr(array._trace, "tag", array._trace))] = array.val.shape[array.batch_dim]
+            array = array.val
+        else:  # a tracer of derivatives has a primal value, which may be traced by a vmap around
+            array = getattr(array, "primal", getattr(array, "val", None))
+    return levels
+
+
+def vmapped_copies(*arrays: Any) -> int:
+    """How many times values are there together, which inside one `vmap` or several look like one each."""
+    together: dict[int, int] = {}
+    for array in arrays:
+        together |= vmap_levels(array)
+    return math.prod(together.values())
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -264,13 +275,13 @@ def is_out_of_memory(error: BaseException) -> bool:
 def elsewhere(fun: Callable[[], Any]) -> Any:
     """Calls a function outside of the trace around us and its mesh: a new thread is inside nothing."""
     config: Any = jax.config
-    double = config.jax_enable_x64
+    double, device = config.jax_enable_x64, config.jax_default_device
     results: list[Any] = []
     errors: list[BaseException] = []
 
     def call() -> None:
         try:
-            with jax.enable_x64(double):
+            with jax.enable_x64(double), jax.default_device(device):
                 results.append(fun())
         except BaseException as error:
             errors.append(error)

@@ -61,7 +61,8 @@ class Gradient:
     @functools.cached_property
     def copies(self) -> int:
         """How many gradients are computed at once: one, or as many as the `vmap` around us makes of it."""
-        return max(map(compat.vmapped_copies, jax.tree.leaves(self.arguments.arrays)), default=1)
+        _, consts = self._trace(self.examples)
+        return compat.vmapped_copies(*consts, *jax.tree.leaves(self.arguments.arrays))
 
     @functools.cached_property
     def unit(self) -> int:

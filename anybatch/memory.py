@@ -53,7 +53,7 @@ def memory_left(devices: Sequence[Any] = ()) -> int | None:
 
     Devices that are simulated on the CPU share the memory of the host.
     """
-    devices = list(devices) or [_default_device()]
+    devices = list(devices) or [default_device()]
     left = [_limit(device)[1] for device in devices]
     known = [each for each in left if each is not None]
     if not known:
@@ -63,11 +63,12 @@ def memory_left(devices: Sequence[Any] = ()) -> int | None:
 
 def memory_limit(devices: Sequence[Any] = ()) -> int | None:
     """The bytes that the smallest of some devices has in all, or None if nobody knows."""
-    known = [limit for limit, _ in map(_limit, list(devices) or [_default_device()]) if limit is not None]
+    known = [limit for limit, _ in map(_limit, list(devices) or [default_device()]) if limit is not None]
     return min(known, default=None)
 
 
-def _default_device() -> Any:
+def default_device() -> Any:
+    """The device that arrays go to, if nobody says otherwise."""
     config: Any = jax.config
     device = config.jax_default_device
     if isinstance(device, str):

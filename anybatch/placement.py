@@ -88,18 +88,23 @@ def compile_on_mesh(fun: Callable[..., list[Any]], types: Sequence[Any], abstrac
 
 
 def compile_in_vmap(fun: Callable[..., list[Any]], leaves: Sequence[Any], types: Sequence[Any]) -> Any:
-    """Compiles a function of arrays that are traced by the `vmap` around us, as many times as that will run it.
-
-    Several of them, one inside the other, are taken for a single one.
-    """
-    counts = [compat.vmapped_copies(leaf) for leaf in leaves]
-    number = max(counts)
+    """Compiles a function of arrays that are traced by `vmap`s around us, as many times as these will run it."""
+    mapped = [compat.vmap_levels(leaf) for leaf in leaves]
+    depths: dict[int, int] = {}
+    for levels in mapped:
+        for depth, level in enumerate(levels):
+            depths[level] = max(depth, depths.get(level, 0))
+    for level in sorted(depths, key=depths.__getitem__):  # from the innermost to the outermost
+        fun = jax.vmap(fun, in_axes=tuple(0 if level in levels else None for levels in mapped))
     outside = [
-        jax.ShapeDtypeStruct((number, *each.shape) if count > 1 else each.shape, each.dtype, weak_type=each.weak_type)
-        for each, count in zip(types, counts, strict=True)
+        jax.ShapeDtypeStruct(
+            (*[levels[level] for level in sorted(levels, key=depths.__getitem__, reverse=True)], *each.shape),
+            each.dtype,
+            weak_type=each.weak_type,
+        )
+        for each, levels in zip(types, mapped, strict=True)
     ]
-    axes = tuple(0 if count > 1 else None for count in counts)
-    return compat.elsewhere(lambda: jax.jit(jax.vmap(fun, in_axes=axes)).lower(*outside).compile())
+    return compat.elsewhere(lambda: jax.jit(fun).lower(*outside).compile())
 
 
 def _with_devices(abstract_mesh: Any) -> Any:

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import time
 
 import jax
 import jax.numpy as jnp
@@ -79,7 +80,107 @@ def test_vmap_counts_for_all_its_copies():
     assert total(memory=2_000_000) <= 2_000_000 < total(microbatch_size=None)
 
 
+def test_vmaps_in_each_other_count_for_all_pairs():
+    """Eight models and eight batches are 64 gradients."""
+    params, batch = problem(64, width=32, depth=1)
+    models, batches = (jax.tree.map(lambda leaf: jnp.stack([leaf] * 8), each) for each in (params, batch))
+
+    def total(**options):
+        fun = jax.vmap(jax.vmap(ab.value_and_grad(network, **options), in_axes=(None, 0)), in_axes=(0, None))
+        return total_bytes(jax.jit(fun).lower(models, batches).compile())
+
+    budget = (total(microbatch_size=1) + total(microbatch_size=None)) // 2
+    assert total(memory=budget) <= budget
+
+
+def test_vmap_over_what_the_loss_closes_over():
+    """Also after the same loss was planned for one."""
+    params, batch = problem(256)
+    scales = jnp.ones((32, 64))
+
+    def step(scale):
+        def loss(params, batch):
+            return network(params, {"x": batch["x"] * scale[None], "y": batch["y"]})
+
+        return ab.value_and_grad(loss, memory=3 * 2**20)(params, batch)
+
+    jax.jit(step).lower(scales[0])
+    assert total_bytes(jax.jit(jax.vmap(step)).lower(scales).compile()) <= 3 * 2**20
+
+
+def test_a_shard_map_that_is_not_jitted():
+    params, batch = problem(48, width=8)
+
+    def on_device(params, batch):
+        return ab.value_and_grad(network, microbatch_size=3)(params, batch)[1]
+
+    fun = jax.shard_map(on_device, mesh=mesh(4), in_specs=(P(), P("data")), out_specs=P())
+    assert jnp.allclose(fun(params, batch)["layers"], jax.jit(fun)(params, batch)["layers"], rtol=1e-5)
+
+
 # Which program.
+
+
+def test_a_plan_is_followed_though_jax_fills_its_own_memory_meanwhile():
+    """The derivative of a function that was jitted once is kept with its equation, from the first gradient on."""
+
+    @jax.jit
+    def model(w, x):
+        return jax.nn.relu(jnp.tanh(jax.nn.relu(x @ w)) @ w)
+
+    def loss(w, x):
+        return jnp.mean(model(w, x) ** 2)
+
+    w, x = jnp.eye(64), jnp.ones((512, 64))
+    before = fingerprint(jax.make_jaxpr(loss)(w, x))
+    jax.value_and_grad(loss)(w, x)
+    assert fingerprint(jax.make_jaxpr(loss)(w, x)) == before
+
+
+class Config:
+    def __init__(self, **settings):
+        self.__dict__["settings"] = settings
+
+    def __getattr__(self, name):
+        return self.settings[name]  # a KeyError, not an AttributeError
+
+
+class Silent:
+    scale = 2.0
+
+    def __repr__(self):
+        raise RuntimeError("no words")
+
+
+ENDLESS = {"scale": 2.0}
+ENDLESS["itself"] = ENDLESS
+ENDLESS_LIST = [ENDLESS]
+ENDLESS_LIST.append(ENDLESS_LIST)
+
+
+@pytest.mark.parametrize("thing", [Config(scale=2.0), Silent(), ENDLESS, ENDLESS_LIST, set(range(10**6))], ids=type)
+def test_derivatives_may_close_over_anything(thing):
+    @jax.custom_vjp
+    def sine(x):
+        return jnp.sin(x)
+
+    sine.defvjp(lambda x: (sine(x), x), lambda x, g: (g * jnp.cos(x) * (2.0 if thing else 1.0),))
+    ab.value_and_grad(lambda w, x: jnp.mean(sine(x @ w)))(jnp.ones((3, 2)), jnp.ones((6, 3)))
+
+
+def test_functions_that_refer_to_each_other_are_looked_into_once():
+    registry = {}
+    functions = tuple(lambda x, i=i: functions[i] if x is None else registry.get(i, x) for i in range(40))
+
+    @jax.custom_vjp
+    def sine(x):
+        return jnp.sin(x)
+
+    sine.defvjp(lambda x: (sine(x), x), lambda x, g: (functions[0](g) * jnp.cos(x),))
+    jaxpr = jax.make_jaxpr(lambda x: jnp.mean(sine(x)))(jnp.ones(3))
+    start = time.perf_counter()
+    fingerprint(jaxpr)
+    assert time.perf_counter() - start < 5  # it would be days
 
 
 def names_saved(*names):

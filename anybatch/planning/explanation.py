@@ -3,7 +3,7 @@
 import jax
 
 from anybatch.computation import Way
-from anybatch.memory import readable
+from anybatch.memory import default_device, readable
 from anybatch.placement import devices_of
 from anybatch.planning.budget import Budget
 from anybatch.planning.measure import Bytes
@@ -146,7 +146,7 @@ def _advice(search: Search, budget: Budget, way: Way | None, least: tuple[Way, B
         if found.batch > 0.25 * fixed:
             helps.append("keep the batch on the host (numpy arrays) and pass it in parts")
         helps.append("shard the parameters over a mesh, or keep them in bfloat16")
-    if found.activations > 0.25 * found.total or way is not None:
+    if (found.activations > 0.25 * found.total or way is not None) and (way is None or way.remat is None):
         if gradient.settings.remat is None:
             helps.append('pass remat="auto", which may compute activations twice instead of keeping them')
         helps.append("wrap blocks of the model in jax.checkpoint")
@@ -160,6 +160,6 @@ def _examples(way: Way) -> str:
 
 
 def _device(search: Search) -> str:
-    devices = devices_of(jax.tree.leaves(search.bench.gradient.arguments.arrays)) or jax.local_devices()[:1]
+    devices = devices_of(jax.tree.leaves(search.bench.gradient.arguments.arrays)) or [default_device()]
     kind = devices[0].device_kind
     return f"{len(devices)} x {kind}" if len(devices) > 1 else str(kind)

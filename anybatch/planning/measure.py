@@ -208,7 +208,8 @@ def count_bytes(compiled: Any, gradient: Gradient, computation: Computation) -> 
     parameters, batch = _local_bytes(arrays.wrt), _local_bytes(arrays.batch)
     arguments = max(analysis.argument_size_in_bytes, parameters + batch)
     outputs = analysis.output_size_in_bytes - analysis.alias_size_in_bytes
-    gradients = min(parameters, outputs)
+    each_gradient = sum(local_bytes(leaf) // compat.vmapped_copies(leaf) for leaf in arrays.wrt)
+    gradients = min(gradient.copies * each_gradient, outputs)
     return Bytes(
         parameters=parameters,
         batch=batch,

@@ -13,6 +13,7 @@ import jax
 from anybatch import compat
 from anybatch.computation import Gradient, Way
 from anybatch.errors import AnybatchError, NothingFitsError, TightMemoryWarning, user_stacklevel
+from anybatch.memory import default_device
 from anybatch.placement import describe_placed, devices_of
 from anybatch.planning import store
 from anybatch.planning.budget import Budget, budget_of
@@ -184,7 +185,8 @@ class Planner:
         if remembered is not None:
             bench = Workbench(self.gradient, record)
             search = Search(bench, budget.allowed, self.remats, self.notify)
-            if not thorough or self.full in bench.bytes:
+            shown = {self.full, *(Way(remembered.microbatch_size, remat) for remat in self.remats)}
+            if not thorough or shown <= set(bench.bytes):
                 return as_plan(search, budget, remembered, time.perf_counter() - start)
         plan, bench, search = self._search(budget, timed=timed and self._can_time, thorough=thorough)
         way = _way(plan)
@@ -271,7 +273,7 @@ def _identity(gradient: Gradient) -> list[Any]:
     settings = gradient.settings
     config: Any = jax.config
     leaves = jax.tree.leaves(gradient.arguments.arrays)
-    devices = devices_of(leaves) or jax.local_devices()[:1]
+    devices = devices_of(leaves) or [default_device()]
     kinds = sorted({device.device_kind for device in devices})
     roles = [[describe_placed(leaf) for leaf in part] for part in gradient.arguments.arrays]
     return [

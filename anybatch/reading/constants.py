@@ -43,6 +43,6 @@ def constant_value(
         return None
     try:
         found = evaluate(value, 0)
-    except Exception:  # what cannot be evaluated ahead of time is simply not known
+        return None if found is None else np.asarray(found)
+    except Exception:  # what cannot be evaluated ahead of time, as in a shard_map without jit, is simply not known
         return None
-    return None if found is None else np.asarray(found)
