@@ -14,7 +14,7 @@ demo: $(STAMP)
 	$(BIN)/anybatch demo
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -n $(JOBS) -m "$(MARKERS)"
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "$(MARKERS)"
 
 test-slow: $(STAMP)
 	$(BIN)/python -m pytest -n $(JOBS) -m slow

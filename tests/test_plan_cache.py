@@ -14,6 +14,8 @@ from planned import network, problem, scanned
 import anybatch as ab
 from anybatch.planning import planner, store
 
+pytestmark = pytest.mark.thorough
+
 MEMORY = 900 * 1024
 
 

@@ -49,7 +49,7 @@ def test_every_policy_gives_the_same_gradient(float64, policy):
             assert_same(fun(params, batch), expected)
 
 
-@pytest.mark.parametrize("case", INFERRED[::8], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", INFERRED[::16], ids=lambda case: case.name)
 def test_blocks_of_small_losses_give_the_same_gradient(model_defaults, case):
     arguments = jax.tree.map(jnp.asarray, case.make(case.num_examples or 12))
     options = {"has_aux": case.has_aux}
