@@ -204,12 +204,14 @@ class Search:
             return None
         seconds = self.bench.seconds
         for way in self._around(min(self._in_time(), key=seconds.__getitem__)):
-            self._time(way)
+            if self.fits(way):
+                self._time(way)
         best = min(self._in_time(), key=seconds.__getitem__)
         close = [way for way in self._in_time() if seconds[way] <= CLOSE * seconds[best]]
         self._race(close, best)
         chosen = self._leanest_of_the_fast(close)
-        finer = [way for way in self._around(chosen) if self._size(way) < self._size(chosen) and way not in seconds]
+        smaller = [way for way in self._around(chosen) if self._size(way) < self._size(chosen)]
+        finer = [way for way in smaller if way not in seconds and self.fits(way)]
         if finer:  # the knee may lie between two sizes
             fastest = min(close, key=seconds.__getitem__)
             self._race([*finer, *dict.fromkeys((chosen, fastest))], fastest)
@@ -250,7 +252,7 @@ class Search:
                 return
 
     def _around(self, best: Way) -> list[Way]:
-        """Sizes between the best and its neighbours that fit."""
+        """Sizes between the best and its neighbours."""
         timed = sorted(self._size(way) for way in self.bench.seconds if way.remat == best.remat)
         place = timed.index(self._size(best))
         neighbours = [timed[place - 1 : place + 1], timed[place : place + 2]]
@@ -259,7 +261,7 @@ class Search:
             size = self.sizes.between(*pair) if len(pair) == 2 else None
             if size is not None:
                 between.append(Way(size, best.remat))
-        return [way for way in between if self.fits(way)]
+        return between
 
     def _time(self, way: Way) -> float:
         """The seconds of a way, measured beside the fastest so far, and told as if both were timed when that was."""
