@@ -69,7 +69,7 @@ def value_and_grad(
         earlier one; without such measurements the largest that fits, which is known from the program alone and, if
         that leaves a doubt, from two or three compilations. Under `jit` it plans when it is traced.
         Outside `jit`, memory that runs out all the same halves the microbatch, with a warning, and the result is the
-        same.
+        same, but for numbers that `rng_argnums` lets each microbatch draw: these depend on the size.
       reduction: how the loss uses its examples. `"infer"` reads it from the loss: in one pass over the microbatches
         where that suffices, else in two. The others declare it, and nothing is read.
         `"mean"`: it is a mean over the examples, which may have terms that depend on the parameters alone.
