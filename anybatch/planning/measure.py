@@ -128,7 +128,7 @@ class Workbench:
                 raise
             self.bytes[way] = None
             return
-        self.bytes[way] = count_bytes(compiled, self.gradient, computation)
+        self.bytes[way] = count_bytes(compiled, self.gradient)
 
     def race(self, ways: Sequence[Way], rounds: int) -> dict[Way, float]:
         """The seconds of some ways, taken in turns, so that whatever slows the device slows all of them.
@@ -201,7 +201,7 @@ def compile_for_types(computation: Computation) -> Any:
     return jax.jit(lambda *flat: computation.fun(*flat)).lower(*types).compile()
 
 
-def count_bytes(compiled: Any, gradient: Gradient, computation: Computation) -> Bytes:
+def count_bytes(compiled: Any, gradient: Gradient) -> Bytes:
     """The bytes of a compiled gradient on one device."""
     analysis = compiled.memory_analysis()
     arrays = gradient.arguments.arrays

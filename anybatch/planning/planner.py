@@ -246,7 +246,7 @@ class Planner:
             return None
 
     def _save(self, bench: Workbench, way: Way | None, budget: Budget, *, timed: bool) -> None:
-        if not self.is_kept or not bench.compilations:
+        if not self.is_kept or (way is None and not bench.compilations):
             return
         record = self._load()
         kept = record.get("choices")
