@@ -93,9 +93,9 @@ class Arguments:
         """The array leaves. Python numbers, strings and the like are not among them: they stay constants."""
         return Arrays(*([leaf.value for leaf in self._dynamic(role)] for role in Arrays._fields))
 
-    def types(self, num_examples: int) -> Arrays:
-        """The types of the array leaves, with that many examples in the batch."""
-        avals = jax.tree.map(jax.typeof, self.arrays)
+    def types(self, num_examples: int, *, bare: bool = False) -> Arrays:
+        """The types of the array leaves, with that many examples in the batch; `bare`, wherever they lie."""
+        avals = jax.tree.map(compat.bare if bare else jax.typeof, self.arrays)
         kept = Arrays(*([compat.abstract(aval) for aval in leaves] for leaves in avals))
         return kept._replace(batch=[compat.abstract(aval, num_examples) for aval in avals.batch])
 

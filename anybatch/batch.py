@@ -14,11 +14,11 @@ from anybatch.trees import describe, is_array
 
 @dataclasses.dataclass(frozen=True)
 class Cut:
-    """N examples as `whole` microbatches of `size` examples, and one of `remainder` at the end.
+    """Some examples as `whole` microbatches of `size` examples, and one of `remainder` at the end.
 
     >>> cut = Cut(examples=11, size=4)
-    >>> cut.whole, cut.remainder
-    (2, 3)
+    >>> cut.whole, cut.remainder, cut.microbatches
+    (2, 3, 3)
     """
 
     examples: int
@@ -31,6 +31,10 @@ class Cut:
     @property
     def remainder(self) -> int:
         return self.examples % self.size
+
+    @property
+    def microbatches(self) -> int:
+        return -(-self.examples // self.size)
 
 
 def count_examples(named_leaves: Sequence[tuple[str, Any]], batch_argnums: tuple[int, ...]) -> int:

@@ -218,6 +218,12 @@ def abstract(aval: Any, num_rows: int | None = None) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, aval.dtype, weak_type=aval.weak_type, **placement)
 
 
+def bare(array: Any) -> Any:
+    """The type of an array, without where it lies or varies."""
+    aval = jax.typeof(array)
+    return jax.core.ShapedArray(aval.shape, aval.dtype, weak_type=aval.weak_type)
+
+
 def as_weak(array: jax.Array, like: Any) -> jax.Array:
     """`array`, of a weak type if `like` is of one, as the gradient with respect to a Python number is."""
     if not getattr(like, "weak_type", False) or array.weak_type:

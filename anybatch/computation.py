@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -11,11 +11,19 @@ from anybatch import auxiliary, compat, limits, placement
 from anybatch.arguments import Arguments
 from anybatch.batch import Cut
 from anybatch.loss import TracedLoss, trace_loss
-from anybatch.reading.loss_reading import split_loss
+from anybatch.reading.loss_reading import split_loss, split_loss_in_one_pass
 from anybatch.reading.report import Reading
 from anybatch.reading.split import Split
-from anybatch.routes import blocks, full, scan, split_passes
+from anybatch.field import Field, groups_of
+from anybatch.routes import blocks, full, groups, parts, scan, split_passes
 from anybatch.settings import Settings
+
+
+class Style(NamedTuple):
+    """What there is to decide about a way beside the size of the microbatches."""
+
+    remat: str | None = None  # a policy of jax.checkpoint
+    reduce: str = "once"  # on a mesh, when gradients are added up: "once", or in "each" microbatch
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,11 +35,17 @@ class Way:
     """
 
     microbatch_size: int | None  # None, or no less than the examples there are: all of them at once
-    remat: str | None = None  # a policy of jax.checkpoint
+    remat: str | None = None
+    reduce: str = "once"
+
+    @property
+    def style(self) -> Style:
+        return Style(self.remat, self.reduce)
 
     def __str__(self) -> str:
         remat = "" if self.remat is None else f', remat="{self.remat}"'
-        return f"microbatch_size={self.microbatch_size}{remat}"
+        reduce = "" if self.reduce == "once" else f', reduce="{self.reduce}"'
+        return f"microbatch_size={self.microbatch_size}{remat}{reduce}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,11 +61,25 @@ class Gradient:
     """The gradient that one call asks for, to be computed in any way."""
 
     def __init__(self, fun: Callable[..., Any], settings: Settings, arguments: Arguments) -> None:
-        self.settings, self.arguments = settings, arguments
         self.examples = arguments.num_examples
-        self._trace = functools.cache(
-            functools.partial(trace_loss, fun, arguments, weighted=settings.weighted, has_aux=settings.has_aux)
-        )
+        self.field = None if settings.over is None else Field(settings.over, arguments)
+        self.settings = settings
+        self.arguments = arguments if self.field is None else self.field.arguments
+        self._trace = functools.cache(self._trace_loss)
+        self._fun = fun
+
+    def _trace_loss(self, num_examples: int) -> tuple[TracedLoss, Any]:
+        how: dict[str, Any] = {"weighted": self.settings.weighted, "has_aux": self.settings.has_aux}
+        if self.field is None:
+            return trace_loss(self._fun, self.arguments, num_examples, **how)
+        with self.field.watched():
+            traced, consts = trace_loss(self._fun, self.arguments, num_examples, **how, bare=True)
+        return traced, self.field.placed(consts)
+
+    @property
+    def share(self) -> int:
+        """The most examples at a time: all of them; on a mesh, the most that a device has."""
+        return self.examples if self.field is None else self.field.share(self.examples)
 
     @property
     def loss(self) -> TracedLoss:
@@ -64,9 +92,33 @@ class Gradient:
         _, consts = self._trace(self.examples)
         return compat.vmapped_copies(*consts, *jax.tree.leaves(self.arguments.arrays))
 
+    @property
+    def devices(self) -> list[Any]:
+        """The devices of this process that it runs on, as far as its arrays say."""
+        if self.field is not None:
+            return list(self.field.mesh.local_devices)
+        return placement.devices_of(jax.tree.leaves(self.arguments.arrays))
+
+    @property
+    def spread_over(self) -> int:
+        """How many devices have examples of their own, without which their arrays would say so."""
+        return 1 if self.field is None else self.field.over.devices
+
+    def local_bytes(self, role: str) -> int:
+        """The bytes of the arguments of a role on one device."""
+        leaves = getattr(self.arguments.arrays, role)
+        known = sum(map(placement.local_bytes, leaves))
+        if self.field is None or self.field.is_eager:
+            return known
+        if role == "batch":
+            return -(-known // self.spread_over)
+        return self.field.shard_bytes(leaves) if role == "wrt" else known
+
     @functools.cached_property
     def unit(self) -> int:
         """What microbatch sizes had better be multiples of: the devices that the examples are spread over."""
+        if self.field is not None:
+            return 1
         parts = max((placement.parts_of_rows(leaf) for leaf in self.arguments.arrays.batch), default=1)
         return parts if self.examples % parts == 0 and self.examples else 1
 
@@ -74,7 +126,8 @@ class Gradient:
     def split(self) -> Split:
         """The loss, read."""
         loss, consts = self._trace(self.examples)
-        return split_loss(loss, consts, fresh_draws=bool(self.arguments.arrays.keys))
+        split = split_loss if self.field is None else split_loss_in_one_pass
+        return split(loss, consts, fresh_draws=bool(self.arguments.arrays.keys))
 
     @functools.cached_property
     def checked_reading(self) -> Reading:
@@ -83,7 +136,16 @@ class Gradient:
 
     def is_at_once(self, way: Way) -> bool:
         """Whether a way takes all examples at once."""
-        return way.microbatch_size is None or self.examples <= way.microbatch_size
+        return way.microbatch_size is None or self.share <= way.microbatch_size
+
+    @property
+    def reduces(self) -> tuple[str, ...]:
+        """When gradients may be added up over a mesh, what sends least first."""
+        field = self.field
+        if field is None or field.over.reduce != "auto":
+            return (self.settings.fixed_reduce,)
+        is_even = self.examples % field.over.devices == 0
+        return ("once", "each") if field.is_sharded and is_even else ("once",)
 
     def route(self, way: Way) -> str:
         """What a way does, in words."""
@@ -101,7 +163,7 @@ class Gradient:
           CoupledError: as the settings have it.
           HeadTooLargeError: if what must be computed from the whole batch at once does not fit.
         """
-        if self.is_at_once(way):
+        if self.is_at_once(way) and not self._is_in_parts:
             compute, inputs = self._at_once(way)
         elif self.settings.reduction == "infer":
             compute, inputs = self._as_read(way)
@@ -116,23 +178,42 @@ class Gradient:
             types = [*loss.out_avals[loss.num_heads :], *loss.types.wrt]
             if loss.num_heads == 1:
                 value = compat.as_weak(value, loss.out_avals[0])
+            if self.field is not None:
+                grads = self.field.as_parameters(grads)
             return [value, *map(compat.as_weak, [*aux, *grads], types)]
 
         return Computation(flat_compute, leaves, loss.traced.has_effects)
 
+    @property
+    def _is_in_parts(self) -> bool:
+        """Whether examples are computed in parts even where a microbatch has room for them all."""
+        return self.field is not None or self.settings.reproducible
+
+    def _size(self, way: Way) -> int:
+        """The examples of a microbatch."""
+        return self.share if way.microbatch_size is None else max(1, min(self.share, way.microbatch_size))
+
+    def _place(self, way: Way) -> parts.Place:
+        """Where passes over the examples run."""
+        number = None
+        if self.settings.reproducible:
+            number = groups_of(self.examples, self._size(way), 1 if self.field is None else self.field.over.devices)
+        if self.field is not None:
+            return self.field.spread(self.examples, reduce=way.reduce, num_groups=number)
+        return parts.Here(self.examples) if number is None else groups.InGroups(self.examples, number)
+
     def results(self, way: Way, outputs: list[Any]) -> tuple[Any, Any, Any]:
         """The value, aux and gradient, from what the computation returned."""
         loss = self._first_loss(way)
-        value, *rest = outputs
+        value, *rest = outputs if self.field is None else self.field.returned(outputs)
         num_aux = loss.aux_tree.num_leaves
         aux = jax.tree.unflatten(loss.aux_tree, rest[:num_aux])
         return value, aux, self.arguments.as_gradient(rest[num_aux:])
 
     def _first_loss(self, way: Way) -> TracedLoss:
-        if self.settings.reduction == "infer" or self.is_at_once(way):
+        if self.settings.reduction == "infer" or (self.is_at_once(way) and not self._is_in_parts):
             return self.loss
-        assert way.microbatch_size is not None
-        return self._trace(way.microbatch_size)[0]
+        return self._trace(self._size(way))[0]
 
     def _at_once(self, way: Way) -> tuple[Callable[[Any], Any], Any]:
         settings = self.settings
@@ -147,30 +228,30 @@ class Gradient:
         return compute, (consts, self.arguments.arrays)
 
     def _as_read(self, way: Way) -> tuple[Callable[[Any], Any], Any]:
-        assert way.microbatch_size is not None and self.checked_reading is not None
-        cut = Cut(self.examples, way.microbatch_size)
-        compute = functools.partial(
-            split_passes.value_and_grad, self.split, cut, self.settings.accumulator_dtype, remat=way.remat
-        )
+        assert self.checked_reading is not None
+        dtype = self.settings.accumulator_dtype
+        passes = split_passes.Passes(self.split, self._size(way), dtype, self._place(way), way.remat)
+        compute = functools.partial(split_passes.value_and_grad, passes)
         return lambda inputs: compute(*inputs), (self._trace(self.examples)[1], self.arguments.arrays)
 
     def _as_declared(self, way: Way) -> tuple[Callable[[Any], Any], Any]:
-        settings, size = self.settings, way.microbatch_size
-        assert size is not None
-        loss, consts = self._trace(size)
-        cut = Cut(self.examples, size)
-        last_loss, last_consts = self._trace(cut.remainder) if cut.remainder else (None, ())
+        settings, size = self.settings, self._size(way)
+        counts = [self.examples] if self.field is None else self.field.spread(self.examples).counts
+        sizes = sorted({size, *(Cut(count, size).remainder for count in counts)} - {0})
+        traced = {each: self._trace(each) for each in sizes}
+        loss = traced[size][0]
         combinations = []
         if settings.has_aux:
             combinations = auxiliary.combine_aux(loss, self._trace(self.examples)[0], settings.aux_reduction)
-            if last_loss is not None:
+            for last_loss, _ in traced.values():
                 auxiliary.check_remainder(loss, last_loss, combinations)
-        last_loss = None if last_loss is None else _with_remat(last_loss, way)
+        losses = {each: _with_remat(last_loss, way) for each, (last_loss, _) in traced.items()}
         microbatches = scan.Microbatches(
-            cut, _with_remat(loss, way), last_loss, settings.reduction, combinations, settings.accumulator_dtype
+            size, self.examples, losses, settings.reduction, combinations, settings.accumulator_dtype
         )
-        inputs = scan.Inputs(consts, last_consts, self.arguments.arrays)
-        return functools.partial(scan.value_and_grad, microbatches), inputs
+        consts = {each: consts for each, (_, consts) in traced.items()}
+        compute = functools.partial(scan.value_and_grad, microbatches, self._place(way))
+        return compute, (consts, self.arguments.arrays)
 
 
 def _with_remat(loss: TracedLoss, way: Way) -> TracedLoss:

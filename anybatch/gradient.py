@@ -30,7 +30,10 @@ def value_and_grad(
     remat: str | None = None,
     accumulator_dtype: Any = jnp.float32,
     mesh: jax.sharding.Mesh | None = None,
-    axis_name: str = "data",
+    axis_name: str | tuple[str, ...] = "data",
+    reduce: str = "auto",
+    param_specs: Any = None,
+    reproducible: bool = False,
     on_coupled: str = "exact",
 ) -> Callable[..., Any]:
     """`jax.value_and_grad`, microbatch by microbatch: the gradient of the whole batch in the memory of a part.
@@ -119,10 +122,14 @@ def value_and_grad(
         aux_reduction=aux_reduction,
         accumulator_dtype=accumulator_dtype,
         memory=memory,
-        mesh=mesh,
         on_coupled=on_coupled,
         objective=objective,
         remat=remat,
+        mesh=mesh,
+        axis_name=axis_name,
+        reduce=reduce,
+        param_specs=param_specs,
+        reproducible=reproducible,
     )
 
     @functools.wraps(fun)
@@ -171,7 +178,7 @@ def _compute(fun: Callable[..., Any], settings: Settings, arguments: Arguments) 
         way, outputs = run_as_planned(gradient)
     else:
         assert not isinstance(settings.microbatch_size, str)
-        way = Way(settings.microbatch_size, settings.fixed_remat)
+        way = Way(settings.microbatch_size, settings.fixed_remat, settings.fixed_reduce)
         computation = gradient.computation(way)
         outputs = PROGRAMS.run(computation.fun, *computation.leaves, has_effects=computation.has_effects)
     if settings.reduction == "infer" and not gradient.is_at_once(way):

@@ -75,14 +75,22 @@ class TracedLoss:
 
 
 def trace_loss(
-    fun: Callable[..., Any], arguments: Arguments, num_examples: int, *, weighted: bool, has_aux: bool
+    fun: Callable[..., Any],
+    arguments: Arguments,
+    num_examples: int,
+    *,
+    weighted: bool,
+    has_aux: bool,
+    bare: bool = False,
 ) -> tuple[TracedLoss, tuple[Any, ...]]:
     """Traces `fun` at `num_examples` examples, and checks what it returns. Also returns what it closes over.
+
+    With `bare`, its program says nothing of where arrays lie: it is to run on examples of one device at a time.
 
     Raises:
       InputError: where the loss is not a scalar of real numbers, or not of the form that was declared.
     """
-    types = arguments.types(num_examples)
+    types = arguments.types(num_examples, bare=bare)
     leaves, tree = jax.tree.flatten(types)
     aux_tree: Any = None
     aux_names: list[str] = []
@@ -104,7 +112,7 @@ def trace_loss(
                 "has fewer examples than the batch: the loss must take their number from its arguments."
             )
         raise
-    const_types = [compat.abstract(jax.typeof(const)) for const in consts]
+    const_types = [compat.abstract(compat.bare(const) if bare else jax.typeof(const)) for const in consts]
     return TracedLoss(traced, const_types, types, num_examples, 2 if weighted else 1, aux_tree, aux_names), consts
 
 

@@ -69,6 +69,30 @@ def _parts(aval: Any, axis: int) -> int:
     return math.prod(mesh.shape[name] for name in names)
 
 
+def spec_on(leaf: Any, mesh: Any) -> Any:
+    """How an array is spread over a mesh: where it lies, or as its type says. None if it does not say."""
+    sharding = leaf.sharding if is_placed(leaf) else jax.typeof(leaf).sharding
+    if not isinstance(sharding, jax.sharding.NamedSharding) or sharding.mesh.empty:
+        return None
+    return sharding.spec if dict(sharding.mesh.shape) == dict(mesh.shape) else None
+
+
+def put(leaf: Any, mesh: Any, spec: Any) -> Any:
+    """An array on a mesh, spread by a spec; where it is already, if it is on these devices and spread so."""
+    sharding = jax.sharding.NamedSharding(mesh, spec)
+    if is_placed(leaf) and leaf.sharding.device_set == sharding.device_set:
+        if leaf.sharding.is_equivalent_to(sharding, leaf.ndim):
+            return jax.device_put(leaf, sharding)  # the same buffers
+        return leaf if jax.process_count() > 1 else jax.device_put(leaf, sharding)
+    if jax.process_count() == 1:
+        return jax.device_put(leaf, sharding)
+    if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        data = put(jax.random.key_data(leaf), mesh, jax.sharding.PartitionSpec(*spec, None))
+        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf))
+    host = np.asarray(leaf)  # every process has all of it
+    return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
+
+
 def compile_on_mesh(fun: Callable[..., list[Any]], types: Sequence[Any], abstract_mesh: Any) -> Any:
     """Compiles a function of types that speak of a mesh, for devices of this machine."""
     mesh = _with_devices(abstract_mesh)

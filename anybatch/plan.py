@@ -30,6 +30,10 @@ def plan(
     rng_argnums: int | tuple[int, ...] = (),
     accumulator_dtype: Any = jnp.float32,
     on_coupled: str = "exact",
+    mesh: jax.sharding.Mesh | None = None,
+    axis_name: str | tuple[str, ...] = "data",
+    reduce: str = "auto",
+    param_specs: Any = None,
     progress: Callable[[str], None] | None = None,
     **kwargs: Any,
 ) -> Plan:
@@ -62,7 +66,7 @@ def plan(
       remat: `"auto"` also tries `jax.checkpoint`, which computes activations twice instead of keeping them. Or one of
         the policies `"dots_saveable"`, `"dots_with_no_batch_dims_saveable"`, `"nothing_saveable"`.
       timed: whether to run candidates. If not, the largest microbatch that fits is taken to be the fastest.
-      argnums: as for `value_and_grad`, like the seven that follow.
+      argnums: as for `value_and_grad`, like those that follow.
       has_aux: see there.
       batch_argnums: see there.
       reduction: see there.
@@ -70,6 +74,10 @@ def plan(
       rng_argnums: see there.
       accumulator_dtype: see there.
       on_coupled: see there.
+      mesh: see there. Bytes are those of one device.
+      axis_name: see there.
+      reduce: see there. `"auto"` knows both, and takes `"each"` where `"once"` does not fit.
+      param_specs: see there.
       progress: called with a text before each step that takes long.
       **kwargs: the keyword arguments of the loss.
 
@@ -89,6 +97,10 @@ def plan(
         "rng_argnums": rng_argnums,
         "accumulator_dtype": accumulator_dtype,
         "on_coupled": on_coupled,
+        "mesh": mesh,
+        "axis_name": axis_name,
+        "reduce": reduce,
+        "param_specs": param_specs,
     }
     made = _plan(fun, args, kwargs, options, timed=timed, thorough=False, progress=progress)
     if made.chosen is None:
@@ -138,6 +150,10 @@ _DEFAULTS: dict[str, Any] = {
     "rng_argnums": (),
     "accumulator_dtype": jnp.float32,
     "on_coupled": "exact",
+    "mesh": None,
+    "axis_name": "data",
+    "reduce": "auto",
+    "param_specs": None,
 }
 
 
@@ -159,7 +175,7 @@ def _plan(
         )
     options = dict(options)
     roles = Roles.of(**{name: options.pop(name) for name in ("argnums", "batch_argnums", "rng_argnums")})
-    settings = Settings.of(fun, roles=roles, microbatch_size="auto", mesh=None, **options)
+    settings = Settings.of(fun, roles=roles, microbatch_size="auto", **options)
     leaves, tree = jax.tree.flatten((args, kwargs))
     abstract = [position for position, leaf in enumerate(leaves) if isinstance(leaf, jax.ShapeDtypeStruct)]
     made: list[Plan] = []

@@ -10,8 +10,9 @@ import jax.numpy as jnp
 
 from anybatch import auxiliary
 from anybatch.arguments import Roles
-from anybatch.errors import InputError, NotAvailableError
+from anybatch.errors import InputError
 from anybatch.memory import memory_budget
+from anybatch.mesh_settings import MeshSettings, mesh_settings
 
 REDUCTIONS = ("infer", "sum", "mean", "weighted")
 
@@ -33,6 +34,8 @@ class Settings:
     memory: Any
     objective: str
     remat: str | None
+    over: MeshSettings | None  # a mesh, and how to use it
+    reproducible: bool
 
     @property
     def weighted(self) -> bool:
@@ -47,6 +50,11 @@ class Settings:
         """The policy for a microbatch size that is given: "auto" is for those that are planned."""
         return None if self.remat == "auto" else self.remat
 
+    @property
+    def fixed_reduce(self) -> str:
+        """When gradients are added up over a mesh if nothing is planned: once, unless told otherwise."""
+        return "each" if self.over is not None and self.over.reduce == "each" else "once"
+
     @classmethod
     def of(
         cls,
@@ -59,16 +67,19 @@ class Settings:
         aux_reduction: Any,
         accumulator_dtype: Any,
         memory: Any,
-        mesh: Any,
         on_coupled: Any,
         objective: Any = "speed",
         remat: Any = None,
+        mesh: Any = None,
+        axis_name: Any = "data",
+        reduce: Any = "auto",
+        param_specs: Any = None,
+        reproducible: Any = False,
     ) -> "Settings":
         """Checks the options.
 
         Raises:
-          InputError: for a value that no version accepts.
-          NotAvailableError: for one that this version does not have.
+          InputError: for a value that is not one of them.
         """
         if not callable(fun):
             raise InputError(
@@ -99,8 +110,8 @@ class Settings:
         dtype = _accumulator_dtype(accumulator_dtype)
         if memory is not None:
             memory_budget(memory)  # raises for what no budget can be
-        if mesh is not None:
-            raise NotAvailableError("mesh=", remedy="Leave it out; the gradient is computed on one device.")
+        over = mesh_settings(mesh, axis_name, reduce, param_specs)
+        _check_reproducible(reproducible, size, reduce)
         size_dependent = {"stack", "last"} & set(jax.tree.leaves(aux_reduction))
         if size == "auto" and size_dependent:
             raise InputError(
@@ -108,7 +119,41 @@ class Settings:
                 given=f'aux_reduction={aux_reduction!r} and microbatch_size="auto"',
                 remedy='Pass the number of examples at a time, e.g. microbatch_size=8, or combine by "mean" or "sum".',
             )
-        return cls(roles, has_aux, size, reduction, aux_reduction, dtype, on_coupled, memory, objective, remat)
+        return cls(
+            roles=roles,
+            has_aux=has_aux,
+            microbatch_size=size,
+            reduction=reduction,
+            aux_reduction=aux_reduction,
+            accumulator_dtype=dtype,
+            on_coupled=on_coupled,
+            memory=memory,
+            objective=objective,
+            remat=remat,
+            over=over,
+            reproducible=bool(reproducible),
+        )
+
+
+def _check_reproducible(reproducible: Any, size: Any, reduce: Any) -> None:
+    if not isinstance(reproducible, bool):
+        raise InputError(
+            "reproducible must be True or False",
+            given=f"reproducible={reproducible!r}",
+            remedy="Pass reproducible=True for the same bits on 1, 2, 4, ... devices.",
+        )
+    if reproducible and not isinstance(size, int):
+        raise InputError(
+            "reproducible=True needs a microbatch_size: the bits are those of its microbatches",
+            given=f"microbatch_size={size!r}",
+            remedy="Pass the number of examples that a device takes at a time, e.g. microbatch_size=8.",
+        )
+    if reproducible and reduce == "each":
+        raise InputError(
+            'reproducible=True goes with reduce="once"',
+            given='reduce="each", which adds up over the devices in every microbatch',
+            remedy="Leave reduce out.",
+        )
 
 
 def _microbatch_size(given: Any) -> Any:

@@ -13,7 +13,7 @@ PACKAGE = pathlib.Path(anybatch.__file__).parent
 
 # A module may import those of lower floors, and those before it in the list of its own floor.
 FLOORS = [
-    ["version", "errors", "trees", "compat", "memory", "placement"],
+    ["version", "errors", "trees", "compat", "memory", "placement", "mesh_settings", "hlo", "collectives"],
     ["batch", "arguments", "loss", "auxiliary"],
     [
         *("reading", "reading.states", "reading.graph", "reading.source", "reading.reader", "reading.positions"),
@@ -27,6 +27,7 @@ FLOORS = [
     [
         *(
             "routes",
+            "routes.parts",
             "routes.outputs",
             "routes.in_place",
             "routes.references",
@@ -34,10 +35,10 @@ FLOORS = [
             "routes.full",
             "routes.scan",
         ),
-        *("routes.passes", "routes.split_passes"),
+        *("routes.passes", "routes.split_passes", "routes.groups", "routes.joining", "routes.spread"),
     ],
     [
-        *("settings", "programs", "limits", "computation", "planning", "planning.sizes", "planning.store"),
+        *("settings", "programs", "limits", "field", "computation", "planning", "planning.sizes", "planning.store"),
         *("planning.fingerprint", "planning.measure", "planning.budget", "planning.picture", "planning.search"),
         *("planning.report", "planning.explanation", "planning.planner", "planning.running"),
     ],

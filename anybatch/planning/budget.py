@@ -7,7 +7,7 @@ import jax
 
 from anybatch.computation import Gradient
 from anybatch.memory import memory_budget, memory_left, memory_limit, readable
-from anybatch.placement import devices_of, local_bytes
+from anybatch.placement import local_bytes
 from anybatch.programs import can_run
 
 # Kept free where nobody has named a budget: allocators leave gaps; and a host that runs full kills the process.
@@ -41,7 +41,7 @@ def budget_of(gradient: Gradient, *, are_given: bool = True) -> Budget:
     """
     memory = gradient.settings.memory
     leaves = jax.tree.leaves(gradient.arguments.arrays)
-    devices = devices_of(leaves)
+    devices = gradient.devices
     limit = memory_limit(devices)
     explicit = memory is not None and not (isinstance(memory, str) and "%" in memory)
     if explicit:
@@ -56,7 +56,7 @@ def budget_of(gradient: Gradient, *, are_given: bool = True) -> Budget:
         return Budget(memory_budget(memory, in_all), 0, limit, taken, f"{memory} of what is left")
     spare = SPARE_ON_HOST if _on_host(devices) else SPARE_ON_ACCELERATOR
     step = 0 if can_run(*leaves) or not are_given else COPIES_IN_A_STEP
-    reserve = step * sum(map(local_bytes, gradient.arguments.arrays.wrt))
+    reserve = step * gradient.local_bytes("wrt")
     return Budget(int(in_all * (1 - spare)), reserve, limit, taken, f"{1 - spare:.0%} of what is left")
 
 

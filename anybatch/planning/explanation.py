@@ -1,10 +1,7 @@
 """A search told as a plan: what was found, why one way was chosen, what limits it, what would help."""
 
-import jax
-
 from anybatch.computation import Way
 from anybatch.memory import default_device, readable
-from anybatch.placement import devices_of
 from anybatch.planning.budget import Budget
 from anybatch.planning.measure import Bytes
 from anybatch.planning.report import Candidate, Plan
@@ -42,20 +39,20 @@ def _listed(search: Search, way: Way | None) -> set[Way]:
         (each.microbatch_size or 0 for each in listed if not search.bench.gradient.is_at_once(each)), default=0
     )
     for size in search.sizes.steps_down(search.examples):
-        predicted = search.on_line(Way(size, search.remats[0]))
+        predicted = search.on_line(Way(size, *search.styles[0]))
         # Once the total hardly changes, one more row says it all.
         if (
             predicted is not None
             and size <= 1.25 * largest
             and (previous is None or predicted < 0.9 * previous or size == search.sizes.smallest)
         ):
-            listed.add(Way(size, search.remats[0]))
+            listed.add(Way(size, *search.styles[0]))
             previous = predicted
     return listed
 
 
-def _order(way: Way) -> tuple[str, int]:
-    return way.remat or "", -(way.microbatch_size or 0)
+def _order(way: Way) -> tuple[str, bool, int]:
+    return way.remat or "", way.reduce != "once", -(way.microbatch_size or 0)
 
 
 def _candidate(search: Search, budget: Budget, way: Way) -> Candidate:
@@ -70,8 +67,9 @@ def _candidate(search: Search, budget: Budget, way: Way) -> Candidate:
         fits = total <= budget.allowed
     return Candidate(
         route=bench.route(way),
-        microbatch_size=way.microbatch_size or bench.gradient.examples,
+        microbatch_size=way.microbatch_size or bench.gradient.share,
         remat=way.remat,
+        reduce=way.reduce,
         bytes=found,
         predicted=predicted,
         seconds=bench.seconds.get(way),
@@ -102,7 +100,8 @@ def _reason(search: Search, budget: Budget, way: Way | None, least: tuple[Way, B
             f"({1e3 * fastest:.1f} ms)."
         )
     if gradient.is_at_once(way):
-        return "Chosen: all examples at once, since they fit."
+        those = "all examples" if gradient.field is None else "all examples of a device"
+        return f"Chosen: {those} at once, since they fit."
     return f"Chosen: {way}, the largest that fits. It was not timed."
 
 
@@ -145,7 +144,7 @@ def _advice(search: Search, budget: Budget, way: Way | None, least: tuple[Way, B
     if way is None and fixed > 0.5 * budget.allowed:
         if found.batch > 0.25 * fixed:
             helps.append("keep the batch on the host (numpy arrays) and pass it in parts")
-        helps.append("shard the parameters over a mesh, or keep them in bfloat16")
+        helps.append("shard the parameters over a mesh (mesh=), or keep them in bfloat16")
     if (found.activations > 0.25 * found.total or way is not None) and (way is None or way.remat is None):
         if gradient.settings.remat is None:
             helps.append('pass remat="auto", which may compute activations twice instead of keeping them')
@@ -160,6 +159,9 @@ def _examples(way: Way) -> str:
 
 
 def _device(search: Search) -> str:
-    devices = devices_of(jax.tree.leaves(search.bench.gradient.arguments.arrays)) or [default_device()]
-    kind = devices[0].device_kind
-    return f"{len(devices)} x {kind}" if len(devices) > 1 else str(kind)
+    gradient = search.bench.gradient
+    devices = gradient.devices or [default_device()]
+    kind, number = devices[0].device_kind, len(devices)
+    if gradient.field is not None:
+        number = gradient.field.mesh.size  # those of other processes, too
+    return f"{number} x {kind}" if number > 1 else str(kind)

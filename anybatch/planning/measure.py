@@ -5,7 +5,7 @@ import dataclasses
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -13,7 +13,7 @@ import jax
 from anybatch import compat, placement
 from anybatch.computation import Computation, Gradient, Way
 from anybatch.errors import AnybatchError
-from anybatch.placement import devices_of, local_bytes
+from anybatch.placement import local_bytes
 from anybatch.programs import PROGRAMS, Program, can_run
 from anybatch.reading.written import uses, written_bytes
 from anybatch.settings import POLICIES
@@ -60,10 +60,12 @@ class Workbench:
 
     def _recall(self, entry: dict[str, Any]) -> None:
         """Takes over what an earlier bench has recorded of a way."""
-        size, remat, found = entry["size"], entry["remat"], entry["bytes"]
-        if not isinstance(size, int) or not 0 < size <= self.gradient.examples or remat not in (None, *POLICIES):
+        size, remat, reduce, found = entry["size"], entry["remat"], entry["reduce"], entry["bytes"]
+        if not isinstance(size, int) or not 0 < size <= self.gradient.share:
             raise ValueError(entry)
-        way = Way(size, remat)
+        if remat not in (None, *POLICIES) or reduce not in ("once", "each"):
+            raise ValueError(entry)
+        way = Way(size, remat, reduce)
         kinds = None if found is None else Bytes(**{name: int(number) for name, number in found.items()})
         seconds = None if entry["seconds"] is None else float(entry["seconds"])
         is_time = seconds is None or 0 < seconds < math.inf
@@ -79,6 +81,7 @@ class Workbench:
             {
                 "size": way.microbatch_size,
                 "remat": way.remat,
+                "reduce": way.reduce,
                 "bytes": None if found is None else dataclasses.asdict(found),
                 "seconds": seconds if math.isfinite(seconds := self.seconds.get(way, math.inf)) else None,
                 "program": self.text_hashes.get(way),
@@ -138,7 +141,7 @@ class Workbench:
         leaves = {way: self.gradient.computation(way).leaves for way in ways}
         taken: dict[Way, list[float]] = {way: [] for way in ways}
         self.taken = taken
-        on_host = all(map(_is_host, leaves.values()))
+        on_host = (self.gradient.devices or jax.local_devices())[0].platform == "cpu"
 
         def seconds(way: Way, repeats: int) -> float:
             return _seconds(lambda: self.program(way)(*leaves[way]), repeats)
@@ -177,10 +180,6 @@ TELLING = 0.25
 WARM_UP = 1.0
 
 
-def _is_host(leaves: Iterable[Any]) -> bool:
-    return (devices_of(leaves) or jax.local_devices())[0].platform == "cpu"
-
-
 def _seconds(run: Callable[[], Any], repeats: int) -> float:
     start = time.perf_counter()
     for _ in range(repeats):
@@ -204,11 +203,12 @@ def compile_for_types(computation: Computation) -> Any:
 def count_bytes(compiled: Any, gradient: Gradient) -> Bytes:
     """The bytes of a compiled gradient on one device."""
     analysis = compiled.memory_analysis()
-    arrays = gradient.arguments.arrays
-    parameters, batch = _local_bytes(arrays.wrt), _local_bytes(arrays.batch)
+    parameters, batch = gradient.local_bytes("wrt"), gradient.local_bytes("batch")
     arguments = max(analysis.argument_size_in_bytes, parameters + batch)
     outputs = analysis.output_size_in_bytes - analysis.alias_size_in_bytes
-    each_gradient = sum(local_bytes(leaf) // compat.vmapped_copies(leaf) for leaf in arrays.wrt)
+    each_gradient = parameters
+    if gradient.field is None:
+        each_gradient = sum(local_bytes(leaf) // compat.vmapped_copies(leaf) for leaf in gradient.arguments.arrays.wrt)
     gradients = min(gradient.copies * each_gradient, outputs)
     return Bytes(
         parameters=parameters,
@@ -222,8 +222,7 @@ def count_bytes(compiled: Any, gradient: Gradient) -> Bytes:
 
 def estimate(gradient: Gradient) -> tuple[int, float]:
     """About what a gradient takes for no examples, and for each more: from its program, before anything is compiled."""
-    arrays = gradient.arguments.arrays
-    start = _local_bytes(jax.tree.leaves(arrays)) + _local_bytes(arrays.wrt)
+    start = _arguments(gradient) + gradient.local_bytes("wrt")
     return start, gradient.copies * written_bytes(gradient.loss.traced.jaxpr) / max(1, gradient.examples)
 
 
@@ -237,12 +236,12 @@ def generous_bytes(gradient: Gradient) -> int | None:
     It is generous and no proof: scratch of a kernel has no bound. None where a part of the program is not to be seen:
     derivatives of one's own.
     """
-    jaxpr, arrays = gradient.loss.traced.jaxpr, gradient.arguments.arrays
+    jaxpr = gradient.loss.traced.jaxpr
     if uses(jaxpr, "custom_vjp"):
         return None
-    known = 8 * _local_bytes(jax.tree.leaves(arrays))
-    return known + GENEROUS * gradient.copies * written_bytes(jaxpr, fused=frozenset())
+    written = gradient.copies * written_bytes(jaxpr, fused=frozenset())
+    return 8 * _arguments(gradient) + GENEROUS * -(-written // gradient.spread_over)
 
 
-def _local_bytes(leaves: Iterable[Any]) -> int:
-    return sum(map(local_bytes, leaves))
+def _arguments(gradient: Gradient) -> int:
+    return sum(gradient.local_bytes(role) for role in gradient.arguments.arrays._fields)

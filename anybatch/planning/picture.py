@@ -48,10 +48,10 @@ def _draw_memory(axes: Any, plan: Any) -> list[Any]:
         ((2**power, name) for power, name in ((30, "GiB"), (20, "MiB")) if highest >= 2**power), (1024, "KiB")
     )
     lines = []
-    for number, remat in enumerate(dict.fromkeys(each.remat for each in plan.candidates)):
-        mine = [each for each in plan.candidates if each.remat == remat and each.total is not None]
+    for number, name_of in enumerate(dict.fromkeys(each.style for each in plan.candidates)):
+        mine = [each for each in plan.candidates if each.style == name_of and each.total is not None]
         totals = [each.total / unit for each in mine]
-        label = "memory" if remat is None else f"memory, {remat}"
+        label = f"memory, {name_of}" if name_of else "memory"
         style = ("-", "--", "-.", ":")[number % 4]
         lines += axes.plot([each.microbatch_size for each in mine], totals, style, color=BLUE, label=label, zorder=2)
         for each, total in zip(mine, totals, strict=True):
@@ -66,9 +66,9 @@ def _draw_memory(axes: Any, plan: Any) -> list[Any]:
 
 def _draw_time(axes: Any, timed: Sequence[Any]) -> list[Any]:
     lines = []
-    for number, remat in enumerate(dict.fromkeys(each.remat for each in timed)):
-        mine = [each for each in timed if each.remat == remat]
-        label = "time" if remat is None else f"time, {remat}"
+    for number, name_of in enumerate(dict.fromkeys(each.style for each in timed)):
+        mine = [each for each in timed if each.style == name_of]
+        label = f"time, {name_of}" if name_of else "time"
         style = ("-", "--", "-.", ":")[number % 4]
         sizes, milliseconds = [each.microbatch_size for each in mine], [1e3 * each.seconds for each in mine]
         lines += axes.plot(sizes, milliseconds, style, marker="s", markersize=4, color=ORANGE, label=label)

@@ -11,10 +11,10 @@ from typing import Any
 import jax
 
 from anybatch import compat
-from anybatch.computation import Gradient, Way
+from anybatch.computation import Gradient, Style, Way
 from anybatch.errors import AnybatchError, NothingFitsError, TightMemoryWarning, user_stacklevel
 from anybatch.memory import default_device
-from anybatch.placement import describe_placed, devices_of
+from anybatch.placement import describe_placed
 from anybatch.planning import store
 from anybatch.planning.budget import Budget, budget_of
 from anybatch.planning.explanation import as_plan
@@ -57,7 +57,7 @@ class Planner:
         self.gradient, self.notify = gradient, notify
         self.settings = gradient.settings
         self.is_kept = not gradient.loss.traced.has_effects
-        self.full = Way(gradient.examples, self.remats[0])
+        self.full = Way(gradient.share, *self.styles[0])
         self.are_given = are_given
         self.key = store.key_of(_identity(gradient))
 
@@ -66,11 +66,12 @@ class Planner:
         return budget_of(self.gradient, are_given=self.are_given)
 
     @property
-    def remats(self) -> tuple[str | None, ...]:
-        """What may be kept of the activations, the most first."""
-        if self.settings.remat != "auto":
-            return (self.settings.remat,)
-        return (None, *POLICIES) if self.is_kept else (None,)
+    def styles(self) -> tuple[Style, ...]:
+        """What there is to choose from beside the size: what takes the least time first."""
+        remats: tuple[str | None, ...] = (self.settings.remat,)
+        if self.settings.remat == "auto":
+            remats = (None, *POLICIES) if self.is_kept else (None,)
+        return tuple(Style(remat, reduce) for remat in remats for reduce in self.gradient.reduces)
 
     # For value_and_grad.
 
@@ -152,7 +153,7 @@ class Planner:
             if Workbench(self.gradient).can_run:
                 raise
             # Part of a program that cannot be compiled by itself: any size is right, so go by what it writes.
-            likely = Search(Workbench(self.gradient), budget.allowed, self.remats).likely_fitting()
+            likely = Search(Workbench(self.gradient), budget.allowed, self.styles).likely_fitting()
             warnings.warn(
                 f"This gradient is part of a program without which it cannot be compiled, so that its memory is "
                 f"estimated: {likely} should fit {budget}. Pass a microbatch_size if you know better.",
@@ -163,7 +164,7 @@ class Planner:
         way = _way(plan)
         if way is None:
             say_that_nothing_fits(plan, certain=bench.can_run or self.settings.memory is not None)
-            way = Way(self.gradient.unit, self.remats[-1])
+            way = Way(self.gradient.unit, *self.styles[-1])
         program = bench.programs.get(way)
         if program is not None:
             PROGRAMS.keep(program)
@@ -184,8 +185,8 @@ class Planner:
         remembered = self._choice(record, timed=timed)
         if remembered is not None:
             bench = Workbench(self.gradient, record)
-            search = Search(bench, budget.allowed, self.remats, self.notify)
-            shown = {self.full, *(Way(remembered.microbatch_size, remat) for remat in self.remats)}
+            search = Search(bench, budget.allowed, self.styles, self.notify)
+            shown = {self.full, *(Way(remembered.microbatch_size, *style) for style in self.styles)}
             if not thorough or shown <= set(bench.bytes):
                 return as_plan(search, budget, remembered, time.perf_counter() - start)
         plan, bench, search = self._search(budget, timed=timed and self._can_time, thorough=thorough)
@@ -203,7 +204,7 @@ class Planner:
     def _search(self, budget: Budget, *, timed: bool, thorough: bool = False) -> tuple[Plan, Workbench, Search]:
         start = time.perf_counter()
         bench = Workbench(self.gradient, self._load())
-        search = Search(bench, budget.allowed, self.remats, self.notify)
+        search = Search(bench, budget.allowed, self.styles, self.notify)
         way: Way | None
         if self.settings.objective == "memory":
             way = search.leanest()
@@ -212,7 +213,7 @@ class Planner:
         else:
             way = None
             if budget.reserve and budget.allowed is not None:
-                roomy = Search(bench, budget.allowed - budget.reserve, self.remats, self.notify)
+                roomy = Search(bench, budget.allowed - budget.reserve, self.styles, self.notify)
                 way = roomy.any_fitting()
                 search.predicted.update(roomy.predicted)
             way = way or search.any_fitting()
@@ -225,7 +226,7 @@ class Planner:
 
     def _choice_key(self, *, timed: bool) -> str:
         settings = self.settings
-        return store.key_of(settings.objective, settings.memory, settings.remat, self.are_given, timed)
+        return store.key_of(settings.objective, settings.memory, settings.remat, self.gradient.reduces, self.are_given, timed)
 
     def _load(self) -> dict[str, Any]:
         return store.load(self.key) if self.is_kept else {}
@@ -234,7 +235,7 @@ class Planner:
         """The way that was chosen before, if it would be chosen again."""
         try:
             choice = record["choices"][self._choice_key(timed=timed)]
-            way = Way(choice["size"], choice["remat"])
+            way = Way(choice["size"], choice["remat"], choice["reduce"])
             found, then = Workbench(self.gradient, record).bytes[way], choice["budget"]
             allowed = self.budget.allowed
             if found is None or allowed is None or then is None:
@@ -252,7 +253,7 @@ class Planner:
         kept = record.get("choices")
         choices = kept if isinstance(kept, dict) else {}
         if way is not None:
-            chosen = {"size": way.microbatch_size, "remat": way.remat, "budget": budget.allowed}
+            chosen = {"size": way.microbatch_size, "remat": way.remat, "reduce": way.reduce, "budget": budget.allowed}
             choices[self._choice_key(timed=timed)] = chosen
         store.save(self.key, {"ways": bench.record(), "choices": choices})
 
@@ -265,15 +266,14 @@ def say_that_nothing_fits(plan: Plan, *, certain: bool) -> None:
 
 
 def _way(plan: Plan) -> Way | None:
-    return None if plan.chosen is None else Way(plan.chosen.microbatch_size, plan.chosen.remat)
+    return None if plan.chosen is None else Way(plan.chosen.microbatch_size, plan.chosen.remat, plan.chosen.reduce)
 
 
 def _identity(gradient: Gradient) -> list[Any]:
     """All that decides about bytes and times."""
     settings = gradient.settings
     config: Any = jax.config
-    leaves = jax.tree.leaves(gradient.arguments.arrays)
-    devices = devices_of(leaves) or [default_device()]
+    devices = gradient.devices or [default_device()]
     kinds = sorted({device.device_kind for device in devices})
     roles = [[describe_placed(leaf) for leaf in part] for part in gradient.arguments.arrays]
     return [
@@ -281,6 +281,7 @@ def _identity(gradient: Gradient) -> list[Any]:
         [settings.reduction, str(settings.accumulator_dtype), str(settings.aux_reduction), settings.has_aux],
         roles,
         [kinds, len(devices), str(jax.sharding.get_abstract_mesh()), gradient.copies],
+        None if gradient.field is None else gradient.field.description,
         [*compat.versions(), __version__],
         [os.environ.get("XLA_FLAGS", ""), str(config.jax_default_matmul_precision), str(config.jax_enable_x64)],
     ]

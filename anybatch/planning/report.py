@@ -19,6 +19,7 @@ class Candidate:
     route: str  # "all at once", "one pass", "two passes"
     microbatch_size: int  # the number of examples, for all at once
     remat: str | None
+    reduce: str  # on a mesh, when gradients are added up: "once", or in "each" microbatch
     bytes: Bytes | None  # of the compiled program; None if it was not compiled
     predicted: int | None  # the total, before it was compiled or instead
     seconds: float | None
@@ -33,7 +34,13 @@ class Candidate:
     def name(self) -> str:
         """As code: what to pass to `value_and_grad`."""
         remat = "" if self.remat is None else f', remat="{self.remat}"'
-        return f"microbatch_size={self.microbatch_size}{remat}"
+        reduce = "" if self.reduce == "once" else f', reduce="{self.reduce}"'
+        return f"microbatch_size={self.microbatch_size}{remat}{reduce}"
+
+    @property
+    def style(self) -> str:
+        """What it is beside the size of its microbatches; nothing, if that is all."""
+        return ", ".join(filter(None, [self.remat, "" if self.reduce == "once" else f"reduce {self.reduce}"]))
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -78,6 +85,11 @@ class Plan:
         """For `value_and_grad(remat=...)`."""
         return None if self.chosen is None else self.chosen.remat
 
+    @property
+    def reduce(self) -> str | None:
+        """For `value_and_grad(reduce=...)`, on a mesh."""
+        return None if self.chosen is None else self.chosen.reduce
+
     def __str__(self) -> str:
         columns = list(zip(*self._rows, strict=True))
         widths = [max(map(len, column)) for column in columns]
@@ -118,7 +130,8 @@ class Plan:
     @property
     def _title(self) -> str:
         budget = "unknown memory" if self.budget is None else f"{readable(self.budget)} ({self.budget_source})"
-        return f"The gradient of {self.num_examples} examples on {self.device}, within {budget}"
+        each = " each" if " x " in self.device else ""
+        return f"The gradient of {self.num_examples} examples on {self.device}, within {budget}{each}"
 
     @property
     def _remarks(self) -> list[str]:
@@ -126,6 +139,10 @@ class Plan:
         if any(candidate.bytes is None and candidate.predicted is not None for candidate in self.candidates):
             lines.append("~ predicted from the sizes that were compiled.")
         return [line for line in lines if line]
+
+    @property
+    def _shows_reduce(self) -> bool:
+        return any(candidate.reduce != "once" for candidate in self.candidates)
 
     def _cells(self, candidate: Candidate) -> list[str]:
         found, mark = candidate.bytes, "" if candidate.bytes is not None else "~"
@@ -141,6 +158,7 @@ class Plan:
             candidate.route,
             str(candidate.microbatch_size),
             candidate.remat or "",
+            candidate.reduce if self._shows_reduce else "",
             total,
             *kinds,
             seconds,
@@ -184,10 +202,10 @@ class Plan:
 
 
 _HEADER = [
-    *("route", "microbatch", "remat", "total", "arguments", "gradients", "results", "activations", "time", "fits"),
+    *("route", "microbatch", "remat", "reduce", "total", "arguments", "gradients", "results", "activations", "time", "fits"),
     "",
 ]
-_LEFT = {"route", "remat", ""}
+_LEFT = {"route", "remat", "reduce", ""}
 
 
 def _milliseconds(seconds: float) -> str:

@@ -18,8 +18,8 @@ def run_as_planned(gradient: Gradient) -> tuple[Way, list[Any]]:
     Out of memory, because of another process or a gap between two arrays: the microbatch is halved, a warning says so
     once, and the next call begins there. The examples, their order and the result stay the same.
     """
-    if gradient.examples <= 1 or compat.is_jit_disabled():
-        way = Way(gradient.examples, gradient.settings.fixed_remat)
+    if gradient.share <= 1 or compat.is_jit_disabled():
+        way = Way(gradient.share, gradient.settings.fixed_remat, gradient.reduces[0])
         return way, _run(gradient, way, None)
     planner = Planner(gradient)
     decision = planner.decide()
@@ -50,11 +50,11 @@ def run_as_planned(gradient: Gradient) -> tuple[Way, list[Any]]:
 
 def halved(gradient: Gradient, way: Way) -> Way | None:
     """The same way with microbatches of half the size; None if there is no smaller one."""
-    size = gradient.examples if gradient.is_at_once(way) else way.microbatch_size
+    size = gradient.share if gradient.is_at_once(way) else way.microbatch_size
     unit = gradient.unit
     if size is None or size <= unit:
         return None
-    return Way(-(-size // (2 * unit)) * unit, way.remat)
+    return Way(-(-size // (2 * unit)) * unit, *way.style)
 
 
 def _run(gradient: Gradient, way: Way, program: Program | None) -> list[Any]:

@@ -4,7 +4,7 @@ import math
 import statistics
 from collections.abc import Callable, Sequence
 
-from anybatch.computation import Way
+from anybatch.computation import Style, Way
 from anybatch.planning.measure import TELLING, Bytes, Workbench, estimate
 from anybatch.planning.sizes import Sizes
 
@@ -29,7 +29,7 @@ class Search:
         self,
         bench: Workbench,
         allowed: int | None,
-        remats: Sequence[str | None] = (None,),
+        styles: Sequence[Style] = (Style(),),
         notify: Callable[[str], None] = lambda text: None,
     ) -> None:
         """A search.
@@ -37,11 +37,11 @@ class Search:
         Args:
           bench: where ways are compiled and timed.
           allowed: the bytes that a way may take; None if nobody knows.
-          remats: the policies that may be taken, the one that keeps most first.
+          styles: what may be decided beside the size, the one that costs least time first.
           notify: called with a text before each step that takes long.
         """
-        self.bench, self.allowed, self.remats, self.notify = bench, allowed, tuple(remats), notify
-        self.examples = bench.gradient.examples
+        self.bench, self.allowed, self.styles, self.notify = bench, allowed, tuple(styles), notify
+        self.examples = bench.gradient.share  # the most in a microbatch
         self.sizes = Sizes(self.examples, bench.gradient.unit)
         self.predicted: dict[Way, int] = {}  # before it was compiled, from two others
 
@@ -50,12 +50,12 @@ class Search:
     @property
     def known(self) -> dict[Way, Bytes | None]:
         """The ways that may be taken and were compiled, here or by an earlier search that may have had more of them."""
-        return {way: found for way, found in self.bench.bytes.items() if way.remat in self.remats}
+        return {way: found for way, found in self.bench.bytes.items() if way.style in self.styles}
 
     @property
     def seconds(self) -> dict[Way, float]:
         """Those of them that were timed."""
-        return {way: each for way, each in self.bench.seconds.items() if way.remat in self.remats}
+        return {way: each for way, each in self.bench.seconds.items() if way.style in self.styles}
 
     def fits(self, way: Way, allowed: int | None = None) -> bool:
         """Whether a way fits the budget, or what else is allowed; it is compiled to find out."""
@@ -73,7 +73,7 @@ class Search:
         on_line = self.on_line(way)
         if on_line is not None:
             return on_line
-        points = self._points(way.remat, with_full=True)
+        points = self._points(way.style, with_full=True)
         size = self._size(way)
         if points:
             known, found = points[0]
@@ -83,7 +83,7 @@ class Search:
 
     def on_line(self, way: Way) -> int | None:
         """The bytes on the line through the nearest sizes that were compiled: two, or three if there are as many."""
-        points = self._points(way.remat, with_full=False)
+        points = self._points(way.style, with_full=False)
         size = self._size(way)
         if len(points) < 2 or self._is_short(size):
             return None
@@ -94,14 +94,14 @@ class Search:
         slope = max(0.0, rise / sum((each - middle) ** 2 for each, _ in nearest))
         return int(height + slope * (size - middle))
 
-    def _points(self, remat: str | None, *, with_full: bool) -> list[tuple[int, Bytes]]:
+    def _points(self, style: Style, *, with_full: bool) -> list[tuple[int, Bytes]]:
         points = [
             (self._size(way), found)
             for way, found in self.bench.bytes.items()
-            if found is not None and way.remat == remat and self._size(way) < self.examples
+            if found is not None and way.style == style and self._size(way) < self.examples
         ]
         points = [point for point in points if not self._is_short(point[0])]
-        full = self.bench.bytes.get(Way(self.examples, remat))
+        full = self.bench.bytes.get(Way(self.examples, *style))
         return [(self.examples, full)] if with_full and not points and full is not None else points
 
     def _is_short(self, size: int) -> bool:
@@ -111,22 +111,22 @@ class Search:
     def _size(self, way: Way) -> int:
         return self.examples if way.microbatch_size is None else way.microbatch_size
 
-    def largest_fitting(self, remat: str | None, allowed: int | None = None) -> Way | None:
+    def largest_fitting(self, style: Style, allowed: int | None = None) -> Way | None:
         """The way with the largest microbatch that fits, give or take what is not worth a compilation."""
         limit = self.allowed if allowed is None else allowed
         if limit is None:
-            return Way(self.examples, remat)
+            return Way(self.examples, *style)
         low, high, tried = 0, self.examples + 1, 0
 
         for way in list(self.bench.bytes):
-            if way.remat == remat and way.microbatch_size is not None:
+            if way.style == style and way.microbatch_size is not None:
                 if self.fits(way, limit):
                     low = max(low, way.microbatch_size)
                 else:
                     high = min(high, way.microbatch_size)
         while True:
             between = [size for size in self.sizes.all() if low < size < high]
-            hopeful = [size for size in between if self.predict(Way(size, remat)) <= limit]
+            hopeful = [size for size in between if self.predict(Way(size, *style)) <= limit]
             if hopeful:
                 size = max(low + self.sizes.unit, self.sizes.preferred(hopeful[-1]))
                 if low and not self.sizes.is_worthwhile(size, instead_of=low, patience=PATIENT - tried):
@@ -136,21 +136,21 @@ class Search:
             else:
                 size = between[0]  # what is predicted may be wrong
             tried += 1
-            if self.fits(Way(size, remat), limit):
+            if self.fits(Way(size, *style), limit):
                 low = size
             else:
                 high = size
-        return Way(low, remat) if low else None
+        return Way(low, *style) if low else None
 
     def likely_fitting(self) -> Way:
         """The largest that fits as far as one can tell without compiling anything."""
-        ways = [Way(size, self.remats[0]) for size in self.sizes.all()]
+        ways = [Way(size, *self.styles[0]) for size in self.sizes.all()]
         likely = [way for way in ways if self.allowed is None or self.predict(way) <= self.allowed]
         return max(likely or ways[:1], key=self._size)
 
     def any_fitting(self) -> Way | None:
         """The largest that fits, without computing anything twice if that can be."""
-        return next((way for way in map(self.largest_fitting, self.remats) if way is not None), None)
+        return next((way for way in map(self.largest_fitting, self.styles) if way is not None), None)
 
     def is_limiting(self, way: Way) -> bool:
         """Whether the budget, rather than the clock, keeps a way from a larger microbatch."""
@@ -160,13 +160,13 @@ class Search:
     def look_around(self, chosen: Way | None, *, timed: bool) -> None:
         """Compiles what it takes to draw the line, all at once, and the policies: to be shown, not to decide."""
         ladder = [self.examples, *self.sizes.steps_down(self.examples)]
-        remat = self.remats[0]
-        self.fits(Way(self.examples, remat))
+        style = self.styles[0]
+        self.fits(Way(self.examples, *style))
         for size in (ladder[len(ladder) // 3], ladder[2 * len(ladder) // 3]):
-            if len(self._points(remat, with_full=False)) < 2:
-                self.fits(Way(size, remat))
+            if len(self._points(style, with_full=False)) < 2:
+                self.fits(Way(size, *style))
         size = self.sizes.smallest if chosen is None else self._size(chosen)
-        for way in (Way(size, remat) for remat in self.remats):
+        for way in (Way(size, *style) for style in self.styles):
             if self.fits(way) and timed:
                 self._time(way)
 
@@ -174,7 +174,7 @@ class Search:
 
     def leanest(self) -> Way | None:
         """The way with the least memory; of those about as lean, the one with the largest microbatch."""
-        smallest = [way for way in (Way(self.sizes.smallest, remat) for remat in self.remats) if self.fits(way)]
+        smallest = [way for way in (Way(self.sizes.smallest, *style) for style in self.styles) if self.fits(way)]
         if not smallest:
             return None
 
@@ -185,19 +185,19 @@ class Search:
 
         lean = int(min(map(total, smallest)) * (1 + AS_LEAN))
         best = next(way for way in smallest if total(way) <= lean)  # the one that keeps most
-        return self.largest_fitting(best.remat, allowed=lean) or best
+        return self.largest_fitting(best.style, allowed=lean) or best
 
     # What is fast.
 
     def fastest(self) -> Way | None:
         """The way that takes the least time on the device; of those about as fast, the one with the least memory."""
-        top = self.largest_fitting(self.remats[0])
+        top = self.largest_fitting(self.styles[0])
         if top is not None:
             self._descend(top)
         # What is computed twice takes longer: it pays only where memory keeps the microbatches small.
         if top is None or not self.bench.gradient.is_at_once(top):
-            for remat in self.remats[1:]:
-                lean = self.largest_fitting(remat)
+            for style in self.styles[1:]:
+                lean = self.largest_fitting(style)
                 if lean is not None:
                     self._descend(lean)
         if not self._in_time():
@@ -243,7 +243,7 @@ class Search:
         """Times the largest size, then ever smaller ones, until they only become slower."""
         slower = 0
         for size in (self._size(top), *self.sizes.steps_down(self._size(top))):
-            way = Way(size, top.remat)
+            way = Way(size, *top.style)
             if not self.fits(way):
                 continue
             ratio = self._time(way) / self._least_seconds()
@@ -253,14 +253,14 @@ class Search:
 
     def _around(self, best: Way) -> list[Way]:
         """Sizes between the best and its neighbours."""
-        timed = sorted(self._size(way) for way in self.bench.seconds if way.remat == best.remat)
+        timed = sorted(self._size(way) for way in self.bench.seconds if way.style == best.style)
         place = timed.index(self._size(best))
         neighbours = [timed[place - 1 : place + 1], timed[place : place + 2]]
         between = []
         for pair in neighbours:
             size = self.sizes.between(*pair) if len(pair) == 2 else None
             if size is not None:
-                between.append(Way(size, best.remat))
+                between.append(Way(size, *best.style))
         return between
 
     def _time(self, way: Way) -> float:

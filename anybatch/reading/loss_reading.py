@@ -14,7 +14,7 @@ from anybatch.reading.graph import Graph
 from anybatch.reading.positions import Draw
 from anybatch.reading.reader import Fact, NeedsInlining, Reader
 from anybatch.reading.rulebook import RULEBOOK
-from anybatch.reading.split import Split
+from anybatch.reading.split import Seeds, Split
 from anybatch.reading.states import WHOLE, Rows
 
 _MAX_HINT = 1 << 20  # elements of an array that is looked at before anything runs
@@ -23,13 +23,28 @@ _MAX_HINT = 1 << 20  # elements of an array that is looked at before anything ru
 _HARMLESS_EFFECTS = ("DebugEffect", "OrderedDebugEffect", "NamedAxisEffect")
 
 
-def split_loss(loss: TracedLoss, consts: Sequence[Any], *, fresh_draws: bool = False) -> Split:
+def split_loss_in_one_pass(loss: TracedLoss, consts: Sequence[Any], *, fresh_draws: bool = False) -> Split:
+    """Like `split_loss`, but nothing is summed before the microbatches if one pass over them is enough all the same.
+
+    On many devices a sum is an exchange. The sum of a mask can join that of the gradients, unless examples are
+    divided by it.
+    """
+    split = split_loss(loss, consts, fresh_draws=fresh_draws, sums_data_later=True)
+    if split.seeds != Seeds.BETWEEN and not split.head_couples:
+        return split
+    return split_loss(loss, consts, fresh_draws=fresh_draws)
+
+
+def split_loss(
+    loss: TracedLoss, consts: Sequence[Any], *, fresh_draws: bool = False, sums_data_later: bool = False
+) -> Split:
     """Reads a loss that was traced at the full batch, and splits it.
 
     Args:
       loss: the loss.
       consts: what it closes over; arrays among them that are known already help.
       fresh_draws: whether a microbatch may draw its own random numbers, where it cannot draw those of the batch.
+      sums_data_later: whether sums of data alone are left to the microbatches.
     """
     wrt, batch, keys, rest = loss.types
     moving = [Fact(WHOLE, True, jax.dtypes.issubdtype(leaf.dtype, np.inexact)) for leaf in wrt]
@@ -49,7 +64,7 @@ def split_loss(loss: TracedLoss, consts: Sequence[Any], *, fresh_draws: bool = F
                     value.hint = const
         _refuse_mutation(graph)
         try:
-            reader = Reader(graph, loss.num_examples, facts, RULEBOOK, top=True, may_reorder=may_reorder)
+            reader = Reader(graph, loss.num_examples, facts, RULEBOOK, top=True, may_reorder=may_reorder, sums_data_later=sums_data_later)
         except NeedsInlining as request:
             opened[id(request.equation)] = request.equation, request.function
             continue

@@ -75,6 +75,8 @@ class Reader:
       rulebook: how to read each primitive.
       top: whether this is the loss itself, or a function nested in it, which must be row-wise throughout.
       may_reorder: whether examples may be sorted, each microbatch for itself.
+      sums_data_later: whether a sum over the batch of data alone is left to the microbatches, as all other sums are,
+        rather than computed before the first one.
       reads_derivatives: whether functions with derivatives of their own are differentiated here; if not, their
         derivatives are read when an outer `grad` asks for them.
     """
@@ -88,8 +90,10 @@ class Reader:
         *,
         top: bool = False,
         may_reorder: bool = False,
+        sums_data_later: bool = False,
         reads_derivatives: bool = True,
     ) -> None:
+        self.sums_data_later = sums_data_later
         self.reads_derivatives = reads_derivatives
         self.graph, self.num_examples, self.rulebook, self.top = graph, num_examples, rulebook, top
         self.facts = dict(zip(graph.inputs, facts, strict=True))
@@ -151,10 +155,17 @@ class Reader:
             except NotRowwise as refusal:
                 found = self._refused(node, states, moves, refusal)
         for output, state in zip(node.outputs, found, strict=True):
-            if self.top and not moves and (state == SUM or isinstance(state, Mixed)):
+            if self.top and not moves and self._is_computed_first(state, states):
                 state = self._compute_first(output, state, states)
             self.facts[output] = Fact(state, moves, has_gradient and output.is_inexact)
             self.uses_batch[output] = uses_batch
+
+    def _is_computed_first(self, state: State, states: Sequence[State]) -> bool:
+        """Whether data alone in some state must, or had better, be known before the first microbatch."""
+        if not self.sums_data_later:
+            return state == SUM or isinstance(state, Mixed)
+        # What is computed from sums alone can wait, as they do.
+        return isinstance(state, Mixed) and state.couples
 
     def _apply_rule(self, node: Node, states: Sequence[State], moves: bool) -> Outcome:
         if any(isinstance(state, Mixed) for state in states):

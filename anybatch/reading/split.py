@@ -55,6 +55,12 @@ class Split:
     def num_consts(self) -> int:
         return len(self.loss.const_types)
 
+    @property
+    def batch_positions(self) -> range:
+        """Where the examples are among the inputs."""
+        first = self.num_consts + len(self.loss.types.wrt)
+        return range(first, first + len(self.loss.types.batch))
+
     @functools.cached_property
     def head_nodes(self) -> list[Node]:
         """The nodes that are computed once, from the whole batch."""
@@ -64,6 +70,12 @@ class Split:
         if any(isinstance(self.reader.state(output), Mixed) for output in node.outputs):
             return True
         return node.has_effects and not node.outputs and node not in self.reader.outcomes
+
+    @property
+    def head_couples(self) -> bool:
+        """Whether any value of the head is one of rows, and not of sums alone."""
+        states = [self.reader.state(output) for node in self.head_nodes for output in node.outputs]
+        return any(isinstance(state, Mixed) and state.couples for state in states)
 
     @functools.cached_property
     def whole_batch_nodes(self) -> list[Node]:
@@ -260,21 +272,31 @@ class Split:
         start: Any,
         size: int,
         wanted: Sequence[Value],
+        origin: Any = None,
     ) -> list[Any]:
-        """Values of the prefix for `size` examples from `start`; `known` is None before those are known."""
+        """Values of the prefix for `size` examples.
+
+        Args:
+          inputs: those of the graph.
+          known: the values known first, None before they are.
+          hoisted: the hoisted values.
+          start: the first of these examples, among those that the inputs have.
+          size: their number.
+          wanted: which values.
+          origin: the index in the batch of the first example that the inputs have, if they have not all of them.
+        """
         whole: dict[Value, Any] = dict(zip(self.known_first if known is not None else [], known or [], strict=True))
         whole.update(zip(self.hoisted if hoisted else [], hoisted, strict=True))
         mine: dict[Value, Any] = {}
         for value, array in zip(self.graph.inputs, inputs, strict=True):
             state = self.reader.state(value)
-            if isinstance(state, Rows):
+            if isinstance(state, Rows) and origin is None:
                 whole[value] = array
             mine[value] = array
-        first = len(self.loss.types.wrt) + self.num_consts
-        count = len(self.loss.types.batch)
-        taken = take(inputs[first : first + count], start, size)
-        mine.update(zip(self.graph.inputs[first : first + count], taken, strict=True))
-        microbatch = Microbatch(self.reader, start, size, mine, whole, self.draw)
+        taken = take([inputs[position] for position in self.batch_positions], start, size)
+        mine.update(zip((self.graph.inputs[position] for position in self.batch_positions), taken, strict=True))
+        index = start if origin is None else origin + start
+        microbatch = Microbatch(self.reader, index, size, mine, whole, self.draw)
         microbatch.run(wanted)
         return [jnp.asarray(microbatch.value(value)) for value in wanted]
 

@@ -158,14 +158,14 @@ def put_rows(stacked: jax.Array | None, last: jax.Array | None, rows: Rows, size
     axis, outer, inner = rows.axis, rows.outer, rows.inner
     parts = []
     for array, examples in ((stacked, size), (None if last is None else last[None], remainder)):
-        if array is None or array.shape[0] == 0:
+        if array is None or (array.shape[0] == 0 and last is not None):
             continue
         number, shape = array.shape[0], array.shape[1:]
         blocks = array.reshape(number, *shape[:axis], outer, examples * inner, *shape[axis + 1 :])
         blocks = jnp.moveaxis(blocks, 0, axis + 1)
         parts.append(blocks.reshape(*shape[:axis], outer, number * examples * inner, *shape[axis + 1 :]))
     joined = parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis + 1)
-    return joined.reshape(*joined.shape[:axis], -1, *joined.shape[axis + 2 :])
+    return joined.reshape(*joined.shape[:axis], outer * joined.shape[axis + 1], *joined.shape[axis + 2 :])
 
 
 def replaced(sizes: Sequence[int], position: int, size: int) -> tuple[int, ...]:

@@ -15,6 +15,8 @@ from anybatch import compat
 from anybatch.auxiliary import Combination
 from anybatch.batch import Cut, join_rows
 from anybatch.loss import TracedLoss
+from anybatch.reading.states import Rows
+from anybatch.routes.parts import Give
 
 CARRIED = ("sum", "mean", "last")
 
@@ -41,7 +43,8 @@ class Outputs:
     """Combines the flat outputs of a loss: the loss itself or (total, weight), then the aux leaves."""
 
     loss: TracedLoss
-    cut: Cut
+    size: int  # of a whole microbatch
+    examples: int  # of the whole batch
     combinations: Sequence[Combination]
     accumulator_dtype: Any
 
@@ -49,14 +52,14 @@ class Outputs:
     def weighted(self) -> bool:
         return self.loss.num_heads == 2
 
-    def start(self, last: Sequence[Any] | None) -> list[Any]:
+    def start(self, cut: Cut, last: Sequence[Any] | None) -> list[Any]:
         """The carry before the loop: the share of the ragged last microbatch, or zeros."""
         kinds = self._select([how.kind for how in self.combinations], CARRIED)
         zeros = [
             compat.zeros_of(aval, aval.dtype if kind == "last" else self._wide(aval.dtype))
             for kind, aval in zip(kinds, self._select(self.loss.out_avals, CARRIED), strict=True)
         ]
-        return zeros if last is None else self._add(zeros, last, self.cut.remainder / self.cut.size)
+        return zeros if last is None else self._add(zeros, last, cut.remainder / self.size)
 
     def add(self, carry: Sequence[Any], outputs: Sequence[Any]) -> list[Any]:
         """The carry after one more whole microbatch."""
@@ -66,32 +69,66 @@ class Outputs:
         """What every microbatch leaves behind."""
         return self._select(outputs, ("rows", "stack"))
 
-    def finish(self, carry: Sequence[Any], stacked: Sequence[Any], last: Sequence[Any] | None) -> list[Any]:
-        """The value of the loss and the aux leaves of the batch, in their own dtypes."""
+    # The examples may be in several parts, each with a loop of its own.
+
+    def of_part(
+        self, carry: Sequence[Any], stacked: Sequence[Any], last: Sequence[Any] | None, is_last_part: Any
+    ) -> tuple[list[Any], list[Any]]:
+        """What to add up over the parts, and what to put one after the other.
+
+        Args:
+          carry: what the loop of this part carried.
+          stacked: what its microbatches emitted.
+          last: the outputs of its ragged last microbatch, if it has one.
+          is_last_part: whether the last example of the batch is in this part.
+        """
         carried, emitted = iter(carry), iter(stacked)
-        combined = []
-        for position, (how, aval) in enumerate(zip(self.combinations, self.loss.out_avals, strict=True)):
+        sums, rows = [], []
+        for position, how in enumerate(self.combinations):
             mine = None if last is None else last[position]
             if how.kind == "rows":
-                combined.append(join_rows(next(emitted), mine, how.axis))
+                rows.append(join_rows(next(emitted), mine, how.axis))
             elif how.kind == "stack":
-                combined.append(join_rows(next(emitted)[:, None], None if mine is None else mine[None], 0))
+                rows.append(join_rows(next(emitted)[:, None], None if mine is None else mine[None], 0))
             elif how.kind == "last":
                 newest = next(carried)
-                combined.append(newest if mine is None else mine)
+                newest = newest if mine is None else mine
+                if is_last_part is not True:
+                    newest = jnp.where(is_last_part, newest, jnp.zeros_like(newest))
+                sums.append(newest)
             else:
-                total = next(carried)
-                combined.append((self.mean(total, carry) if how.kind == "mean" else total).astype(aval.dtype))
+                sums.append(next(carried))
+        return sums, rows
+
+    def gives(self) -> list[Give]:
+        """How the rows of the parts lie."""
+
+        def microbatches(examples: int) -> int:
+            return Cut(examples, self.size).microbatches
+
+        emitted = [how for how in self.combinations if how.kind not in CARRIED]
+        return [Give(Rows(0), microbatches) if how.kind == "stack" else Give(Rows(how.axis)) for how in emitted]
+
+    def finish(self, sums: Sequence[Any], rows: Sequence[Any]) -> list[Any]:
+        """The value of the loss and the aux leaves of the batch, in their own dtypes."""
+        carried, emitted = iter(sums), iter(rows)
+        combined = []
+        for how, aval in zip(self.combinations, self.loss.out_avals, strict=True):
+            if how.kind not in CARRIED:
+                combined.append(next(emitted))
+                continue
+            total = next(carried)
+            combined.append((self.mean(total, sums) if how.kind == "mean" else total).astype(aval.dtype))
         if self.weighted:
             dtype = self.loss.value_dtype
-            combined[:2] = [ratio(carry[0].astype(wide_dtype(dtype, jnp.float32)), carry[1]).astype(dtype)]
+            combined[:2] = [ratio(sums[0].astype(wide_dtype(dtype, jnp.float32)), sums[1]).astype(dtype)]
         return combined
 
-    def mean(self, total: jax.Array, carry: Sequence[Any]) -> jax.Array:
+    def mean(self, total: jax.Array, sums: Sequence[Any]) -> jax.Array:
         """A sum over the microbatches, divided once: by their weights, or by their number and shares."""
         if self.weighted:
-            return ratio(total, carry[1])
-        return total / (self.cut.examples / self.cut.size)
+            return ratio(total, sums[1])
+        return total / (self.examples / self.size)
 
     def _add(self, carry: Sequence[Any], outputs: Sequence[Any], share: float) -> list[Any]:
         added = []

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -15,6 +15,7 @@ from anybatch.reading.split import Split
 from anybatch.reading.states import SUM, Rows, State, put_rows, take_rows
 from anybatch.routes import blocks, references
 from anybatch.routes.outputs import wide_dtype
+from anybatch.routes.parts import Part
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -22,8 +23,15 @@ class Given:
     """The arrays of one call, as the passes see them."""
 
     variables: list[Any]  # what is differentiated: the parameters, then what was hoisted from them
-    inputs: list[Any]  # those of the loss, all of them
+    inputs: list[Any]  # those of the loss, all of them, with the examples of the part at hand
     known: list[Any]  # what was computed from data alone
+    place: list[Any]  # the index in the batch of the first example of the part, unless it is 0
+
+    @property
+    def types(self) -> "Given":
+        """Their types."""
+        parts = (self.variables, self.inputs, self.known, self.place)
+        return Given(*([compat.abstract(jax.typeof(leaf)) for leaf in part] for part in parts))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -33,19 +41,25 @@ class Prefix:
     split: Split
     cut: Cut
     accumulator_dtype: Any
-    given_types: Given
+    given: Given
+    part: Part
     remat: str | None = None  # a policy of jax.checkpoint for the backward pass
 
     def _trace(self, size: int) -> compat.Traced:
-        split, types = self.split, self.given_types
-        leaves, tree = jax.tree.flatten((types.variables, types.inputs, types.known))
+        split, types = self.split, self.given.types
+        if self.part.examples < size:  # there are none at all: it is traced for its types, and never called
+            for position in split.batch_positions:
+                rows = types.inputs[position]
+                types.inputs[position] = rows.update(shape=(size, *rows.shape[1:]))
+        variables = jax.eval_shape(self.part.whole, types.variables) if self.part.is_shard else types.variables
+        leaves, tree = jax.tree.flatten((variables, types.inputs, types.known, types.place))
         first, num_wrt = split.num_consts, len(split.loss.types.wrt)
 
         def prefix(*flat: Any) -> list[Any]:
             *arrays, start = flat
-            variables, inputs, known = jax.tree.unflatten(tree, arrays)
+            variables, inputs, known, place = jax.tree.unflatten(tree, arrays)
             inputs[first : first + num_wrt] = variables[:num_wrt]
-            return split.prefix(inputs, known, variables[num_wrt:], start, size, split.frontier)
+            return split.prefix(inputs, known, variables[num_wrt:], start, size, split.frontier, *place)
 
         start = jax.ShapeDtypeStruct((), jnp.int32)
         traced, consts = compat.trace(prefix, *leaves, start)
@@ -69,18 +83,19 @@ class Prefix:
     @functools.cached_property
     def written_in_place(self) -> list[bool]:
         """Which gradients the backward pass may add to their accumulators by itself."""
-        return references.written_in_place(self.whole, len(self.given_types.variables))
+        return self.part.in_place(references.written_in_place(self.whole, len(self.given.variables)))
 
     @property
     def states(self) -> list[State]:
         return self.split.states
 
-    def forward(self, given: Given) -> list[Any]:
-        """The frontier of the whole batch."""
+    def forward(self) -> list[Any]:
+        """What the examples make of the frontier."""
+        given = self.given
 
         def run(traced: compat.Traced, start: Any) -> list[Any]:
             # As in a backward pass: a function with derivatives of its own may have another forward pass there.
-            return jax.vjp(lambda variables: _call(traced, given, variables, start), given.variables)[0]
+            return jax.vjp(lambda variables: self._call(traced, variables, start), given.variables)[0]
 
         last = None if self.last is None else run(self.last, self.cut.whole * self.cut.size)
 
@@ -91,28 +106,32 @@ class Prefix:
             return (first + self.cut.size, self._add(sums, made)), self._emitted(made)
 
         start = jnp.zeros((), jnp.int32)
-        (_, sums), emitted = lax.scan(step, (start, self._zeros(last)), length=self.cut.whole)
+        (_, sums), emitted = self._loop(step, (start, self._zeros(last)))
         return self._finish(sums, emitted, last)
 
-    def backward(
-        self, given: Given, seeds: Sequence[Any], *, mutate: bool, keeps_frontier: bool
-    ) -> tuple[list[Any], list[Any]]:
-        """The gradient with respect to the variables, and the frontier if it is wanted.
+    def _loop(self, step: Any, carry: Any) -> tuple[Any, list[Any]]:
+        """`lax.scan` over the whole microbatches, if there are any."""
+        if self.cut.whole:
+            return lax.scan(step, carry, length=self.cut.whole)
+        return carry, [jnp.zeros((0, *aval.shape), aval.dtype) for aval in self._emitted(self.whole.out_avals)]
+
+    def backward(self, seeds: Sequence[Any], *, mutate: bool, keeps_frontier: bool) -> tuple[list[Any], list[Any]]:
+        """The gradient with respect to the variables, and what the examples make of the frontier if it is wanted.
 
         Args:
-          given: the arrays.
-          seeds: the gradient with respect to those values of the frontier that are differentiated.
+          seeds: the gradient with respect to those values of the frontier that are differentiated; of rows, those of
+            the examples.
           mutate: whether to add the gradient up in references.
           keeps_frontier: whether the frontier is wanted.
         """
-        cut, positions = self.cut, self.split.differentiated
+        given, cut, positions = self.given, self.cut, self.split.differentiated
         wide = [wide_dtype(leaf.dtype, self.accumulator_dtype) for leaf in given.variables]
         shielded = functools.partial(references.shielded, written_in_place=self.written_in_place)
 
         def run(traced: compat.Traced, start: Any, size: int) -> tuple[list[Any], Any, list[Any]]:
             def of_wide(wide_variables: list[Any]) -> tuple[list[Any], list[Any]]:
                 narrow = [leaf.astype(own.dtype) for leaf, own in zip(wide_variables, given.variables, strict=True)]
-                made = _call(traced, given, narrow, start)
+                made = self._call(traced, narrow, start)
                 return [made[position] for position in positions], made
 
             # Widening what is differentiated makes autodiff itself add up in the wide dtype.
@@ -141,16 +160,21 @@ class Prefix:
                 if accumulators is not None:
                     pullback.with_refs(accumulators)(mine)
                 else:
-                    grads = jax.tree.map(jnp.add, grads, pullback(mine)[0])
+                    grads = jax.tree.map(jnp.add, grads, self.part.apart(pullback(mine)[0]))
             kept = (self._add(sums, made), self._emitted(made)) if keeps_frontier else ([], [])
             return (first + cut.size, kept[0], grads), kept[1]
 
         sums = self._zeros(last) if keeps_frontier else []
         carry = (start, sums, [] if mutate else grads)
-        (_, sums, grads), emitted = lax.scan(step, carry, length=cut.whole)
+        (_, sums, grads), emitted = self._loop(step, carry)
         if accumulators is not None:
             grads = [jax.freeze(accumulator) for accumulator in accumulators]
         return grads, self._finish(sums, emitted, last) if keeps_frontier else []
+
+    def _call(self, traced: compat.Traced, variables: list[Any], start: Any) -> list[Any]:
+        given, start = self.given, jnp.asarray(start, jnp.int32)
+        arrays = (self.part.whole(variables), given.inputs, given.known, given.place)
+        return traced(traced.bound, *jax.tree.leaves(arrays), start)
 
     # The frontier: sums are carried through the loop, rows are emitted by every microbatch.
 
@@ -178,25 +202,22 @@ class Prefix:
                 mine = None if last is None else last[position]
                 whole.append(put_rows(next(stacked), mine, state, self.cut.size, self.cut.remainder))
             else:
-                whole.append(next(carried).astype(value.dtype))
+                whole.append(next(carried))
         return whole
 
 
-def _call(traced: compat.Traced, given: Given, variables: list[Any], start: Any) -> list[Any]:
-    start = jnp.asarray(start, jnp.int32)
-    return traced(traced.bound, *jax.tree.leaves((variables, given.inputs, given.known)), start)
 
-
-def gather_rows(split: Split, cut: Cut, inputs: Sequence[Any]) -> list[Any]:
-    """Rows of data alone, for the whole batch, computed microbatch by microbatch."""
+def gather_rows(split: Split, cut: Cut, given: Given) -> list[Any]:
+    """Rows of data alone, for the examples of a part, computed microbatch by microbatch."""
     wanted = split.gathered_first
-    if not wanted:
-        return []
-    run: Callable[..., list[Any]] = functools.partial(split.prefix, inputs, None, [])
-    last = run(cut.whole * cut.size, cut.remainder, wanted) if cut.remainder else [None] * len(wanted)
+
+    def run(start: Any, size: int) -> list[Any]:
+        return split.prefix(given.inputs, None, [], start, size, wanted, *given.place)
+
+    last = run(cut.whole * cut.size, cut.remainder) if cut.remainder else [None] * len(wanted)
 
     def step(start: Any, _: None) -> tuple[Any, list[Any]]:
-        return start + cut.size, run(start, cut.size, wanted)
+        return start + cut.size, run(start, cut.size)
 
     _, stacked = lax.scan(step, jnp.zeros((), jnp.int32), length=cut.whole)
     states: list[Any] = [split.reader.state(value) for value in wanted]

@@ -2,8 +2,8 @@
 
 import dataclasses
 import functools
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,26 +14,33 @@ from anybatch.arguments import Arrays
 from anybatch.auxiliary import Combination
 from anybatch.batch import Cut, first_start, take
 from anybatch.loss import TracedLoss
+from anybatch.reading.states import Rows
 from anybatch.routes import in_place, references
 from anybatch.routes.outputs import Outputs, ratio, wide_dtype
+from anybatch.routes.parts import Part, Place
 
 
 @dataclasses.dataclass(frozen=True)
 class Microbatches:
-    """What to compute: the loss at the size of the microbatches, and how their outputs make those of the batch."""
+    """What to compute: the loss at the sizes of the microbatches, and how their outputs make those of the batch."""
 
-    cut: Cut
-    loss: TracedLoss
-    last_loss: TracedLoss | None  # at the size of the ragged last microbatch, if there is one
+    size: int
+    examples: int  # of the whole batch
+    losses: Mapping[int, TracedLoss]  # by their numbers of examples: those of the ragged last microbatches, too
     reduction: str  # "sum", "mean" or "weighted"
     aux: Sequence[Combination]
     accumulator_dtype: Any
+
+    @property
+    def loss(self) -> TracedLoss:
+        return self.losses[self.size]
 
     @functools.cached_property
     def outputs(self) -> Outputs:
         """How the outputs of the microbatches combine."""
         head = Combination("mean" if self.reduction == "mean" else "sum")
-        return Outputs(self.loss, self.cut, [*[head] * self.loss.num_heads, *self.aux], self.accumulator_dtype)
+        combinations = [*[head] * self.loss.num_heads, *self.aux]
+        return Outputs(self.loss, self.size, self.examples, combinations, self.accumulator_dtype)
 
     @functools.cached_property
     def seeds_shares(self) -> bool:
@@ -58,6 +65,11 @@ class Microbatches:
         uneven = any(compat.varying_axes(weight) - compat.varying_axes(jax.typeof(leaf)) for leaf in wrt)
         return uneven or self.loss.traced.uses_dtype(jnp.float16) or self.loss.weight_has_gradient
 
+    @property
+    def divides_at_end(self) -> bool:
+        """Whether the gradient that the loop leaves is yet to be divided."""
+        return self.reduction != "sum" and not self.seeds_shares and not self.weighs_first
+
     @functools.cached_property
     def written_in_place(self) -> list[bool]:
         """Which gradients the backward pass may add to their accumulators by itself."""
@@ -69,124 +81,162 @@ class Microbatches:
         return self.loss.traced.has_effects
 
 
-class Inputs(NamedTuple):
-    """All arrays that enter the computation. A pytree."""
-
-    consts: Sequence[Any]  # closed over by the loss
-    last_consts: Sequence[Any]  # closed over by the loss at the size of the last microbatch
-    arrays: Arrays
+Consts = Mapping[int, Sequence[Any]]  # closed over by the losses, by their numbers of examples
 
 
-def value_and_grad(microbatches: Microbatches, inputs: Inputs) -> tuple[Any, list[Any], list[Any]]:
+def value_and_grad(
+    microbatches: Microbatches, place: Place, inputs: tuple[Consts, Arrays]
+) -> tuple[Any, list[Any], list[Any]]:
     """The value, the aux leaves and the gradient leaves of the batch.
 
     Memory: one gradient in the accumulator's dtype and the temporaries of one microbatch, whatever the batch.
     """
-    leaves, tree = jax.tree.flatten(inputs)
+    consts, arrays = inputs
+    outputs = microbatches.outputs
+    wrt = [jnp.asarray(leaf) for leaf in arrays.wrt]
+    without_batch = (wrt, consts, arrays.keys, arrays.rest)
+    first_ratio: list[Any] = []
+    takes = [Rows(0)] * len(arrays.batch)
+    if microbatches.weighs_first:
+        leaves, tree = jax.tree.flatten(without_batch)
 
-    def accumulate(*flat: Any, mutate: bool) -> list[Any]:
-        return _accumulate(microbatches, jax.tree.unflatten(tree, flat), mutate)
+        def forward(part: Part, whole: list[Any], rows: list[Any]) -> tuple[list[Any], list[Any]]:
+            return _totals(microbatches, part, *_sorted(jax.tree.unflatten(tree, whole), rows)), []
 
-    if microbatches.has_effects:  # a primitive of our own would hide them
-        flat_results = accumulate(*leaves, mutate=False)
-    else:
-        flat_results = in_place.call(
-            lambda *flat: accumulate(*flat, mutate=True),
-            lambda *flat: accumulate(*flat, mutate=False),
-            *map(jnp.asarray, leaves),
-        )
-    num_grads = len(inputs.arrays.wrt)
-    value, *aux = flat_results[num_grads:]
-    return value, aux, flat_results[:num_grads]
+        (total, weight), _ = place(forward, leaves, arrays.batch, takes, [], 0)
+        first_ratio = _ratio_of(total, weight)
+
+    leaves, tree = jax.tree.flatten((*without_batch, first_ratio))
+
+    def backward(part: Part, whole: list[Any], rows: list[Any]) -> tuple[list[Any], list[Any]]:
+        anywhere, num_whole, num_inputs = part.anywhere, len(whole), len(whole) + len(rows)
+
+        def compute(*flat: Any, mutate: bool) -> list[Any]:
+            *sorted_whole, factors = jax.tree.unflatten(tree, flat[:num_whole])
+            own = _sorted(tuple(sorted_whole), list(flat[num_whole:num_inputs]))
+            return _accumulate(microbatches, anywhere.at(flat[num_inputs:]), *own, factors, mutate)
+
+        flat = [jnp.asarray(leaf) for leaf in (*whole, *rows, *part.place)]
+        if microbatches.has_effects or part.fixed_order:  # a primitive of our own would hide effects
+            results = compute(*flat, mutate=False)
+        else:
+            results = in_place.call(
+                functools.partial(compute, mutate=True), functools.partial(compute, mutate=False), *flat
+            )
+        num_sums = len(results) - len(outputs.gives())
+        return results[:num_sums], results[num_sums:]
+
+    sums, rows = place(backward, leaves, arrays.batch, takes, outputs.gives(), len(wrt))
+    grads, sums = sums[: len(wrt)], sums[len(wrt) :]
+    with jax.named_scope("anybatch_reduce"):
+        if microbatches.divides_at_end:
+            grads = [outputs.mean(grad, sums) for grad in grads]
+        grads = [grad.astype(leaf.dtype) for grad, leaf in zip(grads, wrt, strict=True)]
+        value, *aux = outputs.finish(sums, rows)
+    return value, aux, grads
 
 
-def _accumulate(microbatches: Microbatches, inputs: Inputs, mutate: bool) -> list[Any]:
-    """The gradient leaves, the value, the aux leaves; with `mutate`, the gradient is summed in references."""
-    cut, outputs, wrt = microbatches.cut, microbatches.outputs, [jnp.asarray(leaf) for leaf in inputs.arrays.wrt]
+def _sorted(whole: tuple[Any, ...], batch: list[Any]) -> tuple[Consts, Arrays]:
+    wrt, consts, keys, rest = whole
+    return consts, Arrays(wrt, batch, keys, rest)
+
+
+def _accumulate(
+    microbatches: Microbatches, part: Part, consts: Consts, arrays: Arrays, first_ratio: list[Any], mutate: bool
+) -> list[Any]:
+    """The gradient leaves, what else is added up, the rows; with `mutate`, the gradient is summed in references."""
+    cut, outputs, wrt = Cut(part.examples, microbatches.size), microbatches.outputs, arrays.wrt
     wide = [wide_dtype(leaf.dtype, microbatches.accumulator_dtype) for leaf in wrt]
-    first_ratio = _forward_ratio(microbatches, inputs) if microbatches.weighs_first else None
-    shielded = functools.partial(references.shielded, written_in_place=microbatches.written_in_place)
-    num_heads = 2 if first_ratio is not None and microbatches.loss.weight_is_inexact else 1
+    written_in_place = part.in_place(microbatches.written_in_place)
+    shielded = functools.partial(references.shielded, written_in_place=written_in_place)
+    num_heads = 2 if first_ratio and microbatches.loss.weight_is_inexact else 1
 
-    def backward(loss: TracedLoss, consts: Sequence[Any], start: Any) -> tuple[list[Any], Any, list[Any]]:
+    def backward(size: int, row: Any) -> tuple[list[Any], Any, list[Any]]:
         """One microbatch: its outputs, its pullback, and the cotangents to pull back."""
+        loss = microbatches.losses[size]
 
         def forward(wide_wrt: list[Any]) -> tuple[list[Any], list[Any]]:
             narrow = [leaf.astype(like.dtype) for leaf, like in zip(wide_wrt, wrt, strict=True)]
-            out = loss(consts, _microbatch(inputs.arrays._replace(wrt=narrow), start, loss.num_examples))
+            out = loss(consts[size], _microbatch(arrays._replace(wrt=part.whole(narrow)), part, row, size))
             return out[:num_heads], out
 
         # Widening what is differentiated makes autodiff itself add up in the wide dtype.
         wide_wrt = [leaf.astype(dtype) for leaf, dtype in zip(wrt, wide, strict=True)]
         heads, pullback, out = jax.vjp(shielded(forward) if mutate else forward, wide_wrt, has_aux=True)
-        share = loss.num_examples / cut.examples if microbatches.seeds_shares else 1
+        share = size / microbatches.examples if microbatches.seeds_shares else 1
         seeds = [jnp.full_like(heads[0], share)]
-        if first_ratio is not None:
+        if first_ratio:
             seeds = [jnp.ones_like(head) * first_ratio[i].astype(head.dtype) for i, head in enumerate(heads)]
         return out, pullback, seeds
 
     # The ragged last microbatch comes first: its gradient is where the accumulator starts.
-    divides_at_end = microbatches.reduction != "sum" and not microbatches.seeds_shares and first_ratio is None
     last: list[Any] | None = None
     start: list[Any]
-    if microbatches.last_loss is None:
+    if not cut.remainder:
         start = [jnp.zeros_like(leaf, dtype) for leaf, dtype in zip(wrt, wide, strict=True)]
     else:
         with jax.named_scope("anybatch_last_microbatch"):
-            last, pullback, seeds = backward(microbatches.last_loss, inputs.last_consts, cut.whole * cut.size)
+            last, pullback, seeds = backward(cut.remainder, cut.whole * cut.size)
             (start,) = pullback(seeds)
-        if divides_at_end and not outputs.weighted:
+        if microbatches.divides_at_end and not outputs.weighted:
             start = [grad * (cut.remainder / cut.size) for grad in start]
-    first_index, start = first_start(cut, start)
+    first_row, start = first_start(cut, start)
     accumulators = [jax.new_ref(leaf) for leaf in start] if mutate else None
 
     def step(carry: Any, _: None) -> tuple[Any, list[Any]]:
-        first, sums, grads = carry
+        row, sums, grads = carry
         with jax.named_scope("anybatch_microbatch"):
-            out, pullback, seeds = backward(microbatches.loss, inputs.consts, first)
+            out, pullback, seeds = backward(cut.size, row)
             if accumulators is not None:
                 pullback.with_refs(accumulators)(seeds)
             else:
-                grads = jax.tree.map(jnp.add, grads, pullback(seeds)[0])
-        return (first + cut.size, outputs.add(sums, out), grads), outputs.emitted(out)
+                grads = jax.tree.map(jnp.add, grads, part.apart(pullback(seeds)[0]))
+        return (row + cut.size, outputs.add(sums, out), grads), outputs.emitted(out)
 
-    carry = (first_index, outputs.start(last), [] if mutate else start)
-    (_, sums, grads), emitted = lax.scan(step, carry, length=cut.whole)
+    carry = (first_row, outputs.start(cut, last), [] if mutate else start)
+    if cut.whole:
+        (_, sums, grads), emitted = lax.scan(step, carry, length=cut.whole)
+    else:
+        _, sums, grads = carry
+        emitted = [jnp.zeros((0, *aval.shape), aval.dtype) for aval in outputs.emitted(microbatches.loss.out_avals)]
     if accumulators is not None:
         grads = [jax.freeze(accumulator) for accumulator in accumulators]
-    with jax.named_scope("anybatch_reduce"):
-        if divides_at_end:
-            grads = [outputs.mean(grad, sums) for grad in grads]
-        grads = [grad.astype(leaf.dtype) for grad, leaf in zip(grads, wrt, strict=True)]
-        return [*grads, *outputs.finish(sums, emitted, last)]
+    added, rows = outputs.of_part(sums, emitted, last, part.is_last)
+    return [*grads, *added, *rows]
 
 
-def _forward_ratio(microbatches: Microbatches, inputs: Inputs) -> list[jax.Array]:
-    """The derivatives of `total / weight` with respect to both, from a pass without gradients.
+def _totals(microbatches: Microbatches, part: Part, consts: Consts, arrays: Arrays) -> list[Any]:
+    """The total and the weight of a part, from a pass without gradients.
 
     It sees the same keys as the pass that follows, and so the same random numbers.
     """
-    cut, avals = microbatches.cut, microbatches.loss.out_avals[:2]
+    cut, avals = Cut(part.examples, microbatches.size), microbatches.loss.out_avals[:2]
     wide = [wide_dtype(aval.dtype, jnp.float32) for aval in avals]
 
-    def totals(loss: TracedLoss, consts: Sequence[Any], start: Any) -> list[Any]:
-        heads = loss(consts, _microbatch(inputs.arrays, start, loss.num_examples))[:2]
+    def totals(size: int, row: Any) -> list[Any]:
+        heads = microbatches.losses[size](consts[size], _microbatch(arrays, part, row, size))[:2]
         return [head.astype(dtype) for head, dtype in zip(heads, wide, strict=True)]
 
     def step(carry: Any, _: None) -> tuple[Any, None]:
-        first, sums = carry
-        return (first + cut.size, jax.tree.map(jnp.add, sums, totals(microbatches.loss, inputs.consts, first))), None
+        row, sums = carry
+        return (row + cut.size, jax.tree.map(jnp.add, sums, totals(cut.size, row))), None
 
     sums = [compat.zeros_of(aval, dtype) for aval, dtype in zip(avals, wide, strict=True)]
-    if microbatches.last_loss is not None:
-        sums = totals(microbatches.last_loss, inputs.last_consts, cut.whole * cut.size)
-    (_, (total, weight)), _ = lax.scan(step, (jnp.zeros((), jnp.int32), sums), length=cut.whole)
+    if cut.remainder:
+        sums = totals(cut.remainder, cut.whole * cut.size)
+    if cut.whole:
+        (_, sums), _ = lax.scan(step, (jnp.zeros((), jnp.int32), sums), length=cut.whole)
+    return sums
+
+
+def _ratio_of(total: Any, weight: Any) -> list[jax.Array]:
+    """The derivatives of `total / weight` with respect to both."""
     value = ratio(total, weight)
     # A weight of 0 is replaced by a constant, which has no gradient.
     return [ratio(jnp.ones_like(total), weight), jnp.where(weight == 0, jnp.zeros_like(value), -ratio(value, weight))]
 
 
-def _microbatch(arrays: Arrays, start: Any, size: int) -> Arrays:
+def _microbatch(arrays: Arrays, part: Part, row: Any, size: int) -> Arrays:
     """The arrays that a microbatch sees: its own examples, and keys of its own."""
-    keys = [jax.random.fold_in(key, start) for key in arrays.keys]
-    return arrays._replace(batch=take(arrays.batch, start, size), keys=keys)
+    keys = [jax.random.fold_in(key, part.first + row) for key in arrays.keys]
+    return arrays._replace(batch=take(arrays.batch, row, size), keys=keys)

@@ -1,5 +1,7 @@
 """A loss that was read: its prefix microbatch by microbatch, in one pass or two, and its head once."""
 
+import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,19 +12,121 @@ from anybatch import compat
 from anybatch.arguments import Arrays
 from anybatch.batch import Cut
 from anybatch.reading.split import Seeds, Split
+from anybatch.reading.states import Rows
 from anybatch.routes import in_place
+from anybatch.routes.parts import Give, Part, Pass, Place
 from anybatch.routes.passes import Given, Prefix, gather_rows
 
 
-def value_and_grad(
-    split: Split,
-    cut: Cut,
-    accumulator_dtype: Any,
-    consts: Sequence[Any],
-    arrays: Arrays,
-    *,
-    remat: str | None = None,
-) -> tuple[Any, list[Any], list[Any]]:
+@dataclasses.dataclass(frozen=True, eq=False)
+class Passes:
+    """The passes over the microbatches of one loss, at some place."""
+
+    split: Split
+    size: int  # of the microbatches
+    accumulator_dtype: Any
+    place: Place
+    remat: str | None = None
+
+    def _run(
+        self, fun: Any, variables: list[Any], inputs: list[Any], known: list[Any], seeds: list[Any], gives: list[Give]
+    ) -> tuple[list[Any], list[Any]]:
+        """Calls `fun(part, given, seeds)` wherever there are examples."""
+        batch, split = self.split.batch_positions, self.split
+        states = [split.states[position] for position in split.differentiated[: len(seeds)]]
+        in_rows = [isinstance(state, Rows) for state in states]
+        others = [*inputs[: batch.start], *inputs[batch.stop :]]
+        whole, tree = jax.tree.flatten(
+            (variables, others, known, [seed for seed, has in zip(seeds, in_rows, strict=True) if not has])
+        )
+        takes = [Rows(0)] * len(batch) + [state for state in states if isinstance(state, Rows)]
+        rows = [*inputs[batch.start : batch.stop], *(seed for seed, has in zip(seeds, in_rows, strict=True) if has)]
+
+        def of_part(part: Part, whole: list[Any], rows: list[Any]) -> tuple[list[Any], list[Any]]:
+            variables, others, known, sums = jax.tree.unflatten(tree, whole)
+            inputs = [*others[: batch.start], *rows[: len(batch)], *others[batch.start :]]
+            of_sums, of_rows = iter(sums), iter(rows[len(batch) :])
+            mine = [next(of_rows if has else of_sums) for has in in_rows]
+            return fun(part, Given(variables, inputs, known, part.place[:1]), mine)
+
+        run: Pass = of_part
+        return self.place(run, whole, rows, takes, gives, len(variables) if seeds else 0)
+
+    def _cut(self, part: Part) -> Cut:
+        return Cut(part.examples, max(1, min(self.size, part.examples)))
+
+    def rows_of_data(self, inputs: list[Any]) -> list[Any]:
+        """The rows that are computed before anything else."""
+        wanted = self.split.gathered_first
+        if not wanted:
+            return []
+
+        def gather(part: Part, given: Given, _: list[Any]) -> tuple[list[Any], list[Any]]:
+            return [], gather_rows(self.split, self._cut(part), given)
+
+        gives = [Give(state) for state in map(self.split.reader.state, wanted) if isinstance(state, Rows)]
+        return self._run(gather, [], inputs, [], [], gives)[1]
+
+    def forward(self, variables: list[Any], inputs: list[Any], known: list[Any]) -> list[Any]:
+        """The frontier."""
+
+        def forward(part: Part, given: Given, _: list[Any]) -> tuple[list[Any], list[Any]]:
+            return self._sums_and_rows(self._prefix(part, given).forward())
+
+        return self._frontier(*self._run(forward, variables, inputs, known, [], self._gives))
+
+    def backward(
+        self, variables: list[Any], inputs: list[Any], known: list[Any], seeds: list[Any], *, keeps_frontier: bool
+    ) -> tuple[list[Any], list[Any]]:
+        """The gradient with respect to the variables, and the frontier if it is wanted."""
+
+        def backward(part: Part, given: Given, seeds: list[Any]) -> tuple[list[Any], list[Any]]:
+            leaves, tree = jax.tree.flatten((given.variables, given.inputs, given.known, given.place, seeds))
+            anywhere = part.anywhere
+
+            def compute(*flat: Any, mutate: bool) -> list[Any]:
+                *arrays, seeds = jax.tree.unflatten(tree, flat)
+                prefix = self._prefix(anywhere, Given(*arrays))
+                grads, frontier = prefix.backward(seeds, mutate=mutate, keeps_frontier=keeps_frontier)
+                return [*grads, *frontier]
+
+            leaves = [jnp.asarray(leaf) for leaf in leaves]
+            if self.split.loss.traced.has_effects or part.fixed_order:  # a primitive of our own would hide effects
+                results = compute(*leaves, mutate=False)
+            else:
+                results = in_place.call(
+                    functools.partial(compute, mutate=True), functools.partial(compute, mutate=False), *leaves
+                )
+            grads, frontier = results[: len(given.variables)], results[len(given.variables) :]
+            sums, rows = self._sums_and_rows(frontier) if keeps_frontier else ([], [])
+            return [*grads, *sums], rows
+
+        gives = self._gives if keeps_frontier else []
+        sums, rows = self._run(backward, variables, inputs, known, seeds, gives)
+        grads, sums = sums[: len(variables)], sums[len(variables) :]
+        return grads, self._frontier(sums, rows) if keeps_frontier else []
+
+    def _prefix(self, part: Part, given: Given) -> Prefix:
+        return Prefix(self.split, self._cut(part), self.accumulator_dtype, given, part, self.remat)
+
+    @property
+    def _gives(self) -> list[Give]:
+        return [Give(state) for state in self.split.states if isinstance(state, Rows)]
+
+    def _sums_and_rows(self, frontier: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        with_rows = [isinstance(state, Rows) for state in self.split.states]
+        sums = [value for value, has in zip(frontier, with_rows, strict=True) if not has]
+        return sums, [value for value, has in zip(frontier, with_rows, strict=True) if has]
+
+    def _frontier(self, sums: Sequence[Any], rows: Sequence[Any]) -> list[Any]:
+        of_sums, of_rows = iter(sums), iter(rows)
+        return [
+            next(of_rows) if isinstance(state, Rows) else next(of_sums).astype(value.dtype)
+            for state, value in zip(self.split.states, self.split.frontier, strict=True)
+        ]
+
+
+def value_and_grad(passes: Passes, consts: Sequence[Any], arrays: Arrays) -> tuple[Any, list[Any], list[Any]]:
     """The value, the aux leaves and the gradient leaves of the batch.
 
     One pass: where the gradient of the head is known before or is a single factor. Else two: the first, without
@@ -31,37 +135,20 @@ def value_and_grad(
     Memory: one gradient in the accumulator's dtype, the temporaries of one microbatch, and the head: the rows of
     the frontier, if there are any, and what is computed from them.
     """
-    leaves = [jnp.asarray(leaf) for leaf in split.inputs(consts, arrays)]
-
-    def compute(*inputs: Any, mutate: bool) -> list[Any]:
-        return _compute(split, cut, accumulator_dtype, list(inputs), mutate, remat)
-
-    if split.loss.traced.has_effects:  # a primitive of our own would hide them
-        results = compute(*leaves, mutate=False)
-    else:
-        results = in_place.call(
-            lambda *flat: compute(*flat, mutate=True), lambda *flat: compute(*flat, mutate=False), *leaves
-        )
-    num_grads = len(arrays.wrt)
-    value, *aux = results[num_grads:]
-    return value, aux, results[:num_grads]
-
-
-def _compute(
-    split: Split, cut: Cut, accumulator_dtype: Any, inputs: list[Any], mutate: bool, remat: str | None
-) -> list[Any]:
-    """The gradient leaves, the value, the aux leaves."""
+    split = passes.split
+    inputs = [jnp.asarray(leaf) for leaf in split.inputs(consts, arrays)]
     first, num_wrt = split.num_consts, len(split.loss.types.wrt)
     wrt = inputs[first : first + num_wrt]
-    known = split.compute_first(inputs, gather_rows(split, cut, inputs))
+    in_order = list(inputs)
+    for position in split.batch_positions:
+        in_order[position] = passes.place.in_order(inputs[position])
+    known = split.compute_first(in_order, passes.rows_of_data(inputs))
 
     def with_wrt(wrt: Sequence[Any]) -> list[Any]:
-        return [*inputs[:first], *wrt, *inputs[first + num_wrt :]]
+        return [*in_order[:first], *wrt, *in_order[first + num_wrt :]]
 
     hoisted, pull_hoisted = jax.vjp(lambda wrt: split.compute_hoisted(with_wrt(wrt), known), wrt)
-    given = Given([*wrt, *hoisted], inputs, known)
-    types = Given(*([compat.abstract(jax.typeof(leaf)) for leaf in part] for part in (given.variables, inputs, known)))
-    prefix = Prefix(split, cut, accumulator_dtype, types, remat)
+    variables = [*wrt, *hoisted]
 
     def differentiated_head(
         frontier: Sequence[Any], num_outputs: int | None = None
@@ -77,28 +164,29 @@ def _compute(
 
         with jax.named_scope("anybatch_head"):
             moving = [frontier[position] for position in split.differentiated]
-            value, pullback, aux = jax.vjp(head, given.variables, moving, has_aux=True)
+            value, pullback, aux = jax.vjp(head, variables, moving, has_aux=True)
             grads, seeds = pullback(jnp.ones_like(value))
         return value, aux, grads, seeds
 
     if split.seeds == Seeds.NONE:
-        frontier = prefix.forward(given) if split.frontier else []
+        frontier = passes.forward(variables, inputs, known) if split.frontier else []
         value, aux, grads, _ = differentiated_head(frontier)
     elif split.seeds == Seeds.BEFORE:
         # The gradient of the head does not depend on the frontier: any will do to find it.
         seeds = differentiated_head([_placeholder(value) for value in split.frontier], num_outputs=1)[3]
-        summed, frontier = prefix.backward(given, seeds, mutate=mutate, keeps_frontier=True)
+        summed, frontier = passes.backward(variables, inputs, known, seeds, keeps_frontier=True)
         value, aux, grads, _ = differentiated_head(frontier)
         grads = [_plus(total, grad) for total, grad in zip(summed, grads, strict=True)]
     elif split.seeds == Seeds.AFTER:
         ones = [jnp.ones_like(_placeholder(split.frontier[position])) for position in split.differentiated]
-        summed, frontier = prefix.backward(given, ones, mutate=mutate, keeps_frontier=True)
+        summed, frontier = passes.backward(variables, inputs, known, ones, keeps_frontier=True)
         value, aux, grads, (factor,) = differentiated_head(frontier)
         factor = factor.reshape(())
         grads = [_plus(total * factor.astype(total.dtype), grad) for total, grad in zip(summed, grads, strict=True)]
     else:
-        value, aux, grads, seeds = differentiated_head(prefix.forward(given))
-        summed, _ = prefix.backward(given, seeds, mutate=mutate, keeps_frontier=False)
+        frontier = passes.forward(variables, inputs, known)
+        value, aux, grads, seeds = differentiated_head(frontier)
+        summed, _ = passes.backward(variables, inputs, known, seeds, keeps_frontier=False)
         grads = [_plus(total, grad) for total, grad in zip(summed, grads, strict=True)]
 
     with jax.named_scope("anybatch_reduce"):
@@ -106,7 +194,7 @@ def _compute(
         if hoisted:
             (pulled,) = pull_hoisted([grad.astype(leaf.dtype) for grad, leaf in zip(of_hoisted, hoisted, strict=True)])
             own = [_plus(grad, more) for grad, more in zip(own, pulled, strict=True)]
-        return [*(grad.astype(leaf.dtype) for grad, leaf in zip(own, wrt, strict=True)), value, *aux]
+        return value, aux, [grad.astype(leaf.dtype) for grad, leaf in zip(own, wrt, strict=True)]
 
 
 def _plus(total: jax.Array, grad: jax.Array) -> jax.Array:

@@ -1,0 +1,304 @@
+"""Which collectives one run of a compiled program executes, and what each device sends.
+
+They are read from the text of the program, after all of XLA's optimizations. A text shows a collective once, however
+often a loop repeats it, so the computations are walked from the entry and counts are multiplied on the way. What is
+not understood is an error, never a smaller number. Kernels and custom calls that send on their own are not seen.
+"""
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from anybatch.errors import InputError
+from anybatch.hlo import Instruction, Program, UnreadableProgramError
+from anybatch.memory import readable
+
+KINDS = (
+    *("all-reduce", "all-gather", "reduce-scatter", "all-to-all"),
+    *("ragged-all-to-all", "collective-permute", "collective-broadcast"),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Collective:
+    """One collective of a program.
+
+    Args:
+      kind: one of `KINDS`.
+      times: how often one run executes it; None if a loop around it has a trip count that is not known.
+      bytes: of its result, on one device.
+      arrays: how many arrays it carries at once.
+      group: how many devices exchange with each other.
+      axes: the axes of the mesh along which they lie; None if no mesh was given.
+      in_loop: whether any loop is around it.
+      optional: whether it is in a branch, which a run may not take; then `times` is the most.
+      source: the operation that it comes from, as JAX names it; empty if XLA made it.
+    """
+
+    kind: str
+    times: int | None
+    bytes: int
+    arrays: int
+    group: int
+    axes: tuple[str, ...] | None
+    in_loop: bool
+    optional: bool
+    source: str
+
+    @property
+    def payload(self) -> int:
+        """The bytes that a device holds of what is exchanged, before or after, whichever is more."""
+        return self.bytes * self.group if self.kind == "reduce-scatter" else self.bytes
+
+    @property
+    def wire(self) -> int:
+        """The most that a device sends in one execution, around a ring: 2(g-1)/g of the bytes for an all-reduce."""
+        if self.kind in _PASSED_ON_WHOLE:
+            return self.payload
+        rounds = 2 if self.kind == "all-reduce" else 1
+        return -(-rounds * (self.group - 1) * self.payload // self.group)
+
+    @property
+    def hops(self) -> int:
+        """The messages that follow one another in one execution, around a ring."""
+        if self.kind == "collective-permute":
+            return 1
+        return (2 if self.kind == "all-reduce" else 1) * (self.group - 1)
+
+
+# For a ragged exchange the program does not say how much goes where: all of it, at most.
+_PASSED_ON_WHOLE = ("collective-permute", "collective-broadcast", "ragged-all-to-all")
+
+
+@dataclasses.dataclass(frozen=True)
+class Traffic:
+    """What the collectives of one run come to. Printed, it is a table.
+
+    >>> reduction = Collective("all-reduce", 1, 2**20, 3, 8, ("data",), False, False, "psum")
+    >>> traffic = Traffic((reduction,))
+    >>> print(traffic)
+    1 collective in a run, each device sends 1.8 MiB, nothing of it in loops
+      times  kind        arrays      result  devices       sends  where  from
+          1  all-reduce       3     1.0 MiB   8 data     1.8 MiB  once   psum
+    >>> traffic.at(1024).seconds(bandwidth=50e9) < 50e-6
+    True
+    """
+
+    collectives: tuple[Collective, ...]
+
+    @classmethod
+    def of(cls, compiled: Any, mesh: Any = None) -> "Traffic":
+        """Of what `jax.jit(fun).lower(...).compile()` returns; see `collectives_of`."""
+        return cls(tuple(collectives_of(compiled, mesh)))
+
+    @property
+    def executed(self) -> int | None:
+        """How many collectives one run executes, at most; None if that is not known."""
+        return _total(each.times for each in self.collectives)
+
+    @property
+    def sent(self) -> int | None:
+        """The bytes that a device sends in one run, at most; None if that is not known."""
+        return _total(None if each.times is None else each.times * each.wire for each in self.collectives)
+
+    @property
+    def by_kind(self) -> dict[str, int | None]:
+        """How many of each kind one run executes."""
+        found = dict.fromkeys(each.kind for each in self.collectives)
+        return {kind: Traffic(tuple(c for c in self.collectives if c.kind == kind)).executed for kind in found}
+
+    @property
+    def in_loops(self) -> "Traffic":
+        """The part that is inside of loops."""
+        return Traffic(tuple(each for each in self.collectives if each.in_loop))
+
+    @property
+    def outside(self) -> "Traffic":
+        """The part that is outside of all loops."""
+        return Traffic(tuple(each for each in self.collectives if not each.in_loop))
+
+    def over(self, axis: str) -> "Traffic":
+        """The part that goes along an axis of the mesh, alone or with others."""
+        if any(each.axes is None for each in self.collectives):
+            raise InputError(
+                "over needs to know along which axes of a mesh the devices lie",
+                given=f"axis={axis!r} and a Traffic without a mesh",
+                remedy="Pass the mesh: Traffic.of(compiled, mesh).",
+            )
+        return Traffic(tuple(each for each in self.collectives if axis in (each.axes or ())))
+
+    def at(self, devices: int) -> "Traffic":
+        """The same exchanges in groups of another size: each device holds as much of the payload as before.
+
+        That is what happens to the reductions of a data-parallel gradient if devices are added and each gets as many
+        examples as before. With other axes in the mesh, take the part that grows first: `over("data").at(1024)`.
+        """
+        if devices == 1:
+            return Traffic(())
+        return Traffic(
+            tuple(
+                dataclasses.replace(
+                    each,
+                    group=devices,
+                    bytes=-(-each.payload // devices) if each.kind == "reduce-scatter" else each.bytes,
+                )
+                for each in self.collectives
+            )
+        )
+
+    def seconds(self, bandwidth: float, latency: float = 0.0) -> float | None:
+        """On paper, the time of all collectives, one after the other around a ring, with nothing else going on.
+
+        Args:
+          bandwidth: the bytes that a device sends in a second.
+          latency: the seconds that a message takes to the next device, however small it is.
+
+        Returns:
+          None if it is not known how often they are executed.
+        """
+        if self.executed is None:
+            return None
+        return sum((each.times or 0) * (each.wire / bandwidth + each.hops * latency) for each in self.collectives)
+
+    def __str__(self) -> str:
+        if not self.collectives:
+            return "no collectives"
+        most = "at most " if any(each.optional for each in self.collectives) else ""
+        count, loops = self.executed, self.in_loops
+        number = "an unknown number of" if count is None else f"{most}{count}"
+        inside = "nothing" if not loops.collectives else _bytes(loops.sent)
+        lines = [
+            f"{number} collective{'' if count == 1 else 's'} in a run, each device sends {most}{_bytes(self.sent)}, "
+            f"{inside} of it in loops"
+        ]
+        width = max(len(each.kind) for each in self.collectives)
+        groups = [" ".join([str(each.group), *(each.axes or ())]) for each in self.collectives]
+        wide = max(len("devices"), *map(len, groups))
+        lines.append(
+            f"  times  {'kind':{width}}  arrays      result  {'devices':>{wide}}       sends  where  from".rstrip()
+        )
+        for each, group in zip(self.collectives, groups, strict=True):
+            times = "?" if each.times is None else str(each.times)
+            sends = None if each.times is None else each.times * each.wire
+            where = "loop" if each.in_loop else "maybe" if each.optional else "once"
+            lines.append(
+                f"  {times:>5}  {each.kind:{width}}  {each.arrays:>6}  {readable(each.bytes):>10}  {group:>{wide}}  "
+                f"{_bytes(sends):>10}  {where:5}  {each.source}".rstrip()
+            )
+        return "\n".join(lines)
+
+
+def _total(numbers: Any) -> int | None:
+    known = list(numbers)
+    return None if None in known else sum(known)
+
+
+def _bytes(number: int | None) -> str:
+    return "unknown" if number is None else readable(number)
+
+
+def collectives_of(compiled: Any, mesh: Any = None) -> list[Collective]:
+    """The collectives that one run of a compiled program executes, in the order of the program.
+
+    Guarantees: one entry for each place from which a collective is reached, so that two calls of one computation are
+    two entries; `times` is the product of the trip counts around it; a group of one device is no collective. Every line
+    of the text that looks like a collective has been counted, or this raises.
+
+    Args:
+      compiled: what `jax.jit(fun).lower(...).compile()` returns, or the text of it.
+      mesh: the mesh that the program was compiled for, for the names of the axes.
+
+    Raises:
+      UnreadableProgramError: the text has a form that is not known.
+    """
+    text = compiled if isinstance(compiled, str) else compiled.as_text()
+    if not isinstance(text, str) or not text.lstrip().startswith("HloModule"):
+        raise InputError(
+            "Collectives are read from a compiled program or its text, which begins with HloModule",
+            given=f"{type(compiled).__name__} with {str(text).lstrip()[:40]!r}",
+            remedy="Pass jax.jit(fun).lower(...).compile().",
+        )
+    program = Program(text)
+    if mesh is not None and mesh.size != program.devices:
+        raise InputError(
+            "mesh must be the one that the program was compiled for",
+            given=f"a mesh of {mesh.size} devices and a program for {program.devices}",
+            remedy="Pass that mesh, or leave it out and do without the names of axes.",
+        )
+    reached: set[int] = set()
+    found = list(_walk(program, program.entry, _Around(), mesh, reached))
+    for number, line in program.suspects.items():
+        if number not in reached:
+            raise UnreadableProgramError("this line looks like a collective and was not reached", line)
+    return [each for each in found if each.group > 1]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Around:
+    """What is around an instruction."""
+
+    times: int | None = 1
+    in_loop: bool = False
+    optional: bool = False
+
+    def loop(self, count: int | None) -> "_Around":
+        times = None if self.times is None or count is None else self.times * count
+        return dataclasses.replace(self, times=times, in_loop=True)
+
+
+# The attributes that name what an instruction runs. A reducer, which to_apply names elsewhere, holds no collectives.
+_RUNS = {
+    "call": ("to_apply",),
+    "fusion": ("calls",),
+    "async": ("calls",),
+    "conditional": ("true_computation", "false_computation", "branch_computations"),
+}
+
+
+def _walk(program: Program, name: str, around: _Around, mesh: Any, reached: set[int]) -> Iterator[Collective]:
+    """All collectives that a computation reaches."""
+    for each in program[name]:
+        op = each.op.removesuffix("-start")
+        if op in KINDS:
+            reached.add(each.number)
+            yield _collective(program, each, op, around, mesh)
+        elif op == "while":
+            count = each.trip_count
+            for inner in each.names("body"):
+                yield from _walk(program, inner, around.loop(count), mesh, reached)
+            for inner in each.names("condition"):
+                # It is asked once more than the body runs.
+                yield from _walk(program, inner, around.loop(None if count is None else count + 1), mesh, reached)
+        elif op in _RUNS:
+            within = dataclasses.replace(around, optional=around.optional or op == "conditional")
+            for inner in (inner for attribute in _RUNS[op] for inner in each.names(attribute)):
+                yield from _walk(program, inner, within, mesh, reached)
+
+
+def _collective(program: Program, each: Instruction, kind: str, around: _Around, mesh: Any) -> Collective:
+    arrays, groups = each.array_bytes, program.groups(each, kind)
+    # Without dimensions, a tuple is one array in pieces, a piece for each device.
+    pieces = kind == "all-to-all" and "dimensions=" not in each.attributes
+    return Collective(
+        kind=kind,
+        times=around.times,
+        bytes=sum(arrays),
+        arrays=1 if pieces else len(arrays),
+        group=max(map(len, groups), default=0),
+        axes=None if mesh is None else _axes(groups, mesh),
+        in_loop=around.in_loop,
+        optional=around.optional,
+        source=each.source,
+    )
+
+
+def _axes(groups: list[list[int]], mesh: Any) -> tuple[str, ...]:
+    """The axes along which the devices of a group differ; a program numbers devices as its mesh lists them."""
+    sizes = mesh.shape
+    spanned = np.zeros(len(sizes), bool)
+    for group in groups:
+        places = np.array(np.unravel_index(group, tuple(sizes.values())))
+        spanned |= (places != places[:, :1]).any(axis=1)
+    return tuple(name for name, spans in zip(sizes, spanned, strict=True) if spans)

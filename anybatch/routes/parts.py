@@ -1,0 +1,122 @@
+"""Where passes over a batch run. Here, all of it; or in parts, whose results are put together again."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import jax
+from jax import lax
+
+from anybatch.reading.states import Rows
+
+Variables = list[Any]
+
+
+def _as_they_are(variables: Variables) -> Variables:
+    return variables
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """Consecutive examples of a batch: all of them, or those of a device."""
+
+    first: Any  # the index in the batch of the first one; on a device, known at run time only
+    examples: int
+    is_last: Any = True  # whether the last example of the batch is among them
+    whole: Callable[[Variables], Variables] = _as_they_are  # what is differentiated, from the shards of this device
+    is_shard: Sequence[bool] = ()  # which of them come as shards
+    fixed_order: bool = False  # whether sums must have the same bits wherever the part is computed
+
+    @property
+    def place(self) -> list[Any]:
+        """What is known of it at run time only: where it begins, and whether it is the last. Nothing, if it is all."""
+        return [self.first, self.is_last] if isinstance(self.first, jax.Array) else []
+
+    @property
+    def anywhere(self) -> "Part":
+        """As many examples, without what is known at run time only: a function that lives on may close over this."""
+        return dataclasses.replace(self, first=0, is_last=True)
+
+    def at(self, place: Sequence[Any]) -> "Part":
+        """The part at a place."""
+        return dataclasses.replace(self, first=place[0], is_last=place[1]) if place else self
+
+    def in_place(self, allowed: Sequence[bool]) -> list[bool]:
+        """Which gradients may be added to their accumulators by the backward pass: not those that become shards."""
+        return [each and not shard for each, shard in zip(allowed, self.is_shard or [False] * len(allowed), strict=True)]
+
+    def apart(self, grads: Any) -> Any:
+        """The gradients of a microbatch, to be added up: where bits matter, not fused with what computed them."""
+        return lax.optimization_barrier(grads) if self.fixed_order else grads
+
+
+@dataclasses.dataclass(frozen=True)
+class Give:
+    """How results of a part lie that are put one after the other: rows of its examples, or of its microbatches."""
+
+    rows: Rows
+    count: Callable[[int], int] = int  # of as many examples
+
+
+class Pass(Protocol):
+    """A computation over some examples."""
+
+    def __call__(self, part: Part, whole: list[Any], rows: list[Any]) -> tuple[list[Any], list[Any]]:
+        """Sums over the examples, and rows of them.
+
+        Args:
+          part: which examples.
+          whole: what every part sees alike.
+          rows: what belongs to these examples.
+        """
+
+
+class Place(Protocol):
+    """Where a pass over the examples runs."""
+
+    def in_order(self, examples: Any) -> Any:
+        """An array of the examples as the batch has it, if it was laid out for the passes in another way."""
+
+    def __call__(
+        self,
+        fun: Pass,
+        whole: Sequence[Any],
+        rows: Sequence[Any],
+        takes: Sequence[Rows],
+        gives: Sequence[Give],
+        variables: int,
+    ) -> tuple[list[Any], list[Any]]:
+        """The sums over all examples, and the rows of all of them in the order of the batch.
+
+        Args:
+          fun: the pass.
+          whole: what it sees alike everywhere; the first of them, `variables` in number, are differentiated, and
+            then the sums begin with their gradients.
+          rows: the arrays with rows of the examples.
+          takes: how these lie in them.
+          gives: how the rows lie in what the pass returns.
+          variables: how many are differentiated.
+        """
+
+
+@dataclasses.dataclass(frozen=True)
+class Here:
+    """All examples at one place."""
+
+    examples: int
+
+    def in_order(self, examples: Any) -> Any:
+        """The same: nothing was laid out."""
+        return examples
+
+    def __call__(
+        self,
+        fun: Pass,
+        whole: Sequence[Any],
+        rows: Sequence[Any],
+        takes: Sequence[Rows],
+        gives: Sequence[Give],
+        variables: int,
+    ) -> tuple[list[Any], list[Any]]:
+        """The sums over the examples, and their rows."""
+        return fun(Part(0, self.examples), list(whole), list(rows))

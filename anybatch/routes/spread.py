@@ -1,0 +1,277 @@
+"""Passes over a batch that is spread over a mesh: every device takes its examples, and one sum joins the results."""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import PartitionSpec
+
+from anybatch.reading.states import Rows, take_rows
+from anybatch.routes import groups, joining
+from anybatch.routes.parts import Give, Part, Pass
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Spread:
+    """Examples over the devices along some axes of a mesh, in order, as evenly as can be.
+
+    A pass runs by itself on every device: nothing is exchanged before its end, but with `reduce="each"` the gradients
+    of parameters that are spread over the same axes. What it leaves is added up once, after it.
+    """
+
+    mesh: jax.sharding.Mesh
+    axes: tuple[str, ...]
+    examples: int
+    specs: Sequence[PartitionSpec | None] = ()  # how what is differentiated is spread, where that is known
+    reduce: str = "once"
+    num_groups: int | None = None  # of examples, in a fixed order of summation
+
+    @functools.cached_property
+    def devices(self) -> int:
+        """The number of devices that have examples of their own."""
+        return math.prod(self.mesh.shape[name] for name in self.axes)
+
+    @property
+    def share(self) -> int:
+        """The most examples that a device has."""
+        return -(-self.examples // self.devices)
+
+    @property
+    def counts(self) -> list[int]:
+        """The numbers of examples that there are on a device, the largest first: one, or two that differ by one."""
+        fewest = self.examples // self.devices
+        return [fewest] if self.examples % self.devices == 0 else [fewest + 1, fewest]
+
+    @property
+    def with_more(self) -> int:
+        """How many devices, the first ones, have one example more than the others."""
+        return self.examples % self.devices
+
+    def __call__(
+        self,
+        fun: Pass,
+        whole: Sequence[Any],
+        rows: Sequence[Any],
+        takes: Sequence[Rows],
+        gives: Sequence[Give],
+        variables: int,
+    ) -> tuple[list[Any], list[Any]]:
+        """The sums over all examples, and the rows of all of them in the order of the batch."""
+        specs = [*self.specs, *[None] * variables][:variables]
+        sharded = [bool(joining.names_at(spec, self.axes)) for spec in specs]
+        stays = [self.reduce == "each" and each for each in sharded]
+        in_whole = [
+            self._on_devices(spec) if each else PartitionSpec() for spec, each in zip(specs, stays, strict=True)
+        ]
+        in_whole += [PartitionSpec()] * (len(whole) - variables)
+        entering = [self._enter(array, each) for array, each in zip(rows, takes, strict=True)]
+        by_hand = set(self.axes) == set(self.mesh.axis_names)
+
+        def on_device(whole: list[Any], rows: list[Any]) -> tuple[list[Any], list[Any], list[Any]]:
+            gathered = functools.partial(self._gathered, specs=specs, stays=stays)
+            of_device = functools.partial(self._part, whole=gathered, is_shard=stays) if any(stays) else self._part
+            sums, made = self._run(fun, of_device, whole, rows, takes, gives)
+            grads, others = sums[:variables], sums[variables:]
+            grads, others = self._join(grads, others, specs, sharded, stays, scatters=by_hand)
+            return grads, others, [self._split(each, give) for each, give in zip(made, gives, strict=True)]
+
+        later = [each and not stay and not by_hand for each, stay in zip(sharded, stays, strict=True)]
+        out_grads = [
+            PartitionSpec(self.axes) if late else self._on_devices(spec) if each else PartitionSpec()
+            for spec, each, late in zip(specs, sharded, later, strict=True)
+        ]
+        grads, others, made = jax.shard_map(
+            on_device,
+            mesh=self.mesh,
+            in_specs=(in_whole, [spec for _, spec in entering]),
+            out_specs=(out_grads, PartitionSpec(), [self._spec_of_rows(give.rows) for give in gives]),
+            axis_names=set(self.axes),
+            check_vma=False,
+        )(list(whole), [array for array, _ in entering])
+        if any(later):
+            grads = self._scatter_later(grads, specs, later)
+        return [*grads, *others], [self._leave(each, give) for each, give in zip(made, gives, strict=True)]
+
+    def in_order(self, examples: Any) -> Any:
+        """Examples as the batch has them, without the rows that make uneven ones even."""
+        if not self._is_laid_out(examples, Rows(0)) or len(self.counts) == 1:
+            return examples
+        return jnp.take(examples, self._kept(*self.counts), axis=0)
+
+    # On a device.
+
+    def _part(self, examples: int, index: Any, **more: Any) -> Part:
+        """The examples of a device: consecutive ones, the first devices having one more if they are uneven."""
+        first = index * examples
+        if len(self.counts) == 2 and examples != self.counts[0]:
+            first = first + self.with_more
+        last_device = self.devices - 1 if self.counts[-1] else self.with_more - 1
+        return Part(first, examples, is_last=index == last_device, **more)
+
+    def _run(
+        self, fun: Pass, of_device: Any, whole: list[Any], rows: list[Any], takes: Sequence[Rows], gives: Sequence[Give]
+    ) -> tuple[list[Any], list[Any]]:
+        index = jnp.asarray(lax.axis_index(self.axes), jnp.int32)
+        if self.num_groups is not None:
+            mine = [self._merge(array, each, self.share) for array, each in zip(rows, takes, strict=True)]
+            part = of_device(self.share, index)
+            return groups.in_fixed_order(
+                fun, part, self.num_groups // self.devices, self.examples, whole, mine, takes, gives
+            )
+
+        def with_examples(examples: int) -> tuple[list[Any], list[Any]]:
+            part = of_device(examples, index)
+            mine = [self._mine(array, each, part) for array, each in zip(rows, takes, strict=True)]
+            sums, made = fun(part, whole, mine)
+            return sums, [self._fill(each, give, examples) for each, give in zip(made, gives, strict=True)]
+
+        if len(self.counts) == 1:
+            return with_examples(self.counts[0])
+        branches = [functools.partial(with_examples, count) for count in self.counts]
+        return lax.cond(index < self.with_more, *branches)
+
+    def _gathered(self, variables: list[Any], *, specs: list[Any], stays: list[bool]) -> list[Any]:
+        """What is differentiated, from this device's shards of it."""
+        return [
+            self._gather(leaf, spec) if stay else leaf for leaf, spec, stay in zip(variables, specs, stays, strict=True)
+        ]
+
+    def _gather(self, shard: Any, spec: PartitionSpec) -> Any:
+        gather = functools.partial(joining.gather, spec=spec, axes=self.axes)
+        others = tuple(name for name in self.mesh.axis_names if name not in self.axes)
+        left = joining.names_at(spec, others)
+        if not left:
+            return gather(shard)
+        # An array that XLA spreads over other axes would be gathered over these, too: so they are taken by hand.
+        outside = self._on_devices(spec, others)
+        names = {name for several in left.values() for name in several}
+        around = jax.sharding.get_abstract_mesh()
+        nested = jax.shard_map(
+            gather, mesh=around, in_specs=outside, out_specs=outside, axis_names=names, check_vma=False
+        )
+        return nested(shard)
+
+    def _join(
+        self,
+        grads: list[Any],
+        others: list[Any],
+        specs: list[Any],
+        sharded: list[bool],
+        stays: list[bool],
+        *,
+        scatters: bool,
+    ) -> tuple[list[Any], list[Any]]:
+        """Adds up over the devices: all that is whole in one collective, and what is spread as it is spread."""
+        in_order = self.num_groups is not None
+        together = [grad for grad, each in zip(grads, sharded, strict=True) if not each]
+        add_up = joining.add_up_in_order if in_order else joining.add_up
+        summed = add_up([*together, *others], self.axes) if together or others else []
+        of_whole = iter(summed[: len(together)])
+        joined = []
+        for grad, spec, each, stay in zip(grads, specs, sharded, stays, strict=True):
+            if not each:
+                joined.append(next(of_whole))
+            elif stay:  # over these axes it was added up in every microbatch
+                names = {name for several in joining.names_at(spec, self.axes).values() for name in several}
+                rest = tuple(name for name in self.axes if name not in names)
+                joined.append(lax.psum(grad, rest) if rest else grad)
+            elif scatters:
+                joined.append(joining.scatter(grad, spec, self.axes, in_order=in_order))
+            else:
+                joined.append(grad[None])
+        return joined, summed[len(together) :]
+
+    def _scatter_later(self, grads: list[Any], specs: list[Any], later: list[bool]) -> list[Any]:
+        """Adds up gradients that are also spread over axes of the model: with all axes at hand, none is gathered."""
+        waiting = [grad for grad, late in zip(grads, later, strict=True) if late]
+        their = [spec for spec, late in zip(specs, later, strict=True) if late]
+
+        def scatter(partial: list[Any]) -> list[Any]:
+            in_order = self.num_groups is not None
+            return [
+                joining.scatter(each[0], spec, self.axes, in_order=in_order)
+                for each, spec in zip(partial, their, strict=True)
+            ]
+
+        others = tuple(name for name in self.mesh.axis_names if name not in self.axes)
+        outside = [PartitionSpec(self.axes, *self._on_devices(spec, others)) for spec in their]
+        run = jax.shard_map(scatter, mesh=self.mesh, in_specs=(outside,), out_specs=their, check_vma=False)
+        scattered = iter(run(waiting))
+        return [next(scattered) if late else grad for grad, late in zip(grads, later, strict=True)]
+
+    def _on_devices(self, spec: Any, axes: tuple[str, ...] | None = None) -> PartitionSpec:
+        """What of a spec is about some axes: those of the examples, if not told otherwise."""
+        found = joining.names_at(spec, self.axes if axes is None else axes)
+        return PartitionSpec(*(found.get(dimension) for dimension in range(len(spec))))
+
+    # Rows of the examples, on their way to the devices and back.
+
+    def _enter(self, array: Any, rows: Rows) -> tuple[Any, PartitionSpec]:
+        """An array with rows as it goes in, and how it is spread: by examples, or whole if these are uneven."""
+        if len(self.counts) == 2 and not self._is_laid_out(array, rows):
+            return array, PartitionSpec()
+        return self._split(array, rows), self._spec_of_rows(rows)
+
+    def _is_laid_out(self, array: Any, rows: Rows) -> bool:
+        """Whether uneven examples have been laid out already, so that each device has the same number of rows."""
+        return rows == Rows(0) and array.shape[0] == self.devices * self.share
+
+    def _mine(self, array: Any, rows: Rows, part: Part) -> Any:
+        """The rows of the examples of a device, from what has gone in."""
+        if len(self.counts) == 1:
+            return self._merge(array, rows, part.examples)
+        if rows == Rows(0) and array.shape[0] == self.share != self.examples:
+            return array[: part.examples]
+        return take_rows(array, rows, self.examples, part.first, part.examples)
+
+    def _fill(self, array: Any, give: Give, examples: int) -> Any:
+        """Rows of uneven examples, with as many as on the device that has the most."""
+        missing = give.count(self.share) - give.count(examples)
+        if not missing:
+            return array
+        split = split_axis(array, give.rows, give.count(examples))
+        widths = [(0, missing if axis == give.rows.axis + 1 else 0) for axis in range(split.ndim)]
+        return merge_axis(jnp.pad(split, widths), give.rows)
+
+    def _leave(self, array: Any, give: Give) -> Any:
+        """The rows of all examples, in order."""
+        if len(self.counts) == 1:
+            return merge_axis(array, give.rows) if give.rows.outer > 1 else array
+        most, least = (give.count(count) for count in self.counts)
+        split = array if give.rows.outer > 1 else split_axis(array, give.rows, most * self.devices)
+        return merge_axis(jnp.take(split, self._kept(most, least), axis=give.rows.axis + 1), give.rows)
+
+    def _kept(self, most: int, least: int) -> Any:
+        """Which rows are of examples, where each device has `most` of them, or `least` and some to fill up."""
+        numbers = [most if device < self.with_more else least for device in range(self.devices)]
+        return np.concatenate([device * most + np.arange(number) for device, number in enumerate(numbers)])
+
+    def _split(self, array: Any, rows: Any) -> Any:
+        rows = rows.rows if isinstance(rows, Give) else rows
+        return split_axis(array, rows) if rows.outer > 1 else array
+
+    def _merge(self, array: Any, rows: Rows, examples: int) -> Any:
+        return merge_axis(array, rows) if rows.outer > 1 else array
+
+    def _spec_of_rows(self, rows: Rows) -> PartitionSpec:
+        before = rows.axis + (1 if rows.outer > 1 else 0)
+        return PartitionSpec(*[None] * before, self.axes)
+
+
+def split_axis(array: Any, rows: Rows, examples: int | None = None) -> Any:
+    """An array with axes of their own for the blocks and the examples: (outer, examples, inner) instead of one."""
+    axis, shape = rows.axis, array.shape
+    number = shape[axis] // (rows.outer * rows.inner) if examples is None else examples
+    return array.reshape(*shape[:axis], rows.outer, number, rows.inner, *shape[axis + 1 :])
+
+
+def merge_axis(array: Any, rows: Rows) -> Any:
+    """The reverse."""
+    axis, shape = rows.axis, array.shape
+    return array.reshape(*shape[:axis], math.prod(shape[axis : axis + 3]), *shape[axis + 3 :])
