@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 import anybatch
+from anybatch.launch import EXAMPLE as SCRIPT
 from anybatch.problem import EXAMPLE
 
 # Plain help: an example in it must come out as it was written, to be pasted.
@@ -46,14 +47,14 @@ def _options(
     """The exact gradient of any batch, on the memory you have."""
 
 
-def _run(command: Callable[[], bool]) -> None:
+def _run(command: Callable[[], bool | int]) -> None:
     """Runs a command; what is wrong with its input, or missing, is a message and not a traceback."""
     try:
-        is_well = command()
+        result = command()
     except (ImportError, anybatch.AnybatchError) as error:
         typer.echo(f"{type(error).__name__}: {error}" if isinstance(error, ImportError) else str(error), err=True)
         raise typer.Exit(1 if isinstance(error, ImportError) else 2) from None
-    raise typer.Exit(0 if is_well else 1)
+    raise typer.Exit(int(not result) if isinstance(result, bool) else result)
 
 
 @app.command()
@@ -128,5 +129,33 @@ def doctor() -> None:
         from anybatch import commands
 
         return commands.doctor()
+
+    _run(command)
+
+
+@app.command(
+    help="Try a script for many processes on this machine: start them, show their output, end all when one fails."
+    "\n\nOptions come before the script, and its own arguments after it; this works as pasted:"
+    f"\n\n\b\n{SCRIPT}\n\n"
+    "\b\n    anybatch launch --processes 2 --devices-per-process 4 hello.py",
+    context_settings={"allow_interspersed_args": False, "ignore_unknown_options": True},
+)
+def launch(
+    script: Annotated[str, typer.Argument(help="path/to/script.py, which calls anybatch.distributed.initialize().")],
+    arguments: Annotated[list[str] | None, typer.Argument(help="What the script finds in sys.argv.")] = None,
+    processes: Annotated[int, typer.Option(min=1, help="How many processes to start.")] = 2,
+    devices_per_process: Annotated[
+        int | None, typer.Option(min=1, help="GPUs for each process, or simulated devices where there are none.")
+    ] = None,
+    timeout: Annotated[float | None, typer.Option(min=0, help="Seconds after which all of it is ended.")] = None,
+) -> None:
+    """Start several processes of a script."""
+
+    def command() -> int:
+        from anybatch import launch as launcher
+
+        return launcher.launch(
+            script, arguments or [], processes=processes, devices_per_process=devices_per_process, timeout=timeout
+        )
 
     _run(command)

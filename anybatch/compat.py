@@ -26,7 +26,10 @@ class Traced:
     def __call__(self, consts: Sequence[Any], *arguments: Any) -> list[Any]:
         # Version 0.11 merged ClosedJaxpr into Jaxpr; pairing equations and constants is spelled the same.
         closed: Any = jex_core.ClosedJaxpr(self.jaxpr, (*self.inner, *consts))
-        outputs = jex_core.jaxpr_as_fun(closed)(*arguments)
+        if jax.sharding.get_abstract_mesh().manual_axes:
+            outputs = interpret(closed, arguments, evaluate)
+        else:
+            outputs = jex_core.jaxpr_as_fun(closed)(*arguments)
         return [jnp.asarray(output) for output in outputs]  # those that were constants come as Python numbers
 
     @property
@@ -94,9 +97,19 @@ def close(fun: Callable[..., Sequence[Any]], types: Sequence[Any]) -> Any:
     return jax.make_jaxpr(lambda *flat: fun(*flat))(*types)
 
 
+def opened(closed: Any) -> Any:
+    """The jaxpr in one that is closed over no arrays."""
+    return getattr(closed, "jaxpr", closed)
+
+
 def call(jaxpr: Any, *arguments: Any) -> list[Any]:
     """Calls a jaxpr that is closed."""
     return list(jex_core.jaxpr_as_fun(jaxpr)(*arguments))
+
+
+def traced_on_mesh(equation: Any) -> bool:
+    """Whether an equation was traced with a mesh around it, which it would bring back wherever it is computed."""
+    return not equation.ctx.cur_abstract_mesh.empty
 
 
 def open_jaxpr(jaxpr: Any) -> tuple[list[Any], list[Any], list[Any]]:
@@ -128,9 +141,25 @@ def evaluate(equation: Any, operands: Sequence[Any], params: dict[str, Any] | No
         return _evaluate_nested(equation, operands)
     info = equation.source_info
     names = source_info_util.current_name_stack() + info.name_stack
-    with source_info_util.user_context(info.traceback, name_stack=names), equation.ctx.manager:
+    # The mesh around it is that of the place where it is computed, not that of the place where it was traced.
+    here = jax.sharding.use_abstract_mesh(jax.sharding.get_abstract_mesh())
+    with source_info_util.user_context(info.traceback, name_stack=names), equation.ctx.manager, here:
         results = equation.primitive.bind(*operands, **(equation.params if params is None else params))
     return list(results) if equation.primitive.multiple_results else [results]
+
+
+def interpret(jaxpr: Any, arguments: Sequence[Any], compute: Callable[[Any, list[Any]], Sequence[Any]]) -> list[Any]:
+    """Calls a jaxpr, open or closed, equation by equation."""
+    variables, consts, equations = open_jaxpr(jaxpr)
+    known = dict(zip(variables, [*consts, *arguments], strict=True))
+
+    def read(operand: Any) -> Any:
+        return operand.val if is_literal(operand) else known[operand]
+
+    for equation in equations:
+        results = compute(equation, [read(operand) for operand in equation.invars])
+        known.update(zip(equation.outvars, results, strict=True))
+    return [read(output) for output in getattr(jaxpr, "jaxpr", jaxpr).outvars]
 
 
 def _evaluate_nested(equation: Any, operands: Sequence[Any]) -> list[Any]:
@@ -220,7 +249,11 @@ def abstract(aval: Any, num_rows: int | None = None) -> jax.ShapeDtypeStruct:
 
 def bare(array: Any) -> Any:
     """The type of an array, without where it lies or varies."""
-    aval = jax.typeof(array)
+    return bare_type(jax.typeof(array))
+
+
+def bare_type(aval: Any) -> Any:
+    """A type, without where such arrays lie or vary."""
     return jax.core.ShapedArray(aval.shape, aval.dtype, weak_type=aval.weak_type)
 
 

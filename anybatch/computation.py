@@ -1,5 +1,6 @@
 """One gradient as a function of flat arrays, for each of the ways to compute it."""
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable
@@ -10,11 +11,11 @@ import jax
 from anybatch import auxiliary, compat, limits, placement
 from anybatch.arguments import Arguments
 from anybatch.batch import Cut
+from anybatch.field import Field, groups_of
 from anybatch.loss import TracedLoss, trace_loss
 from anybatch.reading.loss_reading import split_loss, split_loss_in_one_pass
 from anybatch.reading.report import Reading
 from anybatch.reading.split import Split
-from anybatch.field import Field, groups_of
 from anybatch.routes import blocks, full, groups, parts, scan, split_passes
 from anybatch.settings import Settings
 
@@ -73,8 +74,14 @@ class Gradient:
         if self.field is None:
             return trace_loss(self._fun, self.arguments, num_examples, **how)
         with self.field.watched():
-            traced, consts = trace_loss(self._fun, self.arguments, num_examples, **how, bare=True)
+            traced, consts = trace_loss(
+                self._fun, self.arguments, num_examples, **how, on_mesh=(self.field.mesh, self.field.over.axes)
+            )
         return traced, self.field.placed(consts)
+
+    def context(self) -> Any:
+        """What must be around it when it is traced, compiled and run."""
+        return contextlib.nullcontext() if self.field is None else self.field.context()
 
     @property
     def share(self) -> int:
@@ -126,7 +133,7 @@ class Gradient:
     def split(self) -> Split:
         """The loss, read."""
         loss, consts = self._trace(self.examples)
-        split = split_loss if self.field is None else split_loss_in_one_pass
+        split = split_loss_in_one_pass if self._is_in_parts else split_loss
         return split(loss, consts, fresh_draws=bool(self.arguments.arrays.keys))
 
     @functools.cached_property
@@ -182,7 +189,10 @@ class Gradient:
                 grads = self.field.as_parameters(grads)
             return [value, *map(compat.as_weak, [*aux, *grads], types)]
 
-        return Computation(flat_compute, leaves, loss.traced.has_effects)
+        compute_flat: Any = flat_compute
+        if self.field is not None:
+            compute_flat = self.field.without_types(flat_compute, loss.aux_tree.num_leaves)
+        return Computation(compute_flat, leaves, loss.traced.has_effects)
 
     @property
     def _is_in_parts(self) -> bool:

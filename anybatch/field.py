@@ -74,6 +74,28 @@ class Field:
             leaves.append(leaf._replace(value=value))
         return dataclasses.replace(self.given, leaves=leaves)
 
+    def context(self) -> Any:
+        """Within a call outside `jit`, the mesh around is this one, if there is any."""
+        around = jax.sharding.get_abstract_mesh()
+        if not self.is_eager or around.empty or around == self.mesh.abstract_mesh:
+            return contextlib.nullcontext()
+        return jax.set_mesh(self.mesh)
+
+    def without_types(self, fun: Any, num_aux: int) -> Any:
+        """A function of arrays whose types may say how they are spread, computed as if they did not say."""
+        axes = self.over.given.axis_names
+        out = [PartitionSpec()] * (1 + num_aux) + [spec or PartitionSpec() for spec in self.specs]
+
+        def run(*flat: Any) -> list[Any]:
+            meshes = [jax.typeof(leaf).sharding.mesh for leaf in flat]
+            around = next((mesh for mesh in meshes if not mesh.empty), jax.sharding.get_abstract_mesh())
+            if not around.explicit_axes:
+                return fun(*flat)
+            with jax.sharding.use_abstract_mesh(around):
+                return jax.sharding.auto_axes(lambda *flat: fun(*flat), axes=axes, out_sharding=out)(*flat)
+
+        return run
+
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
         """Explains what a loss must not do on a mesh."""
@@ -115,7 +137,7 @@ class Field:
             raise InputError(
                 'With reduce="each" every device needs the same number of examples',
                 given=f"{examples} examples for {spread.devices} devices",
-                remedy=f'Pass a batch of {examples // spread.devices * spread.devices} or '
+                remedy=f"Pass a batch of {examples // spread.devices * spread.devices} or "
                 f'{spread.share * spread.devices} examples, or reduce="once".',
             )
         return spread

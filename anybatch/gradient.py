@@ -174,6 +174,12 @@ def grad(
 def _compute(fun: Callable[..., Any], settings: Settings, arguments: Arguments) -> tuple[Any, Any, Any]:
     """The value, aux and gradient of one call."""
     gradient = Gradient(fun, settings, arguments)
+    with gradient.context():
+        return _compute_in(gradient)
+
+
+def _compute_in(gradient: Gradient) -> tuple[Any, Any, Any]:
+    settings = gradient.settings
     if settings.microbatch_size == "auto":
         way, outputs = run_as_planned(gradient)
     else:

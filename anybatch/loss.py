@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from anybatch import compat
+from anybatch import compat, hints
 from anybatch.arguments import Arguments, Arrays
 from anybatch.errors import InputError
 from anybatch.trees import describe, is_array, named_leaves
@@ -81,16 +81,17 @@ def trace_loss(
     *,
     weighted: bool,
     has_aux: bool,
-    bare: bool = False,
+    on_mesh: tuple[Any, tuple[str, ...]] | None = None,
 ) -> tuple[TracedLoss, tuple[Any, ...]]:
     """Traces `fun` at `num_examples` examples, and checks what it returns. Also returns what it closes over.
 
-    With `bare`, its program says nothing of where arrays lie: it is to run on examples of one device at a time.
+    On a mesh, with axes that its examples are spread over, its program says nothing of where arrays lie: it is to run on
+    the examples of one device at a time.
 
     Raises:
       InputError: where the loss is not a scalar of real numbers, or not of the form that was declared.
     """
-    types = arguments.types(num_examples, bare=bare)
+    types = arguments.types(num_examples, bare=on_mesh is not None)
     leaves, tree = jax.tree.flatten(types)
     aux_tree: Any = None
     aux_names: list[str] = []
@@ -112,7 +113,10 @@ def trace_loss(
                 "has fewer examples than the batch: the loss must take their number from its arguments."
             )
         raise
-    const_types = [compat.abstract(compat.bare(const) if bare else jax.typeof(const)) for const in consts]
+    type_of = jax.typeof if on_mesh is None else compat.bare
+    const_types = [compat.abstract(type_of(const)) for const in consts]
+    if on_mesh is not None:
+        traced = hints.without_mesh(traced, const_types, leaves, *on_mesh)
     return TracedLoss(traced, const_types, types, num_examples, 2 if weighted else 1, aux_tree, aux_names), consts
 
 

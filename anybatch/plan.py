@@ -190,10 +190,10 @@ def _plan(
                 given="0 examples",
                 remedy="Pass those of a usual step, or their shapes.",
             )
-        planner = Planner(
-            Gradient(fun, settings, arguments), are_given=not abstract, notify=progress or (lambda text: None)
-        )
-        made.append(planner.plan(timed=timed, thorough=thorough))
+        gradient = Gradient(fun, settings, arguments)
+        with gradient.context():
+            planner = Planner(gradient, are_given=not abstract, notify=progress or (lambda text: None))
+            made.append(planner.plan(timed=timed, thorough=thorough))
 
     if abstract:
         jax.eval_shape(plan_with, *(leaves[position] for position in abstract))

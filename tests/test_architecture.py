@@ -13,8 +13,8 @@ PACKAGE = pathlib.Path(anybatch.__file__).parent
 
 # A module may import those of lower floors, and those before it in the list of its own floor.
 FLOORS = [
-    ["version", "errors", "trees", "compat", "memory", "placement", "mesh_settings", "hlo", "collectives"],
-    ["batch", "arguments", "loss", "auxiliary"],
+    ["version", "errors", "trees", "compat", "memory", "placement", "hints", "mesh_settings", "hlo", "collectives"],
+    ["batch", "arguments", "loss", "auxiliary", "process_rows", "distributed"],
     [
         *("reading", "reading.states", "reading.graph", "reading.source", "reading.reader", "reading.positions"),
         *("reading.evaluation", "reading.constants", "reading.rules", "reading.rules.table"),
@@ -44,7 +44,7 @@ FLOORS = [
     ],
     ["gradient", "plan", "read", "widening", "comparison", "diagnosis", "verify"],
     ["recipes", "__init__"],
-    ["demo", "problem", "doctor", "commands"],
+    ["demo", "problem", "doctor", "launch", "commands"],
     ["cli", "__main__"],
 ]
 ORDER = [module for floor in FLOORS for module in floor]

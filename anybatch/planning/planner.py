@@ -226,7 +226,9 @@ class Planner:
 
     def _choice_key(self, *, timed: bool) -> str:
         settings = self.settings
-        return store.key_of(settings.objective, settings.memory, settings.remat, self.gradient.reduces, self.are_given, timed)
+        return store.key_of(
+            settings.objective, settings.memory, settings.remat, self.gradient.reduces, self.are_given, timed
+        )
 
     def _load(self) -> dict[str, Any]:
         return store.load(self.key) if self.is_kept else {}

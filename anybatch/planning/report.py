@@ -202,7 +202,19 @@ class Plan:
 
 
 _HEADER = [
-    *("route", "microbatch", "remat", "reduce", "total", "arguments", "gradients", "results", "activations", "time", "fits"),
+    *(
+        "route",
+        "microbatch",
+        "remat",
+        "reduce",
+        "total",
+        "arguments",
+        "gradients",
+        "results",
+        "activations",
+        "time",
+        "fits",
+    ),
     "",
 ]
 _LEFT = {"route", "remat", "reduce", ""}

@@ -64,7 +64,15 @@ def split_loss(
                     value.hint = const
         _refuse_mutation(graph)
         try:
-            reader = Reader(graph, loss.num_examples, facts, RULEBOOK, top=True, may_reorder=may_reorder, sums_data_later=sums_data_later)
+            reader = Reader(
+                graph,
+                loss.num_examples,
+                facts,
+                RULEBOOK,
+                top=True,
+                may_reorder=may_reorder,
+                sums_data_later=sums_data_later,
+            )
         except NeedsInlining as request:
             opened[id(request.equation)] = request.equation, request.function
             continue

@@ -55,10 +55,14 @@ def in_fixed_order(
       gives: how the rows lie that the pass returns.
     """
     each = part.examples // number
+    # On one device XLA would know constants that come from outside, and divide by some of them another way.
+    whole, rows = lax.optimization_barrier((whole, rows))
 
     def group(position: Any) -> tuple[list[Any], list[Any]]:
         first = part.first + position * each
-        mine = [take_rows(array, how, part.examples, position * each, each) for array, how in zip(rows, takes, strict=True)]
+        mine = [
+            take_rows(array, how, part.examples, position * each, each) for array, how in zip(rows, takes, strict=True)
+        ]
         own = Part(jnp.asarray(first, jnp.int32), each, first + each == examples, part.whole, part.is_shard, True)
         sums, made = fun(own, whole, mine)
         return lax.optimization_barrier((sums, made))
@@ -93,8 +97,6 @@ def in_fixed_order(
     zeros = [jnp.zeros(one.shape, one.dtype) for one in sum_types]
     _, sums, buffers = lax.fori_loop(0, turns, turn, (stacked, zeros, buffers))
     return sums, [_merged(buffer, give.rows) for buffer, give in zip(buffers, gives, strict=True)]
-
-
 
 
 def _buffer(one: Any, give: Give, number: int, each: int) -> jax.Array:

@@ -43,7 +43,9 @@ class Part:
 
     def in_place(self, allowed: Sequence[bool]) -> list[bool]:
         """Which gradients may be added to their accumulators by the backward pass: not those that become shards."""
-        return [each and not shard for each, shard in zip(allowed, self.is_shard or [False] * len(allowed), strict=True)]
+        return [
+            each and not shard for each, shard in zip(allowed, self.is_shard or [False] * len(allowed), strict=True)
+        ]
 
     def apart(self, grads: Any) -> Any:
         """The gradients of a microbatch, to be added up: where bits matter, not fused with what computed them."""

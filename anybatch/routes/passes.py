@@ -197,14 +197,13 @@ class Prefix:
     def _finish(self, sums: Sequence[Any], emitted: Sequence[Any], last: Sequence[Any] | None) -> list[Any]:
         carried, stacked = iter(sums), iter(emitted)
         whole = []
-        for position, (state, value) in enumerate(zip(self.states, self.split.frontier, strict=True)):
+        for position, state in enumerate(self.states):
             if isinstance(state, Rows):
                 mine = None if last is None else last[position]
                 whole.append(put_rows(next(stacked), mine, state, self.cut.size, self.cut.remainder))
             else:
                 whole.append(next(carried))
         return whole
-
 
 
 def gather_rows(split: Split, cut: Cut, given: Given) -> list[Any]:

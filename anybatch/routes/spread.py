@@ -96,7 +96,11 @@ class Spread:
         )(list(whole), [array for array, _ in entering])
         if any(later):
             grads = self._scatter_later(grads, specs, later)
-        return [*grads, *others], [self._leave(each, give) for each, give in zip(made, gives, strict=True)]
+        rows = [self._leave(each, give) for each, give in zip(made, gives, strict=True)]
+        if self.num_groups is not None:  # what is computed from them then has the same bits on all devices
+            whole_rows = jax.sharding.NamedSharding(self.mesh, PartitionSpec())
+            rows = [lax.with_sharding_constraint(each, whole_rows) for each in rows]
+        return [*grads, *others], rows
 
     def in_order(self, examples: Any) -> Any:
         """Examples as the batch has them, without the rows that make uneven ones even."""

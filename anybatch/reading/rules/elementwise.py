@@ -12,7 +12,7 @@ from anybatch.reading.rules.table import rule
 from anybatch.reading.states import FED_BACK, NOT_LINEAR, SUM, WHOLE, NotRowwise, Rows, State, only_rows, refuse_sums
 
 # Linear in their one operand.
-LINEAR = frozenset("neg real imag copy copy_p name stop_gradient sharding_constraint pvary pcast".split())
+LINEAR = frozenset("neg real imag copy copy_p name stop_gradient sharding_constraint sharding_hint pvary pcast".split())
 
 
 @rule(*ELEMENTWISE)

@@ -1,0 +1,382 @@
+"""Many processes as one: how they find each other, and how the rows that each of them holds become one batch.
+
+The processes are those of JAX's own runtime. What is added here is that every wait has an end: a process that never
+comes, or dies, is an error in all the others and not a hang.
+"""
+
+import dataclasses
+import errno
+import ipaddress
+import math
+import os
+import socket
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Any
+
+import jax
+from jax._src import clusters, xla_bridge
+from jax._src import distributed as runtime
+
+from anybatch.errors import AnybatchError, InputError
+from anybatch.process_rows import global_batch
+
+__all__ = ["MissingPeerError", "Processes", "global_batch", "initialize"]
+
+# What `anybatch launch` tells the processes that it starts.
+COORDINATOR, NUM_PROCESSES, PROCESS_ID = "ANYBATCH_COORDINATOR", "ANYBATCH_NUM_PROCESSES", "ANYBATCH_PROCESS_ID"
+
+_CLUSTERS = {
+    "SlurmCluster": "SLURM",
+    "OmpiCluster": "Open MPI",
+    "K8sCluster": "Kubernetes",
+    "GkeTpuCluster": "Cloud TPU",
+    "GceTpuCluster": "Cloud TPU",
+}
+
+_BY_HAND = 'initialize(coordinator_address="10.0.0.1:1234", num_processes=2, process_id=0)'
+
+# JAX aborts the process when its own time to join is over, so that is never: ours ends with an error instead.
+_NEVER = 10**8
+
+
+@dataclasses.dataclass(frozen=True)
+class Processes:
+    """Which of how many processes this one is, and how that was found.
+
+    >>> print(Processes(index=0, count=4, coordinator="10.0.0.1:1234", found_by="SLURM"))
+    process 0 of 4, which met at 10.0.0.1:1234 (found by SLURM)
+    """
+
+    index: int
+    count: int
+    coordinator: str | None = None
+    found_by: str = "nothing"
+
+    def __str__(self) -> str:
+        if self.count == 1:
+            return f"one process alone (found by {self.found_by})"
+        return f"process {self.index} of {self.count}, which met at {self.coordinator} (found by {self.found_by})"
+
+
+class MissingPeerError(AnybatchError, TimeoutError):
+    """Not all processes have joined in time; the message says where they were awaited, and how many.
+
+    JAX cannot take back what it began: end this process, and start all of them again.
+    """
+
+    def __init__(self, processes: Processes, timeout: float) -> None:
+        self.processes, self.timeout = processes, timeout
+        address, last = processes.coordinator, processes.count - 1
+        if processes.index == 0:
+            seen = "it listens there"
+        elif _answers(str(address)):
+            seen = "process 0 answers there, so another one is missing"
+        else:
+            seen = "nobody answers there, so process 0 is missing or cannot be reached"
+        super().__init__(
+            f"All {processes.count} processes must join within {timeout:g} seconds, got only some of them.\n"
+            f"This is process {processes.index}, and the address is {address}: {seen}.\n"
+            f"Start every process_id from 0 to {last}, each with coordinator_address={address!r}; see that no firewall "
+            "or proxy variable stands between the machines; or wait longer: "
+            f"anybatch.distributed.initialize(timeout={2 * timeout:g})."
+        )
+
+
+_joined: tuple[Processes, Any] | None = None  # with the devices that were asked for
+_missing: MissingPeerError | None = None
+
+
+def initialize(
+    coordinator_address: str | None = None,
+    num_processes: int | None = None,
+    process_id: int | None = None,
+    *,
+    timeout: float = 300.0,
+    heartbeat: int = 30,
+    local_device_ids: int | Sequence[int] | None = None,
+) -> Processes:
+    """`jax.distributed.initialize`, where every wait has an end. The first line of a script for many processes.
+
+    What is not given is looked for: first in what `anybatch launch` sets, then where JAX looks, which is SLURM, Open
+    MPI, Kubernetes and Cloud TPU. If there is nothing, this is one process alone, and nothing is done: the same script
+    runs on one machine and on a cluster.
+
+    - **A process that never comes** is a `MissingPeerError` in the others after `timeout`. (JAX alone aborts.)
+    - **A process that dies**, killed or with its machine, ends all others with an error: about `heartbeat` seconds
+      later at the latest, 28 by default where it was measured, and at once if it was process 0.
+    - **An exception** in one process ends it after its traceback, without the handlers of `atexit`, among which JAX
+      would wait for the others. These then end as if it had died. (`sys.exit(1)` is no exception: it waits `timeout`.)
+    - **The coordinator**, process 0, listens on the loopback interface alone if its address is one of that. Otherwise
+      it listens on all, without a password, as JAX does: keep that port behind a firewall.
+
+    A second call returns what the first did. Alone, `print` shows:
+
+    >>> print(initialize())
+    one process alone (found by nothing)
+
+    Args:
+      coordinator_address: "host:port" where process 0 listens, the same for all; the port must be free there.
+      num_processes: how many there are. With 1, nothing is looked for.
+      process_id: which of them this is, from 0.
+      timeout: seconds to wait for all processes when they join, and again for the last when they leave.
+      heartbeat: seconds of silence after which a process counts as dead.
+      local_device_ids: which GPUs of its machine this process uses; all of them by default, but for SLURM and Open
+        MPI, where JAX takes one for each process: `local_device_ids=range(8)` for one process with eight.
+
+    Raises:
+      MissingPeerError: if not all processes have joined within `timeout`.
+      InputError: for settings that cannot be, that differ from those of the first call, or that come too late: JAX
+        must not have used a device before.
+    """
+    global _joined, _missing
+    _check(coordinator_address, num_processes, process_id, timeout, heartbeat)
+    devices = [local_device_ids] if isinstance(local_device_ids, int) else local_device_ids
+    devices = None if devices is None else [int(each) for each in devices]
+    if _missing is not None:
+        raise _missing
+    if _joined is None and jax.distributed.is_initialized():
+        _joined = _already(), devices
+        _end_at_errors()
+    if _joined is not None:
+        _compare(_joined, coordinator_address, num_processes, process_id, devices)
+        return _joined[0]
+    found, devices = _find(coordinator_address, num_processes, process_id, devices, timeout)
+    if found.count == 1:
+        return found
+    if xla_bridge.backends_are_initialized():
+        raise InputError(
+            "Processes must join before JAX uses a device",
+            given=f"{found}, after a first use",
+            remedy="Make anybatch.distributed.initialize() the first line of the script, before any array, "
+            "jax.devices() or jax.device_count().",
+        )
+    _end_at_errors()
+    try:
+        _join(found, devices, timeout, heartbeat)
+    except MissingPeerError as error:
+        _missing = error
+        raise
+    _joined = found, devices
+    return found
+
+
+def _find(
+    address: str | None, count: int | None, index: int | None, devices: list[int] | None, timeout: float
+) -> tuple[Processes, list[int] | None]:
+    """Completes what was given: from our launcher, or from what JAX detects."""
+    if count == 1:
+        return Processes(0, 1, found_by="arguments"), devices
+    found_by = "arguments"
+    if None in (address, count, index) and any(name in os.environ for name in (COORDINATOR, NUM_PROCESSES, PROCESS_ID)):
+        found_by = "anybatch launch"
+        ours = _launched()
+        address, count, index = address or ours[0], count or ours[1], ours[2] if index is None else index
+    address = address or os.environ.get("JAX_COORDINATOR_ADDRESS")
+    if None in (address, count, index):
+        cluster = _cluster()
+        if cluster is None and (address, count, index) == (None, None, None):
+            return Processes(0, 1), devices
+        if cluster is not None:
+            found_by = _CLUSTERS.get(cluster.__name__, cluster.__name__)
+            address, count, index, devices = _ask(found_by, address, count, index, devices, timeout)
+    if address is None or count is None or index is None:
+        given = {"coordinator_address": address, "num_processes": count, "process_id": index}
+        raise InputError(
+            "coordinator_address, num_processes and process_id belong together where no cluster is found",
+            given=", ".join(f"{name}={value!r}" for name, value in given.items()),
+            remedy=f"anybatch.distributed.{_BY_HAND}, or none of them for one process alone.",
+        )
+    _check(address, count, index, timeout)
+    return Processes(index, count, address if count > 1 else None, found_by), devices
+
+
+def _launched() -> tuple[str, int, int]:
+    """What `anybatch launch` has set for this process."""
+    try:
+        return os.environ[COORDINATOR], int(os.environ[NUM_PROCESSES]), int(os.environ[PROCESS_ID])
+    except (KeyError, ValueError) as error:
+        names = (COORDINATOR, NUM_PROCESSES, PROCESS_ID)
+        raise InputError(
+            "The variables of `anybatch launch` belong together, an address and two integers",
+            given="\n".join(f"{name}: {os.environ.get(name)!r}" for name in names),
+            remedy=f"unset {' '.join(names)}, or start the script with `anybatch launch --processes 2 script.py`.",
+        ) from error
+
+
+def _ask(
+    found_by: str, address: str | None, count: int | None, index: int | None, devices: list[int] | None, timeout: float
+) -> tuple[Any, ...]:
+    detect = clusters.ClusterEnv.auto_detect_unset_distributed_params
+    try:
+        return detect(address, count, index, devices, None, math.ceil(timeout))
+    except Exception as error:  # whatever a cluster's own interface raises
+        raise InputError(
+            f"JAX must find the processes of this job in what {found_by} says",
+            given=f"{type(error).__name__}: {error}\n",
+            remedy=f"Say it yourself: anybatch.distributed.{_BY_HAND}, or initialize(num_processes=1) for one alone.",
+        ) from error
+
+
+def _cluster() -> Any:
+    known = clusters.ClusterEnv._cluster_types
+    return next((each for each in known if not each.opt_in_only_method and each.is_env_present()), None)
+
+
+def _join(found: Processes, devices: list[int] | None, timeout: float, heartbeat: int) -> None:
+    """Meets the others, or raises; in a thread, since JAX's wait cannot be ended, not even by Ctrl-C."""
+    done, errors = threading.Event(), []
+    address = str(found.coordinator)
+    bind = os.environ.get("JAX_COORDINATOR_BIND_ADDRESS") or (address if _is_loopback(address) else None)
+    if found.index == 0 and (taken := _taken(bind or f"[::]:{_host_and_port(address)[1]}")):
+        _complain_of_address(found, taken)  # JAX would end in a segmentation fault
+
+    def connect() -> None:
+        try:
+            jax.distributed.initialize(
+                address,
+                found.count,
+                found.index,
+                local_device_ids=devices,
+                cluster_detection_method="deactivate",
+                initialization_timeout=_NEVER,
+                heartbeat_timeout_seconds=heartbeat,
+                shutdown_timeout_seconds=math.ceil(timeout),
+                coordinator_bind_address=bind,
+            )
+        except BaseException as error:
+            errors.append(error)
+        finally:
+            done.set()
+
+    threading.Thread(target=connect, name="anybatch.distributed", daemon=True).start()
+    if not done.wait(timeout):
+        runtime.global_state.client = None  # nothing in this process may take it for one that has joined
+        raise MissingPeerError(found, timeout)
+    if errors:
+        _complain_of_address(found, errors[0])
+
+
+def _complain_of_address(found: Processes, error: BaseException) -> None:
+    raise InputError(
+        f"Process {found.index} of {found.count} must be able to meet the others at {found.coordinator}",
+        given=f"{type(error).__name__}: {error}\n",
+        remedy="Take a port that is free on the machine of process 0, the same for all processes.",
+    ) from error
+
+
+def _end_at_errors() -> None:
+    """From now on an exception that nobody catches ends this process, right after whatever shows it."""
+    show, owner = sys.excepthook, os.getpid()
+
+    def hook(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
+        try:
+            show(kind, error, traceback)
+        finally:
+            if os.getpid() == owner:  # a forked worker of a data loader ends as it likes
+                _flush(sys.stdout.flush)
+                _flush(sys.stderr.flush)
+                os._exit(130 if issubclass(kind, KeyboardInterrupt) else 1)
+
+    sys.excepthook = hook
+
+
+def _flush(flush: Callable[[], None]) -> None:
+    try:
+        flush()
+    except Exception:  # a closed pipe must not keep the process alive
+        pass
+
+
+def _already() -> Processes:
+    state = runtime.global_state
+    return Processes(state.process_id, state.num_processes, state.coordinator_address, "jax.distributed.initialize")
+
+
+def _compare(
+    joined: tuple[Processes, Any], address: str | None, count: int | None, index: int | None, devices: Any
+) -> None:
+    first, first_devices = joined
+    pairs = [
+        ("coordinator_address", address, first.coordinator),
+        ("num_processes", count, first.count),
+        ("process_id", index, first.index),
+        ("local_device_ids", devices, first_devices),
+    ]
+    different = [f"{name}={now!r}, was {before!r}" for name, now, before in pairs if now is not None and now != before]
+    if different:
+        raise InputError(
+            "A process joins once, and a second call must say the same as the first",
+            given="\n".join(different) + "\n",
+            remedy="Call anybatch.distributed.initialize() without arguments to ask which process this is.",
+        )
+
+
+def _check(
+    address: str | None, count: int | None, index: int | None, timeout: float | None = None, heartbeat: int = 1
+) -> None:
+    """Raises for a setting that cannot be, whatever the others are."""
+
+    def complain(must: str, **given: Any) -> None:
+        text = ", ".join(f"{name}={value!r}" for name, value in given.items())
+        raise InputError(must, given=text, remedy=f"For example: anybatch.distributed.{_BY_HAND}.")
+
+    if address is not None:
+        host, port = _host_and_port(address) if isinstance(address, str) else ("", None)
+        if not host or port is None:
+            complain('coordinator_address must be a text "host:port"', coordinator_address=address)
+    if count is not None and (not _is_integer(count) or count < 1):
+        complain("num_processes must be an integer of 1 or more", num_processes=count)
+    if index is not None and (not _is_integer(index) or index < 0 or (count is not None and index >= count)):
+        complain("process_id must be an integer from 0 to num_processes - 1", process_id=index, num_processes=count)
+    if not isinstance(timeout, int | float) or isinstance(timeout, bool) or not 0 < timeout < _NEVER:
+        complain("timeout must be a number of seconds", timeout=timeout)
+    if not _is_integer(heartbeat) or heartbeat < 1:
+        complain("heartbeat must be an integer number of seconds", heartbeat=heartbeat)
+
+
+def _is_integer(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _host_and_port(address: str) -> tuple[str, int | None]:
+    """Host and port of "host:port" or "[::1]:port"; no port where there is none that can be."""
+    host, _, port = address.rpartition(":")
+    valid = port.isascii() and port.isdigit() and 0 < int(port) < 65536
+    return host.removeprefix("[").removesuffix("]"), int(port) if valid else None
+
+
+def _is_loopback(address: str) -> bool:
+    host, _ = _host_and_port(address)
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _taken(address: str) -> OSError | None:
+    """Why nobody can listen at an address of this machine, if so."""
+    host, port = _host_and_port(address)
+    failures, is_free = [], False
+    for each in ["::", "0.0.0.0"] if host == "::" else [host]:
+        try:
+            for family, kind, protocol, _, place in socket.getaddrinfo(each, port, type=socket.SOCK_STREAM):
+                with socket.socket(family, kind, protocol) as probe:
+                    # What is left of a connection that has ended does not keep the port.
+                    probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                    probe.bind(place)
+                    is_free = True
+        except OSError as error:
+            failures.append(error)
+    in_use = [error for error in failures if error.errno == errno.EADDRINUSE]
+    return in_use[0] if in_use else None if is_free else failures[0]  # there may be no IPv6
+
+
+def _answers(address: str) -> bool:
+    try:
+        with socket.create_connection(_host_and_port(address), timeout=2):
+            return True
+    except OSError:
+        return False
