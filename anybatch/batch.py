@@ -19,10 +19,24 @@ class Cut:
     >>> cut = Cut(examples=11, size=4)
     >>> cut.whole, cut.remainder, cut.microbatches
     (2, 3, 3)
+
+    In several runs, of which each is a part of every microbatch, a batch that is spread over devices stays where it
+    is: a microbatch then has examples from all of them.
     """
 
     examples: int
     size: int
+    runs: int = 1  # of consecutive examples that a microbatch is made of, spread evenly over the batch
+
+    @property
+    def step(self) -> int:
+        """From the first example of a microbatch to the first of the next one."""
+        return self.size // self.runs
+
+    @property
+    def last_start(self) -> int:
+        """The first example of the ragged last microbatch."""
+        return self.whole * self.step
 
     @property
     def whole(self) -> int:
@@ -64,15 +78,19 @@ def count_examples(named_leaves: Sequence[tuple[str, Any]], batch_argnums: tuple
     return named_leaves[0][1].shape[0]
 
 
-def take(batch: Sequence[Any], start: Any, size: int) -> list[jax.Array]:
-    """`size` consecutive examples of every leaf, from `start`, which may be known at run time only.
+def take(batch: Sequence[Any], start: Any, size: int, runs: int = 1) -> list[jax.Array]:
+    """`size` consecutive examples of every leaf, from `start`, which may be known at run time only; or that in runs.
 
     A slice of the batch where it lies: cutting it beforehand by `reshape` would copy a ragged batch.
     """
     # Tied to `start`, the batch changes with each turn of the loop, as far as XLA can see. Otherwise it may cast
     # the whole batch before the loop, instead of these rows in it (on the CPU, bfloat16 to float32).
     batch, start = lax.optimization_barrier((list(batch), start))
-    return [lax.dynamic_slice_in_dim(leaf, start, size) for leaf in batch]
+    if runs == 1:
+        return [lax.dynamic_slice_in_dim(leaf, start, size) for leaf in batch]
+    in_runs = [leaf.reshape(runs, leaf.shape[0] // runs, *leaf.shape[1:]) for leaf in batch]
+    taken = [lax.dynamic_slice_in_dim(leaf, start, size // runs, axis=1) for leaf in in_runs]
+    return [leaf.reshape(size, *leaf.shape[2:]) for leaf in taken]
 
 
 def first_start(cut: Cut, before: Sequence[Any]) -> tuple[jax.Array, list[Any]]:
@@ -87,14 +105,27 @@ def first_start(cut: Cut, before: Sequence[Any]) -> tuple[jax.Array, list[Any]]:
     return lax.optimization_barrier((start, list(before)))
 
 
-def join_rows(stacked: jax.Array, last: jax.Array | None, axis: int) -> jax.Array:
+def join_rows(stacked: jax.Array, last: jax.Array | None, axis: int, runs: int = 1) -> jax.Array:
     """Rows of all microbatches in the order of the batch.
 
     Args:
       stacked: the rows of the whole microbatches, which are numbered along axis 0.
       last: the rows of the ragged last one, if there is one.
       axis: where the rows are, in the array of one microbatch.
+      runs: of how many runs of examples a microbatch is made.
     """
+    if runs > 1:
+
+        def in_runs(array: jax.Array) -> jax.Array:
+            """With an axis of its own for the runs, before those of the microbatches and the rows of one."""
+            shape = array.shape
+            split = array.reshape(*shape[: axis + 1], runs, shape[axis + 1] // runs, *shape[axis + 2 :])
+            moved = jnp.moveaxis(split, 0, axis + 1)
+            return moved.reshape(*moved.shape[: axis + 1], -1, *moved.shape[axis + 3 :])
+
+        parts = [in_runs(stacked)] if last is None else [in_runs(stacked), in_runs(last[None])]
+        joined = jnp.concatenate(parts, axis + 1)
+        return joined.reshape(*joined.shape[:axis], -1, *joined.shape[axis + 2 :])
     number, *shape = stacked.shape
     shape[axis] *= number
     rows = jnp.moveaxis(stacked, 0, axis).reshape(shape)

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -210,7 +211,26 @@ class Gradient:
             number = groups_of(self.examples, self._size(way), 1 if self.field is None else self.field.over.devices)
         if self.field is not None:
             return self.field.spread(self.examples, reduce=way.reduce, num_groups=number)
-        return parts.Here(self.examples) if number is None else groups.InGroups(self.examples, number)
+        if number is not None:
+            return groups.InGroups(self.examples, number=number)
+        return parts.Here(self.examples, self._runs(self._size(way)))
+
+    def _runs(self, size: int) -> int:
+        """Of how many runs of examples a microbatch is made, so that a batch on many devices need not be moved.
+
+        Under `jit` nobody knows on how many it will be: any number of them that divides the runs is served. Not where
+        a microbatch has keys or results of its own, which should be those of consecutive examples.
+        """
+        batch, settings = self.arguments.arrays.batch, self.settings
+        if settings.reduction != "infer" and (self.arguments.arrays.keys or settings.aux_of_microbatches):
+            return 1
+        mesh = placement.mesh_of(batch)
+        if mesh.manual_axes or mesh.explicit_axes:  # inside shard_map, or with types that say where rows are
+            return 1
+        devices = jax.device_count() if mesh.empty else mesh.size
+        if all(map(placement.is_placed, batch)):
+            devices = max(map(placement.parts_of_rows, batch), default=1)
+        return math.gcd(devices, size, self.examples)
 
     def results(self, way: Way, outputs: list[Any]) -> tuple[Any, Any, Any]:
         """The value, aux and gradient, from what the computation returned."""

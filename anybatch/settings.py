@@ -46,6 +46,11 @@ class Settings:
         return self.has_aux and "stack" in jax.tree.leaves(self.aux_reduction)
 
     @property
+    def aux_of_microbatches(self) -> bool:
+        """Whether aux has values that are those of single microbatches."""
+        return self.has_aux and bool({"stack", "last"} & set(jax.tree.leaves(self.aux_reduction)))
+
+    @property
     def fixed_remat(self) -> str | None:
         """The policy for a microbatch size that is given: "auto" is for those that are planned."""
         return None if self.remat == "auto" else self.remat

@@ -64,6 +64,7 @@ class Microbatch:
       known: values of the inputs: for those with rows, the rows of these examples.
       whole: values at the full batch: of inputs with rows, and of what was computed before.
       draw: how to draw random numbers of which only some rows are needed.
+      runs: of how many runs of consecutive examples it is made; `start` is in the first.
     """
 
     def __init__(
@@ -74,8 +75,9 @@ class Microbatch:
         known: Mapping[Value, Any],
         whole: Mapping[Value, Any],
         draw: "positions.Draw",
+        runs: int = 1,
     ) -> None:
-        self.reader, self.start, self.size, self.draw = reader, start, size, draw
+        self.reader, self.start, self.size, self.draw, self.runs = reader, start, size, draw, runs
         self.known = dict(known)
         wholes = {value: array for value, array in known.items() if reader.state(value) == WHOLE}
         self.whole = FullBatch({**wholes, **whole}, draw)
@@ -95,6 +97,7 @@ class Microbatch:
             dict(zip(reader.graph.inputs, operands, strict=True)),
             {},
             self.draw,
+            self.runs,
         )
         inner.run(reader.graph.outputs)
         return [inner.as_state(output, state) for output, state in zip(reader.graph.outputs, states, strict=True)]
@@ -175,4 +178,24 @@ class Microbatch:
 
     def _cut(self, array: Any, rows: State) -> Any:
         assert isinstance(rows, Rows)
-        return take_rows(jnp.asarray(array), rows, self.reader.num_examples, self.start, self.size)
+        return take_rows(jnp.asarray(array), rows, self.reader.num_examples, self.start, self.size, self.runs)
+
+    # Rows of the batch by their number, and rows of this microbatch: `inner` of them for each example.
+
+    def numbers(self, counted: Any, inner: int) -> Any:
+        """The numbers in the batch of rows that are counted here; with several blocks, through all of them."""
+        own, all_of_run = self._run_lengths(counted.dtype, inner)
+        first = jnp.asarray(self.start).astype(counted.dtype) * counted.dtype.type(inner)
+        return counted // own * all_of_run + first + counted % own
+
+    def counted(self, numbers: Any, inner: int) -> Any:
+        """The reverse, for rows that are of this microbatch."""
+        first = jnp.asarray(self.start).astype(numbers.dtype) * numbers.dtype.type(inner)
+        if self.runs == 1:
+            return numbers - first
+        own, all_of_run = self._run_lengths(numbers.dtype, inner)
+        return numbers // all_of_run * own + numbers % all_of_run - first
+
+    def _run_lengths(self, dtype: Any, inner: int) -> tuple[Any, Any]:
+        own, everyone = self.size // self.runs, self.reader.num_examples // self.runs
+        return dtype.type(own * inner), dtype.type(everyone * inner)

@@ -114,7 +114,10 @@ def _iota(microbatch: Any, node: Node, rows: Rows) -> Any:
     if rows.outer != 1:
         return None
     counted = node([], smaller)[0]
-    return counted + jnp.asarray(microbatch.start * rows.inner).astype(counted.dtype)
+    if microbatch.runs == 1:
+        return counted + jnp.asarray(microbatch.start * rows.inner).astype(counted.dtype)
+    wide = lax.broadcasted_iota(jnp.int32, smaller["shape"], axis)  # a narrow one may not hold the lengths
+    return microbatch.numbers(wide, rows.inner).astype(counted.dtype)
 
 
 def _random(microbatch: Any, node: Node, value: Value, rows: Rows) -> Any:
@@ -150,14 +153,10 @@ def _drawn_by_counter(microbatch: Any, node: Node, value: Value, rows: Rows) -> 
     The threefry generator numbers the elements of a draw and mixes each number with the key. Numbers are of 64
     bits, in two halves.
     """
-    axis, num_examples = rows.axis, microbatch.reader.num_examples
+    axis = rows.axis
     local = replaced(value.shape, axis, rows.length(microbatch.size))
     # The index of each local row along its axis in the full batch.
-    counted = lax.iota(jnp.uint32, local[axis])
-    per_block = microbatch.size * rows.inner
-    block, offset = counted // np.uint32(per_block), counted % np.uint32(per_block)
-    first = jnp.asarray(microbatch.start).astype(jnp.uint32) * np.uint32(rows.inner)
-    index = block * np.uint32(num_examples * rows.inner) + first + offset
+    index = microbatch.numbers(lax.iota(jnp.uint32, local[axis]), rows.inner)
     low, high = jnp.zeros(local, jnp.uint32), jnp.zeros(local, jnp.uint32)
     keys = node.inputs[0]
     for dimension, size in list(enumerate(value.shape))[keys.ndim :]:  # each key has a draw of its own

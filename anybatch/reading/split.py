@@ -273,6 +273,7 @@ class Split:
         size: int,
         wanted: Sequence[Value],
         origin: Any = None,
+        runs: int = 1,
     ) -> list[Any]:
         """Values of the prefix for `size` examples.
 
@@ -284,6 +285,7 @@ class Split:
           size: their number.
           wanted: which values.
           origin: the index in the batch of the first example that the inputs have, if they have not all of them.
+          runs: of how many runs of examples they are made.
         """
         whole: dict[Value, Any] = dict(zip(self.known_first if known is not None else [], known or [], strict=True))
         whole.update(zip(self.hoisted if hoisted else [], hoisted, strict=True))
@@ -293,10 +295,10 @@ class Split:
             if isinstance(state, Rows) and origin is None:
                 whole[value] = array
             mine[value] = array
-        taken = take([inputs[position] for position in self.batch_positions], start, size)
+        taken = take([inputs[position] for position in self.batch_positions], start, size, runs)
         mine.update(zip((self.graph.inputs[position] for position in self.batch_positions), taken, strict=True))
         index = start if origin is None else origin + start
-        microbatch = Microbatch(self.reader, index, size, mine, whole, self.draw)
+        microbatch = Microbatch(self.reader, index, size, mine, whole, self.draw, runs)
         microbatch.run(wanted)
         return [jnp.asarray(microbatch.value(value)) for value in wanted]
 

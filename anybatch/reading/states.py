@@ -134,9 +134,10 @@ FED_BACK = "it combines each example with a sum or mean over the batch"
 NOT_LINEAR = "it is not linear in a sum over the batch"
 
 
-def take_rows(array: jax.Array, rows: Rows, num_examples: int, start: Any, size: int) -> jax.Array:
-    """The rows of `size` examples from `start`, of an array of the full batch."""
-    axis, outer, inner = rows.axis, rows.outer, rows.inner
+def take_rows(array: jax.Array, rows: Rows, num_examples: int, start: Any, size: int, runs: int = 1) -> jax.Array:
+    """The rows of `size` examples from `start`, of an array of the full batch; or of that many in runs."""
+    axis, outer, inner = rows.axis, rows.outer * runs, rows.inner
+    num_examples, size = num_examples // runs, size // runs
     if outer == 1:
         return lax.dynamic_slice_in_dim(array, start * inner, size * inner, axis)
     before, after = array.shape[:axis], array.shape[axis + 1 :]
@@ -145,7 +146,9 @@ def take_rows(array: jax.Array, rows: Rows, num_examples: int, start: Any, size:
     return taken.reshape(*before, outer * size * inner, *after)
 
 
-def put_rows(stacked: jax.Array | None, last: jax.Array | None, rows: Rows, size: int, remainder: int) -> jax.Array:
+def put_rows(
+    stacked: jax.Array | None, last: jax.Array | None, rows: Rows, size: int, remainder: int, runs: int = 1
+) -> jax.Array:
     """The array of the full batch, from those of its microbatches.
 
     Args:
@@ -154,8 +157,10 @@ def put_rows(stacked: jax.Array | None, last: jax.Array | None, rows: Rows, size
       rows: where the examples are in the array of a microbatch.
       size: the number of examples in a whole microbatch.
       remainder: and in the ragged last one.
+      runs: of how many runs of examples each is made.
     """
-    axis, outer, inner = rows.axis, rows.outer, rows.inner
+    axis, outer, inner = rows.axis, rows.outer * runs, rows.inner
+    size, remainder = size // runs, remainder // runs
     parts = []
     for array, examples in ((stacked, size), (None if last is None else last[None], remainder)):
         if array is None or (array.shape[0] == 0 and last is not None):

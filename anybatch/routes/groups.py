@@ -63,7 +63,9 @@ def in_fixed_order(
         mine = [
             take_rows(array, how, part.examples, position * each, each) for array, how in zip(rows, takes, strict=True)
         ]
-        own = Part(jnp.asarray(first, jnp.int32), each, first + each == examples, part.whole, part.is_shard, True)
+        own = Part(
+            jnp.asarray(first, jnp.int32), each, first + each == examples, part.whole, part.is_shard, fixed_order=True
+        )
         sums, made = fun(own, whole, mine)
         return lax.optimization_barrier((sums, made))
 
@@ -121,7 +123,7 @@ def _merged(buffer: jax.Array, rows: Rows) -> jax.Array:
 class InGroups(Here):
     """All examples at one place, summed in the order that many devices would."""
 
-    number: int
+    number: int = 1
 
     def __call__(
         self,

@@ -16,7 +16,7 @@ from anybatch.auxiliary import Combination
 from anybatch.batch import Cut, join_rows
 from anybatch.loss import TracedLoss
 from anybatch.reading.states import Rows
-from anybatch.routes.parts import Give
+from anybatch.routes.parts import Give, Part
 
 CARRIED = ("sum", "mean", "last")
 
@@ -72,7 +72,7 @@ class Outputs:
     # The examples may be in several parts, each with a loop of its own.
 
     def of_part(
-        self, carry: Sequence[Any], stacked: Sequence[Any], last: Sequence[Any] | None, is_last_part: Any
+        self, carry: Sequence[Any], stacked: Sequence[Any], last: Sequence[Any] | None, part: Part
     ) -> tuple[list[Any], list[Any]]:
         """What to add up over the parts, and what to put one after the other.
 
@@ -80,21 +80,21 @@ class Outputs:
           carry: what the loop of this part carried.
           stacked: what its microbatches emitted.
           last: the outputs of its ragged last microbatch, if it has one.
-          is_last_part: whether the last example of the batch is in this part.
+          part: which part.
         """
         carried, emitted = iter(carry), iter(stacked)
         sums, rows = [], []
         for position, how in enumerate(self.combinations):
             mine = None if last is None else last[position]
             if how.kind == "rows":
-                rows.append(join_rows(next(emitted), mine, how.axis))
+                rows.append(join_rows(next(emitted), mine, how.axis, part.runs))
             elif how.kind == "stack":
                 rows.append(join_rows(next(emitted)[:, None], None if mine is None else mine[None], 0))
             elif how.kind == "last":
                 newest = next(carried)
                 newest = newest if mine is None else mine
-                if is_last_part is not True:
-                    newest = jnp.where(is_last_part, newest, jnp.zeros_like(newest))
+                if part.is_last is not True:
+                    newest = jnp.where(part.is_last, newest, jnp.zeros_like(newest))
                 sums.append(newest)
             else:
                 sums.append(next(carried))

@@ -25,6 +25,7 @@ class Part:
     is_last: Any = True  # whether the last example of the batch is among them
     whole: Callable[[Variables], Variables] = _as_they_are  # what is differentiated, from the shards of this device
     is_shard: Sequence[bool] = ()  # which of them come as shards
+    runs: int = 1  # of consecutive examples that each of its microbatches is made of
     fixed_order: bool = False  # whether sums must have the same bits wherever the part is computed
 
     @property
@@ -106,6 +107,7 @@ class Here:
     """All examples at one place."""
 
     examples: int
+    runs: int = 1
 
     def in_order(self, examples: Any) -> Any:
         """The same: nothing was laid out."""
@@ -121,4 +123,4 @@ class Here:
         variables: int,
     ) -> tuple[list[Any], list[Any]]:
         """The sums over the examples, and their rows."""
-        return fun(Part(0, self.examples), list(whole), list(rows))
+        return fun(Part(0, self.examples, runs=self.runs), list(whole), list(rows))

@@ -59,7 +59,9 @@ class Prefix:
             *arrays, start = flat
             variables, inputs, known, place = jax.tree.unflatten(tree, arrays)
             inputs[first : first + num_wrt] = variables[:num_wrt]
-            return split.prefix(inputs, known, variables[num_wrt:], start, size, split.frontier, *place)
+            return split.prefix(
+                inputs, known, variables[num_wrt:], start, size, split.frontier, *place, runs=self.cut.runs
+            )
 
         start = jax.ShapeDtypeStruct((), jnp.int32)
         traced, consts = compat.trace(prefix, *leaves, start)
@@ -97,13 +99,13 @@ class Prefix:
             # As in a backward pass: a function with derivatives of its own may have another forward pass there.
             return jax.vjp(lambda variables: self._call(traced, variables, start), given.variables)[0]
 
-        last = None if self.last is None else run(self.last, self.cut.whole * self.cut.size)
+        last = None if self.last is None else run(self.last, self.cut.last_start)
 
         def step(carry: Any, _: None) -> tuple[Any, list[Any]]:
             first, sums = carry
             with jax.named_scope("anybatch_forward"):
                 made = run(self.whole, first)
-            return (first + self.cut.size, self._add(sums, made)), self._emitted(made)
+            return (first + self.cut.step, self._add(sums, made)), self._emitted(made)
 
         start = jnp.zeros((), jnp.int32)
         (_, sums), emitted = self._loop(step, (start, self._zeros(last)))
@@ -140,7 +142,9 @@ class Prefix:
             mine = []
             for position, seed in zip(positions, seeds, strict=True):
                 state = self.states[position]
-                mine.append(take_rows(seed, state, cut.examples, start, size) if isinstance(state, Rows) else seed)
+                if isinstance(state, Rows):
+                    seed = take_rows(seed, state, cut.examples, start, size, cut.runs)
+                mine.append(seed)
             return made, pullback, mine
 
         last: list[Any] | None = None
@@ -148,7 +152,7 @@ class Prefix:
             grads = [jnp.zeros_like(leaf, dtype) for leaf, dtype in zip(given.variables, wide, strict=True)]
         else:
             with jax.named_scope("anybatch_last_microbatch"):
-                last, pullback, mine = run(self.last, cut.whole * cut.size, cut.remainder)
+                last, pullback, mine = run(self.last, cut.last_start, cut.remainder)
                 (grads,) = pullback(mine)
         start, grads = first_start(cut, grads)
         accumulators = [jax.new_ref(leaf) for leaf in grads] if mutate else None
@@ -162,7 +166,7 @@ class Prefix:
                 else:
                     grads = jax.tree.map(jnp.add, grads, self.part.apart(pullback(mine)[0]))
             kept = (self._add(sums, made), self._emitted(made)) if keeps_frontier else ([], [])
-            return (first + cut.size, kept[0], grads), kept[1]
+            return (first + cut.step, kept[0], grads), kept[1]
 
         sums = self._zeros(last) if keeps_frontier else []
         carry = (start, sums, [] if mutate else grads)
@@ -200,7 +204,7 @@ class Prefix:
         for position, state in enumerate(self.states):
             if isinstance(state, Rows):
                 mine = None if last is None else last[position]
-                whole.append(put_rows(next(stacked), mine, state, self.cut.size, self.cut.remainder))
+                whole.append(put_rows(next(stacked), mine, state, self.cut.size, self.cut.remainder, self.cut.runs))
             else:
                 whole.append(next(carried))
         return whole
@@ -211,13 +215,13 @@ def gather_rows(split: Split, cut: Cut, given: Given) -> list[Any]:
     wanted = split.gathered_first
 
     def run(start: Any, size: int) -> list[Any]:
-        return split.prefix(given.inputs, None, [], start, size, wanted, *given.place)
+        return split.prefix(given.inputs, None, [], start, size, wanted, *given.place, runs=cut.runs)
 
-    last = run(cut.whole * cut.size, cut.remainder) if cut.remainder else [None] * len(wanted)
+    last = run(cut.last_start, cut.remainder) if cut.remainder else [None] * len(wanted)
 
     def step(start: Any, _: None) -> tuple[Any, list[Any]]:
-        return start + cut.size, run(start, cut.size)
+        return start + cut.step, run(start, cut.size)
 
     _, stacked = lax.scan(step, jnp.zeros((), jnp.int32), length=cut.whole)
     states: list[Any] = [split.reader.state(value) for value in wanted]
-    return [put_rows(*each, cut.size, cut.remainder) for each in zip(stacked, last, states, strict=True)]
+    return [put_rows(*each, cut.size, cut.remainder, cut.runs) for each in zip(stacked, last, states, strict=True)]

@@ -145,7 +145,7 @@ def _accumulate(
     microbatches: Microbatches, part: Part, consts: Consts, arrays: Arrays, first_ratio: list[Any], mutate: bool
 ) -> list[Any]:
     """The gradient leaves, what else is added up, the rows; with `mutate`, the gradient is summed in references."""
-    cut, outputs, wrt = Cut(part.examples, microbatches.size), microbatches.outputs, arrays.wrt
+    cut, outputs, wrt = Cut(part.examples, microbatches.size, part.runs), microbatches.outputs, arrays.wrt
     wide = [wide_dtype(leaf.dtype, microbatches.accumulator_dtype) for leaf in wrt]
     written_in_place = part.in_place(microbatches.written_in_place)
     shielded = functools.partial(references.shielded, written_in_place=written_in_place)
@@ -176,7 +176,7 @@ def _accumulate(
         start = [jnp.zeros_like(leaf, dtype) for leaf, dtype in zip(wrt, wide, strict=True)]
     else:
         with jax.named_scope("anybatch_last_microbatch"):
-            last, pullback, seeds = backward(cut.remainder, cut.whole * cut.size)
+            last, pullback, seeds = backward(cut.remainder, cut.last_start)
             (start,) = pullback(seeds)
         if microbatches.divides_at_end and not outputs.weighted:
             start = [grad * (cut.remainder / cut.size) for grad in start]
@@ -191,7 +191,7 @@ def _accumulate(
                 pullback.with_refs(accumulators)(seeds)
             else:
                 grads = jax.tree.map(jnp.add, grads, part.apart(pullback(seeds)[0]))
-        return (row + cut.size, outputs.add(sums, out), grads), outputs.emitted(out)
+        return (row + cut.step, outputs.add(sums, out), grads), outputs.emitted(out)
 
     carry = (first_row, outputs.start(cut, last), [] if mutate else start)
     if cut.whole:
@@ -201,7 +201,7 @@ def _accumulate(
         emitted = [jnp.zeros((0, *aval.shape), aval.dtype) for aval in outputs.emitted(microbatches.loss.out_avals)]
     if accumulators is not None:
         grads = [jax.freeze(accumulator) for accumulator in accumulators]
-    added, rows = outputs.of_part(sums, emitted, last, part.is_last)
+    added, rows = outputs.of_part(sums, emitted, last, part)
     return [*grads, *added, *rows]
 
 
@@ -210,7 +210,7 @@ def _totals(microbatches: Microbatches, part: Part, consts: Consts, arrays: Arra
 
     It sees the same keys as the pass that follows, and so the same random numbers.
     """
-    cut, avals = Cut(part.examples, microbatches.size), microbatches.loss.out_avals[:2]
+    cut, avals = Cut(part.examples, microbatches.size, part.runs), microbatches.loss.out_avals[:2]
     wide = [wide_dtype(aval.dtype, jnp.float32) for aval in avals]
 
     def totals(size: int, row: Any) -> list[Any]:
@@ -219,11 +219,11 @@ def _totals(microbatches: Microbatches, part: Part, consts: Consts, arrays: Arra
 
     def step(carry: Any, _: None) -> tuple[Any, None]:
         row, sums = carry
-        return (row + cut.size, jax.tree.map(jnp.add, sums, totals(cut.size, row))), None
+        return (row + cut.step, jax.tree.map(jnp.add, sums, totals(cut.size, row))), None
 
     sums = [compat.zeros_of(aval, dtype) for aval, dtype in zip(avals, wide, strict=True)]
     if cut.remainder:
-        sums = totals(cut.remainder, cut.whole * cut.size)
+        sums = totals(cut.remainder, cut.last_start)
     if cut.whole:
         (_, sums), _ = lax.scan(step, (jnp.zeros((), jnp.int32), sums), length=cut.whole)
     return sums
@@ -239,4 +239,4 @@ def _ratio_of(total: Any, weight: Any) -> list[jax.Array]:
 def _microbatch(arrays: Arrays, part: Part, row: Any, size: int) -> Arrays:
     """The arrays that a microbatch sees: its own examples, and keys of its own."""
     keys = [jax.random.fold_in(key, part.first + row) for key in arrays.keys]
-    return arrays._replace(batch=take(arrays.batch, row, size), keys=keys)
+    return arrays._replace(batch=take(arrays.batch, row, size, part.runs), keys=keys)

@@ -53,7 +53,7 @@ class Passes:
         return self.place(run, whole, rows, takes, gives, len(variables) if seeds else 0)
 
     def _cut(self, part: Part) -> Cut:
-        return Cut(part.examples, max(1, min(self.size, part.examples)))
+        return Cut(part.examples, max(1, min(self.size, part.examples)), part.runs)
 
     def rows_of_data(self, inputs: list[Any]) -> list[Any]:
         """The rows that are computed before anything else."""

@@ -81,12 +81,10 @@ def own_row_axis(reader: Reader, indices: Value, column: int, length: int) -> in
     return None
 
 
-def _counted_from_here(indices: Any, column: int, first: Any) -> Any:
+def _counted_from_here(indices: Any, column: int, microbatch: Any, inner: int) -> Any:
     """Index vectors with that column counted from the first row of a microbatch."""
-    shift = np.zeros(indices.shape[-1], np.int32)
-    shift[column] = 1
-    step = jnp.asarray(shift, indices.dtype) * jnp.asarray(first).astype(indices.dtype)
-    return indices - jnp.broadcast_to(step, indices.shape)
+    is_column = np.arange(indices.shape[-1]) == column
+    return jnp.where(is_column, microbatch.counted(indices, inner), indices)
 
 
 @rule("gather")
@@ -143,7 +141,7 @@ def _gather_from_rows(reader: Reader, node: Node, operand: Rows, indices: State,
 
             def run(microbatch: Any) -> list[Any]:
                 local = microbatch.value(vectors, rows)
-                local = _counted_from_here(local, column, microbatch.start * operand.inner)
+                local = _counted_from_here(local, column, microbatch, operand.inner)
                 return node([microbatch.value(source), local])
 
             return Outcome([operand.at(looked_up[index_axis])], [None, rows], run=run)
@@ -239,7 +237,7 @@ def _into_own_rows(reader: Reader, node: Node, states: Sequence[State]) -> Outco
 
         def run(microbatch: Any, axes: Any = axes, column: int = column) -> list[Any]:
             operands = [microbatch.value(value, rows.at(each)) for value, each in zip(node.inputs, axes, strict=True)]
-            operands[1] = _counted_from_here(operands[1], column, microbatch.start * rows.inner)
+            operands[1] = _counted_from_here(operands[1], column, microbatch, rows.inner)
             return node(operands)
 
         return Outcome([rows.at(axis)], [rows.at(each) for each in axes], run=run)
