@@ -47,6 +47,27 @@ class Outcome(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
+class Route:
+    """One way of computing the gradient: at a microbatch size, on one device or over a mesh."""
+
+    size: int
+    mesh: Any = None
+    axis_name: Any = "data"
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """As `value_and_grad` takes them."""
+        over = {} if self.mesh is None else {"mesh": self.mesh, "axis_name": self.axis_name}
+        return {"microbatch_size": self.size, **over}
+
+    def __str__(self) -> str:
+        if self.mesh is None:
+            return f"microbatch_size={self.size}"
+        axes = ", ".join(f"{name}={size}" for name, size in self.mesh.shape.items())
+        return f"microbatch_size={self.size}, mesh({axes})"
+
+
+@dataclasses.dataclass(frozen=True)
 class LeafDifference:
     """How far one leaf of a route is from that of the full batch: relative to its largest entry."""
 
@@ -176,10 +197,10 @@ class Trial:
         """What `jax.value_and_grad` gives for other arrays: fewer examples, another key."""
         return self._outcome(self._full_batch(arrays))
 
-    def route(self, size: int, reduction: str | None = None) -> Outcome:
-        """What `anybatch.value_and_grad` gives at a microbatch size, by default for the reduction declared."""
-        options = {**self.options, "reduction": reduction or self.options["reduction"]}
-        return self._outcome(self.compiled(value_and_grad(self.fun, **options, microbatch_size=size))(self.arrays))
+    def route(self, route: Route, reduction: str | None = None) -> Outcome:
+        """What `anybatch.value_and_grad` gives by a route, by default for the reduction declared."""
+        options = {**self.options, "reduction": reduction or self.options["reduction"], **route.options}
+        return self._outcome(self.compiled(value_and_grad(self.fun, **options))(self.arrays))
 
     def _outcome(self, result: Any) -> Outcome:
         value, gradient = result
@@ -214,12 +235,15 @@ class Trial:
         wrt = [leaf.name for leaf in self.arguments.leaves if leaf.role == "wrt"]
         return [*wrt, "value", *(name for name, _ in named_leaves("aux", self._aux_types))]
 
-    def compare(self, size: int, reduction: str | None = None, *, capped: bool = True) -> tuple[LeafDifference, ...]:
+    def compare(
+        self, route: Route | int, reduction: str | None = None, *, capped: bool = True
+    ) -> tuple[LeafDifference, ...]:
         """The differences of a route from the full batch, leaf by leaf; but of aux declared "stack" or "last"."""
-        differences = self.differences(self.route(size, reduction), self.expected)
+        route = Route(route) if isinstance(route, int) else route
+        differences = self.differences(self.route(route, reduction), self.expected)
         kinds = [""] * (self.num_gradients + 1) + self.declared_aux
         return tuple(
-            LeafDifference(name, difference, self.tolerance(index, size, capped=capped))
+            LeafDifference(name, difference, self.tolerance(index, route.size, capped=capped))
             for index, (name, difference) in enumerate(zip(self.names, differences, strict=True))
             if kinds[index] not in ("stack", "last")
         )

@@ -85,8 +85,8 @@ def trace_loss(
 ) -> tuple[TracedLoss, tuple[Any, ...]]:
     """Traces `fun` at `num_examples` examples, and checks what it returns. Also returns what it closes over.
 
-    On a mesh, with axes that its examples are spread over, its program says nothing of where arrays lie: it is to run on
-    the examples of one device at a time.
+    On a mesh, with axes that its examples are spread over, its program says nothing of where arrays lie: it is to run
+    on the examples of one device at a time.
 
     Raises:
       InputError: where the loss is not a scalar of real numbers, or not of the form that was declared.

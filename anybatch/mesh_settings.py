@@ -23,7 +23,7 @@ class MeshSettings:
 
     @property
     def mesh(self) -> Mesh:
-        """The same devices, with axes that XLA spreads arrays over by itself, whatever the axes of the one given are."""
+        """The same devices, with axes that XLA spreads arrays over by itself, whatever those of the one given are."""
         automatic = (AxisType.Auto,) * len(self.given.axis_names)
         return Mesh(self.given.devices, self.given.axis_names, axis_types=automatic)
 

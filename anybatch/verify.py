@@ -13,8 +13,8 @@ import numpy as np
 
 from anybatch import diagnosis
 from anybatch.arguments import Arguments, Roles
-from anybatch.comparison import LeafDifference, Trial
-from anybatch.errors import AnybatchError, InputError, NotAvailableError
+from anybatch.comparison import LeafDifference, Route, Trial
+from anybatch.errors import AnybatchError, InputError
 from anybatch.gradient import value_and_grad
 from anybatch.loss import trace_loss
 
@@ -116,7 +116,8 @@ def verify(
     fun: Callable[..., Any],
     *args: Any,
     microbatch_sizes: int | Sequence[int] | None = None,
-    meshes: Sequence[Any] = (),
+    meshes: Any = (),
+    axis_name: str | tuple[str, ...] = "data",
     argnums: int | tuple[int, ...] = 0,
     has_aux: bool = False,
     batch_argnums: int | tuple[int, ...] = 1,
@@ -158,7 +159,9 @@ def verify(
       fun: the loss, as for `value_and_grad`.
       *args: its arguments, arrays with values.
       microbatch_sizes: which sizes to try. By default 1, one that divides the sample, one that does not, and all.
-      meshes: not available yet.
+      meshes: over which meshes to compute it, too: at the smallest and the largest size, with examples spread over the
+        axis `axis_name`. By default none: on one device.
+      axis_name: see `value_and_grad`.
       argnums: as for `value_and_grad`, like the six that follow.
       has_aux: see there.
       batch_argnums: see there.
@@ -175,10 +178,7 @@ def verify(
 
     Raises:
       InputError: for arguments that cannot be worked with.
-      NotAvailableError: for an option that this version does not have.
     """
-    if len(tuple(meshes)):
-        raise NotAvailableError("meshes=", remedy="Leave it out; the routes are compared on one device.")
     sizes = None if microbatch_sizes is None else _sizes(microbatch_sizes)
     options = {
         "argnums": argnums,
@@ -189,7 +189,9 @@ def verify(
         "rng_argnums": rng_argnums,
         "accumulator_dtype": accumulator_dtype,
     }
-    value_and_grad(fun, **options, microbatch_size=1)  # checks them
+    several = tuple(meshes) if isinstance(meshes, (tuple, list)) else (meshes,)
+    for mesh in (None, *several):  # checks them
+        value_and_grad(fun, **options, microbatch_size=1, mesh=mesh, axis_name=axis_name)
     roles = Roles.of(argnums=argnums, batch_argnums=batch_argnums, rng_argnums=rng_argnums)
     whole = roles.sort(fun, args, kwargs)
     _must_have_values(whole)
@@ -198,7 +200,11 @@ def verify(
     trial = Trial(fun, some_args, some_kwargs, options)
     try:
         trace_loss(fun, trial.arguments, num_examples, weighted=trial.weighted, has_aux=has_aux)
-        return _verify(trial, sizes or _default_sizes(num_examples), whole.num_examples)
+        sizes = sizes or _default_sizes(num_examples)
+        routes = [Route(size) for size in sizes]
+        for mesh in several:
+            routes += [Route(size, mesh, axis_name) for size in sorted({min(sizes), max(sizes)})]
+        return _verify(trial, routes, whole.num_examples)
     except Exception as error:
         if num_examples < whole.num_examples and not isinstance(error, AnybatchError):
             error.add_note(
@@ -208,12 +214,12 @@ def verify(
         raise
 
 
-def _verify(given: Trial, sizes: Sequence[int], batch_size: int) -> Verification:
-    trial, differences, notes = _compared(given, sizes)
+def _verify(given: Trial, routes: Sequence[Route], batch_size: int) -> Verification:
+    trial, differences, notes = _compared(given, routes)
     roundings = {}
     if trial is not given and _all_ok(differences):
         errors = _errors_of_full_batch(given, trial)
-        roundings = {size: _roundings(given, size, errors) for size in sizes}
+        roundings = {route: _roundings(given, route, errors) for route in routes}
         worst = int(np.argmax(errors))
         if errors[worst] > NOTABLE:
             notes.append(
@@ -224,16 +230,21 @@ def _verify(given: Trial, sizes: Sequence[int], batch_size: int) -> Verification
         notes.append(
             "The gradient of the full batch itself is not finite; what is not a number in both counts as same."
         )
-    failed = {size: leaves for size, leaves in differences.items() if not _all_ok({size: leaves})}
-    rounded = {size: leaves for size, leaves in roundings.items() if not _all_ok({size: leaves})}
+    failed = {route: leaves for route, leaves in differences.items() if not _all_ok({route: leaves})}
+    rounded = {route: leaves for route, leaves in roundings.items() if not _all_ok({route: leaves})}
     why = None
-    if failed:
-        why = diagnosis.diagnose(trial, failed, given)
+    if here := {route.size: leaves for route, leaves in failed.items() if route.mesh is None}:
+        why = diagnosis.diagnose(trial, here, given)
+    elif failed:
+        why = (
+            "On one device the routes agree, and over the mesh they do not. If the loss is the same on every device "
+            "(no host callback, no state), this is an error of anybatch: please report it with this table."
+        )
     elif rounded:
-        why = diagnosis.diagnose_rounding(given, rounded)
+        why = diagnosis.diagnose_rounding(given, {route.size: leaves for route, leaves in rounded.items()})
     return Verification(
         ok=not failed and not rounded,
-        routes=tuple(_route_check(trial, size, differences[size], roundings.get(size)) for size in sizes),
+        routes=tuple(_route_check(trial, route, differences[route], roundings.get(route)) for route in routes),
         num_examples=trial.num_examples,
         batch_size=batch_size,
         dtype=trial.dtype.name,
@@ -243,13 +254,15 @@ def _verify(given: Trial, sizes: Sequence[int], batch_size: int) -> Verification
     )
 
 
-def _compared(given: Trial, sizes: Sequence[int]) -> tuple[Trial, dict[int, tuple[LeafDifference, ...]], list[str]]:
+def _compared(
+    given: Trial, routes: Sequence[Route]
+) -> tuple[Trial, dict[Route, tuple[LeafDifference, ...]], list[str]]:
     """The differences in float64, or else in the dtypes given; in which they are, and what is to be said about that."""
     if not given.eps > np.finfo(np.float64).eps:
-        return given, {size: given.compare(size) for size in sizes}, []
+        return given, {route: given.compare(route) for route in routes}, []
     try:
         double = given.to_float64()
-        differences = {size: double.compare(size) for size in sizes}
+        differences = {route: double.compare(route) for route in routes}
     except Exception as error:  # whatever it is: if it has to do with the loss, the dtypes given will raise it too
         reason = f"it raised {type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
     else:
@@ -258,7 +271,7 @@ def _compared(given: Trial, sizes: Sequence[int]) -> tuple[Trial, dict[int, tupl
             return double, differences, [narrow] if double.fun.recomputed else []
         # The difference may be rounding in what stays narrow.
         reason = f"the loss has {', '.join(sorted(double.fun.narrow))}, in dtypes of their own"
-    return given, {size: given.compare(size) for size in sizes}, [f"Not compared in float64: {reason}."]
+    return given, {route: given.compare(route) for route in routes}, [f"Not compared in float64: {reason}."]
 
 
 def _errors_of_full_batch(given: Trial, double: Trial) -> list[float]:
@@ -268,13 +281,13 @@ def _errors_of_full_batch(given: Trial, double: Trial) -> list[float]:
     return given.differences(given.expected, double.expected)[: given.num_gradients]
 
 
-def _roundings(given: Trial, size: int, errors: Sequence[float]) -> tuple[LeafDifference, ...]:
+def _roundings(given: Trial, route: Route, errors: Sequence[float]) -> tuple[LeafDifference, ...]:
     """The differences of the gradient in the dtypes given, where the routes are known to agree but for rounding.
 
     They may be as large as a change in the last digit makes them, or as the error of the full batch: a sum may be
     taken in bfloat16, and a GPU may multiply float32 matrices in fewer digits than the dtype has.
     """
-    leaves = given.compare(size, capped=False)[: given.num_gradients]
+    leaves = given.compare(route, capped=False)[: given.num_gradients]
     return tuple(
         dataclasses.replace(leaf, tolerance=max(leaf.tolerance, 4 * error))
         for leaf, error in zip(leaves, errors, strict=True)
@@ -282,7 +295,7 @@ def _roundings(given: Trial, size: int, errors: Sequence[float]) -> tuple[LeafDi
 
 
 def _route_check(
-    trial: Trial, size: int, leaves: tuple[LeafDifference, ...], rounded: tuple[LeafDifference, ...] | None
+    trial: Trial, route: Route, leaves: tuple[LeafDifference, ...], rounded: tuple[LeafDifference, ...] | None
 ) -> RouteCheck:
     gradients, value, aux = (
         leaves[: trial.num_gradients],
@@ -292,8 +305,8 @@ def _route_check(
     worst = max(gradients, key=lambda leaf: leaf.difference / leaf.tolerance)
     worst_rounded = max(rounded, key=lambda leaf: leaf.difference / leaf.tolerance) if rounded else None
     return RouteCheck(
-        name=f"microbatch_size={size}",
-        ok=_all_ok({size: leaves}) and _all_ok({size: rounded or ()}),
+        name=str(route),
+        ok=_all_ok({route: leaves}) and _all_ok({route: rounded or ()}),
         gradient=worst.difference,
         leaf=worst.name,
         tolerance=worst.tolerance,
@@ -305,7 +318,7 @@ def _route_check(
     )
 
 
-def _all_ok(differences: dict[int, tuple[LeafDifference, ...]]) -> bool:
+def _all_ok(differences: dict[Any, tuple[LeafDifference, ...]]) -> bool:
     return all(leaf.ok for leaves in differences.values() for leaf in leaves)
 
 

@@ -84,7 +84,7 @@ def own_row_axis(reader: Reader, indices: Value, column: int, length: int) -> in
 def _counted_from_here(indices: Any, column: int, microbatch: Any, inner: int) -> Any:
     """Index vectors with that column counted from the first row of a microbatch."""
     is_column = np.arange(indices.shape[-1]) == column
-    return jnp.where(is_column, microbatch.counted(indices, inner), indices)
+    return jnp.where(jnp.broadcast_to(is_column, indices.shape), microbatch.counted(indices, inner), indices)
 
 
 @rule("gather")
