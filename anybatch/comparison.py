@@ -197,8 +197,9 @@ class Trial:
         """What `jax.value_and_grad` gives for other arrays: fewer examples, another key."""
         return self._outcome(self._full_batch(arrays))
 
-    def route(self, route: Route, reduction: str | None = None) -> Outcome:
+    def route(self, route: Route | int, reduction: str | None = None) -> Outcome:
         """What `anybatch.value_and_grad` gives by a route, by default for the reduction declared."""
+        route = Route(route) if isinstance(route, int) else route
         options = {**self.options, "reduction": reduction or self.options["reduction"], **route.options}
         return self._outcome(self.compiled(value_and_grad(self.fun, **options))(self.arrays))
 

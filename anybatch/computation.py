@@ -208,7 +208,8 @@ class Gradient:
         """Where passes over the examples run."""
         number = None
         if self.settings.reproducible:
-            number = groups_of(self.examples, self._size(way), 1 if self.field is None else self.field.over.devices)
+            assert way.microbatch_size is not None
+            number = groups_of(self.examples, way.microbatch_size, self.spread_over)
         if self.field is not None:
             return self.field.spread(self.examples, reduce=way.reduce, num_groups=number)
         if number is not None:

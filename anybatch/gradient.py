@@ -102,20 +102,20 @@ def value_and_grad(
         `microbatch_size`: in blocks, of which no more than that is kept. `None` keeps activations as the loss has it.
       accumulator_dtype: the gradients of narrower dtypes (bfloat16, float16) are summed in this one, and cast
         back at the end. `None` sums each in its own.
-      mesh: the devices over which to spread the batch, e.g. `jax.make_mesh((8,), ("data",))`. The loss stays that of the
-        whole batch; `microbatch_size` is then the number of examples that a device takes at a time. Outside `jit`,
+      mesh: the devices over which to spread the batch, e.g. `jax.make_mesh((8,), ("data",))`. The loss stays that of
+        the whole batch; `microbatch_size` is then the number of examples that a device takes at a time. Outside `jit`,
         arrays that lie elsewhere are put where they belong. Axes of the mesh beside `axis_name` are left to the model.
       axis_name: the axis of `mesh` over which the batch is spread, or a tuple of such.
-      reduce: for parameters that are themselves spread over `axis_name`, when gradients are added up. `"once"`, after the
-        last microbatch: the least traffic, and a whole gradient on every device. In `"each"` microbatch: only its shard
-        of the gradient stays on a device. `"auto"` takes `"once"`, unless only `"each"` fits a plan.
+      reduce: for parameters that are themselves spread over `axis_name`, when gradients are added up. `"once"`, after
+        the last microbatch: the least traffic, and a whole gradient on every device. In `"each"` microbatch: only its
+        shard of the gradient stays on a device. `"auto"` takes `"once"`, unless only `"each"` fits a plan.
       param_specs: how what is differentiated is spread over `mesh`: a `PartitionSpec`, or a tree of them. By default as
         the arrays are; under `jit` these do not tell, so that it should be passed for parameters that are not whole.
-      reproducible: whether sums are taken in an order that does not depend on the devices: the same bits on 2, 4, 8, ...
-        64 devices, in one process or many, for one `microbatch_size`. It must divide the examples of each device. Takes
-        log2(64 / devices) more gradients of memory. On 1 device the bits are the same unless XLA simplifies a division
-        there that it does not simplify elsewhere; `compiler_options={"xla_disable_hlo_passes": "algsimp"}` for `jit`,
-        on all numbers of devices, prevents that.
+      reproducible: whether sums are taken in an order that does not depend on the devices: the same bits on 2, 4, ...
+        64 devices, in one process or many, for one `microbatch_size`. It must divide the examples of each device.
+        Takes up to log2(64 / devices) more gradients of memory. On 1 device the bits are the same too, unless XLA
+        simplifies a division there that it leaves alone elsewhere; with `jax.jit(...,
+        compiler_options={"xla_disable_hlo_passes": "algsimp"})` on all numbers of devices, it leaves all alone.
       on_coupled: what `"infer"` does with a loss that looks across examples: `"exact"` computes it in two passes,
         `"error"` refuses it.
 

@@ -20,7 +20,8 @@ ELEMENTWISE = frozenset(
     igamma_grad_a igammac imag integer_pow is_finite le le_to lgamma log log1p log2 logistic lt lt_to max min mul mulhi
     name ne neg nextafter not one_minus_square or pcast polygamma population_count pow pvary random_clone random_fold_in
     real reduce_precision regularized_incomplete_beta rem round rsqrt select_n sharding_constraint sharding_hint
-    shift_left    shift_right_arithmetic shift_right_logical sign sin sinh sqrt square stop_gradient sub tan tanh xor zeta""".split()
+    shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt square stop_gradient sub tan tanh xor
+    zeta""".split()
 )
 
 

@@ -1,5 +1,6 @@
 """Adds up what the devices of a mesh have computed: in one collective, or in an order that is always the same."""
 
+import dataclasses
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -7,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 
 # Elements of an array that is moved into another dtype to be added up along with the gradients.
 SMALL = 4096
@@ -79,36 +80,86 @@ def _unpack(summed: jax.Array, like: jax.Array, carrier: Any) -> jax.Array:
     return lax.bitcast_convert_type(total, like.dtype)
 
 
-def names_at(spec: PartitionSpec | None, axes: tuple[str, ...]) -> dict[int, tuple[str, ...]]:
+def names_at(spec: PartitionSpec | None, axes: Sequence[str]) -> dict[int, tuple[str, ...]]:
     """Which dimensions of an array are spread over which of some mesh axes."""
     found = {}
-    for dimension, entry in enumerate(spec or ()):
-        names = (entry,) if isinstance(entry, str) else tuple(entry or ())
+    for dimension, names in enumerate(_names(spec)):
         if kept := tuple(name for name in names if name in axes):
             found[dimension] = kept
     return found
 
 
-def scatter(array: jax.Array, spec: PartitionSpec, axes: tuple[str, ...], *, in_order: bool = False) -> jax.Array:
-    """The sum of an array over mesh axes, of which each device keeps its own shard."""
-    left = set(axes)
-    for dimension, names in names_at(spec, axes).items():
-        if in_order:
-            array = _scatter_in_order(array, names, dimension)
-        else:
-            array = lax.psum_scatter(array, names, scatter_dimension=dimension, tiled=True)
-        left -= set(names)
-    rest = tuple(name for name in axes if name in left)
-    if not rest:
-        return array
-    return add_up_in_order([array], rest)[0] if in_order else lax.psum(array, rest)
+def _names(spec: PartitionSpec | None) -> list[tuple[str, ...]]:
+    return [(entry,) if isinstance(entry, str) else tuple(entry or ()) for entry in spec or ()]
 
 
-def gather(shard: jax.Array, spec: PartitionSpec, axes: tuple[str, ...]) -> jax.Array:
-    """A whole array from its shards; its transpose adds up gradients, and keeps this device's shard of them."""
-    for dimension, names in names_at(spec, axes).items():
-        shard = lax.all_gather(shard, names, axis=dimension, tiled=True)
-    return shard
+@dataclasses.dataclass(frozen=True)
+class Shards:
+    """How an array is spread: over axes of the mesh that have examples, and perhaps over others.
+
+    A dimension that is spread over several axes is cut by them one after the other. Unfolded, it has a dimension for
+    each of these cuts and one for what is left, so that each axis has one to be gathered or scattered along.
+    """
+
+    spec: PartitionSpec
+    mesh: Mesh
+    axes: tuple[str, ...]  # those with examples
+
+    @property
+    def _cuts(self) -> list[tuple[str, ...]]:
+        return _names(self.spec)
+
+    @property
+    def others(self) -> tuple[str, ...]:
+        """The other axes that it is spread over."""
+        return tuple(name for names in self._cuts for name in names if name not in self.axes)
+
+    def unfold(self, array: jax.Array, cut: Sequence[str]) -> jax.Array:
+        """An array of which a device has the shards along the axes `cut`, with a dimension for every cut."""
+        shape: list[int] = []
+        for size, names in zip(array.shape, [*self._cuts, *[()] * array.ndim], strict=False):
+            sizes = [1 if name in cut else self.mesh.shape[name] for name in names]
+            shape += [*sizes, size // math.prod(sizes)]
+        return array.reshape(shape)
+
+    def fold(self, array: jax.Array) -> jax.Array:
+        """The reverse."""
+        shape, position = [], 0
+        for names in [*self._cuts, *[()] * (array.ndim - sum(map(len, self._cuts)) - len(self._cuts))]:
+            shape.append(math.prod(array.shape[position : position + len(names) + 1]))
+            position += len(names) + 1
+        return array.reshape(shape)
+
+    def unfolded_spec(self, axes: Sequence[str]) -> PartitionSpec:
+        """How it is spread over some axes, once it is unfolded."""
+        entries = [[*(name if name in axes else None for name in names), None] for names in self._cuts]
+        return PartitionSpec(*(entry for each in entries for entry in each))
+
+    def _along(self) -> list[tuple[int, str]]:
+        """The dimensions of the cuts by axes with examples, once it is unfolded."""
+        names = [name for several in self._cuts for name in (*several, None)]
+        return [(position, name) for position, name in enumerate(names) if name in self.axes and name is not None]
+
+    def scatter(self, unfolded: jax.Array, *, in_order: bool = False) -> jax.Array:
+        """The sum of an unfolded array over the axes with examples, of which each device keeps its shard."""
+        left = list(self.axes)
+        for position, name in self._along():
+            if in_order:
+                unfolded = _scatter_in_order(unfolded, name, position)
+            else:
+                unfolded = lax.psum_scatter(unfolded, name, scatter_dimension=position, tiled=True)
+            left.remove(name)
+        if left and in_order:
+            (unfolded,) = add_up_in_order([unfolded], tuple(left))
+        elif left:
+            unfolded = lax.psum(unfolded, tuple(left))
+        return unfolded
+
+    def gather(self, unfolded: jax.Array) -> jax.Array:
+        """An unfolded array whole along the axes with examples; the transpose of `scatter` along these."""
+        for position, name in self._along():
+            unfolded = lax.all_gather(unfolded, name, axis=position, tiled=True)
+        return unfolded
 
 
 def tree_sum(rows: jax.Array) -> jax.Array:
@@ -143,10 +194,9 @@ def add_up_in_order(arrays: Sequence[jax.Array], axes: tuple[str, ...]) -> list[
     return summed
 
 
-def _scatter_in_order(array: jax.Array, names: tuple[str, ...], dimension: int) -> jax.Array:
-    devices = math.prod(map(lax.axis_size, names))
-    if devices == 1:
+def _scatter_in_order(array: jax.Array, name: str, dimension: int) -> jax.Array:
+    """The sum over an axis of arrays that are cut by it along a dimension; each device keeps its slice."""
+    if lax.axis_size(name) == 1:
         return array
-    moved = jnp.moveaxis(array, dimension, 0)
-    slices = moved.reshape(devices, moved.shape[0] // devices, *moved.shape[1:])
-    return jnp.moveaxis(tree_sum(lax.all_to_all(slices, names, 0, 0)), 0, dimension)
+    slices = jnp.moveaxis(array, dimension, 0)
+    return jnp.expand_dims(tree_sum(lax.all_to_all(slices, name, 0, 0)), dimension)

@@ -80,6 +80,9 @@ class Place(Protocol):
     def in_order(self, examples: Any) -> Any:
         """An array of the examples as the batch has it, if it was laid out for the passes in another way."""
 
+    def once(self, fun: Callable[..., Any], *arguments: Any) -> Any:
+        """Calls a function of whole arrays, lists and tuples of them, outside of the passes."""
+
     def __call__(
         self,
         fun: Pass,
@@ -112,6 +115,10 @@ class Here:
     def in_order(self, examples: Any) -> Any:
         """The same: nothing was laid out."""
         return examples
+
+    def once(self, fun: Callable[..., Any], *arguments: Any) -> Any:
+        """Calls the function."""
+        return fun(*arguments)
 
     def __call__(
         self,

@@ -28,6 +28,11 @@ class Given:
     place: list[Any]  # the index in the batch of the first example of the part, unless it is 0
 
     @property
+    def origin(self) -> Any:
+        """The index in the batch of the first example, None if it is 0."""
+        return self.place[0] if self.place else None
+
+    @property
     def types(self) -> "Given":
         """Their types."""
         parts = (self.variables, self.inputs, self.known, self.place)
@@ -59,8 +64,9 @@ class Prefix:
             *arrays, start = flat
             variables, inputs, known, place = jax.tree.unflatten(tree, arrays)
             inputs[first : first + num_wrt] = variables[:num_wrt]
+            now = Given(variables, inputs, known, place)
             return split.prefix(
-                inputs, known, variables[num_wrt:], start, size, split.frontier, *place, runs=self.cut.runs
+                inputs, known, variables[num_wrt:], start, size, split.frontier, now.origin, self.cut.runs
             )
 
         start = jax.ShapeDtypeStruct((), jnp.int32)
@@ -215,7 +221,7 @@ def gather_rows(split: Split, cut: Cut, given: Given) -> list[Any]:
     wanted = split.gathered_first
 
     def run(start: Any, size: int) -> list[Any]:
-        return split.prefix(given.inputs, None, [], start, size, wanted, *given.place, runs=cut.runs)
+        return split.prefix(given.inputs, None, [], start, size, wanted, given.origin, cut.runs)
 
     last = run(cut.last_start, cut.remainder) if cut.remainder else [None] * len(wanted)
 

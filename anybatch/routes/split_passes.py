@@ -135,19 +135,24 @@ def value_and_grad(passes: Passes, consts: Sequence[Any], arrays: Arrays) -> tup
     Memory: one gradient in the accumulator's dtype, the temporaries of one microbatch, and the head: the rows of
     the frontier, if there are any, and what is computed from them.
     """
-    split = passes.split
+    split, once = passes.split, passes.place.once
     inputs = [jnp.asarray(leaf) for leaf in split.inputs(consts, arrays)]
     first, num_wrt = split.num_consts, len(split.loss.types.wrt)
     wrt = inputs[first : first + num_wrt]
     in_order = list(inputs)
     for position in split.batch_positions:
         in_order[position] = passes.place.in_order(inputs[position])
-    known = split.compute_first(in_order, passes.rows_of_data(inputs))
+    known = once(split.compute_first, in_order, passes.rows_of_data(inputs))
 
-    def with_wrt(wrt: Sequence[Any]) -> list[Any]:
-        return [*in_order[:first], *wrt, *in_order[first + num_wrt :]]
+    def with_wrt(inputs: Sequence[Any], wrt: Sequence[Any]) -> list[Any]:
+        return [*inputs[:first], *wrt, *inputs[first + num_wrt :]]
 
-    hoisted, pull_hoisted = jax.vjp(lambda wrt: split.compute_hoisted(with_wrt(wrt), known), wrt)
+    def compute_hoisted(wrt: list[Any]) -> list[Any]:
+        return once(
+            lambda inputs, wrt, known: split.compute_hoisted(with_wrt(inputs, wrt), known), in_order, wrt, known
+        )
+
+    hoisted, pull_hoisted = jax.vjp(compute_hoisted, wrt) if split.hoisted else ([], None)
     variables = [*wrt, *hoisted]
 
     def differentiated_head(
@@ -155,18 +160,20 @@ def value_and_grad(passes: Passes, consts: Sequence[Any], arrays: Arrays) -> tup
     ) -> tuple[Any, list[Any], list[Any], list[Any]]:
         """The loss, the aux leaves, and the gradients with respect to the variables and to the frontier."""
 
-        def head(variables: Sequence[Any], moving: Sequence[Any]) -> tuple[Any, list[Any]]:
-            now = dict(zip(split.differentiated, moving, strict=True))
-            whole = [now.get(position, value) for position, value in enumerate(frontier)]
-            parameters = with_wrt(variables[:num_wrt])
-            value, *aux = split.head(parameters, known, variables[num_wrt:], whole, num_outputs)
-            return value, aux
+        def differentiated(inputs: Any, known: Any, variables: Any, frontier: Any) -> Any:
+            def head(variables: Sequence[Any], moving: Sequence[Any]) -> tuple[Any, list[Any]]:
+                now = dict(zip(split.differentiated, moving, strict=True))
+                whole = [now.get(position, value) for position, value in enumerate(frontier)]
+                parameters = with_wrt(inputs, variables[:num_wrt])
+                value, *aux = split.head(parameters, known, variables[num_wrt:], whole, num_outputs)
+                return value, aux
 
-        with jax.named_scope("anybatch_head"):
             moving = [frontier[position] for position in split.differentiated]
             value, pullback, aux = jax.vjp(head, variables, moving, has_aux=True)
-            grads, seeds = pullback(jnp.ones_like(value))
-        return value, aux, grads, seeds
+            return value, aux, *pullback(jnp.ones_like(value))
+
+        with jax.named_scope("anybatch_head"):
+            return once(differentiated, in_order, known, variables, list(frontier))
 
     if split.seeds == Seeds.NONE:
         frontier = passes.forward(variables, inputs, known) if split.frontier else []
@@ -191,7 +198,7 @@ def value_and_grad(passes: Passes, consts: Sequence[Any], arrays: Arrays) -> tup
 
     with jax.named_scope("anybatch_reduce"):
         own, of_hoisted = grads[:num_wrt], grads[num_wrt:]
-        if hoisted:
+        if pull_hoisted is not None:
             (pulled,) = pull_hoisted([grad.astype(leaf.dtype) for grad, leaf in zip(of_hoisted, hoisted, strict=True)])
             own = [_plus(grad, more) for grad, more in zip(own, pulled, strict=True)]
         return value, aux, [grad.astype(leaf.dtype) for grad, leaf in zip(own, wrt, strict=True)]

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -96,17 +96,31 @@ class Spread:
         )(list(whole), [array for array, _ in entering])
         if any(later):
             grads = self._scatter_later(grads, specs, later)
-        rows = [self._leave(each, give) for each, give in zip(made, gives, strict=True)]
-        if self.num_groups is not None:  # what is computed from them then has the same bits on all devices
-            whole_rows = jax.sharding.NamedSharding(self.mesh, PartitionSpec())
-            rows = [lax.with_sharding_constraint(each, whole_rows) for each in rows]
-        return [*grads, *others], rows
+        return [*grads, *others], [self._leave(each, give) for each, give in zip(made, gives, strict=True)]
 
     def in_order(self, examples: Any) -> Any:
         """Examples as the batch has them, without the rows that make uneven ones even."""
         if not self._is_laid_out(examples, Rows(0)) or len(self.counts) == 1:
             return examples
         return jnp.take(examples, self._kept(*self.counts), axis=0)
+
+    def once(self, fun: Callable[..., Any], *arguments: Any) -> Any:
+        """Calls a function of whole arrays, over which XLA spreads the work as it likes.
+
+        But where bits matter every device does all of it: sums over pieces would depend on how many there are.
+        """
+        if self.num_groups is None:
+            return fun(*arguments)
+        everywhere = PartitionSpec()
+        run = jax.shard_map(
+            fun,
+            mesh=self.mesh,
+            in_specs=everywhere,
+            out_specs=everywhere,
+            axis_names=set(self.axes),
+            check_vma=False,
+        )
+        return run(*arguments)
 
     # On a device.
 
@@ -147,19 +161,26 @@ class Spread:
         ]
 
     def _gather(self, shard: Any, spec: PartitionSpec) -> Any:
-        gather = functools.partial(joining.gather, spec=spec, axes=self.axes)
-        others = tuple(name for name in self.mesh.axis_names if name not in self.axes)
-        left = joining.names_at(spec, others)
-        if not left:
-            return gather(shard)
+        # Of a dimension that is cut by several axes, a device has been given what those with examples cut first.
+        entries = [(entry,) if isinstance(entry, str) else tuple(entry or ()) for entry in spec]
+        in_turn = [sorted(names, key=lambda name: name not in self.axes) for names in entries]
+        shards = self._shards(PartitionSpec(*(tuple(names) or None for names in in_turn)))
+        others = set(shards.others)
+        if not others:
+            return shards.fold(shards.gather(shards.unfold(shard, self.axes)))
         # An array that XLA spreads over other axes would be gathered over these, too: so they are taken by hand.
-        outside = self._on_devices(spec, others)
-        names = {name for several in left.values() for name in several}
-        around = jax.sharding.get_abstract_mesh()
         nested = jax.shard_map(
-            gather, mesh=around, in_specs=outside, out_specs=outside, axis_names=names, check_vma=False
+            lambda shard: shards.gather(shards.unfold(shard, self.mesh.axis_names)),
+            mesh=jax.sharding.get_abstract_mesh(),
+            in_specs=self._on_devices(spec, shards.others),
+            out_specs=shards.unfolded_spec(shards.others),
+            axis_names=others,
+            check_vma=False,
         )
-        return nested(shard)
+        return shards.fold(nested(shard))
+
+    def _shards(self, spec: PartitionSpec) -> joining.Shards:
+        return joining.Shards(spec, self.mesh, self.axes)
 
     def _join(
         self,
@@ -186,26 +207,26 @@ class Spread:
                 rest = tuple(name for name in self.axes if name not in names)
                 joined.append(lax.psum(grad, rest) if rest else grad)
             elif scatters:
-                joined.append(joining.scatter(grad, spec, self.axes, in_order=in_order))
+                shards = self._shards(spec)
+                joined.append(shards.fold(shards.scatter(shards.unfold(grad, ()), in_order=in_order)))
             else:
-                joined.append(grad[None])
+                joined.append(self._shards(spec).unfold(grad, ())[None])
         return joined, summed[len(together) :]
 
     def _scatter_later(self, grads: list[Any], specs: list[Any], later: list[bool]) -> list[Any]:
         """Adds up gradients that are also spread over axes of the model: with all axes at hand, none is gathered."""
         waiting = [grad for grad, late in zip(grads, later, strict=True) if late]
-        their = [spec for spec, late in zip(specs, later, strict=True) if late]
+        their = [self._shards(spec) for spec, late in zip(specs, later, strict=True) if late]
 
         def scatter(partial: list[Any]) -> list[Any]:
             in_order = self.num_groups is not None
             return [
-                joining.scatter(each[0], spec, self.axes, in_order=in_order)
-                for each, spec in zip(partial, their, strict=True)
+                each.fold(each.scatter(grad[0], in_order=in_order)) for grad, each in zip(partial, their, strict=True)
             ]
 
-        others = tuple(name for name in self.mesh.axis_names if name not in self.axes)
-        outside = [PartitionSpec(self.axes, *self._on_devices(spec, others)) for spec in their]
-        run = jax.shard_map(scatter, mesh=self.mesh, in_specs=(outside,), out_specs=their, check_vma=False)
+        outside = [PartitionSpec(self.axes, *each.unfolded_spec(each.others)) for each in their]
+        inside = [each.spec for each in their]
+        run = jax.shard_map(scatter, mesh=self.mesh, in_specs=(outside,), out_specs=inside, check_vma=False)
         scattered = iter(run(waiting))
         return [next(scattered) if late else grad for grad, late in zip(grads, later, strict=True)]
 
