@@ -120,11 +120,11 @@ def report(case: str, results: dict[str, Result]) -> None:
     hand = results["by hand"]
     # Ratios of neighbours in time, then their median: steadier than a ratio of medians.
     print(f"\n{case}")
-    print(f"  {'':10} {'time':>10} {'ratio':>7} {'temporaries':>14} {'ratio':>7} {'compile':>8} {'difference':>11}")
+    print(f"  {'':14} {'time':>10} {'ratio':>7} {'temporaries':>14} {'ratio':>7} {'compile':>8} {'difference':>11}")
     for name, result in results.items():
         ratio = statistics.median(mine / its for mine, its in zip(result.seconds, hand.seconds, strict=True))
         print(
-            f"  {name:10} {statistics.median(result.seconds) * 1e3:7.1f} ms {ratio:7.3f}"
+            f"  {name:14} {statistics.median(result.seconds) * 1e3:7.1f} ms {ratio:7.3f}"
             f" {result.temporaries / 2**20:10.1f} MiB {result.temporaries / hand.temporaries:7.3f}"
             f" {result.compile_seconds:6.1f} s {result.difference:11.1e}",
             flush=True,
