@@ -1,6 +1,6 @@
 """The exact gradient of any batch, on the memory you have."""
 
-from anybatch import distributed, recipes
+from anybatch import collectives, distributed, recipes
 from anybatch.errors import (
     AnybatchError,
     CoupledError,
@@ -36,6 +36,7 @@ __all__ = [
     "TightMemoryWarning",
     "Verification",
     "__version__",
+    "collectives",
     "distributed",
     "explain",
     "grad",
