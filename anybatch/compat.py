@@ -199,6 +199,11 @@ def draws_by_counter(key_dtype: Any) -> bool:
     return is_threefry(key_dtype) and bool(config.jax_threefry_partitionable)
 
 
+def has_keys(array: Any) -> bool:
+    """Whether an array, or one of that type, is made of PRNG keys."""
+    return jax.dtypes.issubdtype(array.dtype, jax.dtypes.prng_key)
+
+
 def key_impl(key_dtype: Any) -> str:
     """The name of the generator of keys of that dtype, as `jax.random.key(seed, impl=...)` takes it."""
     return key_dtype._impl.name

@@ -32,7 +32,7 @@ class Field:
         self.mesh = over.mesh
         self.is_eager = can_run(*jax.tree.leaves(arguments.arrays))
         self.specs = self._specs()
-        _check_context(over)
+        _check_context(over, self.is_eager)
 
     def _specs(self) -> list[Any]:
         """How each leaf of what is differentiated is spread over the mesh; None where nothing says so."""
@@ -55,7 +55,19 @@ class Field:
         order = jax.tree.leaves(tree)
         by_leaf = dict(zip(order, flat, strict=True))
         specs = [by_leaf[position] for position in range(len(wrt))]
-        return [spec.spec if isinstance(spec, NamedSharding) else spec for spec in specs]
+        specs = [spec.spec if isinstance(spec, NamedSharding) else spec for spec in specs]
+        for leaf, spec in zip((leaf for leaf in self.given.leaves if leaf.role == "wrt"), specs, strict=True):
+            self._check_fits(leaf.name, np.shape(leaf.value), spec)
+        return specs
+
+    def _check_fits(self, name: str, shape: tuple[int, ...], spec: Any) -> None:
+        parts = [math.prod(self.mesh.shape[axis] for axis in _names(entry)) for entry in spec or ()]
+        if len(parts) > len(shape) or any(size % part for size, part in zip(shape, parts, strict=False)):
+            raise InputError(
+                "param_specs must cut every parameter into equal parts",
+                given=f"{spec} for {name} of shape {shape}, on a mesh of {dict(self.mesh.shape)}",
+                remedy="Spread another dimension of it, or none: None.",
+            )
 
     @functools.cached_property
     def arguments(self) -> Arguments:
@@ -217,9 +229,15 @@ def _names(entry: Any) -> tuple[str, ...]:
     return (entry,) if isinstance(entry, str) else tuple(entry or ())
 
 
-def _check_context(over: MeshSettings) -> None:
+def _check_context(over: MeshSettings, is_eager: bool) -> None:
     """Inside the user's own `shard_map` over these axes there is nothing left to spread."""
     around = jax.sharding.get_abstract_mesh()
+    if not is_eager and not around.empty and dict(around.shape) != dict(over.given.shape):
+        raise InputError(
+            "Under jit, mesh= must be the mesh that is set",
+            given=f"mesh={over.given} inside jax.set_mesh({around})",
+            remedy="Pass the mesh that is set, or call it outside of jax.set_mesh.",
+        )
     taken = [name for name in over.axes if name in around.manual_axes]
     if taken:
         raise InputError(

@@ -62,8 +62,13 @@ def without_mesh(
     def run(*flat: Any) -> list[Any]:
         return rewrite.run(traced.jaxpr, [*traced.inner, *flat])
 
-    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
+    with _nowhere():
         return compat.retrace(run, const_types, types)
+
+
+def _nowhere() -> Any:
+    """With no mesh around."""
+    return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ()))
 
 
 class _Rewriting:
@@ -83,6 +88,8 @@ class _Rewriting:
             return self.run(params["jaxpr"], operands)  # with arguments that it may have put somewhere
         if not nested:
             return compat.evaluate(equation, operands, {key: _bare(key, each) for key, each in params.items()})
+        if name == "custom_jvp_call":  # its derivative may speak of a mesh even if it does not itself
+            return self._custom_jvp(equation, operands)
         if name.startswith("custom_") and not any(map(_constrains, nested)):
             return compat.evaluate(equation, operands)
         if name.startswith("custom_"):
@@ -93,7 +100,30 @@ class _Rewriting:
             )
         if name == "shard_map" or not any(map(_speaks_of_meshes, nested)):
             return compat.evaluate(equation, operands)
-        return compat.evaluate(equation, operands, {key: self._nested(each) for key, each in params.items()})
+        # Branches must agree about where their results lie, which those of a derivative may not if one has a hint.
+        inside = self if name != "cond" else _Rewriting(self.mesh, self.mesh.axis_names)
+        return compat.evaluate(equation, operands, {key: inside._nested(each) for key, each in params.items()})
+
+    def _custom_jvp(self, equation: Any, operands: list[Any]) -> list[Any]:
+        """A function with a derivative of its own: both are rewritten."""
+
+        @jax.custom_jvp
+        def function(*operands: Any) -> tuple[Any, ...]:
+            return tuple(self.run(equation.params["call_jaxpr"], operands))
+
+        @function.defjvp
+        def _(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Any, Any]:
+            def push(primals: Any, tangents: Any) -> tuple[Any, Any]:
+                return jax.jvp(lambda *values: tuple(compat.evaluate(equation, values)), primals, tangents)
+
+            given = (tuple(primals), tuple(tangents))
+            leaves, tree = jax.tree.flatten(given)
+            types = [compat.abstract(compat.bare(leaf)) for leaf in leaves]
+            with _nowhere():
+                traced, shape = jax.make_jaxpr(push, return_shape=True)(*jax.tree.unflatten(tree, types))
+            return jax.tree.unflatten(jax.tree.structure(shape), self.run(traced, leaves))
+
+        return list(function(*operands))
 
     def _hint(self, array: Any, sharding: Any) -> Any:
         """An array, hinted at by what is left of a constraint."""

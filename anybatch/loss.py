@@ -1,5 +1,6 @@
 """The user's loss, traced at one number of examples and checked before any work is done."""
 
+import contextlib
 import dataclasses
 import operator
 from collections.abc import Callable, Sequence
@@ -105,7 +106,7 @@ def trace_loss(
         return [*heads, *(leaf for _, leaf in named)]
 
     try:
-        traced, consts = compat.trace(flat_loss, *leaves)
+        traced, consts = (compat.trace if on_mesh is None else _trace_anywhere)(flat_loss, *leaves)
     except Exception as error:
         if num_examples != arguments.num_examples and not isinstance(error, InputError):
             error.add_note(
@@ -118,6 +119,14 @@ def trace_loss(
     if on_mesh is not None:
         traced = hints.without_mesh(traced, const_types, leaves, *on_mesh)
     return TracedLoss(traced, const_types, types, num_examples, 2 if weighted else 1, aux_tree, aux_names), consts
+
+
+def _trace_anywhere(fun: Callable[..., Any], *types: Any) -> tuple[compat.Traced, tuple[Any, ...]]:
+    """Traces a function with no mesh around it; with the one that is, if the function needs it for its constraints."""
+    if not jax.sharding.get_abstract_mesh().empty:
+        with contextlib.suppress(Exception), jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
+            return compat.trace(fun, *types)
+    return compat.trace(fun, *types)
 
 
 def _split(result: Any, weighted: bool, has_aux: bool) -> tuple[list[Any], Any]:

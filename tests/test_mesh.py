@@ -110,21 +110,47 @@ def test_declared_aux_is_that_of_one_device(number):
 def test_every_microbatch_of_every_device_draws_its_own_numbers():
     def loss(params, batch, key):
         rows = outputs_of(params, batch)
-        kept = jax.random.bernoulli(key, 0.5, rows.shape)
-        return jnp.sum(rows * kept.astype(rows.dtype)), kept
+        drawn = jax.random.uniform(key, rows.shape)
+        return jnp.sum(rows * drawn), drawn
 
     options = {"reduction": "sum", "has_aux": True, "rng_argnums": 2}
     for devices, size in ((8, 2), (8, None)):
         fun = ab.value_and_grad(loss, microbatch_size=size, mesh=mesh_of(devices), **options)
-        (_, kept), _ = fun(parameters(), examples(32), jax.random.key(0))
+        (_, drawn), _ = fun(parameters(), examples(32), jax.random.key(0))
         each = 32 // devices if size is None else size
-        masks = np.asarray(kept).reshape(-1, each * 4)
-        assert len({mask.tobytes() for mask in masks}) == len(masks)
+        numbers = np.asarray(drawn).reshape(-1, each * 4)
+        assert len({mine.tobytes() for mine in numbers}) == len(numbers)
     # And they are those of one device at the same size.
     here = ab.value_and_grad(loss, microbatch_size=2, **options)
     there = ab.value_and_grad(loss, microbatch_size=2, mesh=mesh_of(8), **options)
     arguments = (parameters(), examples(32), jax.random.key(0))
     assert worst(there(*arguments), here(*arguments)) < EXACT
+
+
+@pytest.mark.parametrize("dtype", [np.int8, np.uint8, np.int16, np.int32, np.int64])
+def test_whole_numbers_are_added_up_exactly_and_wrap_as_they_do(dtype):
+    def loss(params, batch):
+        small = jnp.sum(-jnp.ones(batch["label"].shape, dtype) * (batch["label"] >= 0).astype(dtype), dtype=dtype)
+        large = jnp.sum(jnp.full(batch["label"].shape, np.iinfo(dtype).max // 3, dtype), dtype=dtype)
+        return mean(params, batch) * small.astype(jnp.float64), {"small": small, "large": large}
+
+    fun = ab.value_and_grad(loss, has_aux=True, microbatch_size=2, mesh=mesh_of(8))
+    expected = jax.value_and_grad(loss, has_aux=True)(parameters(), examples(32))
+    assert worst(fun(parameters(), examples(32)), expected) < EXACT
+
+
+@pytest.mark.parametrize("number", [16, 13])
+def test_keys_in_aux(number):
+    def loss(params, batch):
+        keys = jax.random.split(jax.random.key(0), batch["x"].shape[0])
+        noise = jax.vmap(lambda key: jax.random.normal(key, (4,)))(keys)
+        return jnp.mean((outputs_of(params, batch) * noise - batch["y"]) ** 2), keys
+
+    fun = ab.value_and_grad(loss, has_aux=True, microbatch_size=2, mesh=mesh_of(8))
+    (value, keys), grads = fun(parameters(), examples(number))
+    (expected, expected_keys), expected_grads = jax.value_and_grad(loss, has_aux=True)(parameters(), examples(number))
+    assert worst((value, grads), (expected, expected_grads)) < EXACT
+    assert np.array_equal(jax.random.key_data(keys), jax.random.key_data(expected_keys))
 
 
 # One collective.

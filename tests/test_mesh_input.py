@@ -40,6 +40,20 @@ def test_specs_must_fit_the_parameters():
         fun(parameters(dtype=np.float32), examples(16, np.float32))
 
 
+@pytest.mark.parametrize("spec", [P("data"), P(None, None, "data")], ids=str)
+@pytest.mark.parametrize("jit", [False, True])
+def test_specs_must_cut_parameters_evenly(spec, jit):
+    fun = ab.value_and_grad(mean, mesh=mesh_of(8), microbatch_size=1, param_specs={"w": spec, "v": None, "b": None})
+    with pytest.raises(ab.InputError, match=r"params\['w'\] of shape \(5, 8\)"):
+        (jax.jit(fun) if jit else fun)(parameters(dtype=np.float32), examples(16, np.float32))
+
+
+def test_another_mesh_that_is_set_is_refused_under_jit():
+    fun = jax.jit(ab.value_and_grad(mean, mesh=mesh_of(8), microbatch_size=1))
+    with jax.set_mesh(mesh_of(4)), pytest.raises(ab.InputError, match="the mesh that is set"):
+        fun(parameters(dtype=np.float32), examples(16, np.float32))
+
+
 def test_each_needs_as_many_examples_on_every_device():
     fun = ab.value_and_grad(mean, mesh=mesh_of(8), microbatch_size=1, reduce="each")
     with pytest.raises(ab.InputError, match="16 or 24 examples"):

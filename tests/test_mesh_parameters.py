@@ -1,6 +1,8 @@
 """Parameters that are spread over the devices of the examples, over others, or over both."""
 
+import contextlib
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +25,7 @@ SPECS = {
 }
 SHAPES = {"data": (8,), "data and model": (4, 2), "both in one": (4, 2), "model": (4, 2)}
 
-pytestmark = pytest.mark.usefixtures("float64")
+pytestmark = [pytest.mark.usefixtures("float64"), pytest.mark.thorough]
 
 
 @functools.cache
@@ -149,6 +151,34 @@ def test_sharding_constraints_of_the_loss_hold_for_the_other_axes(place, reducti
     mesh, params = placed("model")
     fun = ab.value_and_grad(loss, microbatch_size=2, mesh=mesh, reduction=reduction)
     assert worst(fun(params, examples(32)), jax.value_and_grad(loss)(parameters(), examples(32))) < EXACT
+
+
+@pytest.mark.parametrize("reduction", ["infer", "mean"])
+@pytest.mark.parametrize("around", [False, True], ids=["", "set_mesh"])
+def test_functions_with_derivatives_of_their_own_after_a_constraint(reduction, around):
+    mesh = mesh_of(4, 2)
+
+    def loss(params, batch):
+        rows = batch["x"] @ params["w"]
+        rows = rows if around else lax.with_sharding_constraint(rows, NamedSharding(mesh, P("data", "model")))
+        return jnp.mean((jax.nn.relu(rows) @ params["v"]) ** 2)
+
+    fun = jax.jit(ab.value_and_grad(loss, microbatch_size=2, mesh=mesh, reduction=reduction))
+    expected = jax.value_and_grad(loss)(parameters(), examples(32))
+    with jax.set_mesh(mesh) if around else contextlib.nullcontext():
+        assert worst(fun(parameters(), examples(32)), expected) < EXACT
+
+
+def test_each_adds_up_narrow_gradients_in_the_wide_dtype():
+    mesh = mesh_of(8)
+    specs = {"w": P(None, "data"), "v": P("data", None), "b": P()}
+    params = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), parameters())
+    batch = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), examples(32))
+    for reduce in ("once", "each"):
+        fun = ab.value_and_grad(masked, microbatch_size=2, mesh=mesh, reduce=reduce, param_specs=specs)
+        text = jax.jit(fun).lower(params, batch).as_text()
+        added = re.findall(r'"stablehlo.reduce_scatter".*?-> tensor<([^>]*)>', text, re.DOTALL)
+        assert added and all(each.endswith("f32") for each in added)
 
 
 # What is planned.

@@ -19,6 +19,13 @@ def softmaxed(params, batch):
     return jnp.mean((jax.nn.softmax(outputs_of(params, batch)) - batch["y"]) ** 2)
 
 
+def weighted_and_not(params, batch):
+    """A weight that is a sum of data must be known before the first microbatch."""
+    losses = jnp.sum((outputs_of(params, batch) - batch["y"]) ** 2, axis=-1)
+    weights = batch["y"][:, 0] ** 2
+    return jnp.sum(losses * weights) / jnp.sum(weights) + jnp.mean(losses)
+
+
 def arguments():
     return parameters(width=64, dtype=np.float32), examples(NUMBER, dtype=np.float32)
 
@@ -29,7 +36,9 @@ def over(devices, loss, has_aux=False, compiler_options=None, **options):
     return jax.jit(fun, compiler_options=compiler_options)(*arguments())
 
 
-@pytest.mark.parametrize("loss", [masked, softmaxed, contrastive, with_aux], ids=lambda loss: loss.__name__)
+@pytest.mark.parametrize(
+    "loss", [masked, softmaxed, contrastive, weighted_and_not, with_aux], ids=lambda loss: loss.__name__
+)
 def test_the_same_bits_on_2_4_and_8_devices(loss):
     has_aux = loss is with_aux
     assert len({bits(over(devices, loss, has_aux)) for devices in (2, 4, 8)}) == 1

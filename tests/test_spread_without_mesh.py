@@ -12,7 +12,7 @@ import anybatch as ab
 
 EXACT = 1e-12
 
-pytestmark = pytest.mark.usefixtures("float64")
+pytestmark = [pytest.mark.usefixtures("float64"), pytest.mark.thorough]
 
 
 @functools.cache

@@ -125,7 +125,7 @@ class Workbench:
                 self.programs[way], self.text_hashes[way] = program, program.text_hash
                 compiled = program.executable
             else:
-                compiled = compile_for_types(computation)
+                compiled = compile_for_types(computation, bare=self.gradient.field is not None)
         except jax.errors.JaxRuntimeError as error:
             if not compat.is_out_of_memory(error):
                 raise
@@ -187,8 +187,14 @@ def _seconds(run: Callable[[], Any], repeats: int) -> float:
     return (time.perf_counter() - start) / repeats
 
 
-def compile_for_types(computation: Computation) -> Any:
-    """Compiles a computation whose arrays have no values yet, for the devices that they will be on."""
+def compile_for_types(computation: Computation, *, bare: bool = False) -> Any:
+    """Compiles a computation whose arrays have no values yet, for the devices that they will be on.
+
+    With `bare`, it knows by itself which these are.
+    """
+    if bare:
+        unplaced = [compat.abstract(compat.bare(leaf)) for leaf in computation.leaves]
+        return compat.elsewhere(lambda: jax.jit(lambda *flat: computation.fun(*flat)).lower(*unplaced).compile())
     types = [compat.abstract(jax.typeof(leaf)) for leaf in computation.leaves]
     mesh = placement.mesh_of(computation.leaves)
     if any(compat.vmapped_copies(leaf) > 1 for leaf in computation.leaves):

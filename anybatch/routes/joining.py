@@ -73,11 +73,11 @@ def _unpack(summed: jax.Array, like: jax.Array, carrier: Any) -> jax.Array:
         return summed.astype(like.dtype)
     if like.dtype == jnp.bool_:
         return summed > 0
-    unsigned = jnp.dtype(f"uint{8 * like.dtype.itemsize}")
-    total = jnp.zeros(like.shape, unsigned)
+    wide = jnp.dtype(jnp.uint64 if like.dtype.itemsize == 8 else jnp.uint32)  # a sum of bytes is no byte
+    total = jnp.zeros(like.shape, wide)
     for position in range(like.dtype.itemsize):  # wraps around as the sum of the numbers would
-        total = total + (summed[position].astype(unsigned) << unsigned.type(_BYTE * position))
-    return lax.bitcast_convert_type(total, like.dtype)
+        total = total + (summed[position].astype(wide) << wide.type(_BYTE * position))
+    return lax.bitcast_convert_type(total.astype(f"uint{8 * like.dtype.itemsize}"), like.dtype)
 
 
 def names_at(spec: PartitionSpec | None, axes: Sequence[str]) -> dict[int, tuple[str, ...]]:

@@ -94,7 +94,8 @@ class Outputs:
                 newest = next(carried)
                 newest = newest if mine is None else mine
                 if part.is_last is not True:
-                    newest = jnp.where(part.is_last, newest, jnp.zeros_like(newest))
+                    numbers = jax.random.key_data(newest) if compat.has_keys(newest) else newest
+                    newest = jnp.where(part.is_last, numbers, jnp.zeros_like(numbers))
                 sums.append(newest)
             else:
                 sums.append(next(carried))
@@ -118,6 +119,9 @@ class Outputs:
                 combined.append(next(emitted))
                 continue
             total = next(carried)
+            if compat.has_keys(aval) and not compat.has_keys(total):
+                combined.append(jax.random.wrap_key_data(total, impl=compat.key_impl(aval.dtype)))
+                continue
             combined.append((self.mean(total, sums) if how.kind == "mean" else total).astype(aval.dtype))
         if self.weighted:
             dtype = self.loss.value_dtype

@@ -103,7 +103,8 @@ class Prefix:
 
         def run(traced: compat.Traced, start: Any) -> list[Any]:
             # As in a backward pass: a function with derivatives of its own may have another forward pass there.
-            return jax.vjp(lambda variables: self._call(traced, variables, start), given.variables)[0]
+            whole = self.part.whole(given.variables)
+            return jax.vjp(lambda variables: self._call(traced, variables, start), whole)[0]
 
         last = None if self.last is None else run(self.last, self.cut.last_start)
 
@@ -138,7 +139,8 @@ class Prefix:
 
         def run(traced: compat.Traced, start: Any, size: int) -> tuple[list[Any], Any, list[Any]]:
             def of_wide(wide_variables: list[Any]) -> tuple[list[Any], list[Any]]:
-                narrow = [leaf.astype(own.dtype) for leaf, own in zip(wide_variables, given.variables, strict=True)]
+                whole = self.part.whole(wide_variables)  # still wide, so that devices add up wide gradients too
+                narrow = [leaf.astype(own.dtype) for leaf, own in zip(whole, given.variables, strict=True)]
                 made = self._call(traced, narrow, start)
                 return [made[position] for position in positions], made
 
@@ -183,7 +185,7 @@ class Prefix:
 
     def _call(self, traced: compat.Traced, variables: list[Any], start: Any) -> list[Any]:
         given, start = self.given, jnp.asarray(start, jnp.int32)
-        arrays = (self.part.whole(variables), given.inputs, given.known, given.place)
+        arrays = (variables, given.inputs, given.known, given.place)
         return traced(traced.bound, *jax.tree.leaves(arrays), start)
 
     # The frontier: sums are carried through the loop, rows are emitted by every microbatch.

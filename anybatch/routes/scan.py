@@ -156,8 +156,9 @@ def _accumulate(
         loss = microbatches.losses[size]
 
         def forward(wide_wrt: list[Any]) -> tuple[list[Any], list[Any]]:
-            narrow = [leaf.astype(like.dtype) for leaf, like in zip(wide_wrt, wrt, strict=True)]
-            out = loss(consts[size], _microbatch(arrays._replace(wrt=part.whole(narrow)), part, row, size))
+            whole = part.whole(wide_wrt)  # still wide, so that devices add up wide gradients too
+            narrow = [leaf.astype(like.dtype) for leaf, like in zip(whole, wrt, strict=True)]
+            out = loss(consts[size], _microbatch(arrays._replace(wrt=narrow), part, row, size))
             return out[:num_heads], out
 
         # Widening what is differentiated makes autodiff itself add up in the wide dtype.

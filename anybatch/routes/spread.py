@@ -12,6 +12,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec
 
+from anybatch import compat
 from anybatch.reading.states import Rows, take_rows
 from anybatch.routes import groups, joining
 from anybatch.routes.parts import Give, Part, Pass
@@ -260,6 +261,8 @@ class Spread:
         missing = give.count(self.share) - give.count(examples)
         if not missing:
             return array
+        if compat.has_keys(array):
+            return _rewrapped(array, lambda data: self._fill(data, give, examples))
         split = split_axis(array, give.rows, give.count(examples))
         widths = [(0, missing if axis == give.rows.axis + 1 else 0) for axis in range(split.ndim)]
         return merge_axis(jnp.pad(split, widths), give.rows)
@@ -268,6 +271,8 @@ class Spread:
         """The rows of all examples, in order."""
         if len(self.counts) == 1:
             return merge_axis(array, give.rows) if give.rows.outer > 1 else array
+        if compat.has_keys(array):
+            return _rewrapped(array, lambda data: self._leave(data, give))
         most, least = (give.count(count) for count in self.counts)
         split = array if give.rows.outer > 1 else split_axis(array, give.rows, most * self.devices)
         return merge_axis(jnp.take(split, self._kept(most, least), axis=give.rows.axis + 1), give.rows)
@@ -287,6 +292,11 @@ class Spread:
     def _spec_of_rows(self, rows: Rows) -> PartitionSpec:
         before = rows.axis + (1 if rows.outer > 1 else 0)
         return PartitionSpec(*[None] * before, self.axes)
+
+
+def _rewrapped(keys: Any, change: Callable[[Any], Any]) -> Any:
+    """Keys, changed as numbers are, which they are made of: along a last axis of their own."""
+    return jax.random.wrap_key_data(change(jax.random.key_data(keys)), impl=compat.key_impl(keys.dtype))
 
 
 def split_axis(array: Any, rows: Rows, examples: int | None = None) -> Any:
