@@ -46,6 +46,19 @@ BODY = """
         assert grads["w"].sharding.shard_shape(grads["w"].shape) == (5, 8)
         whole = jax.jit(lambda tree: tree, out_shardings=jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec()))
         keep(reduce, whole((value, grads)))
+    # They plan alike, though one of them has less memory left than the other.
+    from anybatch.planning import budget
+    budget.memory_left = lambda devices: (2**30, 200_000)[found.index % 2]
+    def planned(params, batch):
+        sizes.append(ab.plan(masked, params, batch, mesh=mesh).microbatch_size)
+        return ab.value_and_grad(masked, mesh=mesh)(params, batch)
+    sizes = []
+    wide = parameters(width=512, dtype=np.float32)
+    many = distributed.global_batch(jax.tree.map(lambda leaf: np.tile(leaf, (8, *[1] * (leaf.ndim - 1))), mine), mesh)
+    keep("planned", planned(wide, many))
+    keep("traced", jax.jit(planned)(wide, many))
+    assert sizes[0] < 128 and sizes[1] < 128, sizes
+    print("sizes", sizes)
     print("done")
 """
 
@@ -58,8 +71,10 @@ def results_of(folder, name, index):
 @pytest.mark.parametrize("count", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_the_gradient_is_that_of_one_process_to_the_bit(tmp_path, count):
     body = BODY.format(folder=str(pathlib.Path(__file__).parent), out=str(tmp_path))
-    for ended in run(body, tmp_path, count=count, devices=8 // count, timeout=120):
+    all_ended = run(body, tmp_path, count=count, devices=8 // count, timeout=120)
+    for ended in all_ended:
         assert ended.status == 0, ended.output
+    assert len({ended.output.partition("sizes")[2] for ended in all_ended}) == 1
     params, batch = parameters(width=64, dtype=np.float32), examples(128, np.float32)
     here = ab.value_and_grad(masked, microbatch_size=4, mesh=mesh_of(8), reproducible=True)(params, batch)
     plain = jax.value_and_grad(masked)
@@ -71,6 +86,8 @@ def test_the_gradient_is_that_of_one_process_to_the_bit(tmp_path, count):
             ("ragged", plain(params, examples(61, np.float32))),
             ("once", plain(params, batch)),
             ("each", plain(params, batch)),
+            ("planned", plain(parameters(width=512, dtype=np.float32), batch)),
+            ("traced", plain(parameters(width=512, dtype=np.float32), batch)),
         ):
             assert worst(results_of(tmp_path, name, index), expected) < 1e-5
     assert bits(results_of(tmp_path, "pairs", 0)) == bits(results_of(tmp_path, "pairs", 1))

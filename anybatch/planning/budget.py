@@ -4,7 +4,10 @@ import dataclasses
 from typing import Any
 
 import jax
+import numpy as np
+from jax.experimental import multihost_utils
 
+from anybatch import compat
 from anybatch.computation import Gradient
 from anybatch.memory import memory_budget, memory_left, memory_limit, readable
 from anybatch.placement import local_bytes
@@ -58,6 +61,19 @@ def budget_of(gradient: Gradient, *, are_given: bool = True) -> Budget:
     step = 0 if can_run(*leaves) or not are_given else COPIES_IN_A_STEP
     reserve = step * gradient.local_bytes("wrt")
     return Budget(int(in_all * (1 - spare)), reserve, limit, taken, f"{1 - spare:.0%} of what is left")
+
+
+def agreed(budget: Budget) -> Budget:
+    """What all processes have: the least that any of them may take. All of them must come here."""
+    given = np.asarray([-1 if budget.allowed is None else budget.allowed, budget.reserve], np.float64)
+    # Outside of the trace around us, if there is one; in halves that a float32 holds, since 64 bits may not be enabled.
+    halves = np.stack([given // 2**20, given % 2**20]).astype(np.float32)
+    everyone = np.asarray(compat.elsewhere(lambda: multihost_utils.process_allgather(halves)), np.float64)
+    allowed, reserve = (everyone[:, 0, :] * 2**20 + everyone[:, 1, :]).T
+    least = None if allowed.min() < 0 else int(allowed.min())
+    return dataclasses.replace(
+        budget, allowed=least, reserve=int(reserve.max()), source=f"{budget.source}, in all processes"
+    )
 
 
 def _on_host(devices: list[Any]) -> bool:

@@ -1,6 +1,7 @@
 """From a gradient to the way it is computed: what is known of it, what must be found out, and what is remembered."""
 
 import dataclasses
+import functools
 import os
 import threading
 import time
@@ -16,7 +17,7 @@ from anybatch.errors import AnybatchError, NothingFitsError, TightMemoryWarning,
 from anybatch.memory import default_device
 from anybatch.placement import describe_placed
 from anybatch.planning import store
-from anybatch.planning.budget import Budget, budget_of
+from anybatch.planning.budget import Budget, agreed, budget_of
 from anybatch.planning.explanation import as_plan
 from anybatch.planning.fingerprint import fingerprint
 from anybatch.planning.measure import Workbench, generous_bytes
@@ -56,21 +57,24 @@ class Planner:
     ) -> None:
         self.gradient, self.notify = gradient, notify
         self.settings = gradient.settings
-        self.is_kept = not gradient.loss.traced.has_effects
+        # Processes that run one program together must decide alike: by bytes alone, and by nothing that one remembers.
+        self.is_shared = gradient.field is not None and jax.process_count() > 1
+        self.is_kept = not gradient.loss.traced.has_effects and not self.is_shared
         self.full = Way(gradient.share, *self.styles[0])
         self.are_given = are_given
         self.key = store.key_of(_identity(gradient))
 
-    @property
+    @functools.cached_property
     def budget(self) -> Budget:
-        return budget_of(self.gradient, are_given=self.are_given)
+        budget = budget_of(self.gradient, are_given=self.are_given)
+        return agreed(budget) if self.is_shared else budget
 
     @property
     def styles(self) -> tuple[Style, ...]:
         """What there is to choose from beside the size: what takes the least time first."""
         remats: tuple[str | None, ...] = (self.settings.remat,)
         if self.settings.remat == "auto":
-            remats = (None, *POLICIES) if self.is_kept else (None,)
+            remats = (None,) if self.gradient.loss.traced.has_effects else (None, *POLICIES)
         return tuple(Style(remat, reduce) for remat in remats for reduce in self.gradient.reduces)
 
     # For value_and_grad.
@@ -199,7 +203,7 @@ class Planner:
 
     @property
     def _can_time(self) -> bool:
-        return Workbench(self.gradient).can_run
+        return Workbench(self.gradient).can_run and not self.is_shared
 
     def _search(self, budget: Budget, *, timed: bool, thorough: bool = False) -> tuple[Plan, Workbench, Search]:
         start = time.perf_counter()

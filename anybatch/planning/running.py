@@ -31,8 +31,8 @@ def run_as_planned(gradient: Gradient) -> tuple[Way, list[Any]]:
             break
         except jax.errors.JaxRuntimeError as error:
             smaller = halved(gradient, way)
-            if smaller is None or not compat.is_out_of_memory(error):
-                raise
+            if smaller is None or not compat.is_out_of_memory(error) or planner.is_shared:
+                raise  # of several processes, one cannot go on otherwise than the others
             failed.append(way)
         way, program = smaller, None
     if failed:
