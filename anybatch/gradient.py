@@ -113,9 +113,11 @@ def value_and_grad(
         the arrays are; under `jit` these do not tell, so that it should be passed for parameters that are not whole.
       reproducible: whether sums are taken in an order that does not depend on the devices: the same bits on 2, 4, ...
         64 devices, in one process or many, for one `microbatch_size`. It must divide the examples of each device.
-        Takes up to log2(64 / devices) more gradients of memory. On 1 device the bits are the same too, unless XLA
-        simplifies a division there that it leaves alone elsewhere; with `jax.jit(...,
-        compiler_options={"xla_disable_hlo_passes": "algsimp"})` on all numbers of devices, it leaves all alone.
+        Takes up to log2(64 / devices) more gradients of memory, and cannot be differentiated once more. On a GPU,
+        XLA must be deterministic as well (`XLA_FLAGS="--xla_gpu_deterministic_ops=true
+        --xla_gpu_autotune_level=0"`). On 1 device the bits are the same too, unless XLA simplifies a division there
+        that it leaves alone elsewhere; with `jax.jit(..., compiler_options={"xla_disable_hlo_passes": "algsimp"})`
+        on all numbers of devices, it leaves all alone.
       on_coupled: what `"infer"` does with a loss that looks across examples: `"exact"` computes it in two passes,
         `"error"` refuses it.
 
