@@ -25,7 +25,7 @@ def test_the_blocks_of_a_page_run(page):
 
 
 def test_the_blocks_are_found():
-    assert len(blocks(ROOT / "README.md")) == 2
+    assert len(blocks(ROOT / "README.md")) == 3
     assert len(blocks(ROOT / "docs" / "guide.md")) >= 7
 
 

@@ -1,10 +1,12 @@
 """Random programs against `jax.value_and_grad`, in float64: a gradient may be refused, and is never wrong."""
 
+import functools
 import os
 import sys
 
 import jax
 import pytest
+from meshes import mesh_of
 from programs import Program, compare, survey
 
 import anybatch as ab
@@ -22,8 +24,8 @@ def as_users_write(float64):
         yield
 
 
-def check(seeds):
-    counts, wrong = survey(seeds)
+def check(seeds, value_and_grad=None):
+    counts, wrong = survey(seeds, value_and_grad)
     print(f"programs {seeds.start} to {seeds.stop - 1}:", dict(counts))
     assert not wrong, "\n\n".join(wrong)
     assert counts["refused"] <= max(1, SHARE_OF_REFUSALS * len(seeds))
@@ -36,6 +38,14 @@ def check(seeds):
 def test_random_programs(part):
     first = FIRST_SEED + part * PROGRAMS_PER_TEST
     check(range(first, first + PROGRAMS_PER_TEST))
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("devices", [2, 3])
+def test_random_programs_over_a_mesh(devices):
+    """Of 2 to 7 examples, so that most are uneven, and some devices have none."""
+    first = FIRST_SEED + 900_000 + devices * PROGRAMS_PER_TEST
+    check(range(first, first + PROGRAMS_PER_TEST), functools.partial(ab.value_and_grad, mesh=mesh_of(devices)))
 
 
 @pytest.mark.slow
