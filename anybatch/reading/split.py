@@ -168,8 +168,9 @@ class Split:
 
     @functools.cached_property
     def known_first(self) -> list[Value]:
-        """What is computed from data alone, before the first microbatch: it is needed whole."""
-        return [value for node in self.graph.nodes for value in node.outputs if value in self.reader.computed_first]
+        """What is computed from data alone, before the first microbatch, or given: it is needed whole."""
+        values = [*self.graph.inputs, *(value for node in self.graph.nodes for value in node.outputs)]
+        return [value for value in values if value in self.reader.computed_first]
 
     @functools.cached_property
     def gathered_first(self) -> list[Value]:
