@@ -12,6 +12,7 @@ import jax
 from anybatch import auxiliary, compat, limits, placement
 from anybatch.arguments import Arguments
 from anybatch.batch import Cut
+from anybatch.errors import InputError
 from anybatch.field import Field, groups_of
 from anybatch.loss import TracedLoss, trace_loss
 from anybatch.reading.loss_reading import split_loss, split_loss_in_one_pass
@@ -268,7 +269,8 @@ class Gradient:
     def _as_declared(self, way: Way) -> tuple[Callable[[Any], Any], Any]:
         settings, size = self.settings, self._size(way)
         counts = [self.examples] if self.field is None else self.field.spread(self.examples).counts
-        sizes = sorted({size, *(Cut(count, size).remainder for count in counts)} - {0})
+        more = [1] if self.field is not None and self.field.takes_one_more(self.examples) else []
+        sizes = sorted({size, *(Cut(count, size).remainder for count in [*counts, *more])} - {0})
         traced = {each: self._trace(each) for each in sizes}
         loss = traced[size][0]
         combinations = []
@@ -276,6 +278,12 @@ class Gradient:
             combinations = auxiliary.combine_aux(loss, self._trace(self.examples)[0], settings.aux_reduction)
             for last_loss, _ in traced.values():
                 auxiliary.check_remainder(loss, last_loss, combinations)
+        if settings.stacks_aux and self.field is not None and self.field.takes_one_more(self.examples):
+            raise InputError(
+                'aux_reduction="stack" on a mesh with axes of the model needs as many examples on every device',
+                given=f"{self.examples} examples for {self.spread_over} devices",
+                remedy="Pass a batch that divides the devices, or combine that leaf otherwise.",
+            )
         losses = {each: _with_remat(last_loss, way) for each, (last_loss, _) in traced.items()}
         microbatches = scan.Microbatches(
             size, self.examples, losses, settings.reduction, combinations, settings.accumulator_dtype

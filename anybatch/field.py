@@ -11,7 +11,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from anybatch import placement
+from anybatch import compat, placement
 from anybatch.arguments import Arguments
 from anybatch.errors import InputError
 from anybatch.mesh_settings import MeshSettings, is_spec
@@ -154,6 +154,10 @@ class Field:
             )
         return spread
 
+    def takes_one_more(self, examples: int) -> bool:
+        """Whether uneven examples are taken as an even number of them, and one more."""
+        return self.mesh.size > self.over.devices and examples % self.over.devices != 0
+
     def share(self, examples: int) -> int:
         """The most examples that a device has."""
         return max(1, self.spread(examples).share)
@@ -168,6 +172,17 @@ class Field:
         """Whether a parameter is spread over the devices that the examples are spread over."""
         names = {name for spec in self.specs for entry in spec or () for name in _names(entry)}
         return bool(names & set(self.over.axes))
+
+    def placed_types(self, leaves: Sequence[Any]) -> list[Any]:
+        """The types of arrays that have no values yet, with where those that are differentiated will be."""
+        known = {id(leaf): spec for leaf, spec in zip(self.given.arrays.wrt, self.specs, strict=True)}
+
+        def type_of(leaf: Any) -> Any:
+            aval, spec = compat.bare(leaf), known.get(id(leaf))
+            sharding = None if spec is None else NamedSharding(self.mesh, spec)
+            return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type, sharding=sharding)
+
+        return [type_of(leaf) for leaf in leaves]
 
     def shard_bytes(self, wrt: Sequence[Any]) -> int:
         """The bytes on one device of what is differentiated, as it is said to be spread."""

@@ -179,7 +179,7 @@ def _agree(part: _Part | None, problem: Exception | None) -> None:
         raise InputError(
             "Every process must pass the same leaves, with the same dtypes and shapes but for axis 0",
             given=_table(texts),
-            remedy='Make them alike, for example by np.asarray(rows, "float32") in every process.',
+            remedy="Build the same tree in every process, and cast its leaves alike: rows.astype(np.float32).",
         )
     different = [each for each, found in contents.items() if len(found) > 1]
     raise InputError(

@@ -122,6 +122,38 @@ def test_several_axes_for_the_examples():
             assert worst(fun(params, spread(examples(32), mesh, axes)), full_batch(masked)) < EXACT
 
 
+def fused(params, batch):
+    """A product that is split along the axis it is spread over, so that devices of the model exchange parts of it."""
+    one, other = jnp.split(batch["x"] @ params["w"], 2, axis=-1)
+    rows = jax.nn.silu(one) * other @ params["v"][:4]
+    losses = jnp.sum((rows + params["b"][None] - batch["y"]) ** 2, axis=-1)
+    return jnp.sum(losses * batch["mask"]) / jnp.sum(batch["mask"]), {"rows": rows, "count": jnp.sum(batch["label"])}
+
+
+@pytest.mark.parametrize("number", [29, 32, 3])
+@pytest.mark.parametrize("size", [2, None])
+def test_uneven_examples_where_the_model_exchanges_too(number, size):
+    """All devices must come to every collective, those too that have an example less."""
+    mesh, params = placed("model")
+    expected = jax.value_and_grad(fused, has_aux=True)(parameters(), examples(number))
+    fun = ab.value_and_grad(fused, has_aux=True, microbatch_size=size, mesh=mesh)
+    for call in (fun, jax.jit(fun)):
+        assert worst(call(params, examples(number)), expected) < EXACT
+
+
+def test_uneven_examples_of_declared_losses_where_the_model_exchanges_too():
+    mesh, params = placed("model")
+
+    def loss(params, batch):
+        value, aux = fused(params, {**batch, "mask": jnp.ones_like(batch["mask"])})
+        return value, {**aux, "last": aux["rows"][-1]}
+
+    how = {"rows": None, "count": "sum", "last": "last"}
+    options = {"has_aux": True, "reduction": "mean", "aux_reduction": how, "mesh": mesh, "microbatch_size": 3}
+    expected = jax.value_and_grad(loss, has_aux=True)(parameters(), examples(29))
+    assert worst(ab.value_and_grad(loss, **options)(params, examples(29)), expected) < EXACT
+
+
 # Constraints of the model.
 
 

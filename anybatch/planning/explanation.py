@@ -1,6 +1,6 @@
 """A search told as a plan: what was found, why one way was chosen, what limits it, what would help."""
 
-from anybatch.computation import Way
+from anybatch.computation import Gradient, Way
 from anybatch.memory import default_device, readable
 from anybatch.planning.budget import Budget
 from anybatch.planning.measure import Bytes
@@ -144,7 +144,7 @@ def _advice(search: Search, budget: Budget, way: Way | None, least: tuple[Way, B
     if way is None and fixed > 0.5 * budget.allowed:
         if found.batch > 0.25 * fixed:
             helps.append("keep the batch on the host (numpy arrays) and pass it in parts")
-        helps.append("shard the parameters over a mesh (mesh=), or keep them in bfloat16")
+        helps.append(_spread_further(gradient))
     if (found.activations > 0.25 * found.total or way is not None) and (way is None or way.remat is None):
         if gradient.settings.remat is None:
             helps.append('pass remat="auto", which may compute activations twice instead of keeping them')
@@ -152,6 +152,19 @@ def _advice(search: Search, budget: Budget, way: Way | None, least: tuple[Way, B
     if way is None:
         helps.append("allow more with memory=")
     return "What would help: " + "; ".join(helps) + "." if helps else ""
+
+
+def _spread_further(gradient: Gradient) -> str:
+    """What would make parameters and gradients take less on each device."""
+    field = gradient.field
+    if field is None:
+        return "spread the parameters over a mesh (mesh=), or keep them in bfloat16"
+    if not field.is_sharded:
+        axes = " and ".join(field.over.axes)
+        return f"spread the parameters over {axes} as well (jax.device_put, or param_specs= under jit)"
+    if "each" not in gradient.reduces:
+        return 'pass reduce="each", with as many examples on every device'
+    return "use more devices, or keep the parameters in bfloat16"
 
 
 def _examples(way: Way) -> str:

@@ -13,6 +13,7 @@ import jax
 from anybatch import compat, placement
 from anybatch.computation import Computation, Gradient, Way
 from anybatch.errors import AnybatchError
+from anybatch.field import Field
 from anybatch.placement import local_bytes
 from anybatch.programs import PROGRAMS, Program, can_run
 from anybatch.reading.written import uses, written_bytes
@@ -125,7 +126,7 @@ class Workbench:
                 self.programs[way], self.text_hashes[way] = program, program.text_hash
                 compiled = program.executable
             else:
-                compiled = compile_for_types(computation, bare=self.gradient.field is not None)
+                compiled = compile_for_types(computation, self.gradient.field)
         except jax.errors.JaxRuntimeError as error:
             if not compat.is_out_of_memory(error):
                 raise
@@ -187,14 +188,16 @@ def _seconds(run: Callable[[], Any], repeats: int) -> float:
     return (time.perf_counter() - start) / repeats
 
 
-def compile_for_types(computation: Computation, *, bare: bool = False) -> Any:
+def compile_for_types(computation: Computation, field: Field | None = None) -> Any:
     """Compiles a computation whose arrays have no values yet, for the devices that they will be on.
 
-    With `bare`, it knows by itself which these are.
+    Args:
+      computation: the computation.
+      field: its mesh, if it has one: it then knows where its arrays will be.
     """
-    if bare:
-        unplaced = [compat.abstract(compat.bare(leaf)) for leaf in computation.leaves]
-        return compat.elsewhere(lambda: jax.jit(lambda *flat: computation.fun(*flat)).lower(*unplaced).compile())
+    if field is not None:
+        placed = field.placed_types(computation.leaves)
+        return compat.elsewhere(lambda: jax.jit(lambda *flat: computation.fun(*flat)).lower(*placed).compile())
     types = [compat.abstract(jax.typeof(leaf)) for leaf in computation.leaves]
     mesh = placement.mesh_of(computation.leaves)
     if any(compat.vmapped_copies(leaf) > 1 for leaf in computation.leaves):

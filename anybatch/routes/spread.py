@@ -152,8 +152,55 @@ class Spread:
 
         if len(self.counts) == 1:
             return with_examples(self.counts[0])
+        if self.mesh.size > self.devices:
+            return self._one_more(fun, of_device, whole, rows, takes, gives, index)
         branches = [functools.partial(with_examples, count) for count in self.counts]
         return lax.cond(index < self.with_more, *branches)
+
+    def _one_more(
+        self,
+        fun: Pass,
+        of_device: Any,
+        whole: list[Any],
+        rows: list[Any],
+        takes: Sequence[Rows],
+        gives: Sequence[Give],
+        index: Any,
+    ) -> tuple[list[Any], list[Any]]:
+        """Uneven examples where the model exchanges something too: all devices must do the same, or some wait forever.
+
+        So all take the examples that they have alike, then one more; those that have none take one of a neighbour,
+        and what comes of it is not counted.
+        """
+        fewest = self.counts[1]
+        has_more = index < self.with_more
+        mine = of_device(fewest, index)
+        first = index * fewest + jnp.minimum(index, self.with_more)
+        extra = jnp.minimum(first + fewest, self.examples - 1)
+        alike = dataclasses.replace(mine, first=first, is_last=mine.is_last & ~has_more)
+        single = dataclasses.replace(mine, first=extra, examples=1, is_last=mine.is_last & has_more)
+
+        def taken(part: Part, start: int) -> list[Any]:
+            return [
+                array[start : start + part.examples]
+                if self._is_own(array, each)
+                else take_rows(array, each, self.examples, part.first, part.examples)
+                for array, each in zip(rows, takes, strict=True)
+            ]
+
+        sums, made = fun(single, whole, taken(single, fewest))
+        sums = [jnp.where(has_more, each, jnp.zeros_like(each)) for each in sums]
+        if not fewest:
+            return sums, made
+        most_sums, most_made = fun(alike, whole, taken(alike, 0))
+        return (
+            [one + other for one, other in zip(most_sums, sums, strict=True)],
+            [_after(one, other, give.rows) for one, other, give in zip(most_made, made, gives, strict=True)],
+        )
+
+    def _is_own(self, array: Any, rows: Rows) -> bool:
+        """Whether an array has the rows of this device alone, of uneven examples that were laid out."""
+        return rows == Rows(0) and array.shape[0] == self.share != self.examples
 
     def _gathered(self, variables: list[Any], *, specs: list[Any], stays: list[bool]) -> list[Any]:
         """What is differentiated, from this device's shards of it."""
@@ -252,7 +299,7 @@ class Spread:
         """The rows of the examples of a device, from what has gone in."""
         if len(self.counts) == 1:
             return self._merge(array, rows, part.examples)
-        if rows == Rows(0) and array.shape[0] == self.share != self.examples:
+        if self._is_own(array, rows):
             return array[: part.examples]
         return take_rows(array, rows, self.examples, part.first, part.examples)
 
@@ -297,6 +344,15 @@ class Spread:
 def _rewrapped(keys: Any, change: Callable[[Any], Any]) -> Any:
     """Keys, changed as numbers are, which they are made of: along a last axis of their own."""
     return jax.random.wrap_key_data(change(jax.random.key_data(keys)), impl=compat.key_impl(keys.dtype))
+
+
+def _after(one: Any, other: Any, rows: Rows) -> Any:
+    """The rows of some examples, and then those of others."""
+    if compat.has_keys(one):
+        numbers = _after(jax.random.key_data(one), jax.random.key_data(other), rows)
+        return jax.random.wrap_key_data(numbers, impl=compat.key_impl(one.dtype))
+    joined = jnp.concatenate([split_axis(one, rows), split_axis(other, rows)], rows.axis + 1)
+    return merge_axis(joined, rows)
 
 
 def split_axis(array: Any, rows: Rows, examples: int | None = None) -> Any:
