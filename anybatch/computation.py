@@ -220,8 +220,9 @@ class Gradient:
     def _runs(self, size: int) -> int:
         """Of how many runs of examples a microbatch is made, so that a batch on many devices need not be moved.
 
-        Under `jit` nobody knows on how many it will be: any number of them that divides the runs is served. Not where
-        a microbatch has keys or results of its own, which should be those of consecutive examples.
+        Under `jit` nobody knows on how many it will be: any number of them that divides the runs is served. The same
+        outside, so that both compute the same. Not where a microbatch has keys or results of its own, which should be
+        those of consecutive examples.
         """
         batch, settings = self.arguments.arrays.batch, self.settings
         if settings.reduction != "infer" and (self.arguments.arrays.keys or settings.aux_of_microbatches):
@@ -230,8 +231,6 @@ class Gradient:
         if mesh.manual_axes or mesh.explicit_axes:  # inside shard_map, or with types that say where rows are
             return 1
         devices = jax.device_count() if mesh.empty else mesh.size
-        if all(map(placement.is_placed, batch)):
-            devices = max(map(placement.parts_of_rows, batch), default=1)
         return math.gcd(devices, size, self.examples)
 
     def results(self, way: Way, outputs: list[Any]) -> tuple[Any, Any, Any]:

@@ -110,7 +110,7 @@ def test_nothing_fits_is_one_error_with_the_table_and_the_ways_out():
         "KiB of that is the same for every microbatch size: 64.0 KiB parameters, 256.0 KiB batch, 64.0 KiB gradients"
         in text
     )
-    assert "What would help: " in text and "shard the parameters" in text
+    assert "What would help: " in text and "spread the parameters over a mesh" in text
     with pytest.raises(ab.NothingFitsError):
         ab.value_and_grad(network, memory=100 * KIB)(params, batch)
 
