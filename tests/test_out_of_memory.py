@@ -42,6 +42,7 @@ def device(monkeypatch):
         return Guarded()
 
     monkeypatch.setattr(Programs, "compile", compile)
+    monkeypatch.setattr(jax, "device_count", lambda: 1)  # so that a slice of the batch is a microbatch
     planner._DECIDED.clear()
     return state
 
