@@ -38,7 +38,7 @@ def full_batch(loss, number, has_aux=False):
     return jax.value_and_grad(loss, has_aux=has_aux)(parameters(), examples(number))
 
 
-@pytest.mark.parametrize("devices", [1, 2, 8])
+@pytest.mark.parametrize("devices", [*(pytest.param(few, marks=pytest.mark.thorough) for few in (1, 2)), 8])
 @pytest.mark.parametrize("loss", [*ONE_PASS, *TWO_PASSES], ids=lambda loss: loss.__name__)
 def test_it_is_the_gradient_of_the_full_batch(loss, devices):
     fun = ab.value_and_grad(loss, microbatch_size=3, mesh=mesh_of(devices))
@@ -55,7 +55,9 @@ def test_examples_need_not_divide_the_devices(loss, number):
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("loss", [*ONE_PASS, *TWO_PASSES], ids=lambda loss: loss.__name__)
-@pytest.mark.parametrize(("number", "size"), [(29, 3), (29, None), (5, 1)])
+@pytest.mark.parametrize(
+    ("number", "size"), [(29, 3), *(pytest.param(*each, marks=pytest.mark.slow) for each in ((29, None), (5, 1)))]
+)
 def test_ragged_examples_of_every_loss(loss, number, size):
     fun = ab.value_and_grad(loss, microbatch_size=size, mesh=mesh_of(8))
     assert worst(fun(parameters(), examples(number)), full_batch(loss, number)) < EXACT

@@ -41,7 +41,9 @@ def placed(over):
 
 @pytest.mark.parametrize("reduce", ["once", "each"])
 @pytest.mark.parametrize("over", SPECS)
-@pytest.mark.parametrize("loss", [masked, contrastive], ids=lambda loss: loss.__name__)
+@pytest.mark.parametrize(
+    "loss", [masked, pytest.param(contrastive, marks=pytest.mark.slow)], ids=lambda loss: getattr(loss, "__name__", "")
+)
 def test_gradients_are_exact_and_lie_as_the_parameters_do(loss, over, reduce):
     mesh, params = placed(over)
     eager = ab.value_and_grad(loss, microbatch_size=2, mesh=mesh, reduce=reduce)

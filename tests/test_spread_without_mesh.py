@@ -21,7 +21,7 @@ def full_batch(loss, number, has_aux=False):
 
 
 @pytest.mark.parametrize("loss", [*ONE_PASS, *TWO_PASSES], ids=lambda loss: loss.__name__)
-@pytest.mark.parametrize("size", [8, 24])  # of 64: whole microbatches, and a ragged one
+@pytest.mark.parametrize("size", [pytest.param(8, marks=pytest.mark.slow), 24])  # of 64: with a ragged one
 def test_it_is_the_gradient_of_the_full_batch(loss, size):
     batch = spread(examples(64), mesh_of(8), "data")
     fun = jax.jit(ab.value_and_grad(loss, microbatch_size=size))
