@@ -220,14 +220,18 @@ class Gradient:
     def _runs(self, size: int) -> int:
         """Of how many runs of examples a microbatch is made, so that a batch on many devices need not be moved.
 
-        Under `jit` nobody knows on how many it will be: any number of them that divides the runs is served. The same
-        outside, so that both compute the same. Not where a microbatch has keys or results of its own, which should be
-        those of consecutive examples.
+        Under `jit` arrays do not always tell on how many: any number of devices that divides the runs is served. The
+        same outside, so that both compute the same. But a loss that was declared sees consecutive examples unless its
+        batch is known to be spread; so does one with effects, and one whose microbatches have keys or results of their
+        own.
         """
         batch, settings = self.arguments.arrays.batch, self.settings
-        if settings.reduction != "infer" and (self.arguments.arrays.keys or settings.aux_of_microbatches):
-            return 1
         mesh = placement.mesh_of(batch)
+        declared = settings.reduction != "infer"
+        if declared and (mesh.empty or self.arguments.arrays.keys or settings.aux_of_microbatches):
+            return 1
+        if not declared and self.loss.traced.has_effects:
+            return 1
         if mesh.manual_axes or mesh.explicit_axes:  # inside shard_map, or with types that say where rows are
             return 1
         devices = jax.device_count() if mesh.empty else mesh.size

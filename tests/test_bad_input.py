@@ -275,21 +275,5 @@ def test_aux_that_is_no_array():
     )
 
 
-# What is not there yet.
-
-
-@pytest.mark.parametrize(
-    "options, message",
-    [
-        ({"mesh": object()}, "mesh= is not available in this version of anybatch.\nLeave it out"),
-    ],
-)
-def test_options_of_later_versions(options, message):
-    with pytest.raises(ab.NotAvailableError) as caught:
-        wrap(**options)
-    assert isinstance(caught.value, NotImplementedError)
-    assert str(caught.value).startswith(message)
-
-
 def test_the_full_batch_needs_no_reduction():
     assert float(ab.value_and_grad(loss, microbatch_size=None)(1.0, X)[0]) == 2.5

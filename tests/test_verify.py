@@ -231,14 +231,6 @@ def test_inside_jit():
     )
 
 
-def test_meshes_are_not_available():
-    with pytest.raises(ab.NotAvailableError) as caught:
-        verify(line, 2.0, X, reduction="mean", meshes=["any"])
-    assert str(caught.value) == (
-        "meshes= is not available in this version of anybatch.\nLeave it out; the routes are compared on one device."
-    )
-
-
 @pytest.mark.parametrize(
     "call, text",
     [
