@@ -38,7 +38,8 @@ def full_batch(loss, number, has_aux=False):
     return jax.value_and_grad(loss, has_aux=has_aux)(parameters(), examples(number))
 
 
-@pytest.mark.parametrize("devices", [*(pytest.param(few, marks=pytest.mark.thorough) for few in (1, 2)), 8])
+@pytest.mark.thorough
+@pytest.mark.parametrize("devices", [1, 2, 8])
 @pytest.mark.parametrize("loss", [*ONE_PASS, *TWO_PASSES], ids=lambda loss: loss.__name__)
 def test_it_is_the_gradient_of_the_full_batch(loss, devices):
     fun = ab.value_and_grad(loss, microbatch_size=3, mesh=mesh_of(devices))

@@ -13,6 +13,8 @@ import anybatch as ab
 
 NUMBER, SIZE = 128, 4
 
+pytestmark = pytest.mark.thorough
+
 
 def softmaxed(params, batch):
     """With divisions that XLA likes to rewrite."""
@@ -49,7 +51,6 @@ def test_plain_sums_have_other_bits():
     assert len({bits(over(devices, masked, reproducible=False)) for devices in (2, 4, 8)}) > 1
 
 
-@pytest.mark.thorough
 def test_the_same_bits_on_one_device_too():
     assert len({bits(over(devices, mean)) for devices in (None, 1, 2, 8)}) == 1
     # Where XLA rewrites divisions on one device alone, it can be told not to.
@@ -57,7 +58,6 @@ def test_the_same_bits_on_one_device_too():
     assert len({bits(over(devices, softmaxed, compiler_options=as_written)) for devices in (None, 1, 2, 8)}) == 1
 
 
-@pytest.mark.thorough
 def test_the_same_bits_for_parameters_that_are_spread():
     def grads(devices, spec):
         mesh = mesh_of(devices)
@@ -69,7 +69,6 @@ def test_the_same_bits_for_parameters_that_are_spread():
     assert len({bits(grads(devices, spec)) for devices in (2, 8) for spec in (P(), P(None, "data"))}) == 1
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize("reduction", ["mean", "weighted"])
 def test_the_same_bits_for_declared_reductions(reduction):
     def loss(params, batch):
