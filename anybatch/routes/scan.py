@@ -116,12 +116,14 @@ def value_and_grad(
             own = _sorted(tuple(sorted_whole), list(flat[num_whole:num_inputs]))
             return _accumulate(microbatches, anywhere.at(flat[num_inputs:]), *own, factors, mutate)
 
-        flat = [jnp.asarray(leaf) for leaf in (*whole, *rows, *part.place)]
+        flat = [*whole, *rows, *part.place]
         if microbatches.has_effects or part.fixed_order:  # a primitive of our own would hide effects
             results = compute(*flat, mutate=False)
         else:
             results = in_place.call(
-                functools.partial(compute, mutate=True), functools.partial(compute, mutate=False), *flat
+                functools.partial(compute, mutate=True),
+                functools.partial(compute, mutate=False),
+                *map(jnp.asarray, flat),
             )
         num_sums = len(results) - len(outputs.gives())
         return results[:num_sums], results[num_sums:]
