@@ -72,6 +72,8 @@ def _parts(aval: Any, axis: int) -> int:
 def spec_on(leaf: Any, mesh: Any) -> Any:
     """How an array is spread over a mesh: where it lies, or as its type says. None if it does not say."""
     sharding = leaf.sharding if is_placed(leaf) else jax.typeof(leaf).sharding
+    if not is_placed(leaf) and not sharding.mesh.explicit_axes:
+        return None  # of automatic axes a type knows nothing: its spec is empty, however the array is spread
     if not isinstance(sharding, jax.sharding.NamedSharding) or sharding.mesh.empty:
         return None
     return sharding.spec if dict(sharding.mesh.shape) == dict(mesh.shape) else None

@@ -114,6 +114,16 @@ def test_without_specs_under_jit_it_is_right_all_the_same():
     assert worst(fun(params, examples(32)), full_batch(masked)) < EXACT
 
 
+def test_without_specs_under_jit_axes_of_the_model_are_left_alone():
+    """A type says nothing of automatic axes: that must not be read as whole on every device."""
+    mesh, params = placed("model")
+    fun = jax.jit(ab.value_and_grad(masked, microbatch_size=2, mesh=mesh))
+    _, grads = fun(params, examples(32))
+    assert grads["w"].sharding.shard_shape((5, 8)) == (5, 4)
+    found = traffic(fun, mesh, params, spread(examples(32), mesh, "data"))
+    assert "all-gather" not in found.by_kind
+
+
 def test_several_axes_for_the_examples():
     mesh = mesh_of(2, 4, names=("replica", "shard"))
     for axes in (("replica", "shard"), ("shard", "replica")):
