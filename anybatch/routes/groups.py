@@ -7,7 +7,6 @@ and no more than groups.
 
 import dataclasses
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -15,8 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from anybatch.reading.states import Rows, take_rows
-from anybatch.routes.parts import Give, Here, Part, Pass
+from anybatch.reading.states import take_rows
+from anybatch.routes.parts import Give, Here, Part, Work, merge_axis
 
 MOST_GROUPS = 64
 
@@ -31,29 +30,21 @@ def number_of_groups(microbatches: int) -> int:
 
 
 def in_fixed_order(
-    fun: Pass,
-    part: Part,
-    number: int,
-    examples: int,
-    whole: list[Any],
-    rows: list[Any],
-    takes: Sequence[Rows],
-    gives: Sequence[Give],
+    work: Work, part: Part, number: int, examples: int, whole: list[Any], rows: list[Any]
 ) -> tuple[list[Any], list[Any]]:
     """The sums of a part that is `number` groups of examples, by a tree, and their rows.
 
     Memory: log2(number) more of what is summed.
 
     Args:
-      fun: the pass over the examples of a group.
+      work: the pass over the examples of a group.
       part: the examples of all these groups.
       number: how many groups, 2**k.
       examples: those of the whole batch.
       whole: what every group sees alike.
       rows: what belongs to the examples of the part.
-      takes: how these lie.
-      gives: how the rows lie that the pass returns.
     """
+    fun, takes, gives = work.fun, work.takes, work.gives
     each = part.examples // number
     # On one device XLA would know constants that come from outside, and divide by some of them another way.
     whole, rows = lax.optimization_barrier((whole, rows))
@@ -98,7 +89,7 @@ def in_fixed_order(
 
     zeros = [jnp.zeros(one.shape, one.dtype) for one in sum_types]
     _, sums, buffers = lax.fori_loop(0, turns, turn, (stacked, zeros, buffers))
-    return sums, [_merged(buffer, give.rows) for buffer, give in zip(buffers, gives, strict=True)]
+    return sums, [merge_axis(buffer, give.rows) for buffer, give in zip(buffers, gives, strict=True)]
 
 
 def _buffer(one: Any, give: Give, number: int, each: int) -> jax.Array:
@@ -114,26 +105,13 @@ def _put(buffer: jax.Array, one: jax.Array, give: Give, position: Any, each: int
     return lax.dynamic_update_slice_in_dim(buffer, split, position * count, axis + 1)
 
 
-def _merged(buffer: jax.Array, rows: Rows) -> jax.Array:
-    axis, shape = rows.axis, buffer.shape
-    return buffer.reshape(*shape[:axis], math.prod(shape[axis : axis + 3]), *shape[axis + 3 :])
-
-
 @dataclasses.dataclass(frozen=True)
 class InGroups(Here):
     """All examples at one place, summed in the order that many devices would."""
 
     number: int = 1
 
-    def __call__(
-        self,
-        fun: Pass,
-        whole: Sequence[Any],
-        rows: Sequence[Any],
-        takes: Sequence[Rows],
-        gives: Sequence[Give],
-        variables: int,
-    ) -> tuple[list[Any], list[Any]]:
+    def __call__(self, work: Work) -> tuple[list[Any], list[Any]]:
         """The sums over the examples, and their rows."""
         part = Part(jnp.zeros((), jnp.int32), self.examples)
-        return in_fixed_order(fun, part, self.number, self.examples, list(whole), list(rows), takes, gives)
+        return in_fixed_order(work, part, self.number, self.examples, list(work.whole), list(work.rows))

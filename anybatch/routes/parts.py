@@ -1,6 +1,7 @@
 """Where passes over a batch run. Here, all of it; or in parts, whose results are put together again."""
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -74,6 +75,19 @@ class Pass(Protocol):
         """
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class Work:
+    """A pass over all examples, and what it is given."""
+
+    fun: Pass
+    whole: Sequence[Any]  # what it sees alike everywhere
+    rows: Sequence[Any]  # arrays with rows of the examples
+    takes: Sequence[Rows]  # how these lie in them
+    gives: Sequence[Give] = ()  # how the rows lie in what the pass returns
+    # Of `whole`, how many are differentiated: the first ones. The sums then begin with their gradients.
+    variables: int = 0
+
+
 class Place(Protocol):
     """Where a pass over the examples runs."""
 
@@ -83,26 +97,8 @@ class Place(Protocol):
     def once(self, fun: Callable[..., Any], *arguments: Any) -> Any:
         """Calls a function of whole arrays, lists and tuples of them, outside of the passes."""
 
-    def __call__(
-        self,
-        fun: Pass,
-        whole: Sequence[Any],
-        rows: Sequence[Any],
-        takes: Sequence[Rows],
-        gives: Sequence[Give],
-        variables: int,
-    ) -> tuple[list[Any], list[Any]]:
-        """The sums over all examples, and the rows of all of them in the order of the batch.
-
-        Args:
-          fun: the pass.
-          whole: what it sees alike everywhere; the first of them, `variables` in number, are differentiated, and
-            then the sums begin with their gradients.
-          rows: the arrays with rows of the examples.
-          takes: how these lie in them.
-          gives: how the rows lie in what the pass returns.
-          variables: how many are differentiated.
-        """
+    def __call__(self, work: Work) -> tuple[list[Any], list[Any]]:
+        """The sums over all examples, and the rows of all of them in the order of the batch."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,14 +116,19 @@ class Here:
         """Calls the function."""
         return fun(*arguments)
 
-    def __call__(
-        self,
-        fun: Pass,
-        whole: Sequence[Any],
-        rows: Sequence[Any],
-        takes: Sequence[Rows],
-        gives: Sequence[Give],
-        variables: int,
-    ) -> tuple[list[Any], list[Any]]:
+    def __call__(self, work: Work) -> tuple[list[Any], list[Any]]:
         """The sums over the examples, and their rows."""
-        return fun(Part(0, self.examples, runs=self.runs), list(whole), list(rows))
+        return work.fun(Part(0, self.examples, runs=self.runs), list(work.whole), list(work.rows))
+
+
+def split_axis(array: Any, rows: Rows, examples: int | None = None) -> Any:
+    """An array with axes of their own for the blocks and the examples: (outer, examples, inner) instead of one."""
+    axis, shape = rows.axis, array.shape
+    number = shape[axis] // (rows.outer * rows.inner) if examples is None else examples
+    return array.reshape(*shape[:axis], rows.outer, number, rows.inner, *shape[axis + 1 :])
+
+
+def merge_axis(array: Any, rows: Rows) -> Any:
+    """The reverse."""
+    axis, shape = rows.axis, array.shape
+    return array.reshape(*shape[:axis], math.prod(shape[axis : axis + 3]), *shape[axis + 3 :])

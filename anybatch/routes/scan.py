@@ -17,7 +17,7 @@ from anybatch.loss import TracedLoss
 from anybatch.reading.states import Rows
 from anybatch.routes import in_place, references
 from anybatch.routes.outputs import Outputs, ratio, wide_dtype
-from anybatch.routes.parts import Part, Place
+from anybatch.routes.parts import Part, Place, Work
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,7 +103,7 @@ def value_and_grad(
         def forward(part: Part, whole: list[Any], rows: list[Any]) -> tuple[list[Any], list[Any]]:
             return _totals(microbatches, part, *_sorted(jax.tree.unflatten(tree, whole), rows)), []
 
-        (total, weight), _ = place(forward, leaves, arrays.batch, takes, [], 0)
+        (total, weight), _ = place(Work(forward, leaves, arrays.batch, takes))
         first_ratio = _ratio_of(total, weight)
 
     leaves, tree = jax.tree.flatten((*without_batch, first_ratio))
@@ -128,7 +128,7 @@ def value_and_grad(
         num_sums = len(results) - len(outputs.gives())
         return results[:num_sums], results[num_sums:]
 
-    sums, rows = place(backward, leaves, arrays.batch, takes, outputs.gives(), len(wrt))
+    sums, rows = place(Work(backward, leaves, arrays.batch, takes, outputs.gives(), len(wrt)))
     grads, sums = sums[: len(wrt)], sums[len(wrt) :]
     with jax.named_scope("anybatch_reduce"):
         if microbatches.divides_at_end:

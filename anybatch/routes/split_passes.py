@@ -14,7 +14,7 @@ from anybatch.batch import Cut
 from anybatch.reading.split import Seeds, Split
 from anybatch.reading.states import Rows
 from anybatch.routes import in_place
-from anybatch.routes.parts import Give, Part, Pass, Place
+from anybatch.routes.parts import Give, Part, Place, Work
 from anybatch.routes.passes import Given, Prefix, gather_rows
 
 
@@ -49,8 +49,7 @@ class Passes:
             mine = [next(of_rows if has else of_sums) for has in in_rows]
             return fun(part, Given(variables, inputs, known, part.place[:1]), mine)
 
-        run: Pass = of_part
-        return self.place(run, whole, rows, takes, gives, len(variables) if seeds else 0)
+        return self.place(Work(of_part, whole, rows, takes, gives, len(variables) if seeds else 0))
 
     def _cut(self, part: Part) -> Cut:
         return Cut(part.examples, max(1, min(self.size, part.examples)), part.runs)

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec
 from anybatch import compat
 from anybatch.reading.states import Rows, take_rows
 from anybatch.routes import groups, joining
-from anybatch.routes.parts import Give, Part, Pass
+from anybatch.routes.parts import Give, Part, Work, merge_axis, split_axis
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -54,16 +54,9 @@ class Spread:
         """How many devices, the first ones, have one example more than the others."""
         return self.examples % self.devices
 
-    def __call__(
-        self,
-        fun: Pass,
-        whole: Sequence[Any],
-        rows: Sequence[Any],
-        takes: Sequence[Rows],
-        gives: Sequence[Give],
-        variables: int,
-    ) -> tuple[list[Any], list[Any]]:
+    def __call__(self, work: Work) -> tuple[list[Any], list[Any]]:
         """The sums over all examples, and the rows of all of them in the order of the batch."""
+        whole, rows, takes, gives, variables = work.whole, work.rows, work.takes, work.gives, work.variables
         specs = [*self.specs, *[None] * variables][:variables]
         sharded = [bool(joining.names_at(spec, self.axes)) for spec in specs]
         stays = [self.reduce == "each" and each for each in sharded]
@@ -77,7 +70,7 @@ class Spread:
         def on_device(whole: list[Any], rows: list[Any]) -> tuple[list[Any], list[Any], list[Any]]:
             gathered = functools.partial(self._gathered, specs=specs, stays=stays)
             of_device = functools.partial(self._part, whole=gathered, is_shard=stays) if any(stays) else self._part
-            sums, made = self._run(fun, of_device, whole, rows, takes, gives)
+            sums, made = self._run(work, of_device, whole, rows)
             grads, others = sums[:variables], sums[variables:]
             grads, others = self._join(grads, others, specs, sharded, stays, scatters=by_hand)
             return grads, others, [self._split(each, give) for each, give in zip(made, gives, strict=True)]
@@ -133,16 +126,13 @@ class Spread:
         last_device = self.devices - 1 if self.counts[-1] else self.with_more - 1
         return Part(first, examples, is_last=index == last_device, **more)
 
-    def _run(
-        self, fun: Pass, of_device: Any, whole: list[Any], rows: list[Any], takes: Sequence[Rows], gives: Sequence[Give]
-    ) -> tuple[list[Any], list[Any]]:
+    def _run(self, work: Work, of_device: Any, whole: list[Any], rows: list[Any]) -> tuple[list[Any], list[Any]]:
+        fun, takes, gives = work.fun, work.takes, work.gives
         index = jnp.asarray(lax.axis_index(self.axes), jnp.int32)
         if self.num_groups is not None:
             mine = [self._merge(array, each, self.share) for array, each in zip(rows, takes, strict=True)]
             part = of_device(self.share, index)
-            return groups.in_fixed_order(
-                fun, part, self.num_groups // self.devices, self.examples, whole, mine, takes, gives
-            )
+            return groups.in_fixed_order(work, part, self.num_groups // self.devices, self.examples, whole, mine)
 
         def with_examples(examples: int) -> tuple[list[Any], list[Any]]:
             part = of_device(examples, index)
@@ -153,26 +143,19 @@ class Spread:
         if len(self.counts) == 1:
             return with_examples(self.counts[0])
         if self.mesh.size > self.devices:
-            return self._one_more(fun, of_device, whole, rows, takes, gives, index)
+            return self._one_more(work, of_device, whole, rows, index)
         branches = [functools.partial(with_examples, count) for count in self.counts]
         return lax.cond(index < self.with_more, *branches)
 
     def _one_more(
-        self,
-        fun: Pass,
-        of_device: Any,
-        whole: list[Any],
-        rows: list[Any],
-        takes: Sequence[Rows],
-        gives: Sequence[Give],
-        index: Any,
+        self, work: Work, of_device: Any, whole: list[Any], rows: list[Any], index: Any
     ) -> tuple[list[Any], list[Any]]:
         """Uneven examples where the model exchanges something too: all devices must do the same, or some wait forever.
 
         So all take the examples that they have alike, then one more; those that have none take one of a neighbour,
         and what comes of it is not counted.
         """
-        fewest = self.counts[1]
+        fun, fewest = work.fun, self.counts[1]
         has_more = index < self.with_more
         mine = of_device(fewest, index)
         first = index * fewest + jnp.minimum(index, self.with_more)
@@ -185,7 +168,7 @@ class Spread:
                 array[start : start + part.examples]
                 if self._is_own(array, each)
                 else take_rows(array, each, self.examples, part.first, part.examples)
-                for array, each in zip(rows, takes, strict=True)
+                for array, each in zip(rows, work.takes, strict=True)
             ]
 
         sums, made = fun(single, whole, taken(single, fewest))
@@ -195,7 +178,7 @@ class Spread:
         most_sums, most_made = fun(alike, whole, taken(alike, 0))
         return (
             [one + other for one, other in zip(most_sums, sums, strict=True)],
-            [_after(one, other, give.rows) for one, other, give in zip(most_made, made, gives, strict=True)],
+            [_after(one, other, give.rows) for one, other, give in zip(most_made, made, work.gives, strict=True)],
         )
 
     def _is_own(self, array: Any, rows: Rows) -> bool:
@@ -353,16 +336,3 @@ def _after(one: Any, other: Any, rows: Rows) -> Any:
         return jax.random.wrap_key_data(numbers, impl=compat.key_impl(one.dtype))
     joined = jnp.concatenate([split_axis(one, rows), split_axis(other, rows)], rows.axis + 1)
     return merge_axis(joined, rows)
-
-
-def split_axis(array: Any, rows: Rows, examples: int | None = None) -> Any:
-    """An array with axes of their own for the blocks and the examples: (outer, examples, inner) instead of one."""
-    axis, shape = rows.axis, array.shape
-    number = shape[axis] // (rows.outer * rows.inner) if examples is None else examples
-    return array.reshape(*shape[:axis], rows.outer, number, rows.inner, *shape[axis + 1 :])
-
-
-def merge_axis(array: Any, rows: Rows) -> Any:
-    """The reverse."""
-    axis, shape = rows.axis, array.shape
-    return array.reshape(*shape[:axis], math.prod(shape[axis : axis + 3]), *shape[axis + 3 :])
