@@ -1,0 +1,241 @@
+"""What does a clipped per-example gradient cost, beside the plain gradient and beside jax_privacy?
+
+    python benchmarks/clipping.py --small                      # CPU, about a minute; look at the memory, not the times
+    python benchmarks/clipping.py                              # one 80 GiB GPU, about ten minutes
+    python benchmarks/clipping.py --case 32x256 --rows plain factored vmap:4
+    python benchmarks/clipping.py --case 32x256 --rows factored:8 --profile DIR    # and its kernels, by time
+
+GPT-2, a batch of examples x tokens. Half of the examples are clipped, since the bound is the median of their norms.
+Everything is compiled once and runs in turn. The last columns are distances from the gradient of a loop by hand over
+single examples, relative to its length: of the whole, and of the array where it is worst. For the plain gradient, which
+is not clipped, they say what a method that forgot to clip would show. Expected: the whole within 0.02, the rounding of
+bfloat16.
+"""
+
+import argparse
+import dataclasses
+import gc
+import json
+import pathlib
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from models import GPT
+from profiling import profile
+
+import anybatch as ab
+from anybatch import compat
+
+CASES = {
+    "32x256": (GPT(layers=12, width=768, heads=12, context=256), 32),
+    "16x1024": (GPT(layers=12, width=768, heads=12, context=1024), 16),
+    "small": (GPT(layers=2, width=64, heads=2, context=32, vocabulary=256), 32),
+}
+# method -> sizes of its microbatches, as --rows takes them
+ROWS: dict[str, tuple[str, ...]] = {
+    "plain": ("all", "8"),
+    "jax_privacy": ("8", "4", "2", "1"),
+    "vmap": ("8", "4", "2", "1"),
+    "factored": ("all", "16", "8", "4", "2", "1"),
+}
+TOLERANCE = 0.02  # bfloat16 has 8 bits, and the methods multiply in different orders, through 12 layers
+
+
+@dataclasses.dataclass
+class Row:
+    """One way to the gradient, and its figures."""
+
+    method: str
+    size: str
+    compiled: Any = None
+    temporaries: int = 0
+    compile_seconds: float = 0.0
+    difference: float = float("nan")  # of the whole gradient
+    worst: float = float("nan")  # of one of its arrays
+    failure: str = ""
+    seconds: list[float] = dataclasses.field(default_factory=list)
+
+    @property
+    def name(self) -> str:
+        return f"{self.method}:{self.size}"
+
+    @property
+    def wrong(self) -> bool:
+        """Whether it failed, or clipped to something else."""
+        return bool(self.failure) or (self.method != "plain" and not self.difference < TOLERANCE)
+
+    def fun(self, loss: Callable[..., Any], clip_norm: float) -> Callable[..., Any]:
+        """What a user would write, to be jitted."""
+        size = None if self.size == "all" else int(self.size)
+        if self.method == "plain":
+            return jax.grad(loss) if size is None else ab.grad(loss, microbatch_size=size)
+        # The loss takes a batch, so that each way gives it batches of one.
+        if self.method == "jax_privacy":
+            import jax_privacy
+
+            return jax_privacy.clipped_grad(loss, l2_clip_norm=clip_norm, microbatch_size=size, keep_batch_dim=True)
+        return ab.clipped_grad(loss, clip_norm=clip_norm, microbatch_size=size, method=self.method, keep_batch_dim=True)
+
+
+def example_losses(model: Any) -> Callable[..., Any]:
+    """The sum over examples of their mean over tokens, with weights between 1/4 and 4: so that norms differ."""
+
+    def loss(params: Any, batch: Any) -> jax.Array:
+        return jnp.sum(batch["weights"] * jnp.mean(model.token_losses(params, batch), axis=-1))
+
+    return loss
+
+
+def batch_of(model: Any, examples: int) -> Any:
+    keys = jax.random.split(jax.random.key(1))
+    weights = 2.0 ** jax.random.uniform(keys[1], (examples,), minval=-2.0, maxval=2.0)
+    return {**model.batch(keys[0], examples), "weights": weights}
+
+
+def by_hand(loss: Callable[..., Any]) -> Callable[..., Any]:
+    """One example after the other: the clipped sum and the norms. The bound is an argument."""
+
+    def clipped_sum(params: Any, batch: Any, clip_norm: jax.Array) -> Any:
+        def step(total: Any, example: Any) -> Any:
+            grads = jax.grad(loss)(params, jax.tree.map(lambda leaf: leaf[None], example))
+            norm = jnp.sqrt(sum(jnp.sum(leaf**2) for leaf in jax.tree.leaves(grads)))
+            factor = jnp.minimum(1.0, clip_norm / norm)
+            return jax.tree.map(lambda old, leaf: old + factor * leaf, total, grads), norm
+
+        return jax.lax.scan(step, jax.tree.map(jnp.zeros_like, params), batch)
+
+    return clipped_sum
+
+
+@jax.jit
+def distance(mine: Any, its: Any) -> tuple[jax.Array, jax.Array]:
+    """How far two gradients are apart, relative to the length of the second: as a whole, and in the worst array."""
+
+    def squares(tree: Any) -> jax.Array:
+        return jnp.stack([jnp.sum(leaf**2) for leaf in jax.tree.leaves(tree)])
+
+    apart, lengths = squares(jax.tree.map(jnp.subtract, mine, its)), squares(its)
+    return jnp.sqrt(apart.sum() / lengths.sum()), jnp.sqrt(jnp.max(apart / lengths))
+
+
+def timed(compiled: Any, *arguments: Any) -> float:
+    start = time.perf_counter()
+    jax.block_until_ready(compiled(*arguments))
+    return time.perf_counter() - start
+
+
+def measure(case: str, rows: list[Row], rounds: int, folder: pathlib.Path | None) -> dict[str, Any]:
+    """Compiles all, compares their gradients with the one by hand, and runs them in turn."""
+    model, examples = CASES[case]
+    loss, batch = example_losses(model), batch_of(model, examples)
+    params = jax.jit(model.init)(jax.random.key(0))
+    reference = jax.jit(by_hand(loss))
+    norms = jax.device_get(reference(params, batch, jnp.inf)[1])
+    clip_norm = float(statistics.median(norms.tolist()))
+    expected = reference(params, batch, clip_norm)[0]
+    print(f"\n{case}: norms {norms.min():.3g} to {norms.max():.3g}, clipped to {clip_norm:.3g}", flush=True)
+    for row in rows:
+        start = time.perf_counter()
+        try:
+            row.compiled = jax.jit(row.fun(loss, clip_norm)).lower(params, batch).compile()
+            row.compile_seconds = time.perf_counter() - start
+            row.temporaries = compat.temporaries(row.compiled)
+            row.difference, row.worst = map(float, distance(row.compiled(params, batch), expected))
+            if folder is not None:
+                profile(f"{case}-{row.method}-{row.size}", row.compiled, (params, batch), folder)
+            # Should the run be cut short, this is what there is.
+            once = f"{timed(row.compiled, params, batch) * 1e3:.1f} ms once, {row.temporaries / 2**20:.0f} MiB"
+            print(f"  {row.name}: {once}, difference {row.difference:.1e}", file=sys.stderr, flush=True)
+        except Exception as error:  # out of memory, say: the others still count
+            row.compiled, row.failure = None, f"{type(error).__name__}: {str(error)[:160].splitlines()[0]}"
+            print(f"  {row.name}: {row.failure}", file=sys.stderr, flush=True)
+    del expected
+    # In turn, so that a change in the machine's mood touches all of them.
+    for _ in range(rounds):
+        for row in rows:
+            if row.compiled is not None:
+                row.seconds.append(timed(row.compiled, params, batch))
+    return {"clip_norm": clip_norm, "norms": norms.tolist()}
+
+
+def report(case: str, rows: list[Row]) -> None:
+    """Prints a table with ratios to the first row, the plain gradient."""
+    print(f"\n{case}")
+    print(f"  {'':15} {'time':>11} {'ratio':>7} {'temporaries':>13} {'compile':>9} {'difference':>10} {'worst':>8}")
+    for row in rows:
+        if row.failure:
+            print(f"  {row.name:15} {row.failure}")
+            continue
+        print(
+            f"  {row.name:15} {statistics.median(row.seconds) * 1e3:8.2f} ms {ratio(row, rows[0]):7.3f}"
+            f" {row.temporaries / 2**20:9.1f} MiB {row.compile_seconds:7.1f} s {row.difference:10.1e} {row.worst:8.1e}"
+            f"{'  WRONG' if row.wrong else ''}",
+            flush=True,
+        )
+
+
+def ratio(row: Row, plain: Row) -> float:
+    """The median of ratios of neighbours in time: steadier than a ratio of medians."""
+    if plain.failure:
+        return float("nan")
+    return statistics.median(mine / its for mine, its in zip(row.seconds, plain.seconds, strict=True))
+
+
+def rows_of(wanted: list[str], examples: int) -> Iterator[Row]:
+    """The plain gradient first, then what is asked for: methods with all their sizes, or method:size."""
+    yield Row("plain", "all")
+    for entry in wanted:
+        method, _, size = entry.partition(":")
+        for each in (size,) if size else ROWS[method]:
+            # A microbatch of as many as there are is the row "all".
+            if (method, each) != ("plain", "all") and (each == "all" or int(each) < examples):
+                yield Row(method, each)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--case", nargs="+", choices=list(CASES), default=["32x256", "16x1024"], help="examples x tokens"
+    )
+    parser.add_argument(
+        "--small", action="store_const", const=["small"], dest="case", help="a small model, for the CPU"
+    )
+    parser.add_argument("--rows", nargs="+", default=list(ROWS), help="methods or method:size, of " + ", ".join(ROWS))
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--out", type=pathlib.Path, help="a JSON file for every figure")
+    parser.add_argument("--profile", type=pathlib.Path, metavar="DIR", help="the HLO and the kernels of each row")
+    options = parser.parse_args()
+    if unknown := [entry for entry in options.rows if entry.partition(":")[0] not in ROWS]:
+        parser.error(f"--rows takes {', '.join(ROWS)}, each alone or with a size such as vmap:4, got {unknown}")
+    print(f"{jax.devices()[0].device_kind}, JAX {jax.__version__}")
+    try:
+        import jax_privacy
+
+        print(f"jax_privacy {jax_privacy.__version__}")
+    except ImportError as error:
+        print(f"Without jax_privacy: {error}")
+        options.rows = [entry for entry in options.rows if not entry.startswith("jax_privacy")]
+    figures: dict[str, Any] = {}
+    wrong = []
+    for case in options.case:
+        rows = list(rows_of(options.rows, CASES[case][1]))
+        figures[case] = measure(case, rows, options.rounds, options.profile)
+        report(f"{case}, {options.rounds} rounds", rows)
+        wrong += [f"{case} {row.name}" for row in rows if row.wrong]
+        for row in rows:
+            row.compiled = None
+        figures[case]["rows"] = [dataclasses.asdict(row) for row in rows]
+        if options.out:
+            options.out.write_text(json.dumps(figures, indent=1))
+        gc.collect()
+    if wrong:
+        sys.exit(f"failed, or not the same gradient: {', '.join(wrong)}")
+
+
+if __name__ == "__main__":
+    main()
