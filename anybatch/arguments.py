@@ -93,10 +93,15 @@ class Arguments:
         """The array leaves. Python numbers, strings and the like are not among them: they stay constants."""
         return Arrays(*([leaf.value for leaf in self._dynamic(role)] for role in Arrays._fields))
 
-    def types(self, num_examples: int, *, bare: bool = False) -> Arrays:
-        """The types of the array leaves, with that many examples in the batch; `bare`, wherever they lie."""
+    def types(self, num_examples: int | None, *, bare: bool = False) -> Arrays:
+        """The types of the array leaves, with that many examples in the batch; `bare`, wherever they lie.
+
+        None stands for one example by itself, without the axis of the batch.
+        """
         avals = jax.tree.map(compat.bare if bare else jax.typeof, self.arrays)
         kept = Arrays(*([compat.abstract(aval) for aval in leaves] for leaves in avals))
+        if num_examples is None:
+            return kept._replace(batch=[compat.one_of(aval) for aval in avals.batch])
         return kept._replace(batch=[compat.abstract(aval, num_examples) for aval in avals.batch])
 
     def call(self, fun: Callable[..., Any], arrays: Arrays) -> Any:

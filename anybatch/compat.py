@@ -252,6 +252,15 @@ def abstract(aval: Any, num_rows: int | None = None) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, aval.dtype, weak_type=aval.weak_type, **placement)
 
 
+def one_of(aval: Any) -> jax.ShapeDtypeStruct:
+    """The type of one row of arrays of a type, as `abstract` gives it."""
+    placement = {}
+    if not aval.sharding.mesh.empty:
+        sharding = jax.sharding.NamedSharding(aval.sharding.mesh, jax.sharding.PartitionSpec(*aval.sharding.spec[1:]))
+        placement = {"sharding": sharding, "manual_axis_type": aval.manual_axis_type}
+    return jax.ShapeDtypeStruct(aval.shape[1:], aval.dtype, weak_type=aval.weak_type, **placement)
+
+
 def bare(array: Any) -> Any:
     """The type of an array, without where it lies or varies."""
     return bare_type(jax.typeof(array))

@@ -80,7 +80,7 @@ class Field:
             if leaf.role == "wrt":
                 value = self._put(leaf.value, next(specs) or PartitionSpec())
             elif leaf.role == "batch":
-                value = self._put_examples(leaf.value)
+                value = self.put_examples(leaf.value)
             else:
                 value = self._put(leaf.value, PartitionSpec())
             leaves.append(leaf._replace(value=value))
@@ -95,8 +95,12 @@ class Field:
 
     def without_types(self, fun: Any, num_aux: int) -> Any:
         """A function of arrays whose types may say how they are spread, computed as if they did not say."""
-        axes = self.over.given.axis_names
         out = [PartitionSpec()] * (1 + num_aux) + [spec or PartitionSpec() for spec in self.specs]
+        return self.with_specs(fun, out)
+
+    def with_specs(self, fun: Any, out: list[Any]) -> Any:
+        """The same, with how each of its results is spread."""
+        axes = self.over.given.axis_names
 
         def run(*flat: Any) -> list[Any]:
             meshes = [jax.typeof(leaf).sharding.mesh for leaf in flat]
@@ -132,7 +136,8 @@ class Field:
         own = placement.spec_on(leaf, self.mesh) if placement.is_placed(leaf) else None
         return placement.put(leaf, self.mesh, spec if own is None else own)
 
-    def _put_examples(self, leaf: Any) -> Any:
+    def put_examples(self, leaf: Any) -> Any:
+        """An array with a row for each example, where the examples are."""
         spread = self.spread(self.given.num_examples)
         by_examples = PartitionSpec(self.over.axes)
         own = placement.spec_on(leaf, self.mesh) if placement.is_placed(leaf) else None

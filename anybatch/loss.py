@@ -78,13 +78,15 @@ class TracedLoss:
 def trace_loss(
     fun: Callable[..., Any],
     arguments: Arguments,
-    num_examples: int,
+    num_examples: int | None,
     *,
     weighted: bool,
     has_aux: bool,
     on_mesh: tuple[Any, tuple[str, ...]] | None = None,
 ) -> tuple[TracedLoss, tuple[Any, ...]]:
     """Traces `fun` at `num_examples` examples, and checks what it returns. Also returns what it closes over.
+
+    None stands for one example by itself, without the axis of the batch.
 
     On a mesh, with axes that its examples are spread over, its program says nothing of where arrays lie: it is to run
     on the examples of one device at a time.
@@ -108,7 +110,12 @@ def trace_loss(
     try:
         traced, consts = (compat.trace if on_mesh is None else _trace_anywhere)(flat_loss, *leaves)
     except Exception as error:
-        if num_examples != arguments.num_examples and not isinstance(error, InputError):
+        if num_examples is None:
+            error.add_note(
+                "This happened in the loss for one example, which it sees without the axis of the batch. If it is "
+                "written for batches, pass keep_batch_dim=True."
+            )
+        elif num_examples != arguments.num_examples and not isinstance(error, InputError):
             error.add_note(
                 f"This happened in the loss for {num_examples} of the {arguments.num_examples} examples. A microbatch "
                 "has fewer examples than the batch: the loss must take their number from its arguments."
@@ -118,7 +125,8 @@ def trace_loss(
     const_types = [compat.abstract(type_of(const)) for const in consts]
     if on_mesh is not None:
         traced = hints.without_mesh(traced, const_types, leaves, *on_mesh)
-    return TracedLoss(traced, const_types, types, num_examples, 2 if weighted else 1, aux_tree, aux_names), consts
+    number = 1 if num_examples is None else num_examples
+    return TracedLoss(traced, const_types, types, number, 2 if weighted else 1, aux_tree, aux_names), consts
 
 
 def _trace_anywhere(fun: Callable[..., Any], *types: Any) -> tuple[compat.Traced, tuple[Any, ...]]:

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import math
 import statistics
 import time
@@ -232,7 +233,7 @@ def count_bytes(compiled: Any, gradient: Gradient) -> Bytes:
 def estimate(gradient: Gradient) -> tuple[int, float]:
     """About what a gradient takes for no examples, and for each more: from its program, before anything is compiled."""
     start = _arguments(gradient) + gradient.local_bytes("wrt")
-    return start, gradient.copies * written_bytes(gradient.loss.traced.jaxpr) / max(1, gradient.examples)
+    return start, gradient.copies * gradient.written(written_bytes) / max(1, gradient.examples)
 
 
 # The values of the forward pass, those of the backward pass, copies of both in another layout, scratch.
@@ -248,7 +249,7 @@ def generous_bytes(gradient: Gradient) -> int | None:
     jaxpr = gradient.loss.traced.jaxpr
     if uses(jaxpr, "custom_vjp"):
         return None
-    written = gradient.copies * written_bytes(jaxpr, fused=frozenset())
+    written = gradient.copies * gradient.written(functools.partial(written_bytes, fused=frozenset()))
     return 8 * _arguments(gradient) + GENEROUS * -(-written // gradient.spread_over)
 
 

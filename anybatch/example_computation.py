@@ -1,0 +1,245 @@
+"""Per-example gradients as a function of flat arrays, for each of the ways to compute them."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from anybatch import compat
+from anybatch.arguments import Arguments
+from anybatch.computation import Computation, Gradient, Way
+from anybatch.errors import InputError
+from anybatch.example_settings import ExampleSettings
+from anybatch.factors.gradients import Program
+from anybatch.loss import TracedLoss, trace_loss
+from anybatch.reading.report import Reading
+from anybatch.reading.split import Split
+from anybatch.routes.each_example import EachExample
+from anybatch.trees import describe
+
+
+class Results(NamedTuple):
+    """What there is of a call: for each example along axis 0, or None where it was not asked for."""
+
+    result: Any  # the gradients, the norms, or the clipped sum
+    value: Any = None  # the sum of the losses
+    values: Any = None
+    norms: Any = None
+    aux: Any = None
+
+
+class ExampleGradient(Gradient):
+    """The per-example gradients that one call asks for, to be computed at any microbatch size."""
+
+    def __init__(
+        self, fun: Callable[..., Any], settings: ExampleSettings, arguments: Arguments, is_padding: Any | None
+    ) -> None:
+        super().__init__(fun, settings.common, _varying(arguments))
+        self.own = settings
+        self.is_padding = _check_padding(is_padding, self.examples)
+        _check_keys(arguments)
+
+    def _trace_loss(self, num_examples: int) -> tuple[TracedLoss, Any]:
+        """The loss of one example, whatever the number."""
+        how: dict[str, Any] = {"weighted": False, "has_aux": self.settings.has_aux}
+        number = 1 if self.own.keep_batch_dim else None
+        if self.field is None:
+            return trace_loss(self._fun, self.arguments, number, **how)
+        with self.field.watched():
+            on_mesh = (self.field.mesh, self.field.over.axes)
+            traced, consts = trace_loss(self._fun, self.arguments, number, **how, on_mesh=on_mesh)
+        return traced, self.field.placed(consts)
+
+    def written(self, count: Callable[[Any], int]) -> int:
+        """The bytes that the losses of all examples write, and their gradients."""
+        gradient = sum(leaf.dtype.itemsize * leaf.size for leaf in map(jnp.asarray, self.arguments.arrays.wrt))
+        return self.examples * (count(self.loss.traced.jaxpr) + gradient)
+
+    @property
+    def split(self) -> Split:
+        raise AssertionError("Examples by themselves are not coupled")
+
+    @property
+    def checked_reading(self) -> Reading:
+        raise AssertionError("Examples by themselves are not coupled")
+
+    @property
+    def method(self) -> str:
+        """How gradients are computed: "vmap" or "factored"."""
+        if self.own.method != "auto":
+            return self.own.method
+        plain = self.own.transform is not None or self.own.wants == "gradients" or self.loss.traced.has_effects
+        return "vmap" if plain else "factored"
+
+    @functools.cached_property
+    def program(self) -> Program:
+        return Program(self.loss, self.method)
+
+    def route(self, way: Way) -> str:
+        """What a way does, in words."""
+        return {"vmap": "vmap(grad)", "factored": "factored"}[self.method]
+
+    @property
+    def reduces(self) -> tuple[str, ...]:
+        """When gradients are added up over a mesh: after the last microbatch."""
+        return ("once",)
+
+    def computation(self, way: Way) -> Computation:
+        """What is to be compiled and run.
+
+        Raises:
+          InputError: for a loss that this way cannot compute.
+        """
+        own, loss, each = self.own, self.loss, self._each(way)
+        consts = self._trace(self.examples)[1]
+        inputs = (consts, self.arguments.arrays, self._padding(), own.clip_norm, own.normalize_by)
+        leaves, tree = jax.tree.flatten(inputs)
+        place = self._place(way)
+
+        def compute(*flat: Any) -> list[Any]:
+            consts, arrays, padding, clip_norm, normalize_by = jax.tree.unflatten(tree, flat)
+            sums, rows = each(place, consts, arrays, clip_norm, padding)
+            if sums:
+                types = [*each.transformed, loss.out_avals[0]]
+                divided = [total / jnp.asarray(normalize_by, total.dtype) for total in sums]
+                sums = [total.astype(like.dtype) for total, like in zip(divided, types, strict=True)]
+                if self.field is not None and own.transform is None:
+                    sums = [*self.field.as_parameters(sums[:-1]), sums[-1]]
+            return jax.tree.leaves(self._asked_for(each, sums, rows))
+
+        fun: Any = compute
+        if self.field is not None:
+            fun = self.field.with_specs(compute, self._specs(each))
+        return Computation(fun, leaves, loss.traced.has_effects)
+
+    def _asked_for(self, each: EachExample, sums: list[Any], rows: list[Any]) -> Results:
+        """The results that are returned, of all that there are."""
+        own, num_outputs = self.own, len(self.loss.out_avals)
+        values, aux, rest = rows[0], rows[1:num_outputs], rows[num_outputs:]
+        norms, grads = rest[: each.num_norms], rest[each.num_norms :]
+        *totals, value = sums or [None]
+        return Results(
+            result={"sum": totals, "norms": norms, "gradients": grads}[own.wants],
+            value=value,
+            values=values if own.return_values else None,
+            norms=norms if own.return_norms else None,
+            aux=aux,
+        )
+
+    def _specs(self, each: EachExample) -> list[Any]:
+        """How results are spread over the mesh: sums as the parameters are, rows as the examples."""
+        assert self.field is not None
+        by_examples, whole = jax.sharding.PartitionSpec(self.field.over.axes), jax.sharding.PartitionSpec()
+        if self.examples % self.field.over.devices:
+            by_examples = whole
+        sums: list[Any] = []
+        if each.sums:
+            known = self.field.specs if self.own.transform is None else [None] * len(each.transformed)
+            sums = [*(spec or whole for spec in known), whole]
+        return jax.tree.leaves(self._asked_for(each, sums, [by_examples] * each.num_rows))
+
+    def outcome(self, way: Way, outputs: list[Any]) -> Results:
+        """What was asked for, in the user's trees, from what the computation returned."""
+        each = self._each(way)
+        skeleton = self._asked_for(each, [0] * (len(each.transformed) + 1) if each.sums else [], [0] * each.num_rows)
+        flat = outputs if self.field is None else self.field.returned(outputs)
+        found: Results = jax.tree.unflatten(jax.tree.structure(skeleton), flat)
+        return found._replace(
+            result=self._in_tree(found.result),
+            norms=None if found.norms is None else self._norms_in_tree(found.norms),
+            aux=jax.tree.unflatten(self.loss.aux_tree, found.aux),
+        )
+
+    def _in_tree(self, leaves: list[Any]) -> Any:
+        if self.own.wants == "norms":
+            return self._norms_in_tree(leaves)
+        if self.own.transform is not None:
+            return jax.tree.unflatten(self._transform_tree, leaves)
+        return self.arguments.as_gradient(leaves)
+
+    def _norms_in_tree(self, leaves: list[Any]) -> Any:
+        return self.arguments.as_gradient(leaves) if self.own.per_leaf else leaves[0]
+
+    def _each(self, way: Way) -> EachExample:
+        own = self.own
+        return EachExample(
+            program=self.program,
+            size=self._size(way),
+            accumulator_dtype=self.settings.accumulator_dtype,
+            sums=own.wants == "sum",
+            keeps_gradients=own.wants == "gradients",
+            keeps_norms=own.wants == "norms" or own.return_norms,
+            per_leaf=own.per_leaf,
+            nan_safe=own.nan_safe,
+            keeps_batch_axis=own.keep_batch_dim,
+            transform=None if own.transform is None else self._flat_transform,
+            skips_padding=not self.loss.traced.has_effects and self._has_no_other_axes,
+        )
+
+    def _padding(self) -> Any:
+        if self.is_padding is None or self.field is None or not self.field.is_eager:
+            return self.is_padding
+        return self.field.put_examples(jnp.asarray(self.is_padding))
+
+    @property
+    def _has_no_other_axes(self) -> bool:
+        """Whether no device waits for others while it computes: those of one model must all do the same."""
+        return self.field is None or self.field.mesh.size == self.field.over.devices
+
+    def _flat_transform(self, grads: list[Any]) -> list[Any]:
+        assert self.own.transform is not None
+        result = self.own.transform(self.arguments.as_gradient(grads))
+        self._transform_tree = jax.tree.structure(result)
+        leaves = jax.tree.leaves(result)
+        for leaf in leaves:
+            if not hasattr(leaf, "dtype") or not jax.dtypes.issubdtype(leaf.dtype, jnp.inexact):
+                raise InputError(
+                    "transform must return arrays of floating-point numbers",
+                    given=describe(leaf),
+                    remedy="Cast what it returns, e.g. x.astype(jnp.float32).",
+                )
+        return leaves
+
+
+def _check_padding(is_padding: Any, examples: int) -> Any:
+    if is_padding is None:
+        return None
+    shape, dtype = jnp.shape(is_padding), jax.dtypes.result_type(is_padding)
+    if shape != (examples,) or dtype != jnp.bool_:
+        raise InputError(
+            "is_padding must say of every example whether it is padding",
+            given=f"is_padding = {describe(is_padding)} for {examples} examples",
+            remedy=f"Pass booleans of shape ({examples},), e.g. is_padding=jnp.arange({examples}) >= number.",
+        )
+    return jnp.asarray(is_padding)
+
+
+def _check_keys(arguments: Arguments) -> None:
+    """A key that every example sees alike would give all of them the same random numbers."""
+    for leaf in arguments.leaves:
+        if leaf.role == "rest" and hasattr(leaf.value, "dtype") and compat.has_keys(leaf.value):
+            raise InputError(
+                "PRNG keys must be named in rng_argnums, so that every example draws numbers of its own",
+                given=f"{leaf.name} = {describe(leaf.value)}",
+                remedy=f"Pass rng_argnums={leaf.position}; a function that closes over a key shares its numbers.",
+            )
+
+
+def _varying(arguments: Arguments) -> Arguments:
+    """Inside the user's `shard_map`, parameters as different on every device as the examples are.
+
+    Otherwise JAX would add up gradients of different examples over the devices before they are clipped.
+    """
+    if not jax.sharding.get_abstract_mesh().manual_axes:
+        return arguments
+    axes = frozenset().union(*(compat.varying_axes(jax.typeof(leaf)) for leaf in arguments.arrays.batch))
+
+    def spread(leaf: Any) -> Any:
+        missing = tuple(axes - compat.varying_axes(jax.typeof(leaf.value))) if leaf.role == "wrt" else ()
+        return leaf._replace(value=lax.pcast(leaf.value, missing, to="varying")) if missing else leaf
+
+    return dataclasses.replace(arguments, leaves=[spread(leaf) for leaf in arguments.leaves])

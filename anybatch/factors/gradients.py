@@ -1,0 +1,181 @@
+"""The gradients of the examples of a microbatch: what is kept of them, their norms, and weighted sums."""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from anybatch.arguments import Arrays
+from anybatch.factors import evaluation
+from anybatch.factors.choice import Leaf, choose
+from anybatch.factors.evaluation import Body, Source
+from anybatch.factors.squares import Squares, gradient_of, is_doubtful, squares_of, squares_one_by_one, wide
+from anybatch.factors.sums import add_weighted
+from anybatch.factors.terms import Value, identity
+from anybatch.loss import TracedLoss
+
+# What rounding of sums may add to a clipped gradient.
+_ROUNDED = {4: 2.0**-20, 8: 2.0**-48}
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Program:
+    """The gradient of one example, as a program for many of them.
+
+    By "vmap" it is `jax.vmap(jax.grad(...))`. If it is "factored", its program is looked into, and what a gradient is
+    multiplied from is kept instead of it, where that is less.
+    """
+
+    loss: TracedLoss  # of one example
+    method: str
+    prefer: str = "cost"
+
+    @functools.cached_property
+    def body(self) -> Body:
+        """The program that gives the loss, aux and the gradients of one example."""
+        types = [*self.loss.const_types, *jax.tree.leaves(self.loss.types)]
+        return evaluation.closed_program(self._of_example, types)
+
+    @functools.cached_property
+    def leaves(self) -> list[Leaf]:
+        """What is kept of the gradient of each parameter."""
+        wrt = self.loss.types.wrt
+        if self.method == "vmap":
+            return [
+                Leaf(tuple(each.shape), each.dtype, (Value(Source(number), identity(len(each.shape))),))
+                for number, each in enumerate(wrt)
+            ]
+        variables = self.body.outputs[len(self.body.outputs) - len(wrt) :]
+        return [choose(self.body, variable, each, self.prefer) for variable, each in zip(variables, wrt, strict=True)]
+
+    def __call__(self, consts: Sequence[Any], arrays: Arrays) -> "Kept":
+        """What there is of some examples: batch and keys have one entry for each, along axis 0."""
+        flat = [*consts, *jax.tree.leaves(arrays)]
+        axes: list[int | None] = [None] * len(flat)
+        first = len(consts) + len(arrays.wrt)
+        axes[first : first + len(arrays.batch) + len(arrays.keys)] = [0] * (len(arrays.batch) + len(arrays.keys))
+        num_outputs = len(self.loss.out_avals)
+        if self.method == "vmap":
+            results = jax.vmap(self._of_example, in_axes=tuple(axes))(*flat)
+        else:
+            wanted = [Source(output) for output in self.body.outputs[:num_outputs]]
+            wanted += [source for leaf in self.leaves for source in leaf.sources]
+            results = evaluation.batched(self.body, axes, flat, wanted)
+        supply = iter(results[num_outputs:])
+        return Kept(
+            values=results[0],
+            aux=list(results[1:num_outputs]),
+            leaves=self.leaves,
+            arrays=[[next(supply) for _ in leaf.sources] for leaf in self.leaves],
+        )
+
+    def _of_example(self, *flat: Any) -> list[Any]:
+        number = len(self.loss.const_types)
+        arrays = jax.tree.unflatten(jax.tree.structure(self.loss.types), flat[number:])
+
+        def loss(wrt: list[Any]) -> tuple[Any, list[Any]]:
+            value, *aux = self.loss(flat[:number], arrays._replace(wrt=wrt))
+            return value, aux
+
+        (value, aux), grads = jax.value_and_grad(loss, has_aux=True)(arrays.wrt)
+        return [value, *aux, *grads]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Kept:
+    """The losses of some examples, their aux leaves, and what is kept of their gradients."""
+
+    values: Any
+    aux: list[Any]
+    leaves: list[Leaf]
+    arrays: list[list[Any]]
+
+    @functools.cached_property
+    def squares(self) -> list[Squares]:
+        """The squared norms for each parameter; those that sums have made doubtful are computed otherwise."""
+        found = [squares_of(leaf, mine) for leaf, mine in zip(self.leaves, self.arrays, strict=True)]
+        doubted = [bool(leaf.products) or (bool(leaf.values) and bool(leaf.lookups)) for leaf in self.leaves]
+        doubted = [
+            each and not all(term.summands == 1 for term in leaf.products) if leaf.products else each
+            for each, leaf in zip(doubted, self.leaves, strict=True)
+        ]
+        if not any(doubted):
+            return found
+
+        def again() -> list[Any]:
+            return [
+                squares_one_by_one(leaf, mine) if each else square.square
+                for leaf, mine, square, each in zip(self.leaves, self.arrays, found, doubted, strict=True)
+            ]
+
+        def as_they_are() -> list[Any]:
+            return [each.square for each in found]
+
+        trusted = lax.cond(is_doubtful(self.leaves, found), again, as_they_are)
+        return [each._replace(square=square) for each, square in zip(found, trusted, strict=True)]
+
+    @property
+    def square(self) -> Any:
+        """The squared norms of the gradients."""
+        return add_squares([each.square for each in self.squares], self.values)
+
+    @property
+    def bound(self) -> Any:
+        """What the squared norm of a gradient is at most, however it was rounded, in a weighted sum too."""
+        square = self.square
+        slack = add_squares([each.slack for each in self.squares], self.values)
+        # What is doubtful by more than this was computed again.
+        doubt = jnp.minimum(add_squares([each.doubt for each in self.squares], self.values), 2.0**-9 * square)
+        return square * (1 + _ROUNDED[jnp.dtype(square.dtype).itemsize]) + slack + doubt
+
+    def add_weighted(self, weights: Any, start: Sequence[Any], is_good: Any | None = None) -> list[Any]:
+        """`start` and the sum of the gradients, each times its weight.
+
+        Args:
+          weights: one for each example.
+          start: in the shapes of the parameters, in the dtypes of the sums.
+          is_good: for each example whether its numbers may be touched at all: 0 times NaN is NaN.
+        """
+
+        def summed(arrays: list[list[Any]]) -> list[Any]:
+            return [
+                add_weighted(leaf, mine, weights, total)
+                for leaf, mine, total in zip(self.leaves, arrays, start, strict=True)
+            ]
+
+        if is_good is None:
+            return summed(self.arrays)
+
+        def carefully() -> list[Any]:
+            return summed([[_only(array, is_good) for array in mine] for mine in self.arrays])
+
+        # Nearly always all are good; then nothing is copied for the sake of those that are not.
+        return lax.cond(jnp.all(is_good), lambda: summed(self.arrays), carefully)
+
+    def each(self) -> list[Any]:
+        """The gradients themselves, in the dtypes of the parameters."""
+        grads = []
+        for leaf, mine in zip(self.leaves, self.arrays, strict=True):
+            if len(leaf.terms) == 1 and not leaf.terms[0].way.steps and isinstance(leaf.terms[0], Value):
+                grads.append(mine[0].astype(leaf.dtype))
+                continue
+            (term,) = leaf.terms
+            moved = jax.vmap(lambda mine, leaf=leaf, term=term: term.way(gradient_of(leaf, mine) / term.way.scale))
+            grads.append(moved(mine).astype(leaf.dtype))
+        return grads
+
+
+def _only(array: Any, is_good: Any) -> Any:
+    if not jax.dtypes.issubdtype(array.dtype, jnp.inexact):
+        return array
+    return jnp.where(is_good.reshape(-1, *[1] * (array.ndim - 1)), array, jnp.zeros_like(array))
+
+
+def add_squares(squares: Sequence[Any], values: Any) -> Any:
+    """Their sum, for as many examples as there are values."""
+    start = jnp.zeros(values.shape[:1], wide(jnp.float32))
+    return functools.reduce(lambda one, other: one + other, squares, start)

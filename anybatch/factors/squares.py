@@ -1,0 +1,244 @@
+"""Squared norms of the gradients of some examples with respect to one parameter, from what is kept of them."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from anybatch.factors.choice import Leaf
+from anybatch.factors.terms import Lookups, Product, Value
+
+# Of what is added up, the share that may get lost: many roundings, but of either sign.
+_LOST = {4: 2.0**-21, 8: 2.0**-49}
+# A norm may be off by this much before it is computed in another way: by next to nothing, or by what the rounding of
+# narrow factors makes of it anyway.
+_OFF = {2: 2.0**-10, 4: 2.0**-15, 8: 2.0**-40}
+
+
+class Squares(NamedTuple):
+    """Squared norms, one for each example, and by how much they may be wrong."""
+
+    square: Any
+    doubt: Any  # by how much sums that cancel may have changed it
+    slack: Any  # by how much a weighted sum of narrow factors may exceed it, relative to its weight
+
+
+def wide(dtype: Any) -> Any:
+    """The dtype in which squares are added up."""
+    return jnp.promote_types(dtype, jnp.float32)
+
+
+def squares_of(leaf: Leaf, arrays: Sequence[Any]) -> Squares:
+    """The squared norms of a leaf.
+
+    Args:
+      leaf: what is kept.
+      arrays: for its sources, with the examples along axis 0.
+    """
+    parts = _per_term(leaf, arrays)
+    if leaf.products:
+        return _from_factors(leaf, parts)
+    looked_up = [each for each in parts if isinstance(each[0], Lookups)]
+    if not leaf.values:
+        return _exactly(_square_of_rows(*_joined(looked_up)))
+    (value,) = (each for each in parts if isinstance(each[0], Value))
+    dense = square_of(value[1][0]) * value[0].way.scale ** 2
+    return _with_rows(dense, value, looked_up) if looked_up else _exactly(dense)
+
+
+def is_doubtful(leaves: Sequence[Leaf], squares: Sequence[Squares]) -> Any:
+    """Whether sums have cancelled so much for any example that its norm is not to be trusted."""
+    total = sum(each.square for each in squares)
+    doubt = sum(each.doubt for each in squares)
+    narrow = min((_narrowest(leaf) for leaf in leaves if leaf.products), default=4)
+    return jnp.any(jnp.isfinite(total) & (doubt > _OFF[narrow] * total))
+
+
+def squares_one_by_one(leaf: Leaf, arrays: Sequence[Any]) -> Any:
+    """The same from gradients that are computed one example after the other, and kept for none."""
+    return lax.map(lambda mine: square_of(gradient_of(leaf, mine)[None])[0], list(arrays))
+
+
+def gradient_of(leaf: Leaf, arrays: Sequence[Any]) -> Any:
+    """The gradient of one example, in the dtype of its sums."""
+    parts = _per_term(leaf, arrays)
+    total: Any = 0
+    for term, mine in parts:
+        if isinstance(term, Product):
+            left, right = mine
+            raw = lax.dot_general(
+                left.astype(wide(left.dtype)),
+                right.astype(wide(right.dtype)),
+                (term.contract, term.batch),
+                precision=lax.Precision.HIGHEST,
+            )
+        elif isinstance(term, Value):
+            raw = mine[0].astype(wide(mine[0].dtype))
+        else:
+            index, rows = rows_of(term, *(each[None] for each in mine))
+            raw = jnp.zeros((term.shape[0], rows.shape[-1]), wide(rows.dtype))
+            raw = raw.at[index[0]].add(rows[0].astype(raw.dtype), mode="drop").reshape(term.shape)
+        moved = term.way(raw) if len(parts) > 1 else raw * term.way.scale
+        total = total + moved
+    return total
+
+
+def _narrowest(leaf: Leaf) -> int:
+    return min(jnp.dtype(dtype).itemsize for term in leaf.products for dtype in term.dtypes)
+
+
+def _per_term(leaf: Leaf, arrays: Sequence[Any]) -> list[tuple[Any, list[Any]]]:
+    supply = iter(arrays)
+    return [(term, [next(supply) for _ in term.sources]) for term in leaf.terms]
+
+
+def square_of(array: Any) -> Any:
+    """Of each example, along axis 0."""
+    array = array.astype(wide(array.dtype))
+    return jnp.sum(jnp.real(array * jnp.conj(array)), axis=tuple(range(1, array.ndim)))
+
+
+def _exactly(square: Any) -> Squares:
+    return Squares(square, jnp.zeros_like(square), jnp.zeros_like(square))
+
+
+def sides_of(term: Product, left: Any, right: Any) -> tuple[Any, Any]:
+    """Both sides as (examples, copies, summands, entries)."""
+
+    def side(array: Any, position: int) -> Any:
+        batch, contract, free = term.batch[position], term.contract[position], term.free(position)
+        order = [0, *(axis + 1 for axis in (*batch, *contract, *free))]
+        return jnp.transpose(array, order).reshape(array.shape[0], term.copies, term.summands, -1)
+
+    return side(left, 0), side(right, 1)
+
+
+def _times(left: Any, right: Any) -> Any:
+    """Products of all vectors of one with all of the other, (..., vectors, entries) each."""
+    batch = tuple(range(left.ndim - 2))
+    dtype = wide(jnp.promote_types(left.dtype, right.dtype))
+    # Narrow numbers are multiplied as they are, which is exact; others without rounding them first.
+    return lax.dot_general(
+        left,
+        right,
+        (((left.ndim - 1,), (right.ndim - 1,)), (batch, batch)),
+        precision=lax.Precision.HIGHEST,
+        preferred_element_type=dtype,
+    )
+
+
+def _from_factors(leaf: Leaf, parts: list[tuple[Any, list[Any]]]) -> Squares:
+    """From products of the vectors: the square of a sum of outer products is a sum over pairs of them."""
+    if len(parts) == 1:
+        term, (left, right) = parts[0]
+        first, second = sides_of(term, left, right)
+        scale = term.way.scale**2
+    else:
+        first, second, scale = None, None, 1.0
+    if first is not None and first.shape[2] == 1:
+        one, other = (jnp.sum(jnp.square(side.astype(wide(side.dtype))), axis=(2, 3)) for side in (first, second))
+        square = jnp.sum(one * other, axis=1) * scale
+        return Squares(square, jnp.zeros_like(square), _slack(leaf, square, square))
+    if first is None:
+        pairs = _pairs(parts)
+    else:
+        pairs = _times(first, first) * _times(second, second)
+    axes = tuple(range(1, pairs.ndim))
+    square, most = jnp.sum(pairs, axis=axes), jnp.sum(jnp.abs(pairs), axis=axes)
+    alone = jnp.sum(jnp.diagonal(pairs, axis1=-2, axis2=-1), axis=axes[:-1])
+    doubt = _LOST[jnp.dtype(pairs.dtype).itemsize] * most
+    square = jnp.maximum(square, doubt)  # never less than what may have been lost
+    return Squares(square * scale, doubt * scale, _slack(leaf, square, alone) * scale)
+
+
+def _slack(leaf: Leaf, square: Any, alone: Any) -> Any:
+    """What the rounding of scaled narrow factors may add to the square of a clipped gradient."""
+    narrowest = _narrowest(leaf)
+    if narrowest > 2:
+        return jnp.zeros_like(square)
+    is_half = any(jnp.dtype(dtype) == jnp.float16 for term in leaf.products for dtype in term.dtypes)
+    return (2.0**-10 if is_half else 2.0**-7) * (square + alone)
+
+
+def _pairs(parts: list[tuple[Any, list[Any]]]) -> Any:
+    """The products of all pairs of vectors in several terms, (examples, vectors, vectors)."""
+    rows, columns, looked_up = [], [], []
+    for term, mine in parts:
+        if isinstance(term, Product):
+            left, right = (side[:, 0] for side in sides_of(term, *mine))
+            assert term.way.axes is not None
+            first_on_left = term.way.axes[0] < len(term.free(0))
+            row, column = (left, right) if first_on_left else (right, left)
+            rows.append(row)
+            columns.append(column * jnp.asarray(term.way.scale, column.dtype))
+        else:
+            looked_up.append((term, mine))
+    dense = jnp.concatenate(rows, axis=1) if len(rows) > 1 else rows[0]
+    within = _times(dense, dense)
+    if looked_up:
+        index, updates = _joined(looked_up)
+        columns.append(updates)
+        between = jnp.take_along_axis(dense, index[:, None, :], axis=2, mode="fill", fill_value=0).astype(within.dtype)
+        is_row = (index >= 0) & (index < looked_up[0][0].shape[0])
+        same = (index[:, :, None] == index[:, None, :]) & is_row[:, :, None]
+        top = jnp.concatenate([within, between], axis=2)
+        bottom = jnp.concatenate([jnp.swapaxes(between, 1, 2), same.astype(within.dtype)], axis=2)
+        within = jnp.concatenate([top, bottom], axis=1)
+    common = jnp.result_type(*(column.dtype for column in columns))
+    every = jnp.concatenate([column.astype(common) for column in columns], axis=1)
+    return within * _times(every, every)
+
+
+def _joined(looked_up: list[tuple[Any, list[Any]]]) -> tuple[Any, Any]:
+    """The indices and rows of several terms: (examples, number), (examples, number, entries)."""
+    pairs = [rows_of(term, *mine) for term, mine in looked_up]
+    common = jnp.result_type(*(rows.dtype for _, rows in pairs))
+    return (
+        jnp.concatenate([index for index, _ in pairs], axis=1),
+        jnp.concatenate([rows.astype(common) for _, rows in pairs], axis=1),
+    )
+
+
+def rows_of(term: Lookups, index: Any, update: Any) -> tuple[Any, Any]:
+    """The indices and rows of the examples, (examples, number) and (examples, number, entries)."""
+    index = index.reshape(index.shape[0], -1)
+    if term.clips:
+        index = jnp.clip(index, 0, term.shape[0] - 1)
+    # A negative index is none to the table, but would be one from its end to what takes rows here.
+    index = jnp.where(index < 0, term.shape[0], index)
+    rows = update.reshape(*index.shape, -1)
+    return index, rows * jnp.asarray(term.way.scale, rows.dtype)
+
+
+def _square_of_rows(index: Any, rows: Any) -> Any:
+    """Rows with the same index are added up first: by sorting, so that it takes no table and no matrix of pairs."""
+
+    def of_example(index: Any, rows: Any) -> Any:
+        order = jnp.argsort(index)
+        index, rows = index[order], rows[order]
+        starts = jnp.concatenate([jnp.zeros(1, bool), index[1:] != index[:-1]])
+        segment = jnp.cumsum(starts)
+        added = jax.ops.segment_sum(rows, segment, num_segments=index.shape[0], indices_are_sorted=True)
+        return jnp.sum(jnp.square(added))
+
+    if not index.shape[1]:
+        return jnp.zeros(index.shape[0], wide(rows.dtype))
+    return jax.vmap(of_example)(index, rows.astype(wide(rows.dtype)))
+
+
+def _with_rows(dense: Any, value: tuple[Any, list[Any]], looked_up: list[tuple[Any, list[Any]]]) -> Squares:
+    """A gradient that is kept as it is, and rows to be added to it: their squares, and twice their product."""
+    term, (array,) = value
+    index, rows = _joined(looked_up)
+    alone = _square_of_rows(index, rows)
+    table = jax.vmap(term.way)(array) if term.way.steps else array * jnp.asarray(term.way.scale, array.dtype)
+    table = table.reshape(*table.shape[:2], -1)
+    met = jax.vmap(lambda table, index: jnp.take(table, index, axis=0, mode="fill", fill_value=0))(table, index)
+    dtype = wide(jnp.promote_types(table.dtype, rows.dtype))
+    both = jnp.sum(met.astype(dtype) * rows.astype(dtype), axis=(1, 2))
+    square = dense + 2 * both + alone
+    doubt = _LOST[jnp.dtype(dtype).itemsize] * (dense + 2 * jnp.abs(both) + alone)
+    square = jnp.maximum(square, doubt)
+    return Squares(square, doubt, jnp.zeros_like(square))

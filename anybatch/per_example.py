@@ -1,0 +1,203 @@
+"""`per_example_grads` and `per_example_norms`: what each example says by itself, in the memory you have."""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from anybatch.computation import Way
+from anybatch.example_computation import ExampleGradient, Results
+from anybatch.example_settings import ExampleSettings
+from anybatch.planning.running import run_as_planned
+from anybatch.programs import PROGRAMS
+
+
+class PerExample(NamedTuple):
+    """What is known of every example, along axis 0: None where it was not asked for."""
+
+    values: Any = None  # the losses
+    norms: Any = None  # of the gradients, before they are clipped
+    aux: Any = None
+
+
+class ExampleFunction:
+    """A loss, wrapped. Call it with the arguments of the loss; `is_padding=` says which examples do not count."""
+
+    def __init__(self, fun: Callable[..., Any], settings: ExampleSettings) -> None:
+        functools.update_wrapper(self, fun)
+        self.fun, self.settings = fun, settings
+
+    def gradient(self, args: tuple[Any, ...], kwargs: dict[str, Any], is_padding: Any = None) -> ExampleGradient:
+        """What one call asks for, to be planned or computed."""
+        arguments = self.settings.common.roles.sort(self.fun, args, kwargs)
+        return ExampleGradient(self.fun, self.settings, arguments, is_padding)
+
+    def _compute(self, args: tuple[Any, ...], kwargs: dict[str, Any], is_padding: Any) -> Results:
+        gradient = self.gradient(args, kwargs, is_padding)
+        size = self.settings.common.microbatch_size
+        with gradient.context():
+            if size == "auto":
+                way, outputs = run_as_planned(gradient)
+            else:
+                assert not isinstance(size, str)
+                way = Way(size)
+                computation = gradient.computation(way)
+                outputs = PROGRAMS.run(computation.fun, *computation.leaves, has_effects=computation.has_effects)
+            return gradient.outcome(way, outputs)
+
+    def _beside(self, found: Results) -> Any:
+        """What is returned beside the result: None, aux, or all that was asked for."""
+        has_aux = self.settings.common.has_aux
+        if self.settings.returns_examples:
+            return PerExample(found.values, found.norms, found.aux if has_aux else None)
+        return found.aux if has_aux else None
+
+    def __call__(self, *args: Any, is_padding: Any = None, **kwargs: Any) -> Any:
+        found = self._compute(args, kwargs, is_padding)
+        beside = self._beside(found)
+        has_more = self.settings.common.has_aux or self.settings.returns_examples
+        return (found.result, beside) if has_more else found.result
+
+
+def per_example_grads(
+    fun: Callable[..., Any],
+    argnums: int | tuple[int, ...] = 0,
+    has_aux: bool = False,
+    *,
+    batch_argnums: int | tuple[int, ...] = 1,
+    keep_batch_dim: bool = False,
+    microbatch_size: int | str | None = "auto",
+    method: str = "auto",
+    transform: Callable[[Any], Any] | None = None,
+    rng_argnums: int | tuple[int, ...] = (),
+    nan_safe: bool = False,
+    return_values: bool = False,
+    return_norms: bool = False,
+    accumulator_dtype: Any = jnp.float32,
+    memory: str | int | None = None,
+    mesh: jax.sharding.Mesh | None = None,
+    axis_name: str | tuple[str, ...] = "data",
+    param_specs: Any = None,
+) -> ExampleFunction:
+    """The gradient of every example by itself: `jax.vmap(jax.grad(fun))`, a microbatch at a time.
+
+    **Exact.** Each gradient is that of its example alone, whatever the microbatch size and the number of devices; so
+    are the random numbers that it draws.
+
+    **Memory.** The gradients of all examples, which are what is asked for; with a `transform` only what that returns of
+    them, and the gradients of one microbatch.
+
+    >>> import jax.numpy as jnp, anybatch as ab
+    >>> def loss(w, example):
+    ...     return (example["x"] * w - example["y"]) ** 2
+    >>> batch = {"x": jnp.array([1.0, 2.0, 3.0]), "y": jnp.array([2.0, 4.0, 6.0])}
+    >>> print(ab.per_example_grads(loss)(1.0, batch))
+    [ -2.  -8. -18.]
+    >>> print(ab.per_example_grads(loss, transform=jnp.sign)(1.0, batch))
+    [-1. -1. -1.]
+
+    Args:
+      fun: the loss of one example, a scalar of real numbers. It is traced, as under `jit`.
+      argnums: which positional arguments to differentiate with respect to, an int or a tuple of ints.
+      has_aux: whether `fun` returns a pair `(loss, aux)`. aux then is returned for every example, along axis 0.
+      batch_argnums: which positional arguments carry the batch, along axis 0 of every array in them.
+      keep_batch_dim: whether `fun` is written for batches: it then sees a batch of one example. By default it sees one
+        example, without the axis of the batch.
+      microbatch_size: how many examples at a time. Any size will do. `None` takes all at once; `"auto"` takes what
+        `anybatch.plan` has measured to be fastest, or else the largest that fits.
+      method: `"vmap"` computes every gradient by itself. `"factored"` keeps what gradients are multiplied from instead,
+        where that is cheaper: it saves memory and time where gradients are not asked for as they are. `"auto"` takes
+        `"factored"` where it can be of use.
+      transform: a function of the gradient of one example. What it returns is kept instead: of every example, or, if
+        gradients are clipped and summed, clipped and summed. Any tree of arrays will do.
+      rng_argnums: which positional arguments are PRNG keys, or trees of them. The example at index `i` of the batch
+        gets `jax.random.fold_in(key, i)`.
+      nan_safe: whether the gradient of an example that is not finite counts as 0.
+      return_values: whether to return the losses of the examples.
+      return_norms: whether to return the norms of their gradients.
+      accumulator_dtype: sums of narrower dtypes (bfloat16, float16) are taken in this one, and cast back at the end.
+      memory: what all of it may take, with its arguments, for `microbatch_size="auto"`: bytes, a text as `"16GiB"`, or
+        `"80%"` of what is left. By default what the device has left, less a little.
+      mesh: the devices over which to spread the batch, e.g. `jax.make_mesh((8,), ("data",))`. `microbatch_size` is then
+        the number of examples that a device takes at a time. Results do not depend on the devices.
+      axis_name: the axis of `mesh` over which the batch is spread, or a tuple of such.
+      param_specs: how what is differentiated is spread over `mesh`: a `PartitionSpec`, or a tree of them.
+
+    Returns:
+      A function with the arguments of `fun`, and `is_padding=`: booleans, one for each example. Those that are padding
+      count for nothing, and microbatches of nothing else are skipped. It returns the gradients, in the tree of what is
+      differentiated, with the examples along axis 0. With `has_aux`: `(gradients, aux)`. With `return_values` or
+      `return_norms`: `(gradients, PerExample(values, norms, aux))`.
+
+    Raises:
+      InputError: for arguments that cannot be worked with, before any work is done.
+      NothingFitsError: if no microbatch fits the memory.
+    """
+    return ExampleFunction(fun, ExampleSettings.of(wants="gradients", **locals()))
+
+
+def per_example_norms(
+    fun: Callable[..., Any],
+    argnums: int | tuple[int, ...] = 0,
+    has_aux: bool = False,
+    *,
+    per_leaf: bool = False,
+    batch_argnums: int | tuple[int, ...] = 1,
+    keep_batch_dim: bool = False,
+    microbatch_size: int | str | None = "auto",
+    method: str = "auto",
+    transform: Callable[[Any], Any] | None = None,
+    rng_argnums: int | tuple[int, ...] = (),
+    nan_safe: bool = False,
+    return_values: bool = False,
+    return_norms: bool = False,
+    accumulator_dtype: Any = jnp.float32,
+    memory: str | int | None = None,
+    mesh: jax.sharding.Mesh | None = None,
+    axis_name: str | tuple[str, ...] = "data",
+    param_specs: Any = None,
+) -> ExampleFunction:
+    """The norm of the gradient of every example, at about the price of a plain gradient.
+
+    **Exact.** For any loss, as computed by `jax.vmap(jax.grad(fun))`, up to rounding. Where a norm would come out of
+    sums that cancel, that is noticed, and it is computed from the gradient itself.
+
+    **Memory.** What the gradients of one microbatch are multiplied from, or these gradients where they are smaller.
+
+    >>> import jax.numpy as jnp, anybatch as ab
+    >>> def loss(params, x):
+    ...     return jnp.sum(jnp.tanh(x @ params["w"]) @ params["v"])
+    >>> params = {"w": jnp.ones((2, 3)), "v": jnp.ones(3)}
+    >>> x = jnp.array([[1.0, 2.0], [0.0, 0.0]])
+    >>> print(ab.per_example_norms(loss)(params, x).round(3))
+    [1.724 0.   ]
+    >>> print(ab.per_example_norms(loss, per_leaf=True)(params, x)["w"].round(3))
+    [0.038 0.   ]
+
+    Args:
+      fun: the loss of one example, as for `per_example_grads`.
+      argnums: see there, like all that follow.
+      has_aux: see there.
+      per_leaf: whether to return a norm for each parameter, in the tree of what is differentiated.
+      batch_argnums: see there.
+      keep_batch_dim: see there.
+      microbatch_size: see there.
+      method: see there.
+      transform: a function of the gradient of one example; the norm is that of what it returns.
+      rng_argnums: see there.
+      nan_safe: whether a norm that is not finite counts as 0.
+      return_values: see there.
+      return_norms: norms are returned anyway; with it, beside the result too.
+      accumulator_dtype: see there.
+      memory: see there.
+      mesh: see there.
+      axis_name: see there.
+      param_specs: see there.
+
+    Returns:
+      A function with the arguments of `fun`, and `is_padding=`, that returns the norms: in float32, or float64 if the
+      gradients are. With `has_aux`: `(norms, aux)`; with `return_values`: `(norms, PerExample(values, norms, aux))`.
+    """
+    return ExampleFunction(fun, ExampleSettings.of(wants="norms", **locals()))
