@@ -1,7 +1,7 @@
 """What does a clipped per-example gradient cost, beside the plain gradient and beside jax_privacy?
 
-    python benchmarks/clipping.py --small                      # CPU, about a minute; look at the memory, not the times
-    python benchmarks/clipping.py                              # one 80 GiB GPU, about ten minutes
+    python benchmarks/clipping.py --small                      # CPU, two minutes; look at the memory, not the times
+    python benchmarks/clipping.py                              # one large GPU; most of the time goes into compiling
     python benchmarks/clipping.py --case 32x256 --rows plain factored vmap:4
     python benchmarks/clipping.py --case 32x256 --rows factored:8 --profile DIR    # and its kernels, by time
 
