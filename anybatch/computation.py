@@ -18,7 +18,8 @@ from anybatch.loss import TracedLoss, trace_loss
 from anybatch.reading.loss_reading import split_loss, split_loss_in_one_pass
 from anybatch.reading.report import Reading
 from anybatch.reading.split import Split
-from anybatch.routes import blocks, full, groups, parts, scan, split_passes
+from anybatch.reading.units import Units, split_with_weights, units_of
+from anybatch.routes import blocks, full, groups, parts, scan, split_passes, squares
 from anybatch.settings import Settings
 
 
@@ -95,6 +96,10 @@ class Gradient:
         """The loss of the whole batch."""
         return self._trace(self.examples)[0]
 
+    def written(self, count: Callable[[Any], int]) -> int:
+        """The bytes that the loss of the whole batch writes, as `count` counts those of a program."""
+        return count(self.loss.traced.jaxpr)
+
     @functools.cached_property
     def copies(self) -> int:
         """How many gradients are computed at once: one, or as many as the `vmap` around us makes of it."""
@@ -135,13 +140,21 @@ class Gradient:
     def split(self) -> Split:
         """The loss, read."""
         loss, consts = self._trace(self.examples)
+        fresh = bool(self.arguments.arrays.keys)
+        if self.settings.noise and (found := split_with_weights(loss, consts, fresh_draws=fresh)) is not None:
+            return found
         split = split_loss_in_one_pass if self._is_in_parts else split_loss
-        return split(loss, consts, fresh_draws=bool(self.arguments.arrays.keys))
+        return split(loss, consts, fresh_draws=fresh)
 
     @functools.cached_property
     def checked_reading(self) -> Reading:
         """What was read, once it is known that the part of the loss that sees the whole batch fits."""
         return limits.check_head(self.split, on_coupled=self.settings.on_coupled, memory=self.settings.memory)
+
+    @functools.cached_property
+    def units(self) -> Units | None:
+        """What microbatches of a loss that was read count, if the noise in its gradient is wanted."""
+        return units_of(self.split) if self.settings.noise and self.settings.reduction == "infer" else None
 
     def is_at_once(self, way: Way) -> bool:
         """Whether a way takes all examples at once."""
@@ -151,7 +164,7 @@ class Gradient:
     def reduces(self) -> tuple[str, ...]:
         """When gradients may be added up over a mesh, what sends least first."""
         field = self.field
-        if field is None or field.over.reduce != "auto":
+        if field is None or field.over.reduce != "auto" or self.settings.noise:
             return (self.settings.fixed_reduce,)
         is_even = self.examples % field.over.devices == 0
         return ("once", "each") if field.is_sharded and is_even else ("once",)
@@ -169,13 +182,14 @@ class Gradient:
 
         Raises:
           InputError: for a loss that this way cannot compute.
-          CoupledError: as the settings have it.
+          CoupledError: as the settings have it; if the noise is wanted, for every loss that looks across examples.
           HeadTooLargeError: if what must be computed from the whole batch at once does not fit.
         """
+        units = self.units
         if self.is_at_once(way) and not self._is_in_parts:
             compute, inputs = self._at_once(way)
         elif self.settings.reduction == "infer":
-            compute, inputs = self._as_read(way)
+            compute, inputs = self._as_read(way, units)
         else:
             compute, inputs = self._as_declared(way)
         leaves, tree = jax.tree.flatten(inputs)
@@ -183,18 +197,23 @@ class Gradient:
         loss = self._first_loss(way)
 
         def flat_compute(*flat: Any) -> list[Any]:
-            value, aux, grads = compute(jax.tree.unflatten(tree, flat))
-            types = [*loss.out_avals[loss.num_heads :], *loss.types.wrt]
+            value, aux, grads, noise = compute(jax.tree.unflatten(tree, flat))
             if loss.num_heads == 1:
                 value = compat.as_weak(value, loss.out_avals[0])
             if self.field is not None:
                 grads = self.field.as_parameters(grads)
-            return [value, *map(compat.as_weak, [*aux, *grads], types)]
+            aux = map(compat.as_weak, aux, loss.out_avals[loss.num_heads :])
+            return [value, *aux, *noise, *map(compat.as_weak, grads, loss.types.wrt)]
 
         compute_flat: Any = flat_compute
         if self.field is not None:
-            compute_flat = self.field.without_types(flat_compute, loss.aux_tree.num_leaves)
+            compute_flat = self.field.without_types(flat_compute, loss.aux_tree.num_leaves + self._num_noise)
         return Computation(compute_flat, leaves, loss.traced.has_effects)
+
+    @property
+    def _num_noise(self) -> int:
+        """How many numbers tell of the noise."""
+        return squares.SUMMARY if self.settings.noise else 0
 
     @property
     def _is_in_parts(self) -> bool:
@@ -237,13 +256,14 @@ class Gradient:
         devices = jax.device_count() if mesh.empty else mesh.size
         return math.gcd(devices, size, self.examples)
 
-    def results(self, way: Way, outputs: list[Any]) -> tuple[Any, Any, Any]:
-        """The value, aux and gradient, from what the computation returned."""
+    def results(self, way: Way, outputs: list[Any]) -> tuple[Any, Any, Any, list[Any]]:
+        """The value, aux and gradient, and what tells of the noise, from what the computation returned."""
         loss = self._first_loss(way)
         value, *rest = outputs if self.field is None else self.field.returned(outputs)
         num_aux = loss.aux_tree.num_leaves
         aux = jax.tree.unflatten(loss.aux_tree, rest[:num_aux])
-        return value, aux, self.arguments.as_gradient(rest[num_aux:])
+        noise, grads = rest[num_aux : num_aux + self._num_noise], rest[num_aux + self._num_noise :]
+        return value, aux, self.arguments.as_gradient(grads), noise
 
     def _first_loss(self, way: Way) -> TracedLoss:
         if self.settings.reduction == "infer" or (self.is_at_once(way) and not self._is_in_parts):
@@ -260,12 +280,13 @@ class Gradient:
             stacked = [how.kind == "stack" for how in combinations]
         fresh_keys = way.microbatch_size is not None and settings.reduction != "infer"
         compute = functools.partial(_all_at_once, _with_remat(loss, way), fresh_keys=fresh_keys, stacked=stacked)
-        return compute, (consts, self.arguments.arrays)
+        noise = squares.untold if settings.noise else lambda _: []
+        return lambda inputs: (*compute(inputs), noise(min(1, self.examples))), (consts, self.arguments.arrays)
 
-    def _as_read(self, way: Way) -> tuple[Callable[[Any], Any], Any]:
+    def _as_read(self, way: Way, units: Units | None) -> tuple[Callable[[Any], Any], Any]:
         assert self.checked_reading is not None
         dtype = self.settings.accumulator_dtype
-        passes = split_passes.Passes(self.split, self._size(way), dtype, self._place(way), way.remat)
+        passes = split_passes.Passes(self.split, self._size(way), dtype, self._place(way), way.remat, units)
         compute = functools.partial(split_passes.value_and_grad, passes)
         return lambda inputs: compute(*inputs), (self._trace(self.examples)[1], self.arguments.arrays)
 
@@ -289,7 +310,7 @@ class Gradient:
             )
         losses = {each: _with_remat(last_loss, way) for each, (last_loss, _) in traced.items()}
         microbatches = scan.Microbatches(
-            size, self.examples, losses, settings.reduction, combinations, settings.accumulator_dtype
+            size, self.examples, losses, settings.reduction, combinations, settings.accumulator_dtype, settings.noise
         )
         consts = {each: consts for each, (_, consts) in traced.items()}
         compute = functools.partial(scan.value_and_grad, microbatches, self._place(way))

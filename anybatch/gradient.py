@@ -153,7 +153,7 @@ def value_and_grad(
     @functools.wraps(fun)
     def value_and_grad_fun(*args: Any, **kwargs: Any) -> Any:
         arguments = settings.roles.sort(fun, args, kwargs)
-        value, aux, gradient = _compute(fun, settings, arguments)
+        value, aux, gradient, _ = compute(fun, settings, arguments)
         return ((value, aux) if has_aux else value), gradient
 
     return value_and_grad_fun
@@ -189,14 +189,14 @@ def grad(
     return grad_fun
 
 
-def _compute(fun: Callable[..., Any], settings: Settings, arguments: Arguments) -> tuple[Any, Any, Any]:
-    """The value, aux and gradient of one call."""
+def compute(fun: Callable[..., Any], settings: Settings, arguments: Arguments) -> tuple[Any, Any, Any, list[Any]]:
+    """The value, aux and gradient of one call; and what tells of the noise, if the settings ask for it."""
     gradient = Gradient(fun, settings, arguments)
     with gradient.context():
         return _compute_in(gradient)
 
 
-def _compute_in(gradient: Gradient) -> tuple[Any, Any, Any]:
+def _compute_in(gradient: Gradient) -> tuple[Any, Any, Any, list[Any]]:
     settings = gradient.settings
     if settings.microbatch_size == "auto":
         way, outputs = run_as_planned(gradient)

@@ -36,6 +36,7 @@ class Settings:
     remat: str | None
     over: MeshSettings | None  # a mesh, and how to use it
     reproducible: bool
+    noise: bool = False  # whether the noise in the gradient is wanted, too
 
     @property
     def weighted(self) -> bool:
@@ -80,6 +81,7 @@ class Settings:
         reduce: Any = "auto",
         param_specs: Any = None,
         reproducible: Any = False,
+        noise: bool = False,
     ) -> "Settings":
         """Checks the options.
 
@@ -117,6 +119,7 @@ class Settings:
             memory_budget(memory)  # raises for what no budget can be
         over = mesh_settings(mesh, axis_name, reduce, param_specs)
         _check_reproducible(reproducible, size, reduce)
+        _check_noise(noise, reduce)
         size_dependent = {"stack", "last"} & set(jax.tree.leaves(aux_reduction))
         if size == "auto" and size_dependent:
             raise InputError(
@@ -137,6 +140,7 @@ class Settings:
             remat=remat,
             over=over,
             reproducible=bool(reproducible),
+            noise=noise,
         )
 
 
@@ -158,6 +162,15 @@ def _check_reproducible(reproducible: Any, size: Any, reduce: Any) -> None:
             'reproducible=True goes with reduce="once"',
             given='reduce="each", which adds up over the devices in every microbatch',
             remedy="Leave reduce out.",
+        )
+
+
+def _check_noise(noise: bool, reduce: Any) -> None:
+    if noise and reduce == "each":
+        raise InputError(
+            'The noise scale goes with reduce="once": it needs the gradient of each microbatch on its own device',
+            given='reduce="each", which adds up over the devices in every microbatch',
+            remedy="Leave reduce out, or pass exact=True.",
         )
 
 

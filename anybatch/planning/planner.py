@@ -286,6 +286,7 @@ def _identity(gradient: Gradient) -> list[Any]:
         fingerprint(gradient.loss.traced.jaxpr),
         [settings.reduction, str(settings.accumulator_dtype), str(settings.aux_reduction), settings.has_aux],
         roles,
+        *(["noise"] if settings.noise else []),  # it takes one more gradient
         [kinds, len(devices), str(jax.sharding.get_abstract_mesh()), gradient.copies],
         None if gradient.field is None else gradient.field.description,
         [*compat.versions(), __version__],

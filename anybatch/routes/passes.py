@@ -13,7 +13,8 @@ from anybatch import compat
 from anybatch.batch import Cut, first_start
 from anybatch.reading.split import Split
 from anybatch.reading.states import SUM, Rows, State, put_rows, take_rows
-from anybatch.routes import blocks, references
+from anybatch.reading.units import Units
+from anybatch.routes import blocks, references, squares
 from anybatch.routes.outputs import wide_dtype
 from anybatch.routes.parts import Part
 
@@ -49,6 +50,7 @@ class Prefix:
     given: Given
     part: Part
     remat: str | None = None  # a policy of jax.checkpoint for the backward pass
+    units: Units | None = None  # what microbatches count, if the squares of their gradients are wanted
 
     def _trace(self, size: int) -> compat.Traced:
         split, types = self.split, self.given.types
@@ -124,8 +126,10 @@ class Prefix:
             return lax.scan(step, carry, length=self.cut.whole)
         return carry, [jnp.zeros((0, *aval.shape), aval.dtype) for aval in self._emitted(self.whole.out_avals)]
 
-    def backward(self, seeds: Sequence[Any], *, mutate: bool, keeps_frontier: bool) -> tuple[list[Any], list[Any]]:
+    def backward(self, seeds: Sequence[Any], *, mutate: bool, keeps_frontier: bool) -> tuple[list[Any], ...]:
         """The gradient with respect to the variables, and what the examples make of the frontier if it is wanted.
+
+        Also the sums of the squares of the microbatches, if these are wanted.
 
         Args:
           seeds: the gradient with respect to those values of the frontier that are differentiated; of rows, those of
@@ -156,32 +160,41 @@ class Prefix:
             return made, pullback, mine
 
         last: list[Any] | None = None
+        noise = [] if self.units is None else squares.zeros(wide)
         if self.last is None:
             grads = [jnp.zeros_like(leaf, dtype) for leaf, dtype in zip(given.variables, wide, strict=True)]
         else:
             with jax.named_scope("anybatch_last_microbatch"):
                 last, pullback, mine = run(self.last, cut.last_start, cut.remainder)
                 (grads,) = pullback(mine)
+            noise = self._with_square(noise, grads, cut.remainder, last)
         start, grads = first_start(cut, grads)
         accumulators = [jax.new_ref(leaf) for leaf in grads] if mutate else None
 
         def step(carry: Any, _: None) -> tuple[Any, list[Any]]:
-            first, sums, grads = carry
+            first, sums, grads, noise = carry
             with jax.named_scope("anybatch_microbatch"):
                 made, pullback, mine = run(self.whole, first, cut.size)
                 if accumulators is not None:
                     pullback.with_refs(accumulators)(mine)
                 else:
-                    grads = jax.tree.map(jnp.add, grads, self.part.apart(pullback(mine)[0]))
+                    own = self.part.apart(pullback(mine)[0])
+                    grads, noise = jax.tree.map(jnp.add, grads, own), self._with_square(noise, own, cut.size, made)
             kept = (self._add(sums, made), self._emitted(made)) if keeps_frontier else ([], [])
-            return (first + cut.step, kept[0], grads), kept[1]
+            return (first + cut.step, kept[0], grads, noise), kept[1]
 
         sums = self._zeros(last) if keeps_frontier else []
-        carry = (start, sums, [] if mutate else grads)
-        (_, sums, grads), emitted = self._loop(step, carry)
+        carry = (start, sums, [] if mutate else grads, noise)
+        (_, sums, grads, noise), emitted = self._loop(step, carry)
         if accumulators is not None:
             grads = [jax.freeze(accumulator) for accumulator in accumulators]
-        return grads, self._finish(sums, emitted, last) if keeps_frontier else []
+        return grads, self._finish(sums, emitted, last) if keeps_frontier else [], noise
+
+    def _with_square(self, noise: list[Any], grads: list[Any], size: int, made: Sequence[Any]) -> list[Any]:
+        if self.units is None:
+            return []
+        weight = self.units.weight
+        return squares.add(noise, grads, size if weight is None else made[weight].reshape(()))
 
     def _call(self, traced: compat.Traced, variables: list[Any], start: Any) -> list[Any]:
         given, start = self.given, jnp.asarray(start, jnp.int32)

@@ -15,7 +15,7 @@ from anybatch.auxiliary import Combination
 from anybatch.batch import Cut, first_start, take
 from anybatch.loss import TracedLoss
 from anybatch.reading.states import Rows
-from anybatch.routes import in_place, references
+from anybatch.routes import in_place, references, squares
 from anybatch.routes.outputs import Outputs, ratio, wide_dtype
 from anybatch.routes.parts import Part, Place, Work
 
@@ -30,6 +30,7 @@ class Microbatches:
     reduction: str  # "sum", "mean" or "weighted"
     aux: Sequence[Combination]
     accumulator_dtype: Any
+    noise: bool = False  # whether to find out the squares of their gradients, too
 
     @property
     def loss(self) -> TracedLoss:
@@ -86,10 +87,11 @@ Consts = Mapping[int, Sequence[Any]]  # closed over by the losses, by their numb
 
 def value_and_grad(
     microbatches: Microbatches, place: Place, inputs: tuple[Consts, Arrays]
-) -> tuple[Any, list[Any], list[Any]]:
-    """The value, the aux leaves and the gradient leaves of the batch.
+) -> tuple[Any, list[Any], list[Any], list[Any]]:
+    """The value, the aux leaves and the gradient leaves of the batch, and if it is wanted what tells its noise.
 
-    Memory: one gradient in the accumulator's dtype and the temporaries of one microbatch, whatever the batch.
+    Memory: one gradient in the accumulator's dtype and the temporaries of one microbatch, whatever the batch; for the
+    noise also the gradient of one microbatch.
     """
     consts, arrays = inputs
     outputs = microbatches.outputs
@@ -117,7 +119,8 @@ def value_and_grad(
             return _accumulate(microbatches, anywhere.at(flat[num_inputs:]), *own, factors, mutate)
 
         flat = [*whole, *rows, *part.place]
-        if microbatches.has_effects or part.fixed_order:  # a primitive of our own would hide effects
+        # A primitive of our own would hide effects; and in place there is no gradient of a microbatch by itself.
+        if microbatches.has_effects or part.fixed_order or microbatches.noise:
             results = compute(*flat, mutate=False)
         else:
             results = in_place.call(
@@ -130,12 +133,26 @@ def value_and_grad(
 
     sums, rows = place(Work(backward, leaves, arrays.batch, takes, outputs.gives(), len(wrt)))
     grads, sums = sums[: len(wrt)], sums[len(wrt) :]
+    sums, noise = (sums[: -squares.CARRIED], sums[-squares.CARRIED :]) if microbatches.noise else (sums, [])
     with jax.named_scope("anybatch_reduce"):
         if microbatches.divides_at_end:
             grads = [outputs.mean(grad, sums) for grad in grads]
+        if noise:
+            noise = _noise(microbatches, noise, grads, sums)
         grads = [grad.astype(leaf.dtype) for grad, leaf in zip(grads, wrt, strict=True)]
         value, *aux = outputs.finish(sums, rows)
-    return value, aux, grads
+    return value, aux, grads, noise
+
+
+def _noise(microbatches: Microbatches, noise: list[Any], grads: list[Any], sums: list[Any]) -> list[Any]:
+    """The summary of the squares, in the scale of the gradient."""
+    of_microbatches, number = noise
+    outputs = microbatches.outputs
+    if microbatches.divides_at_end:  # twice, as a square is
+        of_microbatches = outputs.mean(outputs.mean(of_microbatches, sums), sums)
+    units = sums[1] if outputs.weighted else microbatches.examples
+    square = squares.square(grads)
+    return squares.summary([of_microbatches, number], square, square, units)
 
 
 def _sorted(whole: tuple[Any, ...], batch: list[Any]) -> tuple[Consts, Arrays]:
@@ -152,6 +169,9 @@ def _accumulate(
     written_in_place = part.in_place(microbatches.written_in_place)
     shielded = functools.partial(references.shielded, written_in_place=written_in_place)
     num_heads = 2 if first_ratio and microbatches.loss.weight_is_inexact else 1
+
+    def with_square(noise: list[Any], grads: list[Any], size: int, out: list[Any]) -> list[Any]:
+        return squares.add(noise, grads, out[1] if outputs.weighted else size) if microbatches.noise else []
 
     def backward(size: int, row: Any) -> tuple[list[Any], Any, list[Any]]:
         """One microbatch: its outputs, its pullback, and the cotangents to pull back."""
@@ -175,6 +195,7 @@ def _accumulate(
     # The ragged last microbatch comes first: its gradient is where the accumulator starts.
     last: list[Any] | None = None
     start: list[Any]
+    noise = squares.zeros(wide) if microbatches.noise else []
     if not cut.remainder:
         start = [jnp.zeros_like(leaf, dtype) for leaf, dtype in zip(wrt, wide, strict=True)]
     else:
@@ -183,29 +204,31 @@ def _accumulate(
             (start,) = pullback(seeds)
         if microbatches.divides_at_end and not outputs.weighted:
             start = [grad * (cut.remainder / cut.size) for grad in start]
+        noise = with_square(noise, start, cut.remainder, last)
     first_row, start = first_start(cut, start)
     accumulators = [jax.new_ref(leaf) for leaf in start] if mutate else None
 
     def step(carry: Any, _: None) -> tuple[Any, list[Any]]:
-        row, sums, grads = carry
+        row, sums, grads, noise = carry
         with jax.named_scope("anybatch_microbatch"):
             out, pullback, seeds = backward(cut.size, row)
             if accumulators is not None:
                 pullback.with_refs(accumulators)(seeds)
             else:
-                grads = jax.tree.map(jnp.add, grads, part.apart(pullback(seeds)[0]))
-        return (row + cut.step, outputs.add(sums, out), grads), outputs.emitted(out)
+                own = part.apart(pullback(seeds)[0])
+                grads, noise = jax.tree.map(jnp.add, grads, own), with_square(noise, own, cut.size, out)
+        return (row + cut.step, outputs.add(sums, out), grads, noise), outputs.emitted(out)
 
-    carry = (first_row, outputs.start(cut, last), [] if mutate else start)
+    carry = (first_row, outputs.start(cut, last), [] if mutate else start, noise)
     if cut.whole:
-        (_, sums, grads), emitted = lax.scan(step, carry, length=cut.whole)
+        (_, sums, grads, noise), emitted = lax.scan(step, carry, length=cut.whole)
     else:
-        _, sums, grads = carry
+        _, sums, grads, noise = carry
         emitted = [jnp.zeros((0, *aval.shape), aval.dtype) for aval in outputs.emitted(microbatches.loss.out_avals)]
     if accumulators is not None:
         grads = [jax.freeze(accumulator) for accumulator in accumulators]
     added, rows = outputs.of_part(sums, emitted, last, part)
-    return [*grads, *added, *rows]
+    return [*grads, *added, *noise, *rows]
 
 
 def _totals(microbatches: Microbatches, part: Part, consts: Consts, arrays: Arrays) -> list[Any]:

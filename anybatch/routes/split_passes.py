@@ -13,7 +13,8 @@ from anybatch.arguments import Arrays
 from anybatch.batch import Cut
 from anybatch.reading.split import Seeds, Split
 from anybatch.reading.states import Rows
-from anybatch.routes import in_place
+from anybatch.reading.units import Units
+from anybatch.routes import in_place, squares
 from anybatch.routes.parts import Give, Part, Place, Work
 from anybatch.routes.passes import Given, Prefix, gather_rows
 
@@ -27,6 +28,7 @@ class Passes:
     accumulator_dtype: Any
     place: Place
     remat: str | None = None
+    units: Units | None = None  # what microbatches count, if the noise in the gradient is wanted
 
     def _run(
         self, fun: Any, variables: list[Any], inputs: list[Any], known: list[Any], seeds: list[Any], gives: list[Give]
@@ -76,8 +78,9 @@ class Passes:
 
     def backward(
         self, variables: list[Any], inputs: list[Any], known: list[Any], seeds: list[Any], *, keeps_frontier: bool
-    ) -> tuple[list[Any], list[Any]]:
-        """The gradient with respect to the variables, and the frontier if it is wanted."""
+    ) -> tuple[list[Any], list[Any], list[Any]]:
+        """The gradient with respect to the variables, and if they are wanted the frontier and the sums of squares."""
+        num_own = len(variables) + (0 if self.units is None else squares.CARRIED)
 
         def backward(part: Part, given: Given, seeds: list[Any]) -> tuple[list[Any], list[Any]]:
             leaves, tree = jax.tree.flatten((given.variables, given.inputs, given.known, given.place, seeds))
@@ -86,27 +89,28 @@ class Passes:
             def compute(*flat: Any, mutate: bool) -> list[Any]:
                 *arrays, seeds = jax.tree.unflatten(tree, flat)
                 prefix = self._prefix(anywhere, Given(*arrays))
-                grads, frontier = prefix.backward(seeds, mutate=mutate, keeps_frontier=keeps_frontier)
-                return [*grads, *frontier]
+                grads, frontier, noise = prefix.backward(seeds, mutate=mutate, keeps_frontier=keeps_frontier)
+                return [*grads, *noise, *frontier]
 
             leaves = [jnp.asarray(leaf) for leaf in leaves]
-            if self.split.loss.traced.has_effects or part.fixed_order:  # a primitive of our own would hide effects
+            # A primitive of our own would hide effects; and in place there is no gradient of a microbatch by itself.
+            if self.split.loss.traced.has_effects or part.fixed_order or self.units is not None:
                 results = compute(*leaves, mutate=False)
             else:
                 results = in_place.call(
                     functools.partial(compute, mutate=True), functools.partial(compute, mutate=False), *leaves
                 )
-            grads, frontier = results[: len(given.variables)], results[len(given.variables) :]
+            own, frontier = results[:num_own], results[num_own:]
             sums, rows = self._sums_and_rows(frontier) if keeps_frontier else ([], [])
-            return [*grads, *sums], rows
+            return [*own, *sums], rows
 
         gives = self._gives if keeps_frontier else []
         sums, rows = self._run(backward, variables, inputs, known, seeds, gives)
-        grads, sums = sums[: len(variables)], sums[len(variables) :]
-        return grads, self._frontier(sums, rows) if keeps_frontier else []
+        grads, noise, sums = sums[: len(variables)], sums[len(variables) : num_own], sums[num_own:]
+        return grads, self._frontier(sums, rows) if keeps_frontier else [], noise
 
     def _prefix(self, part: Part, given: Given) -> Prefix:
-        return Prefix(self.split, self._cut(part), self.accumulator_dtype, given, part, self.remat)
+        return Prefix(self.split, self._cut(part), self.accumulator_dtype, given, part, self.remat, self.units)
 
     @property
     def _gives(self) -> list[Give]:
@@ -125,14 +129,16 @@ class Passes:
         ]
 
 
-def value_and_grad(passes: Passes, consts: Sequence[Any], arrays: Arrays) -> tuple[Any, list[Any], list[Any]]:
-    """The value, the aux leaves and the gradient leaves of the batch.
+def value_and_grad(
+    passes: Passes, consts: Sequence[Any], arrays: Arrays
+) -> tuple[Any, list[Any], list[Any], list[Any]]:
+    """The value, the aux leaves and the gradient leaves of the batch, and if it is wanted what tells its noise.
 
     One pass: where the gradient of the head is known before or is a single factor. Else two: the first, without
     gradients, makes the frontier; the second sees the same examples and random numbers again.
 
     Memory: one gradient in the accumulator's dtype, the temporaries of one microbatch, and the head: the rows of
-    the frontier, if there are any, and what is computed from them.
+    the frontier, if there are any, and what is computed from them; for the noise also the gradient of one microbatch.
     """
     split, once = passes.split, passes.place.once
     inputs = [jnp.asarray(leaf) for leaf in split.inputs(consts, arrays)]
@@ -174,25 +180,28 @@ def value_and_grad(passes: Passes, consts: Sequence[Any], arrays: Arrays) -> tup
         with jax.named_scope("anybatch_head"):
             return once(differentiated, in_order, known, variables, list(frontier))
 
+    factor: Any = None
+    summed: list[Any] = []
+    noise: list[Any] = []
     if split.seeds == Seeds.NONE:
         frontier = passes.forward(variables, inputs, known) if split.frontier else []
         value, aux, grads, _ = differentiated_head(frontier)
     elif split.seeds == Seeds.BEFORE:
         # The gradient of the head does not depend on the frontier: any will do to find it.
         seeds = differentiated_head([_placeholder(value) for value in split.frontier], num_outputs=1)[3]
-        summed, frontier = passes.backward(variables, inputs, known, seeds, keeps_frontier=True)
+        summed, frontier, noise = passes.backward(variables, inputs, known, seeds, keeps_frontier=True)
         value, aux, grads, _ = differentiated_head(frontier)
         grads = [_plus(total, grad) for total, grad in zip(summed, grads, strict=True)]
     elif split.seeds == Seeds.AFTER:
         ones = [jnp.ones_like(_placeholder(split.frontier[position])) for position in split.differentiated]
-        summed, frontier = passes.backward(variables, inputs, known, ones, keeps_frontier=True)
+        summed, frontier, noise = passes.backward(variables, inputs, known, ones, keeps_frontier=True)
         value, aux, grads, (factor,) = differentiated_head(frontier)
         factor = factor.reshape(())
         grads = [_plus(total * factor.astype(total.dtype), grad) for total, grad in zip(summed, grads, strict=True)]
     else:
         frontier = passes.forward(variables, inputs, known)
         value, aux, grads, seeds = differentiated_head(frontier)
-        summed, _ = passes.backward(variables, inputs, known, seeds, keeps_frontier=False)
+        summed, _, _ = passes.backward(variables, inputs, known, seeds, keeps_frontier=False)
         grads = [_plus(total, grad) for total, grad in zip(summed, grads, strict=True)]
 
     with jax.named_scope("anybatch_reduce"):
@@ -200,7 +209,24 @@ def value_and_grad(passes: Passes, consts: Sequence[Any], arrays: Arrays) -> tup
         if pull_hoisted is not None:
             (pulled,) = pull_hoisted([grad.astype(leaf.dtype) for grad, leaf in zip(of_hoisted, hoisted, strict=True)])
             own = [_plus(grad, more) for grad, more in zip(own, pulled, strict=True)]
-        return value, aux, [grad.astype(leaf.dtype) for grad, leaf in zip(own, wrt, strict=True)]
+        if passes.units is not None:
+            noise = _noise(passes, noise, summed, own, frontier, factor)
+        return value, aux, [grad.astype(leaf.dtype) for grad, leaf in zip(own, wrt, strict=True)], noise
+
+
+def _noise(passes: Passes, sums: list[Any], summed: list[Any], grads: list[Any], frontier: Any, factor: Any) -> Any:
+    """The summary of the squares, in the scale of the gradient."""
+    examples, weight = passes.split.loss.num_examples, passes.units.weight if passes.units else None
+    of_all = squares.square(grads)
+    if not sums:  # the gradient does not depend on the examples
+        return [jnp.zeros_like(of_all), of_all, *(jnp.asarray(count, of_all.dtype) for count in (examples, examples))]
+    of_microbatches, number = sums
+    of_data = squares.square(summed)
+    if factor is not None:
+        scale = factor.astype(of_data.dtype)
+        of_microbatches, of_data = of_microbatches * scale * scale, of_data * scale * scale
+    units = examples if weight is None else frontier[weight].reshape(())
+    return squares.summary([of_microbatches, number], of_data, of_all, units)
 
 
 def _plus(total: jax.Array, grad: jax.Array) -> jax.Array:

@@ -1,0 +1,190 @@
+"""What the microbatches of a loss that was read count: examples, or the weight of a weighted mean.
+
+The noise in a gradient is told from microbatches, each by what it counts. That is known for a mean or a sum over the
+examples, for a function of one such mean, and for a ratio of sums whose denominator is a count of data.
+"""
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from anybatch import compat
+from anybatch.errors import CoupledError, InputError
+from anybatch.loss import TracedLoss
+from anybatch.reading.constants import constant_value
+from anybatch.reading.graph import Value
+from anybatch.reading.kinds import kind_of
+from anybatch.reading.loss_reading import split_loss
+from anybatch.reading.split import Seeds, Split, ancestors
+from anybatch.reading.states import SUM, Mixed
+
+_UNCHANGED = frozenset("convert_element_type reshape squeeze broadcast_in_dim copy copy_p neg reduce_precision".split())
+
+_DECLARE = (
+    'Declare how the loss uses its examples: reduction="weighted" for one that returns (total, weight), sums over the '
+    'examples, or reduction="mean" for a mean over the examples.'
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Units:
+    """What a microbatch counts."""
+
+    weight: int | None = None  # where its weight is in the frontier; None if it counts examples
+
+
+def split_with_weights(loss: TracedLoss, consts: Sequence[Any], *, fresh_draws: bool) -> Split | None:
+    """The loss, split so that a weight is added up along with the gradient: known for each microbatch. Or None."""
+    split = split_loss(loss, consts, fresh_draws=fresh_draws, sums_data_later=True)
+    return None if split.seeds == Seeds.BETWEEN or _couples(split) else split
+
+
+def units_of(split: Split) -> Units:
+    """What the microbatches of a loss count.
+
+    Raises:
+      CoupledError: for a loss that looks across examples.
+      InputError: for one whose microbatches are known to count neither examples nor one weight.
+    """
+    loss = split.graph.outputs[0]
+    if _couples(split):
+        where = f" at {split.reader.blames[0]}." if split.reader.blames else "."
+        raise CoupledError(
+            f"This loss looks across examples{where}\nThe noise scale is that of gradients of examples by themselves, "
+            "which it does not have. Keep the examples apart there. Or declare it, which makes it another loss that "
+            'looks across the examples of each microbatch by itself: reduction="mean".'
+        )
+    if split.seeds == Seeds.NONE:
+        return Units()
+    if split.hoisted:
+        raise _unknown(split, "with a custom backward pass of parameters alone that is not linear")
+    if any(split.reader.uses_batch[value] for value in _known_first(split, loss)):
+        raise _unknown(split, "in which examples are divided by, or compared with, what is computed from all of them")
+    if split.seeds == Seeds.BETWEEN:
+        raise _unknown(split, "of several sums")
+    if _own_gradient_varies(split):
+        raise _unknown(split, "that multiplies parameters by a function of sums over the examples")
+    if split.seeds == Seeds.BEFORE:
+        return Units()
+    (total,) = split.differentiated
+    others = [position for position in _reached(split, loss) if position != total]
+    if not others:
+        return Units()
+    if len(others) == 1 and _is_ratio(split, loss, split.frontier[total], split.frontier[others[0]]):
+        return Units(others[0])
+    raise _unknown(split, "with a denominator that is not known to count anything")
+
+
+def _couples(split: Split) -> bool:
+    state = split.reader.state(split.graph.outputs[0])
+    return isinstance(state, Mixed) and state.couples
+
+
+def _unknown(split: Split, what: str) -> InputError:
+    return InputError(
+        "The noise scale needs to know what each microbatch counts: its examples, or its weight",
+        given=f"a loss that is a {kind_of(split)}, {what}",
+        remedy=_DECLARE,
+    )
+
+
+def _known_first(split: Split, loss: Value) -> Iterator[Value]:
+    """What the loss is computed from that is itself computed before the first microbatch."""
+    for node in ancestors(loss):
+        for value in (*node.inputs, *node.outputs):
+            if not value.is_constant and value in split.reader.computed_first:
+                yield value
+
+
+def _reached(split: Split, loss: Value) -> list[int]:
+    """The values of the frontier that the loss is computed from."""
+    frontier = {value: position for position, value in enumerate(split.frontier)}
+    found: set[int] = set()
+    seen: set[Value] = set()
+    pending = [loss]
+    while pending:
+        value = pending.pop()
+        if value.is_constant or value in seen:
+            continue
+        seen.add(value)
+        if value in frontier:
+            found.add(frontier[value])
+        elif value.node is not None:
+            pending.extend(value.node.inputs)
+    return sorted(found)
+
+
+def _own_gradient_varies(split: Split) -> bool:
+    """Whether the head adds to the gradient of the parameters something that depends on the examples."""
+    types = [value.type for value in split.graph.inputs]
+    known = [value.type for value in split.known_first]
+    frontier = [value.type for value in split.frontier]
+    first, num_wrt = split.num_consts, len(split.loss.types.wrt)
+    start = len(types) + len(known)
+
+    def own_gradient(*flat: Any) -> list[Any]:
+        inputs = list(flat[: len(types)])
+
+        def head(wrt: list[Any]) -> Any:
+            with_wrt = [*inputs[:first], *wrt, *inputs[first + num_wrt :]]
+            return split.head(with_wrt, list(flat[len(types) : start]), [], list(flat[start:]), num_outputs=1)[0]
+
+        return jax.grad(head)(inputs[first : first + num_wrt])
+
+    traced, _ = compat.trace(own_gradient, *types, *known, *frontier)
+    examples = [*split.batch_positions, *range(start, start + len(frontier))]
+    return any(traced.inputs_used_by(output)[position] for output in range(num_wrt) for position in examples)
+
+
+def _is_ratio(split: Split, loss: Value, total: Value, weight: Value) -> bool:
+    """Whether the loss is `total / weight`, but for constant factors, terms without examples, and a weight near 0."""
+    if weight.size != 1 or split.reader.state(weight) != SUM:
+        return False
+    product = _follow(split, loss)
+    if product.node is None or product.node.name not in ("mul", "div"):
+        return False
+    one, other = product.node.inputs
+    if product.node.name == "div":
+        return _follow(split, one) is total and _power(split, other, weight) == 1
+    return (_follow(split, one) is total and _power(split, other, weight) == -1) or (
+        _follow(split, other) is total and _power(split, one, weight) == -1
+    )
+
+
+def _follow(split: Split, value: Value) -> Value:
+    """Back through constant factors, casts and terms without examples, to where two values of examples meet."""
+    frontier = set(split.frontier)
+    while not value.is_constant and value not in frontier and value.node is not None:
+        node = value.node
+        operands = [operand for operand in node.inputs if _uses_batch(split, operand)]
+        if len(operands) != 1:
+            break
+        is_scaled = node.name == "mul" or (node.name == "div" and operands[0] is node.inputs[0])
+        if not is_scaled and node.name not in ("add", "add_any", "sub") and node.name not in _UNCHANGED:
+            break
+        value = operands[0]
+    return value
+
+
+def _power(split: Split, value: Value, weight: Value) -> int | None:
+    """1 if a value grows as the weight does, -1 if its inverse does; tried out on large weights."""
+    at: list[float] = []
+    for number in (64, 128, 1024):
+        given = np.full(weight.shape, number, weight.dtype)
+        found = constant_value(split.reader, value, {weight: given})
+        if found is None or found.size != 1:
+            return None
+        at.append(float(found.reshape(())))
+    if not all(np.isfinite(at)) or not all(at):
+        return None
+    for power in (1, -1):
+        if np.allclose([at[1] / at[0], at[2] / at[0]], [2.0**power, 16.0**power], rtol=1e-4):
+            return power
+    return None
+
+
+def _uses_batch(split: Split, value: Value) -> bool:
+    return not value.is_constant and split.reader.uses_batch[value]
