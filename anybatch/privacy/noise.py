@@ -1,0 +1,117 @@
+"""Gaussian noise, and keys that nobody can guess."""
+
+import secrets
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from anybatch import compat
+from anybatch.errors import InputError
+from anybatch.privacy.numbers import constant
+from anybatch.trees import describe, is_key, named_leaves
+
+# In float32, `jax.random.normal` never goes beyond 5.42, and near its ends it takes few different values: an output
+# beyond what one dataset can produce gives the other one away. The sum of four ends at 10.8, which no noise reaches.
+NORMALS = 4
+
+
+def add_noise(tree: Any, key: jax.Array, stddev: float) -> Any:
+    """Adds Gaussian noise to every number of a tree of arrays.
+
+    **Independent.** Every element of every leaf gets noise of its own, with mean 0 and standard deviation `stddev`. It
+    is drawn and added in float32, or in float64 for leaves of that dtype; the dtypes of the tree are kept. It depends
+    on the key, the shapes and the order of the leaves alone: not on their values, nor on the devices they lie on.
+
+    **Tails.** Each is the sum of four draws, divided by two. One draw of `jax.random.normal` in float32 is never
+    larger than 5.42, which would be seen once in some ten million numbers.
+
+    >>> import jax, jax.numpy as jnp
+    >>> from anybatch import privacy
+    >>> noised = privacy.add_noise({"w": jnp.zeros(10_000)}, jax.random.key(0), stddev=2.0)
+    >>> print(f"{jnp.std(noised['w']):.2f}")
+    2.00
+
+    Args:
+      tree: of arrays of real floating-point numbers.
+      key: a PRNG key, to be used for nothing else.
+      stddev: the standard deviation, a Python number. 0 adds nothing.
+
+    Raises:
+      InputError: for anything else.
+    """
+    stddev = constant("stddev", stddev, example="0.01")
+    if not 0 <= stddev < np.inf:
+        raise InputError(
+            "stddev must be finite and not negative", given=f"stddev={stddev!r}", remedy="For example stddev=0.01."
+        )
+    check_key("key", key)
+    check_floating("tree", tree)
+    return _added(tree, key, jnp.asarray(stddev)) if stddev else tree
+
+
+@jax.jit
+def _added(tree: Any, key: jax.Array, stddev: Any) -> Any:
+    leaves, structure = jax.tree.flatten(tree)
+    keys = jax.random.split(key, max(1, len(leaves)))
+    return jax.tree.unflatten(structure, [_plus(leaf, key, stddev) for leaf, key in zip(leaves, keys, strict=False)])
+
+
+def _plus(leaf: Any, key: jax.Array, stddev: Any) -> jax.Array:
+    leaf = jnp.asarray(leaf)
+    wide = at_least_float32(leaf.dtype)
+    scale = jnp.asarray(stddev, wide) / jnp.asarray(NORMALS**0.5, wide)
+
+    def one_more(total: jax.Array, key: jax.Array) -> tuple[jax.Array, None]:
+        return total + scale * jax.random.normal(key, leaf.shape, wide), None
+
+    # One after the other, in the memory of one.
+    noised, _ = jax.lax.scan(one_more, leaf.astype(wide), jax.random.split(key, NORMALS))
+    return noised.astype(leaf.dtype)
+
+
+def at_least_float32(dtype: Any) -> Any:
+    """The dtype in which numbers of a floating-point dtype are added up and noised."""
+    return jnp.dtype(jnp.float32) if jnp.finfo(dtype).bits < 32 else jnp.dtype(dtype)
+
+
+def secret_key() -> jax.Array:
+    """A new PRNG key from the operating system's source of randomness.
+
+    A guarantee holds against those who cannot compute the noise. `jax.random.key(0)` is known to everyone, and a seed
+    has 32 bits at most unless 64-bit types are enabled; this one has all 64 of a key.
+
+    >>> from anybatch import privacy
+    >>> privacy.secret_key().shape
+    ()
+    """
+    words = jnp.asarray(np.frombuffer(secrets.token_bytes(8), np.uint32))
+    return jax.random.wrap_key_data(words, impl="threefry2x32")
+
+
+def check_key(name: str, key: Any) -> None:
+    """Refuses what is not one key of a generator whose draws are as good as independent."""
+    if not is_key(key):
+        raise InputError(
+            f"{name} must be one PRNG key",
+            given=f"{name}={describe(key)}",
+            remedy=f"For example {name}=privacy.secret_key(), or jax.random.key(seed) with a seed that stays secret.",
+        )
+    if compat.has_keys(key) and compat.key_impl(key.dtype) == "unsafe_rbg":
+        raise InputError(
+            f"{name} must be of a generator that splits keys well",
+            given=f'{name} of the generator "unsafe_rbg"',
+            remedy=f'Pass {name}=privacy.secret_key(), or jax.random.key(seed, impl="threefry2x32").',
+        )
+
+
+def check_floating(name: str, tree: Any) -> None:
+    """Refuses arrays to which real noise cannot be added."""
+    for path, leaf in named_leaves(name, tree):
+        if not jax.dtypes.issubdtype(jnp.result_type(leaf), jnp.floating):
+            raise InputError(
+                "Noise is added to real floating-point numbers",
+                given=f"{path}: {describe(leaf)}",
+                remedy="Take it out of what is differentiated, or store complex numbers as two real ones.",
+            )

@@ -1,0 +1,100 @@
+"""Numbers that a guarantee rests on, checked: known before anything runs, and the same whatever the data are."""
+
+import math
+import operator
+from typing import Any
+
+import jax
+import numpy as np
+
+from anybatch.errors import InputError
+
+
+def constant(name: str, value: Any, *, example: str) -> float:
+    """A number that is known now.
+
+    Raises:
+      InputError: for what is not a number, or only known when a program runs: that may depend on the data.
+    """
+    if isinstance(value, jax.Array):
+        raise InputError(
+            f"{name} must be a Python number: the guarantee rests on it, so that it must not depend on the data",
+            given=f"{name}={_briefly(value)}",
+            remedy=f"Pass a constant, e.g. {name}={example}.",
+        )
+    try:
+        number = math.nan if isinstance(value, (bool, str)) else float(value)
+    except (TypeError, ValueError):
+        number = math.nan
+    if math.isnan(number):
+        raise InputError(
+            f"{name} must be a number", given=f"{name}={value!r}", remedy=f"Pass a constant, e.g. {name}={example}."
+        )
+    return number
+
+
+def positive(name: str, value: Any, *, example: str) -> float:
+    """A positive, finite number that is known now."""
+    number = constant(name, value, example=example)
+    if not 0 < number < math.inf:
+        raise InputError(
+            f"{name} must be positive and finite", given=f"{name}={value!r}", remedy=f"For example {name}={example}."
+        )
+    return number
+
+
+def probability(name: str, value: Any, *, example: str, or_one: bool = False) -> float:
+    """A number above 0 and below 1; or 1, where that makes sense."""
+    number = constant(name, value, example=example)
+    if not (0 < number < 1 or (or_one and number == 1)):
+        raise InputError(
+            f"{name} must be above 0 and {'at most' if or_one else 'below'} 1",
+            given=f"{name}={value!r}",
+            remedy=f"For example {name}={example}.",
+        )
+    return number
+
+
+def count(name: str, value: Any, *, at_least: int = 0, example: str) -> int:
+    """A whole number."""
+    try:
+        number = at_least - 1 if isinstance(value, (bool, np.bool_)) else operator.index(value)
+    except TypeError:
+        number = at_least - 1
+    if number < at_least:
+        raise InputError(
+            f"{name} must be a whole number of at least {at_least}",
+            given=f"{name}={value!r}",
+            remedy=f"For example {name}={example}.",
+        )
+    return number
+
+
+def most_of(num_examples: int, sampling_rate: float, *, failure: float) -> int:
+    """A number of examples that a Poisson sample exceeds with a probability of at most `failure`.
+
+    By the bound of Chernoff, which holds for every number of examples: `P(X >= m) <= exp(-n KL(m/n | q))`.
+    """
+    few, many = math.ceil(num_examples * sampling_rate), num_examples
+    while few < many:  # the smallest size whose excess is improbable enough
+        size = (few + many) // 2
+        if log_of_excess(num_examples, sampling_rate, size) <= math.log(failure):
+            many = size
+        else:
+            few = size + 1
+    return few
+
+
+def log_of_excess(num_examples: int, sampling_rate: float, size: int) -> float:
+    """A bound on the logarithm of the probability that a Poisson sample has more than `size` examples."""
+    part, rate = (size + 1) / num_examples, sampling_rate
+    if part > 1:
+        return -math.inf
+    if part <= rate:
+        return 0.0
+    rest = 0.0 if part == 1 else (1 - part) * math.log((1 - part) / (1 - rate))
+    return -num_examples * (part * math.log(part / rate) + rest)
+
+
+def _briefly(value: Any) -> str:
+    return f"an array {value.dtype}{list(value.shape)}" + (" under jit" if isinstance(value, jax.core.Tracer) else "")

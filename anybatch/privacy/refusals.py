@@ -1,0 +1,188 @@
+"""What would break a guarantee without a sign of it, refused."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+
+from anybatch.errors import CoupledError, InputError
+from anybatch.privacy.keys import is_at_hand
+from anybatch.privacy.numbers import constant, count, most_of
+from anybatch.privacy.sampling import rate_of
+from anybatch.read import read
+
+# States of optimizers that collect the gradients of several calls.
+ACCUMULATING = ("MultiStepsState", "ApplyEvery")
+
+
+def check_noise(noise_multiplier: Any, allow_no_noise: bool) -> float:
+    """The noise multiplier: positive, or 0 for those who say so."""
+    noise = constant("noise_multiplier", noise_multiplier, example="1.1")
+    if not (0 < noise < math.inf or (noise == 0 and allow_no_noise)):
+        raise InputError(
+            "noise_multiplier must be positive and finite",
+            given=f"noise_multiplier={noise_multiplier!r}",
+            remedy="privacy.noise_multiplier(epsilon=3.0, delta=1e-5, sampling_rate=..., steps=...) finds one. "
+            "To train without privacy: noise_multiplier=0, allow_no_noise=True.",
+        )
+    return noise
+
+
+def check_clip_norm(clip_norm: Any, noise: float) -> float:
+    """The clipping norm: positive, and finite unless there is no noise."""
+    norm = constant("clip_norm", clip_norm, example="1.0")
+    if not (0 < norm < math.inf or (norm == math.inf and noise == 0)):
+        raise InputError(
+            "clip_norm must be positive and finite: without a bound on one example, no noise is enough",
+            given=f"clip_norm={clip_norm!r}",
+            remedy="For example clip_norm=1.0. ab.per_example_norms shows what gradients have; it is not private.",
+        )
+    return norm
+
+
+def check_sampling(num_examples: Any, expected_batch_size: Any) -> tuple[int, float]:
+    """The number of examples, and the rate at which they are sampled."""
+    number = count("num_examples", num_examples, at_least=1, example="60_000")
+    return number, rate_of(number, expected_batch_size)
+
+
+def check_options(options: dict[str, Any], expected_batch_size: float) -> dict[str, Any]:
+    """The options for `clipped_grad`, without those that are ours to set.
+
+    Raises:
+      InputError: for one that would void the guarantee.
+    """
+    options = dict(options)
+    if options.pop("nan_safe", True) is not True:
+        raise InputError(
+            "nan_safe must be True: one example whose gradient is not finite would replace the whole sum",
+            given="nan_safe=False",
+            remedy="Leave it out: such an example then counts for nothing.",
+        )
+    if "normalize_by" in options:
+        given = constant("normalize_by", options.pop("normalize_by"), example=f"{expected_batch_size:g}")
+        if given != expected_batch_size:
+            raise InputError(
+                "normalize_by must be the expected batch size: the noise is made for that sensitivity",
+                given=f"normalize_by={given:g} and expected_batch_size={expected_batch_size:g}",
+                remedy="Leave it out. The size of the batch at hand depends on the data, and is not private.",
+            )
+    return options
+
+
+def check_batch_size(
+    batch: Any, is_padding: Any, num_examples: int, sampling_rate: float, max_batch_size: int | None
+) -> None:
+    """Refuses a batch with more examples than Poisson sampling at the declared rate would ever give.
+
+    Args:
+      batch: of which each array has one row for each example.
+      is_padding: which of them are none; where it can be read without waiting, they are not counted.
+      num_examples: of the dataset.
+      sampling_rate: as declared.
+      max_batch_size: the most rows that were declared, if any were.
+    """
+    rows = {leaf.shape[0] for leaf in jax.tree.leaves(batch) if getattr(leaf, "ndim", 0)}
+    if len(rows) != 1:
+        return  # clipped_grad says what is wrong
+    (size,) = rows
+    if max_batch_size is not None and size > max_batch_size:
+        raise InputError(
+            "A batch must not be larger than declared",
+            given=f"{size} rows and max_batch_size={max_batch_size}",
+            remedy="Pass max_batch_size=batches.batch_size, of privacy.poisson_batches(...).",
+        )
+    padding = _known(is_padding)
+    if is_padding is not None and padding is None:
+        return
+    examples = size - (0 if padding is None else int(padding.sum()))
+    most = most_of(num_examples, sampling_rate, failure=1e-15)
+    if examples > most:
+        raise InputError(
+            "A batch must be a Poisson sample at the declared rate: larger batches spend more than is accounted for",
+            given=f"{examples} examples, where {num_examples * sampling_rate:g} of {num_examples} are expected and "
+            f"more than {most} have a probability below 1e-15",
+            remedy="Draw them by privacy.poisson_batches(num_examples, expected_batch_size=..., steps=..., seed=...), "
+            "and pass its is_padding; or declare the larger expected_batch_size.",
+        )
+
+
+def _known(is_padding: Any) -> np.ndarray | None:
+    """Which rows are padding, if that is known without waiting for a device."""
+    if is_padding is None or isinstance(is_padding, jax.core.Tracer):
+        return None
+    return np.asarray(is_padding) if is_at_hand(is_padding) else None
+
+
+def check_separable(fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], **roles: Any) -> None:
+    """Refuses a loss that, given a whole batch, looks across its examples.
+
+    Args:
+      fun: a loss that takes batches, and will be given batches of one.
+      args: its arguments, with the whole batch.
+      kwargs: its keyword arguments.
+      **roles: of the arguments, as `read` takes them.
+
+    Raises:
+      CoupledError: if it looks across examples, with the line.
+    """
+    try:
+        reading = read(fun, *args, **roles, **kwargs)
+    except Exception:
+        return  # a loss that cannot take more than one example does not look across them
+    if not reading.separable:
+        where = f" at {reading.blame[0]}." if reading.blame else "."
+        raise CoupledError(
+            f"This loss looks across examples{where}\n"
+            "One example then changes the gradients of all others, and clipping bounds none of that; in batches of "
+            "one, it is another loss. Keep the examples apart there (GroupNorm or LayerNorm instead of BatchNorm), or "
+            "write the loss of one example and leave keep_batch_dim out."
+        )
+
+
+def check_outside_shard_map() -> None:
+    """Refuses to add noise where each device would add its own, to a part of the sum."""
+    axes = tuple(jax.sharding.get_abstract_mesh().manual_axes)
+    if axes:
+        raise InputError(
+            "Noise is added once, to the sum over all devices",
+            given=f"a call inside shard_map over {axes}",
+            remedy="Call it outside, and pass mesh=... to spread the batch over devices.",
+        )
+
+
+def check_optimizer(optimizer: Any, params: Any = None) -> None:
+    """Refuses what is no optimizer, and one that collects the gradients of several calls.
+
+    Args:
+      optimizer: of optax, or with `init` and `update` as those have.
+      params: with which its state is looked at; without them, only what it is.
+
+    Raises:
+      InputError: for these.
+    """
+    if type(optimizer).__name__ == "MultiSteps":
+        raise _accumulates("optax.MultiSteps")
+    if not (callable(getattr(optimizer, "init", None)) and callable(getattr(optimizer, "update", None))):
+        raise InputError(
+            "optimizer must have init and update, as those of optax",
+            given=f"optimizer={optimizer!r}",
+            remedy="For example optax.sgd(0.1); the optimizer, not its state.",
+        )
+    if params is not None:
+        state = jax.eval_shape(optimizer.init, params)
+        parts = jax.tree.leaves(state, is_leaf=lambda part: type(part).__name__ in ACCUMULATING)
+        found = {type(part).__name__ for part in parts} & set(ACCUMULATING)
+        if found:
+            raise _accumulates({"MultiStepsState": "optax.MultiSteps", "ApplyEvery": "optax.apply_every"}[min(found)])
+
+
+def _accumulates(name: str) -> InputError:
+    return InputError(
+        "optimizer must take one step for each call: noise is added and accounted for once in each",
+        given=f"an optimizer with {name}, which collects several noised gradients for one step",
+        remedy="Pass the optimizer inside it and the whole batch: microbatch_size=... takes it in parts, and noise is "
+        "added once, after the last.",
+    )

@@ -1,0 +1,188 @@
+"""Poisson sampling: batches in which each example is by a toss of its own, in arrays of one size."""
+
+import dataclasses
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from anybatch.errors import InputError
+from anybatch.privacy.keys import LEDGER, value_of
+from anybatch.privacy.noise import check_key
+from anybatch.privacy.numbers import count, log_of_excess, most_of, positive, probability
+from anybatch.trees import is_array
+
+# The probability that any draw of a whole run has more examples than there is room for.
+OVERFLOW = 1e-12
+
+# Sets the draws of batches apart from all others that may be made with the same seed.
+_PURPOSE = 0x706F6973736F6E
+
+
+@dataclasses.dataclass(frozen=True)
+class PoissonBatches:
+    """The batches of a run, each as `(indices, is_padding)`; made by `privacy.poisson_batches`.
+
+    Args:
+      num_examples: of the dataset.
+      sampling_rate: the probability with which an example is in a batch.
+      steps: the number of batches.
+      batch_size: the length of the arrays: room for every draw.
+      start: the step at which iterating begins.
+    """
+
+    num_examples: int
+    sampling_rate: float
+    steps: int
+    batch_size: int
+    start: int = 0
+    _entropy: tuple[int, ...] = dataclasses.field(default=(), repr=False)
+
+    @property
+    def expected_batch_size(self) -> float:
+        """The number of examples that a batch has on average: what a sum of gradients is divided by."""
+        return self.num_examples * self.sampling_rate
+
+    def __len__(self) -> int:
+        return self.steps - self.start
+
+    def __iter__(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        return (self.batch(step) for step in range(self.start, self.steps))
+
+    def batch(self, step: int) -> tuple[np.ndarray, np.ndarray]:
+        """The batch of one step, which depends on the seed and on the step alone.
+
+        Args:
+          step: from 0 to `steps - 1`.
+
+        Returns:
+          `(indices, is_padding)`: indices of examples in ascending order, then zeros where `is_padding` is True.
+
+        Raises:
+          InputError: if the draw has more examples than there is room for; with the size that was chosen for you, this
+            has a probability below 1e-12 in a whole run. Examples are never left out.
+        """
+        step = count("step", step, example="0")
+        if step >= self.steps:
+            raise InputError(
+                "step must be one of the run", given=f"step={step} of {self.steps}", remedy="Pass more steps=..."
+            )
+        sequence = np.random.SeedSequence(self._entropy, spawn_key=(step,))
+        random = np.random.Generator(np.random.Philox(sequence))
+        # As many as independent tosses would choose, and any set of that many alike: the same distribution, without a
+        # toss for each example of a large dataset.
+        chosen = int(random.binomial(self.num_examples, self.sampling_rate))
+        if chosen > self.batch_size:
+            raise InputError(
+                "A batch must have room for all examples that were drawn",
+                given=f"{chosen} examples at step {step} and room for {self.batch_size}",
+                remedy="Leave max_batch_size out. Leaving examples out instead would void the guarantee.",
+            )
+        dtype = np.int32 if self.num_examples < 2**31 else np.int64
+        indices = np.zeros(self.batch_size, dtype)
+        indices[:chosen] = np.sort(random.choice(self.num_examples, chosen, replace=False, shuffle=False))
+        return indices, np.arange(self.batch_size) >= chosen
+
+
+def poisson_batches(
+    num_examples: int,
+    *,
+    steps: int,
+    seed: Any,
+    sampling_rate: float | None = None,
+    expected_batch_size: float | None = None,
+    max_batch_size: int | None = None,
+    start: int = 0,
+) -> PoissonBatches:
+    """Batches by Poisson sampling, the kind of batches that `privacy.epsilon` accounts for.
+
+    **Independent.** Each example is in each batch with the probability `sampling_rate`, independently of all other
+    examples and of all other batches. Batches have different numbers of examples, and may have none.
+
+    **One size.** The arrays have the same length at each step, so that nothing compiles twice; what is padding is told.
+    The length is such that a draw of the whole run exceeds it with a probability below 1e-12, and then it is an error.
+
+    **Resumable.** The batch of a step depends on the seed and the step alone; `start=` goes on where a run ended.
+
+    >>> from anybatch import privacy
+    >>> batches = privacy.poisson_batches(60_000, expected_batch_size=256, steps=10, seed=privacy.secret_key())
+    >>> for indices, is_padding in batches:
+    ...     pass  # batch = jax.tree.map(lambda array: array[indices], data)
+    >>> indices.shape == is_padding.shape == (batches.batch_size,)
+    True
+
+    Args:
+      num_examples: of the dataset.
+      steps: of the whole run.
+      seed: a whole number or a PRNG key, to be used for nothing else. Whoever knows it knows who is in which batch.
+      sampling_rate: the probability that an example is in a batch; or
+      expected_batch_size: the number of examples that a batch has on average.
+      max_batch_size: the length of the arrays, if not the smallest safe one; e.g. a multiple of the number of devices.
+      start: the step to begin with.
+
+    Raises:
+      InputError: for numbers that cannot be, or a `max_batch_size` that a draw may well exceed.
+    """
+    num_examples = count("num_examples", num_examples, at_least=1, example="60_000")
+    steps = count("steps", steps, at_least=1, example="1000")
+    start = count("start", start, example="0")
+    rate = _sampling_rate(num_examples, sampling_rate, expected_batch_size)
+    if start > steps:
+        raise InputError(
+            "start must be a step of the run",
+            given=f"start={start} and steps={steps}",
+            remedy="steps= counts those that were taken before, too.",
+        )
+    smallest = most_of(num_examples, rate, failure=OVERFLOW / steps)
+    size = smallest if max_batch_size is None else count("max_batch_size", max_batch_size, at_least=1, example="512")
+    if size < smallest and log_of_excess(num_examples, rate, size) > math.log(OVERFLOW / steps):
+        raise InputError(
+            "max_batch_size must have room for every draw: leaving examples out would void the guarantee",
+            given=f"max_batch_size={size} for {num_examples * rate:g} examples on average over {steps} steps",
+            remedy=f"Leave it out, or pass at least max_batch_size={smallest}; or lower expected_batch_size.",
+        )
+    return PoissonBatches(num_examples, rate, steps, size, start, _entropy(seed))
+
+
+def _sampling_rate(num_examples: int, sampling_rate: Any, expected_batch_size: Any) -> float:
+    if (sampling_rate is None) == (expected_batch_size is None):
+        raise InputError(
+            "Either sampling_rate or expected_batch_size must be given",
+            given=f"sampling_rate={sampling_rate!r} and expected_batch_size={expected_batch_size!r}",
+            remedy="For example expected_batch_size=256.",
+        )
+    if sampling_rate is not None:
+        return probability("sampling_rate", sampling_rate, example="256 / 60_000", or_one=True)
+    return rate_of(num_examples, expected_batch_size)
+
+
+def rate_of(num_examples: int, expected_batch_size: Any) -> float:
+    """The sampling rate that gives an expected batch size."""
+    expected = positive("expected_batch_size", expected_batch_size, example="256")
+    if expected > num_examples:
+        raise InputError(
+            "expected_batch_size must be at most the number of examples",
+            given=f"expected_batch_size={expected_batch_size!r} and num_examples={num_examples}",
+            remedy="The examples are counted once, not once for each epoch.",
+        )
+    return expected / num_examples
+
+
+def _entropy(seed: Any) -> tuple[int, ...]:
+    if is_array(seed) and getattr(seed, "ndim", 0) == 0 and np.issubdtype(_dtype(seed), np.integer):
+        seed = int(seed)
+    if is_array(seed):
+        check_key("seed", seed)
+        LEDGER.begin_sampling(seed)
+        value = value_of(seed)
+        if value is None:
+            raise InputError(
+                "seed must be known when batches are drawn", given="a key under jit", remedy="Draw batches outside jit."
+            )
+        return (_PURPOSE, *np.frombuffer(value, np.uint32).tolist())
+    return (_PURPOSE, count("seed", seed, example="privacy.secret_key()"))
+
+
+def _dtype(array: Any) -> Any:
+    return array.dtype if isinstance(array.dtype, np.dtype) else np.object_

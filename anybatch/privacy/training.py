@@ -1,0 +1,220 @@
+"""`dp_sgd`: a step of private training with any optimizer of optax."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from anybatch.errors import InputError
+from anybatch.privacy.accounting import epsilon
+from anybatch.privacy.keys import LEDGER
+from anybatch.privacy.mechanism import PrivateGrad
+from anybatch.privacy.noise import at_least_float32, check_floating, check_key
+from anybatch.privacy.refusals import check_optimizer
+
+# Sets the noise apart from whatever else may have been drawn with the key of a run.
+_PURPOSE = 0x6E6F6973
+
+
+class State(NamedTuple):
+    """Where a run stands: a pytree, for checkpoints too.
+
+    Args:
+      params: the parameters. They are what may be released.
+      opt_state: of the optimizer. It may be released, too.
+      key: of the noise to come. It must stay secret.
+      steps: how many were taken.
+    """
+
+    params: Any
+    opt_state: Any
+    key: jax.Array
+    steps: jax.Array
+
+
+class Metrics(NamedTuple):
+    """What a step tells beside its state.
+
+    Args:
+      gradient_norm: of the noised gradient: as private as the parameters.
+      not_private: what `ab.clipped_grad` returned beside the gradient, if it was asked for values, norms or aux. It has
+        no noise: do not publish it, nor choose by it what is published.
+    """
+
+    gradient_norm: jax.Array
+    not_private: Any
+
+
+class DpSgd:
+    """A step of private training; made by `privacy.dp_sgd`.
+
+    Args:
+      gradient: the clipped and noised gradient, with `sensitivity`, `noise_stddev`, `sampling_rate` and the rest.
+      optimizer: as given.
+    """
+
+    def __init__(self, gradient: PrivateGrad, optimizer: Any) -> None:
+        check_optimizer(optimizer)
+        self.gradient, self.optimizer = gradient, optimizer
+        self._update = jax.jit(self._updated)
+
+    def init(self, params: Any, key: Any) -> State:
+        """The state before the first step.
+
+        Args:
+          params: to begin with, not learned from the private data.
+          key: of all noise of the run: secret, and used for nothing else. `privacy.secret_key()` makes one.
+
+        Raises:
+          InputError: for a key that was used before in this process, or an optimizer that collects gradients.
+        """
+        check_key("key", key)
+        check_floating("params", params)
+        check_optimizer(self.optimizer, params)
+        LEDGER.begin_run(key, allow_reuse=self.gradient.allow_key_reuse)
+        return State(params, self.optimizer.init(params), jax.random.fold_in(key, _PURPOSE), jnp.zeros((), jnp.int32))
+
+    def __call__(self, state: State, *batch: Any, is_padding: Any = None, **kwargs: Any) -> tuple[State, Metrics]:
+        if not isinstance(state, State):
+            raise InputError(
+                "A step goes on from a state",
+                given=f"state of type {type(state).__name__}",
+                remedy="state = step.init(params, key), then state, metrics = step(state, batch).",
+            )
+        if not self.gradient.allow_key_reuse:
+            LEDGER.check_step(state.key)
+        gradient, extra = self.gradient.clipped((state.params, *batch), kwargs, is_padding)
+        new, norm = self._update(gradient, state)
+        LEDGER.record_step(state.key)
+        return new, Metrics(norm, extra)
+
+    def epsilon(self, state: State, delta: float, accountant: str = "pld") -> float:
+        """The epsilon that was spent so far, as `privacy.epsilon` has it; waits for the steps taken.
+
+        Args:
+          state: after these steps.
+          delta: the probability that is left out, well below one by the number of examples.
+          accountant: `"pld"` or `"rdp"`.
+        """
+        assert self.gradient.sampling_rate is not None
+        return epsilon(
+            noise_multiplier=self.gradient.noise_multiplier,
+            sampling_rate=self.gradient.sampling_rate,
+            steps=int(state.steps),
+            delta=delta,
+            accountant=accountant,
+        )
+
+    def _updated(self, gradient: Any, state: State) -> tuple[State, jax.Array]:
+        key, noise_key = jax.random.split(state.key)
+        gradient = self.gradient.noised(gradient, (state.params,), noise_key)
+        updates, opt_state = self.optimizer.update(gradient, state.opt_state, state.params)
+        params = jax.tree.map(_plus, state.params, updates)
+        return State(params, opt_state, key, state.steps + np.int32(1)), _norm(gradient)
+
+
+def dp_sgd(
+    fun: Callable[..., Any],
+    optimizer: Any,
+    *,
+    clip_norm: float,
+    noise_multiplier: float,
+    expected_batch_size: float,
+    num_examples: int,
+    max_batch_size: int | None = None,
+    has_aux: bool = False,
+    allow_no_noise: bool = False,
+    allow_key_reuse: bool = False,
+    **options: Any,
+) -> DpSgd:
+    """A step of DP-SGD: clipped gradients, noise, and any optimizer of optax on top.
+
+    **Private.** After any number of steps on batches of `privacy.poisson_batches`, everything in the states but the
+    keys, all of it together, is (epsilon, delta)-DP for one example that is added or removed, with
+    `epsilon = step.epsilon(state, delta)`. `anybatch.privacy` says under which assumptions, and what is not covered.
+
+    **The same on any devices.** Noise is added once, after the sum over microbatches and over the devices of a
+    `mesh=`; which noise depends on the key and the step alone.
+
+    >>> import jax, jax.numpy as jnp, optax
+    >>> from anybatch import privacy
+    >>> def loss(w, example):
+    ...     return (w @ example["x"] - example["y"]) ** 2
+    >>> data = {"x": jnp.ones((100, 3)), "y": jnp.ones(100)}
+    >>> step = privacy.dp_sgd(
+    ...     loss, optax.sgd(0.1), clip_norm=1.0, noise_multiplier=2.0, expected_batch_size=10, num_examples=100
+    ... )
+    >>> batches = privacy.poisson_batches(100, expected_batch_size=10, steps=5, seed=privacy.secret_key())
+    >>> state = step.init(jnp.zeros(3), privacy.secret_key())
+    >>> for indices, is_padding in batches:
+    ...     batch = jax.tree.map(lambda array: array[indices], data)
+    ...     state, metrics = step(state, batch, is_padding=is_padding)
+    >>> print(f"epsilon {step.epsilon(state, delta=1e-3):.2f} after {state.steps} steps")
+    epsilon 0.31 after 5 steps
+
+    Outside `jit`, the loss is traced in each call and compiled once. `jax.jit(step)` compiles the whole step; then
+    nothing sees whether a state is stepped twice.
+
+    Args:
+      fun: the loss of one example, as for `ab.clipped_grad`; its first argument are the parameters.
+      optimizer: of optax, or anything with its `init` and `update`.
+      clip_norm: to which the gradient of each example is scaled down, if it is longer.
+      noise_multiplier: how much noise, by the sensitivity; `privacy.noise_multiplier` finds it for a budget.
+      expected_batch_size: the number of examples that a batch has on average, by which sums are divided.
+      num_examples: of the dataset.
+      max_batch_size: the most rows that a batch may have, with padding.
+      has_aux: whether `fun` returns a pair `(loss, aux)`.
+      allow_no_noise: accepts `noise_multiplier=0`, which is not private, and with it `clip_norm=inf`.
+      allow_key_reuse: accepts a key, or a state, that was used before: private only if one of the results is released.
+      **options: of `ab.clipped_grad`: `microbatch_size`, `method`, `batch_argnums`, `mesh`, ...
+
+    Returns:
+      `step`: `state = step.init(params, key)`, `state, metrics = step(state, batch, is_padding=...)`, and
+      `step.epsilon(state, delta)`. It may be called with more arguments of the loss, after the batch.
+
+    Raises:
+      InputError: for what would void the guarantee, before any work is done.
+      CoupledError: with `keep_batch_dim=True`, for a loss that looks across examples.
+    """
+    if "argnums" in options:
+        raise InputError(
+            "The parameters must be the first argument of the loss",
+            given=f"argnums={options['argnums']!r}",
+            remedy="Wrap the loss, or use privacy.private_grad, which takes argnums.",
+        )
+    if num_examples is None:
+        raise InputError(
+            "num_examples must be given: the sampling rate is the expected batch size by it",
+            given="num_examples=None",
+            remedy="Pass the number of examples of the dataset, e.g. num_examples=60_000.",
+        )
+    gradient = PrivateGrad(
+        fun,
+        0,
+        has_aux,
+        clip_norm=clip_norm,
+        noise_multiplier=noise_multiplier,
+        expected_batch_size=expected_batch_size,
+        num_examples=num_examples,
+        max_batch_size=max_batch_size,
+        allow_no_noise=allow_no_noise,
+        allow_key_reuse=allow_key_reuse,
+        options=options,
+    )
+    return DpSgd(gradient, optimizer)
+
+
+def _plus(param: Any, update: Any) -> jax.Array:
+    """As `optax.apply_updates`: added in the wider of both dtypes."""
+    dtypes = [jnp.result_type(param), jnp.result_type(update)]
+    wide = max(dtypes, key=lambda dtype: jnp.finfo(dtype).bits)
+    return (jnp.asarray(param, wide) + jnp.asarray(update, wide)).astype(dtypes[0])
+
+
+def _norm(tree: Any) -> jax.Array:
+    total = jnp.zeros((), jnp.float32)
+    for leaf in jax.tree.leaves(tree):
+        total += jnp.sum(jnp.square(leaf.astype(at_least_float32(leaf.dtype)))).astype(jnp.float32)
+    return jnp.sqrt(total)
