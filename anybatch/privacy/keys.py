@@ -122,10 +122,12 @@ LEDGER = Ledger()
 
 
 def value_of(key: Any) -> bytes | None:
-    """The bits of a key; None under `jit`, where it has none yet."""
+    """The bits of a key; None under `jit`, where it has none yet, or if they lie with other processes."""
     if isinstance(key, jax.core.Tracer) or not compat.is_eager():
         return None
-    return np.asarray(_bits(key)).tobytes()
+    bits = _bits(key)
+    is_here = not isinstance(bits, jax.Array) or bits.is_fully_addressable or bits.is_fully_replicated
+    return np.asarray(bits).tobytes() if is_here else None
 
 
 def value_if_ready(key: Any) -> bytes | None:

@@ -102,10 +102,8 @@ class PrivateGrad:
         A sum that is rounded to bfloat16 before noise is added may change by far more than the sensitivity when one
         example is removed. So narrow parameters are differentiated as float32, and the loss sees them narrow as ever.
         """
-        check_outside_shard_map()
-        wrt = [args[position] for position in self._positions if position < len(args)]
-        check_floating("params", wrt[0] if len(wrt) == 1 else wrt)
-        self._check_batch(args, kwargs, is_padding)
+        self.check(args, kwargs, is_padding)
+        wrt = [args[position] for position in self._positions]
         clipped, wide = self._clipped, args
         if any(_is_narrow(leaf) for leaf in jax.tree.leaves(wrt)):
             clipped = self._clip(_as_given(self._fun, args, self._positions))
@@ -119,6 +117,18 @@ class PrivateGrad:
                 remedy="Let transform return the dtypes that it is given.",
             )
         return gradient, extra
+
+    def check(self, args: tuple[Any, ...], kwargs: dict[str, Any], is_padding: Any) -> None:
+        """Refuses a call that would not be private.
+
+        Raises:
+          InputError: for arguments to which no noise can be added, or a batch that is no sample at the declared rate.
+          CoupledError: for a loss that looks across examples.
+        """
+        check_outside_shard_map()
+        wrt = [args[position] for position in self._positions if position < len(args)]
+        check_floating("params", wrt[0] if len(wrt) == 1 else wrt)
+        self._check_batch(args, kwargs, is_padding)
 
     def noised(self, gradient: Any, args: tuple[Any, ...], key: Any) -> Any:
         """A clipped gradient with noise, in the dtypes of what it is the gradient of."""

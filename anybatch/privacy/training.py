@@ -13,6 +13,7 @@ from anybatch.privacy.keys import LEDGER
 from anybatch.privacy.mechanism import PrivateGrad
 from anybatch.privacy.noise import at_least_float32, check_floating, check_key
 from anybatch.privacy.refusals import check_optimizer
+from anybatch.trees import is_array
 
 # Sets the noise apart from whatever else may have been drawn with the key of a run.
 _PURPOSE = 0x6E6F6973
@@ -55,10 +56,11 @@ class DpSgd:
       optimizer: as given.
     """
 
-    def __init__(self, gradient: PrivateGrad, optimizer: Any) -> None:
+    def __init__(self, gradient: PrivateGrad, optimizer: Any, *, jit: bool = True) -> None:
         check_optimizer(optimizer)
-        self.gradient, self.optimizer = gradient, optimizer
+        self.gradient, self.optimizer, self._is_compiled = gradient, optimizer, jit
         self._update = jax.jit(self._updated)
+        self._step = jax.jit(self._stepped, static_argnums=2)
 
     def init(self, params: Any, key: Any) -> State:
         """The state before the first step.
@@ -85,10 +87,17 @@ class DpSgd:
             )
         if not self.gradient.allow_key_reuse:
             LEDGER.check_step(state.key)
-        gradient, extra = self.gradient.clipped((state.params, *batch), kwargs, is_padding)
-        new, norm = self._update(gradient, state)
+        is_padding = None if is_padding is None else _as_array(is_padding)
+        self.gradient.check((state.params, *batch), kwargs, is_padding)  # while it can be seen what is padding
+        if self._is_compiled:
+            leaves, tree = jax.tree.flatten((batch, kwargs, is_padding))
+            # Python numbers and strings are constants of the program, as everywhere in this library.
+            fixed = tuple(None if is_array(leaf) else leaf for leaf in leaves)
+            results = self._step(state, [leaf for leaf in leaves if is_array(leaf)], (tree, fixed))
+        else:
+            results = self._taken(state, batch, kwargs, is_padding)
         LEDGER.record_step(state.key)
-        return new, Metrics(norm, extra)
+        return results
 
     def epsilon(self, state: State, delta: float, accountant: str = "pld") -> float:
         """The epsilon that was spent so far, as `privacy.epsilon` has it; waits for the steps taken.
@@ -106,6 +115,17 @@ class DpSgd:
             delta=delta,
             accountant=accountant,
         )
+
+    def _stepped(self, state: State, arrays: list[Any], constants: tuple[Any, tuple[Any, ...]]) -> Any:
+        tree, fixed = constants
+        remaining = iter(arrays)
+        leaves = [next(remaining) if leaf is None else leaf for leaf in fixed]
+        return self._taken(state, *jax.tree.unflatten(tree, leaves))
+
+    def _taken(self, state: State, batch: tuple[Any, ...], kwargs: dict[str, Any], is_padding: Any) -> Any:
+        gradient, extra = self.gradient.clipped((state.params, *batch), kwargs, is_padding)
+        new, norm = self._update(gradient, state)
+        return new, Metrics(norm, extra)
 
     def _updated(self, gradient: Any, state: State) -> tuple[State, jax.Array]:
         key, noise_key = jax.random.split(state.key)
@@ -127,6 +147,7 @@ def dp_sgd(
     has_aux: bool = False,
     allow_no_noise: bool = False,
     allow_key_reuse: bool = False,
+    jit: bool = True,
     **options: Any,
 ) -> DpSgd:
     """A step of DP-SGD: clipped gradients, noise, and any optimizer of optax on top.
@@ -154,8 +175,8 @@ def dp_sgd(
     >>> print(f"epsilon {step.epsilon(state, delta=1e-3):.2f} after {state.steps} steps")
     epsilon 0.31 after 5 steps
 
-    Outside `jit`, the loss is traced in each call and compiled once. `jax.jit(step)` compiles the whole step; then
-    nothing sees whether a state is stepped twice.
+    **Time.** The whole step is one compiled program. It may also be part of a larger one, as in `jax.jit` or
+    `jax.lax.scan`; in there, nothing sees whether a state is stepped twice.
 
     Args:
       fun: the loss of one example, as for `ab.clipped_grad`; its first argument are the parameters.
@@ -168,6 +189,8 @@ def dp_sgd(
       has_aux: whether `fun` returns a pair `(loss, aux)`.
       allow_no_noise: accepts `noise_multiplier=0`, which is not private, and with it `clip_norm=inf`.
       allow_key_reuse: accepts a key, or a state, that was used before: private only if one of the results is released.
+      jit: whether a step is compiled as a whole. Otherwise each call traces the loss, which may read what has changed,
+        and arrays that lie elsewhere are put on the `mesh=`.
       **options: of `ab.clipped_grad`: `microbatch_size`, `method`, `batch_argnums`, `mesh`, ...
 
     Returns:
@@ -203,7 +226,11 @@ def dp_sgd(
         allow_key_reuse=allow_key_reuse,
         options=options,
     )
-    return DpSgd(gradient, optimizer)
+    return DpSgd(gradient, optimizer, jit=jit)
+
+
+def _as_array(is_padding: Any) -> Any:
+    return is_padding if is_array(is_padding) else np.asarray(is_padding)
 
 
 def _plus(param: Any, update: Any) -> jax.Array:
