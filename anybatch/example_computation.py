@@ -18,7 +18,7 @@ from anybatch.factors.gradients import Program
 from anybatch.loss import TracedLoss, trace_loss
 from anybatch.reading.report import Reading
 from anybatch.reading.split import Split
-from anybatch.routes.each_example import EachExample
+from anybatch.routes.each_example import EachExample, Inputs
 from anybatch.trees import describe
 
 
@@ -77,7 +77,8 @@ class ExampleGradient(Gradient):
 
     @functools.cached_property
     def program(self) -> Program:
-        return Program(self.loss, self.method)
+        # What devices of one model do together, they must do as often: nothing may depend on what is found.
+        return Program(self.loss, self.method, "cost" if self._has_no_other_axes else "direct")
 
     def route(self, way: Way) -> str:
         """What a way does, in words."""
@@ -102,7 +103,7 @@ class ExampleGradient(Gradient):
 
         def compute(*flat: Any) -> list[Any]:
             consts, arrays, padding, clip_norm, normalize_by = jax.tree.unflatten(tree, flat)
-            sums, rows = each(place, consts, arrays, clip_norm, padding)
+            sums, rows = each(place, Inputs(consts, arrays, clip_norm, padding))
             if sums:
                 types = [*each.transformed, loss.out_avals[0]]
                 divided = [total / jnp.asarray(normalize_by, total.dtype) for total in sums]

@@ -118,14 +118,17 @@ def _prefers_gram(products: Sequence[Product], lookups: Sequence[Lookups], prefe
 
 def gram_cost(products: Sequence[Product], lookups: Sequence[Lookups]) -> float:
     """About the bytes, or what takes as long, for the norm of one example from its factors."""
-    summands = sum(each.summands for each in products) + sum(each.number for each in lookups)
-    copies, (left, right) = products[0].copies, products[0].widths
+    own, looked_up = sum(each.summands for each in products), sum(each.number for each in lookups)
+    copies, (rows, columns) = products[0].copies, products[0].widths
+    summands = own + looked_up
     if summands == 1:
         return 0
+    if looked_up:  # rows that are looked up need no products with others: they are others, or not
+        rows, columns = lookups[0].shape[0], math.prod(lookups[0].shape[1:])
     size = max(np.dtype(dtype).itemsize for each in products for dtype in each.dtypes)
-    operations = 2 * summands**2 * (left + right) / _OPERATIONS_PER_BYTE.get(size, 6)
+    operations = 2 * (own**2 * rows + summands**2 * columns) / _OPERATIONS_PER_BYTE.get(size, 6)
     matrices = 2 * 2 * 4 * summands**2  # two, written and read, in float32
-    factors = 2 * summands * (left + right) * size  # read, scaled, read again
+    factors = 2 * (own * rows + summands * columns) * size  # read, scaled, read again
     return copies * (operations + matrices + factors)
 
 

@@ -144,7 +144,7 @@ class _LoopNeeds:
             carried |= more
         self.carried = sorted(carried)
         starts = {position + num_consts for position in carried}
-        self.operands = sorted({*operands, *starts})
+        self.operands: list[int] = sorted({*operands, *starts})
 
     def wanted(self, carried: Sequence[int]) -> list[Source]:
         """What each turn computes: what goes on to the next, what it leaves behind, what is wanted of its inside."""

@@ -7,13 +7,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from anybatch.arguments import Arrays
 from anybatch.factors import evaluation
 from anybatch.factors.choice import Leaf, choose
 from anybatch.factors.evaluation import Body, Source
-from anybatch.factors.squares import Squares, gradient_of, is_doubtful, squares_of, squares_one_by_one, wide
+from anybatch.factors.squares import Squares, gradient_of, is_doubtful, squares_of, wide
 from anybatch.factors.sums import add_weighted
 from anybatch.factors.terms import Value, identity
 from anybatch.loss import TracedLoss
@@ -51,6 +50,16 @@ class Program:
             ]
         variables = self.body.outputs[len(self.body.outputs) - len(wrt) :]
         return [choose(self.body, variable, each, self.prefer) for variable, each in zip(variables, wrt, strict=True)]
+
+    @property
+    def multiplies(self) -> bool:
+        """Whether sums are made by multiplying factors of all examples, which an example that is NaN would spoil."""
+        return any(leaf.products for leaf in self.leaves)
+
+    @property
+    def can_doubt(self) -> bool:
+        """Whether there are norms that come out of sums which may cancel."""
+        return any(term.summands > 1 or len(leaf.terms) > 1 for leaf in self.leaves for term in leaf.products)
 
     def __call__(self, consts: Sequence[Any], arrays: Arrays) -> "Kept":
         """What there is of some examples: batch and keys have one entry for each, along axis 0."""
@@ -96,27 +105,8 @@ class Kept:
 
     @functools.cached_property
     def squares(self) -> list[Squares]:
-        """The squared norms for each parameter; those that sums have made doubtful are computed otherwise."""
-        found = [squares_of(leaf, mine) for leaf, mine in zip(self.leaves, self.arrays, strict=True)]
-        doubted = [bool(leaf.products) or (bool(leaf.values) and bool(leaf.lookups)) for leaf in self.leaves]
-        doubted = [
-            each and not all(term.summands == 1 for term in leaf.products) if leaf.products else each
-            for each, leaf in zip(doubted, self.leaves, strict=True)
-        ]
-        if not any(doubted):
-            return found
-
-        def again() -> list[Any]:
-            return [
-                squares_one_by_one(leaf, mine) if each else square.square
-                for leaf, mine, square, each in zip(self.leaves, self.arrays, found, doubted, strict=True)
-            ]
-
-        def as_they_are() -> list[Any]:
-            return [each.square for each in found]
-
-        trusted = lax.cond(is_doubtful(self.leaves, found), again, as_they_are)
-        return [each._replace(square=square) for each, square in zip(found, trusted, strict=True)]
+        """The squared norms for each parameter."""
+        return [squares_of(leaf, mine) for leaf, mine in zip(self.leaves, self.arrays, strict=True)]
 
     @property
     def square(self) -> Any:
@@ -124,37 +114,26 @@ class Kept:
         return add_squares([each.square for each in self.squares], self.values)
 
     @property
+    def is_doubtful(self) -> Any:
+        """For each example whether sums have cancelled so much that its norm is not to be trusted."""
+        return is_doubtful(self.leaves, self.squares)
+
+    @property
     def bound(self) -> Any:
         """What the squared norm of a gradient is at most, however it was rounded, in a weighted sum too."""
         square = self.square
-        slack = add_squares([each.slack for each in self.squares], self.values)
-        # What is doubtful by more than this was computed again.
-        doubt = jnp.minimum(add_squares([each.doubt for each in self.squares], self.values), 2.0**-9 * square)
-        return square * (1 + _ROUNDED[jnp.dtype(square.dtype).itemsize]) + slack + doubt
+        more = add_squares([each.slack + each.doubt for each in self.squares], self.values)
+        return square * (1 + _ROUNDED[jnp.dtype(square.dtype).itemsize]) + more
 
-    def add_weighted(self, weights: Any, start: Sequence[Any], is_good: Any | None = None) -> list[Any]:
-        """`start` and the sum of the gradients, each times its weight.
+    def add_weighted(self, weights: Any, start: Sequence[Any]) -> list[Any]:
+        """`start` and the sum of the gradients, each times its weight: those of weight 0 must be finite.
 
-        Args:
-          weights: one for each example.
-          start: in the shapes of the parameters, in the dtypes of the sums.
-          is_good: for each example whether its numbers may be touched at all: 0 times NaN is NaN.
+        Only products of factors mind, since 0 times NaN is NaN: a gradient that is kept as it is, is left out.
         """
-
-        def summed(arrays: list[list[Any]]) -> list[Any]:
-            return [
-                add_weighted(leaf, mine, weights, total)
-                for leaf, mine, total in zip(self.leaves, arrays, start, strict=True)
-            ]
-
-        if is_good is None:
-            return summed(self.arrays)
-
-        def carefully() -> list[Any]:
-            return summed([[_only(array, is_good) for array in mine] for mine in self.arrays])
-
-        # Nearly always all are good; then nothing is copied for the sake of those that are not.
-        return lax.cond(jnp.all(is_good), lambda: summed(self.arrays), carefully)
+        return [
+            add_weighted(leaf, mine, weights, total)
+            for leaf, mine, total in zip(self.leaves, self.arrays, start, strict=True)
+        ]
 
     def each(self) -> list[Any]:
         """The gradients themselves, in the dtypes of the parameters."""
@@ -167,12 +146,6 @@ class Kept:
             moved = jax.vmap(lambda mine, leaf=leaf, term=term: term.way(gradient_of(leaf, mine) / term.way.scale))
             grads.append(moved(mine).astype(leaf.dtype))
         return grads
-
-
-def _only(array: Any, is_good: Any) -> Any:
-    if not jax.dtypes.issubdtype(array.dtype, jnp.inexact):
-        return array
-    return jnp.where(is_good.reshape(-1, *[1] * (array.ndim - 1)), array, jnp.zeros_like(array))
 
 
 def add_squares(squares: Sequence[Any], values: Any) -> Any:

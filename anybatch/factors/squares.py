@@ -44,21 +44,17 @@ def squares_of(leaf: Leaf, arrays: Sequence[Any]) -> Squares:
     if not leaf.values:
         return _exactly(_square_of_rows(*_joined(looked_up)))
     (value,) = (each for each in parts if isinstance(each[0], Value))
-    dense = square_of(value[1][0]) * value[0].way.scale ** 2
-    return _with_rows(dense, value, looked_up) if looked_up else _exactly(dense)
+    if looked_up:
+        return _exactly(_with_rows(value, looked_up))
+    return _exactly(square_of(value[1][0]) * value[0].way.scale ** 2)
 
 
 def is_doubtful(leaves: Sequence[Leaf], squares: Sequence[Squares]) -> Any:
-    """Whether sums have cancelled so much for any example that its norm is not to be trusted."""
+    """For each example whether sums have cancelled so much that its norm is not to be trusted."""
     total = sum(each.square for each in squares)
     doubt = sum(each.doubt for each in squares)
     narrow = min((_narrowest(leaf) for leaf in leaves if leaf.products), default=4)
-    return jnp.any(jnp.isfinite(total) & (doubt > _OFF[narrow] * total))
-
-
-def squares_one_by_one(leaf: Leaf, arrays: Sequence[Any]) -> Any:
-    """The same from gradients that are computed one example after the other, and kept for none."""
-    return lax.map(lambda mine: square_of(gradient_of(leaf, mine)[None])[0], list(arrays))
+    return jnp.isfinite(total) & (doubt > _OFF[narrow] * total)
 
 
 def gradient_of(leaf: Leaf, arrays: Sequence[Any]) -> Any:
@@ -154,12 +150,16 @@ def _from_factors(leaf: Leaf, parts: list[tuple[Any, list[Any]]]) -> Squares:
 
 
 def _slack(leaf: Leaf, square: Any, alone: Any) -> Any:
-    """What the rounding of scaled narrow factors may add to the square of a clipped gradient."""
+    """What the rounding of scaled narrow factors may add to the square of a clipped gradient.
+
+    Each entry is rounded by itself, by up to half a unit of its last bit. Where vectors are added up, so are their
+    roundings, as numbers of either sign.
+    """
     narrowest = _narrowest(leaf)
     if narrowest > 2:
         return jnp.zeros_like(square)
     is_half = any(jnp.dtype(dtype) == jnp.float16 for term in leaf.products for dtype in term.dtypes)
-    return (2.0**-10 if is_half else 2.0**-7) * (square + alone)
+    return (2.0**-11 if is_half else 2.0**-8) * 0.53 * (square + alone)
 
 
 def _pairs(parts: list[tuple[Any, list[Any]]]) -> Any:
@@ -213,32 +213,38 @@ def rows_of(term: Lookups, index: Any, update: Any) -> tuple[Any, Any]:
 
 
 def _square_of_rows(index: Any, rows: Any) -> Any:
-    """Rows with the same index are added up first: by sorting, so that it takes no table and no matrix of pairs."""
-
-    def of_example(index: Any, rows: Any) -> Any:
-        order = jnp.argsort(index)
-        index, rows = index[order], rows[order]
-        starts = jnp.concatenate([jnp.zeros(1, bool), index[1:] != index[:-1]])
-        segment = jnp.cumsum(starts)
-        added = jax.ops.segment_sum(rows, segment, num_segments=index.shape[0], indices_are_sorted=True)
-        return jnp.sum(jnp.square(added))
-
+    """Rows with the same index are added up first, which takes no table and no matrix of pairs."""
     if not index.shape[1]:
         return jnp.zeros(index.shape[0], wide(rows.dtype))
+
+    def of_example(index: Any, rows: Any) -> Any:
+        return jnp.sum(jnp.square(_added_up(index, rows)[1]))
+
     return jax.vmap(of_example)(index, rows.astype(wide(rows.dtype)))
 
 
-def _with_rows(dense: Any, value: tuple[Any, list[Any]], looked_up: list[tuple[Any, list[Any]]]) -> Squares:
-    """A gradient that is kept as it is, and rows to be added to it: their squares, and twice their product."""
+def _with_rows(value: tuple[Any, list[Any]], looked_up: list[tuple[Any, list[Any]]]) -> Any:
+    """A gradient that is kept as it is, and rows to be added to it: those that are met by none, and the sums."""
     term, (array,) = value
     index, rows = _joined(looked_up)
-    alone = _square_of_rows(index, rows)
-    table = jax.vmap(term.way)(array) if term.way.steps else array * jnp.asarray(term.way.scale, array.dtype)
+    table = jax.vmap(term.way)(array) if term.way.steps_move else array * jnp.asarray(term.way.scale, array.dtype)
     table = table.reshape(*table.shape[:2], -1)
-    met = jax.vmap(lambda table, index: jnp.take(table, index, axis=0, mode="fill", fill_value=0))(table, index)
     dtype = wide(jnp.promote_types(table.dtype, rows.dtype))
-    both = jnp.sum(met.astype(dtype) * rows.astype(dtype), axis=(1, 2))
-    square = dense + 2 * both + alone
-    doubt = _LOST[jnp.dtype(dtype).itemsize] * (dense + 2 * jnp.abs(both) + alone)
-    square = jnp.maximum(square, doubt)
-    return Squares(square, doubt, jnp.zeros_like(square))
+
+    def of_example(table: Any, index: Any, rows: Any) -> Any:
+        index, added = _added_up(index, rows.astype(dtype))
+        alone = jnp.sum(jnp.square(table.astype(dtype)), axis=1).at[index].set(0, mode="drop")
+        met = jnp.take(table, index, axis=0, mode="fill", fill_value=0).astype(dtype)
+        return jnp.sum(alone) + jnp.sum(jnp.square(jnp.where((index < table.shape[0])[:, None], met + added, 0)))
+
+    return jax.vmap(of_example)(table, index, rows)
+
+
+def _added_up(index: Any, rows: Any) -> tuple[Any, Any]:
+    """Rows with the same index added up, by sorting: those that are left over have an index beyond any table."""
+    order = jnp.argsort(index)
+    index, rows = index[order], rows[order]
+    segment = jnp.cumsum(jnp.concatenate([jnp.zeros(1, bool), index[1:] != index[:-1]]))
+    added = jax.ops.segment_sum(rows, segment, num_segments=index.shape[0], indices_are_sorted=True)
+    beyond = jnp.full_like(index, jnp.iinfo(index.dtype).max)
+    return beyond.at[segment].set(index), added

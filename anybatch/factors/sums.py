@@ -44,38 +44,46 @@ def _product(term: Product, arrays: Sequence[Any], weights: Any, dtype: Any) -> 
         right = _scaled(right, weights)
     common = jnp.promote_types(left.dtype, right.dtype)
 
-    def shifted(axes: Sequence[int]) -> tuple[int, ...]:
-        return tuple(axis + 1 for axis in axes)
+    def merged(array: Any, side: int) -> Any:
+        """(copies, examples and summands, entries): XLA on the CPU multiplies narrow numbers in this form only."""
+        axes = [*(axis + 1 for axis in term.batch[side]), 0]
+        axes += [axis + 1 for axis in (*term.contract[side], *term.free(side))]
+        array = jnp.transpose(array.astype(common), axes)
+        return array.reshape(term.copies, -1, term.widths[side])
 
-    contract = ((0, *shifted(term.contract[0])), (0, *shifted(term.contract[1])))
-    batch = (shifted(term.batch[0]), shifted(term.batch[1]))
-    return lax.dot_general(
-        left.astype(common),
-        right.astype(common),
-        (contract, batch),
+    product = lax.dot_general(
+        merged(left, 0),
+        merged(right, 1),
+        (((1,), (1,)), ((0,), (0,))),
         precision=term.precision,
         preferred_element_type=jnp.promote_types(common, dtype),
-    ).astype(dtype)
+    )
+    return product.astype(dtype).reshape(term.product_shape)
 
 
 def _scaled(array: Any, weights: Any) -> Any:
     weights = weights.reshape(-1, *[1] * (array.ndim - 1))
-    return (array.astype(weights.dtype) * weights).astype(array.dtype)
+    return _times(array, weights, weights.dtype).astype(array.dtype)
 
 
 def _value(array: Any, weights: Any, dtype: Any) -> Any:
     weights = weights.astype(dtype)
     if 0 < array.shape[0] <= _FEW:
-        total = array[0].astype(dtype) * weights[0]
+        total = _times(array[0], weights[0], dtype)
         for position in range(1, array.shape[0]):
-            total = total + array[position].astype(dtype) * weights[position]
+            total = total + _times(array[position], weights[position], dtype)
         return total
-    return jnp.sum(array.astype(dtype) * weights.reshape(-1, *[1] * (array.ndim - 1)), axis=0)
+    return jnp.sum(_times(array, weights.reshape(-1, *[1] * (array.ndim - 1)), dtype), axis=0)
+
+
+def _times(array: Any, weights: Any, dtype: Any) -> Any:
+    """The product, 0 where the weight is: whatever was to be weighed."""
+    return jnp.where(weights == 0, 0, array.astype(dtype) * weights)
 
 
 def _add_rows(term: Lookups, arrays: Sequence[Any], weights: Any, total: Any) -> Any:
     index, rows = rows_of(term, *arrays)
-    rows = rows.astype(total.dtype) * weights.astype(total.dtype)[:, None, None]
+    rows = _times(rows, weights.astype(total.dtype)[:, None, None], total.dtype)
     rest = tuple(np.asarray(total.shape[1:], int))
     flat = rows.reshape(-1, *rest)
     return total.at[index.reshape(-1)].add(flat, mode="drop")

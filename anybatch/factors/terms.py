@@ -99,6 +99,12 @@ class Product:
         left, right = (math.prod(shape) // max(1, self.summands * self.copies) for shape in self.shapes)
         return left, right
 
+    @property
+    def product_shape(self) -> tuple[int, ...]:
+        """The shape of what it makes: the copies, then what is free on the left, then on the right."""
+        free = [self.shapes[side][axis] for side in (0, 1) for axis in self.free(side)]
+        return (*(self.shapes[0][axis] for axis in self.batch[0]), *free)
+
     def free(self, side: int) -> list[int]:
         """The axes of a side that are neither contracted nor shared."""
         taken = {*self.contract[side], *self.batch[side]}

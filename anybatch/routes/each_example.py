@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +19,24 @@ from anybatch.routes.outputs import wide_dtype
 from anybatch.routes.parts import Give, Part, Place, Work
 
 Transform = Callable[[list[Any]], list[Any]]  # of the gradient leaves of one example
+
+
+class Inputs(NamedTuple):
+    """What the examples of a part are computed from."""
+
+    consts: list[Any]
+    arrays: Arrays
+    clip_norm: Any
+    is_padding: Any | None
+
+
+class Found(NamedTuple):
+    """What there is of some examples."""
+
+    sums: list[Any]  # the clipped gradients, and the losses
+    rows: list[Any]  # one for each example
+    is_bad: Any  # whose gradients are not finite
+    is_doubtful: Any  # whose norms must be computed in another way; they are not in the sums yet
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -43,31 +61,6 @@ class EachExample:
         wrt = [jax.ShapeDtypeStruct(each.shape, each.dtype) for each in self.program.loss.types.wrt]
         return wrt if self.transform is None else jax.eval_shape(self.transform, wrt)
 
-    def __call__(
-        self, place: Place, consts: Sequence[Any], arrays: Arrays, clip_norm: Any, is_padding: Any | None
-    ) -> tuple[list[Any], list[Any]]:
-        """The sums, wide: the clipped gradients and the losses; and rows of all examples, in the order of the batch.
-
-        The rows are the losses, the norms, aux and the gradients, as far as they are kept.
-
-        Memory: what is kept of the gradients of one microbatch, its temporaries, and the sums.
-        """
-        wrt = [jnp.asarray(leaf) for leaf in arrays.wrt]
-        whole, tree = jax.tree.flatten((wrt, list(consts), arrays.keys, arrays.rest, clip_norm))
-        rows = [*arrays.batch, *([] if is_padding is None else [is_padding])]
-
-        def over(part: Part, whole: list[Any], rows: list[Any]) -> tuple[list[Any], list[Any]]:
-            wrt, consts, keys, rest, clip_norm = jax.tree.unflatten(tree, whole)
-            batch, padding = (rows, None) if is_padding is None else (rows[:-1], rows[-1])
-            own = Arrays(wrt, batch, keys, rest)
-            return self._over_microbatches(part, consts, own, clip_norm, padding)
-
-        takes, variables = [Rows(0)] * len(rows), 0
-        if self.sums and self.transform is None:
-            variables = len(wrt)
-        gives = [Give(Rows(0))] * self.num_rows
-        return place(Work(over, whole, rows, takes, gives, variables))
-
     @property
     def num_norms(self) -> int:
         """How many norms are kept of an example."""
@@ -79,118 +72,214 @@ class EachExample:
         kept = len(self.transformed) if self.keeps_gradients else 0
         return len(self.program.loss.out_avals) + self.num_norms + kept
 
-    def _over_microbatches(
-        self, part: Part, consts: list[Any], arrays: Arrays, clip_norm: Any, padding: Any
-    ) -> tuple[list[Any], list[Any]]:
+    def __call__(self, place: Place, inputs: Inputs) -> tuple[list[Any], list[Any]]:
+        """The sums, wide: the clipped gradients and the losses; and rows of all examples, in the order of the batch.
+
+        The rows are the losses, the aux leaves, the norms and the gradients, as far as they are kept.
+
+        Memory: what is kept of the gradients of one microbatch, its temporaries, and the sums.
+        """
+        arrays = inputs.arrays
+        rows = [*arrays.batch, *([] if inputs.is_padding is None else [inputs.is_padding])]
+        wrt = [jnp.asarray(leaf) for leaf in arrays.wrt]
+        whole, tree = jax.tree.flatten((inputs.consts, wrt, arrays.keys, arrays.rest, inputs.clip_norm))
+
+        def over(part: Part, whole: list[Any], rows: list[Any]) -> tuple[list[Any], list[Any]]:
+            consts, wrt, keys, rest, clip_norm = jax.tree.unflatten(tree, whole)
+            batch, padding = (rows, None) if inputs.is_padding is None else (rows[:-1], rows[-1])
+            return self._over(part, Inputs(consts, Arrays(wrt, batch, keys, rest), clip_norm, padding))
+
+        variables = len(wrt) if self.sums and self.transform is None else 0
+        gives = [Give(Rows(0))] * self.num_rows
+        return place(Work(over, whole, rows, [Rows(0)] * len(rows), gives, variables))
+
+    def _over(self, part: Part, inputs: Inputs) -> tuple[list[Any], list[Any]]:
+        may_be_bad = self.nan_safe or inputs.is_padding is not None
+        if self.sums and self.program.multiplies and self.transform is None and may_be_bad and part.examples:
+            found = self._until_good(part, inputs)
+        else:
+            found = self._microbatches(part, inputs, None)
+        if self._can_doubt and part.examples:
+            found = self._one_by_one(part, inputs, found)
+        return found.sums, found.rows
+
+    @property
+    def _can_doubt(self) -> bool:
+        return self.transform is None and (self.sums or self.keeps_norms) and self.program.can_doubt
+
+    def _until_good(self, part: Part, inputs: Inputs) -> Found:
+        """All examples; and again without those whose gradients are not finite, for these would spoil the sums.
+
+        Nearly always once is enough. To leave an example out, another one is put in its place, and weighs nothing.
+        """
+
+        def attempt(state: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
+            _, is_bad, before = state
+            found = self._microbatches(part, inputs, is_bad)
+            kept = [_where(is_bad, old, new) for old, new in zip(before.rows, found.rows, strict=True)]
+            more = found.is_bad & ~is_bad
+            doubtful = found.is_doubtful & ~is_bad
+            return jnp.any(more), is_bad | more, Found(found.sums, kept, more, doubtful)
+
+        nobody = _like_rows(jnp.zeros(part.examples, bool), inputs.arrays.batch)
+        types = jax.eval_shape(lambda: self._microbatches(part, inputs, nobody))
+        start = jax.tree.map(lambda each: _like_rows(_zeros(each), inputs.arrays.batch), types)
+        again = _like_rows(jnp.asarray(True), inputs.arrays.batch)
+        _, is_bad, found = lax.while_loop(lambda state: state[0], attempt, (again, nobody, start))
+        # Where none is good there was nothing to put in their places.
+        sums = [jnp.where(jnp.all(is_bad), jnp.zeros_like(each), each) for each in found.sums[:-1]]
+        return found._replace(sums=[*sums, found.sums[-1]])
+
+    def _one_by_one(self, part: Part, inputs: Inputs, found: Found) -> Found:
+        """The examples whose norms are doubtful: from their gradients, computed as they are, one after the other."""
+        plainly = dataclasses.replace(self, program=dataclasses.replace(self.program, method="vmap"), size=1)
+        order = jnp.argsort(~found.is_doubtful, stable=True)
+        first = len(self.program.loss.out_avals)
+
+        def add(state: tuple[Any, list[Any], list[Any]]) -> tuple[Any, list[Any], list[Any]]:
+            turn, sums, rows = state
+            number = order[turn]
+            one = plainly._microbatch(part, inputs, 1, _One(number), sums, None)
+            norms = [old.at[number].set(new[0]) for old, new in zip(rows[first:], one.rows[first:], strict=True)]
+            values = [] if not sums else [sums[-1]]  # the losses are in the sum already
+            return turn + 1, [*one.sums[: len(sums) - 1], *values], [*rows[:first], *norms]
+
+        number = jnp.sum(found.is_doubtful)
+        start = (jnp.zeros_like(number), found.sums, found.rows)
+        _, sums, rows = lax.while_loop(lambda state: state[0] < number, add, start)
+        return found._replace(sums=sums, rows=rows)
+
+    def _microbatches(self, part: Part, inputs: Inputs, is_bad: Any | None) -> Found:
+        """All examples of a part, some of which are known to be bad."""
         cut = Cut(part.examples, max(1, min(self.size, part.examples)), part.runs)
-        numbers = jnp.arange(part.examples, dtype=jnp.int32)
-        cuttable = [*arrays.batch, numbers, *([] if padding is None else [padding])]
-
-        def microbatch(size: int, row: Any, sums: list[Any]) -> tuple[list[Any], list[Any]]:
-            mine = take(cuttable, row, size, part.runs)
-            batch, number = mine[: len(arrays.batch)], mine[len(arrays.batch)]
-            is_padding = mine[-1] if padding is not None else None
-            keys = [jax.vmap(functools.partial(jax.random.fold_in, key))(part.first + number) for key in arrays.keys]
-            batch = [leaf[:, None] for leaf in batch] if self.keeps_batch_axis else batch
-            own = arrays._replace(batch=batch, keys=keys)
-
-            def run(sums: list[Any]) -> tuple[list[Any], list[Any]]:
-                return self._examples(self.program(consts, own), clip_norm, is_padding, sums)
-
-            if is_padding is None or not self.skips_padding:
-                return run(sums)
-            types = jax.eval_shape(run, sums)[1]
-
-            def skip(sums: list[Any]) -> tuple[list[Any], list[Any]]:
-                return sums, [_zeros(each) for each in types]
-
-            return lax.cond(jnp.all(is_padding), skip, run, sums)
-
-        sums, last = self._start(arrays), None
+        sums, last = self._start(inputs.arrays), None
         if cut.remainder:  # first, so that its results are where the sums start
             with jax.named_scope("anybatch_last_microbatch"):
-                sums, last = microbatch(cut.remainder, cut.last_start, sums)
+                last = self._microbatch(part, inputs, cut.remainder, cut.last_start, sums, is_bad)
+                sums = last.sums
         first_row, sums = first_start(cut, sums)
 
-        def step(carry: Any, _: None) -> tuple[Any, list[Any]]:
+        def step(carry: Any, _: None) -> tuple[Any, Any]:
             row, sums = carry
             with jax.named_scope("anybatch_microbatch"):
-                sums, rows = microbatch(cut.size, row, sums)
-            return (row + cut.step, sums), rows
+                found = self._microbatch(part, inputs, cut.size, row, sums, is_bad)
+            return (row + cut.step, found.sums), found._replace(sums=[])
 
-        if cut.whole == 1 and last is None:
-            sums, rows = microbatch(cut.size, 0, sums)
-            return sums, rows
-        if not cut.whole:
+        if cut.whole == 0:
             if last is not None:
-                return sums, last
-            types = jax.eval_shape(lambda sums: microbatch(0, 0, sums)[1], sums)
-            return sums, [_zeros(each) for each in types]
+                return last
+            types = jax.eval_shape(lambda: self._microbatch(part, inputs, 0, 0, sums, is_bad))
+            return jax.tree.map(_zeros, types)._replace(sums=sums)
+        if cut.whole == 1 and last is None:
+            return self._microbatch(part, inputs, cut.size, 0, sums, is_bad)
         (_, sums), stacked = lax.scan(step, (first_row, sums), length=cut.whole)
-        ends = [None] * len(stacked) if last is None else last
-        return sums, [join_rows(rows, end, 0, part.runs) for rows, end in zip(stacked, ends, strict=True)]
+        end = None if last is None else last._replace(sums=[])
+        ends = [None] * len(jax.tree.leaves(stacked)) if end is None else jax.tree.leaves(end)
+        leaves, tree = jax.tree.flatten(stacked)
+        joined = [join_rows(rows, other, 0, part.runs) for rows, other in zip(leaves, ends, strict=True)]
+        return jax.tree.unflatten(tree, joined)._replace(sums=sums)
 
-    def _examples(self, kept: Kept, clip_norm: Any, is_padding: Any, sums: list[Any]) -> tuple[list[Any], list[Any]]:
-        """One microbatch: the sums with its own added, and its rows."""
+    def _microbatch(
+        self, part: Part, inputs: Inputs, size: int, row: Any, sums: list[Any], is_bad: Any | None
+    ) -> Found:
+        """Some examples: the sums with theirs added, and their rows."""
+        arrays, padding = inputs.arrays, inputs.is_padding
+        numbers = jnp.arange(part.examples, dtype=jnp.int32)
+        marks = [mark for mark in (padding, is_bad) if mark is not None]
+        if isinstance(row, _One):
+            taken = [lax.dynamic_slice_in_dim(leaf, row.number, 1) for leaf in [*arrays.batch, numbers, *marks]]
+        else:
+            taken = take([*arrays.batch, numbers, *marks], row, size, part.runs)
+        batch, (number, *own) = taken[: len(arrays.batch)], taken[len(arrays.batch) :]
+        is_padding, was_bad = own.pop(0) if padding is not None else None, own.pop(0) if own else None
+        if was_bad is not None and is_bad is not None:
+            good = jnp.argmin(is_bad)
+            batch = [
+                _where(was_bad, lax.dynamic_slice_in_dim(whole, good, 1), mine)
+                for whole, mine in zip(arrays.batch, batch, strict=True)
+            ]
+        keys = [jax.vmap(functools.partial(jax.random.fold_in, key))(part.first + number) for key in arrays.keys]
+        batch = [leaf[:, None] for leaf in batch] if self.keeps_batch_axis else batch
+        own_arrays = arrays._replace(batch=batch, keys=keys)
+
+        def run(sums: list[Any]) -> Found:
+            return self._examples(self.program(inputs.consts, own_arrays), inputs.clip_norm, is_padding, was_bad, sums)
+
+        if is_padding is None or not self.skips_padding:
+            return run(sums)
+        types = jax.eval_shape(run, sums)
+
+        def skip(sums: list[Any]) -> Found:
+            return jax.tree.map(lambda each: _like_rows(_zeros(each), batch), types)._replace(sums=sums)
+
+        return lax.cond(jnp.all(is_padding), skip, run, sums)
+
+    def _examples(self, kept: Kept, clip_norm: Any, is_padding: Any, was_bad: Any, sums: list[Any]) -> Found:
         rows = [kept.values, *kept.aux]
         grads = None
         if self.transform is not None:
             grads = jax.vmap(self.transform)(kept.each())
         elif self.keeps_gradients:
             grads = kept.each()
-        if grads is None or self.transform is None:
-            squares, bound = [each.square for each in kept.squares], kept.bound
-        else:
+        needs_squares = self.sums or self.keeps_norms or self.nan_safe
+        squares, bound = [], jnp.zeros(kept.values.shape[:1], jnp.float32)
+        if grads is not None and self.transform is not None:
             squares = [square_of(grad) for grad in grads]
             bound = add_squares(squares, kept.values) * (1 + 2.0**-20)
+        elif needs_squares:
+            squares, bound = [each.square for each in kept.squares], kept.bound
         square = add_squares(squares, kept.values)
+        is_finite = jnp.isfinite(square)
+        is_doubtful = kept.is_doubtful if self._can_doubt else jnp.zeros_like(is_finite)
+        counts = jnp.ones_like(is_finite)
+        for mark in (is_padding, was_bad):
+            counts = counts if mark is None else counts & ~mark
+        is_doubtful = is_doubtful & counts
         if self.keeps_norms:
             norms = [jnp.sqrt(each) for each in (squares if self.per_leaf else [square])]
             if self.nan_safe and not self.sums:
-                norms = [jnp.where(jnp.isfinite(square), norm, jnp.zeros_like(norm)) for norm in norms]
+                norms = [jnp.where(is_finite, norm, jnp.zeros_like(norm)) for norm in norms]
             rows += [norm if is_padding is None else jnp.where(is_padding, 0, norm) for norm in norms]
         if self.sums:
-            weights, is_good = self._weights(square, bound, clip_norm, is_padding)
+            weights = jnp.where(is_finite, _weights(bound, clip_norm), 0 if self.nan_safe else jnp.nan)
+            weights = jnp.where(counts & ~is_doubtful, weights, 0)
             *totals, value = sums
             if grads is None:
-                totals = kept.add_weighted(weights, totals, is_good)
+                totals = kept.add_weighted(weights, totals)
             else:
-                totals = _add_plainly(grads, weights, totals, is_good)
-            values = kept.values.astype(value.dtype)
-            if is_padding is not None:
-                values = jnp.where(is_padding, jnp.zeros_like(values), values)
-            sums = [*totals, value + jnp.sum(values)]
+                totals = _add_plainly(grads, weights, totals)
+            counts = counts & is_finite if self.nan_safe else counts
+            sums = [*totals, value + jnp.sum(jnp.where(counts, kept.values.astype(value.dtype), 0))]
         if self.keeps_gradients:
             assert grads is not None
             if self.nan_safe:
-                grads = [_where(jnp.isfinite(square), grad) for grad in grads]
-            rows += [grad if is_padding is None else _where(~is_padding, grad) for grad in grads]
-        return sums, rows
-
-    def _weights(self, square: Any, bound: Any, clip_norm: Any, is_padding: Any) -> tuple[Any, Any]:
-        """By how much each gradient is scaled; and which of them count at all, if there may be others."""
-        norm = jnp.sqrt(bound)
-        clip_norm = jnp.asarray(clip_norm, norm.dtype)
-        # Where the norm is 0 or below the bound, exactly 1.
-        weights = jnp.where(norm > clip_norm, clip_norm / jnp.where(norm > clip_norm, norm, 1), jnp.ones_like(norm))
-        is_good = None
-        if self.nan_safe:
-            is_good = jnp.isfinite(square)
-        if is_padding is not None:
-            is_good = ~is_padding if is_good is None else is_good & ~is_padding
-        if is_good is not None:
-            weights = jnp.where(is_good, weights, 0)
-        return weights, is_good
+                grads = [_where(is_finite, grad, jnp.zeros_like(grad)) for grad in grads]
+            rows += [grad if is_padding is None else _where(is_padding, jnp.zeros_like(grad), grad) for grad in grads]
+        spoils = ~is_finite if self.nan_safe or is_padding is None else ~is_finite & is_padding
+        return Found(sums, rows, spoils, is_doubtful)
 
     def _start(self, arrays: Arrays) -> list[Any]:
         """Sums of nothing."""
         if not self.sums:
             return []
-        varying = frozenset().union(*(compat.varying_axes(jax.typeof(leaf)) for leaf in arrays.batch))
         types = [*self.transformed, jax.ShapeDtypeStruct((), self.program.loss.out_avals[0].dtype)]
         wide = [*[self.accumulator_dtype] * len(self.transformed), jnp.float32]
         zeros = [jnp.zeros(each.shape, wide_dtype(each.dtype, dtype)) for each, dtype in zip(types, wide, strict=True)]
-        return [lax.pcast(each, tuple(varying), to="varying") for each in zeros] if varying else zeros
+        return [_like_rows(each, arrays.batch) for each in zeros]
+
+
+class _One(NamedTuple):
+    """The place of a single example, wherever it is."""
+
+    number: Any
+
+
+def _weights(bound: Any, clip_norm: Any) -> Any:
+    """By how much each gradient is scaled: exactly 1 where its norm is no more than allowed."""
+    norm = jnp.sqrt(bound)
+    clip_norm = jnp.asarray(clip_norm, norm.dtype)
+    is_large = norm > clip_norm
+    return jnp.where(is_large, clip_norm / jnp.where(is_large, norm, 1), jnp.ones_like(norm))
 
 
 def _zeros(aval: Any) -> Any:
@@ -200,14 +289,22 @@ def _zeros(aval: Any) -> Any:
     return jnp.zeros(aval.shape, aval.dtype)
 
 
-def _where(is_good: Any, array: Any) -> Any:
-    return jnp.where(is_good.reshape(-1, *[1] * (array.ndim - 1)), array, jnp.zeros_like(array))
+def _like_rows(array: Any, batch: Sequence[Any]) -> Any:
+    """An array that differs from device to device where the examples do, as loops in a `shard_map` want it."""
+    varying = frozenset().union(*(compat.varying_axes(jax.typeof(leaf)) for leaf in batch))
+    missing = tuple(varying - compat.varying_axes(jax.typeof(array)))
+    return lax.pcast(array, missing, to="varying") if missing else array
 
 
-def _add_plainly(grads: Sequence[Any], weights: Any, totals: Sequence[Any], is_good: Any) -> list[Any]:
+def _where(mark: Any, one: Any, other: Any) -> Any:
+    """Of two arrays with rows, the one or the other."""
+    return jnp.where(mark.reshape(-1, *[1] * (other.ndim - 1)), one, other)
+
+
+def _add_plainly(grads: Sequence[Any], weights: Any, totals: Sequence[Any]) -> list[Any]:
     added = []
     for grad, total in zip(grads, totals, strict=True):
-        grad = grad if is_good is None else _where(is_good, grad)
         scale = weights.reshape(-1, *[1] * (grad.ndim - 1)).astype(total.dtype)
-        added.append(total + jnp.sum(grad.astype(total.dtype) * scale, axis=0))
+        weighed = jnp.where(scale == 0, 0, grad.astype(total.dtype) * scale)
+        added.append(total + jnp.sum(weighed, axis=0))
     return added
