@@ -1,6 +1,6 @@
 """The exact gradient of any batch, on the memory you have."""
 
-from anybatch import collectives, distributed, recipes
+from anybatch import collectives, distributed, privacy, recipes
 from anybatch.errors import (
     AnybatchError,
     CoupledError,
@@ -41,6 +41,7 @@ __all__ = [
     "explain",
     "grad",
     "plan",
+    "privacy",
     "read",
     "recipes",
     "register_rule",

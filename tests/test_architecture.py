@@ -43,7 +43,11 @@ FLOORS = [
         *("planning.report", "planning.explanation", "planning.planner", "planning.running"),
     ],
     ["gradient", "plan", "read", "widening", "comparison", "diagnosis", "verify"],
-    ["recipes", "__init__"],
+    [
+        *("privacy.numbers", "privacy.accounting", "privacy.noise", "privacy.keys", "privacy.sampling"),
+        *("privacy.refusals", "privacy.mechanism", "privacy.training", "privacy"),
+        *("recipes", "__init__"),
+    ],
     ["demo", "problem", "doctor", "launch", "commands"],
     ["cli", "__main__"],
 ]
