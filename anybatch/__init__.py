@@ -1,6 +1,7 @@
 """The exact gradient of any batch, on the memory you have."""
 
 from anybatch import collectives, distributed, privacy, recipes
+from anybatch.clipping import clipped_grad, clipped_value_and_grad
 from anybatch.errors import (
     AnybatchError,
     CoupledError,
@@ -12,6 +13,9 @@ from anybatch.errors import (
     TightMemoryWarning,
 )
 from anybatch.gradient import grad, value_and_grad
+from anybatch.gradient_noise import NoiseScale
+from anybatch.noise_scale import noise_scale
+from anybatch.per_example import PerExample, per_example_grads, per_example_norms
 from anybatch.plan import explain, plan
 from anybatch.planning.report import Plan
 from anybatch.read import read
@@ -28,18 +32,25 @@ __all__ = [
     "HeadTooLargeError",
     "InputError",
     "LargeHeadWarning",
+    "NoiseScale",
     "NotAvailableError",
     "NotRowwise",
     "NothingFitsError",
+    "PerExample",
     "Plan",
     "Reading",
     "TightMemoryWarning",
     "Verification",
     "__version__",
+    "clipped_grad",
+    "clipped_value_and_grad",
     "collectives",
     "distributed",
     "explain",
     "grad",
+    "noise_scale",
+    "per_example_grads",
+    "per_example_norms",
     "plan",
     "privacy",
     "read",

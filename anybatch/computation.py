@@ -18,7 +18,7 @@ from anybatch.loss import TracedLoss, trace_loss
 from anybatch.reading.loss_reading import split_loss, split_loss_in_one_pass
 from anybatch.reading.report import Reading
 from anybatch.reading.split import Split
-from anybatch.reading.units import Units, split_with_weights, units_of
+from anybatch.reading.units import Units, units_of
 from anybatch.routes import blocks, full, groups, parts, scan, split_passes, squares
 from anybatch.settings import Settings
 
@@ -140,11 +140,8 @@ class Gradient:
     def split(self) -> Split:
         """The loss, read."""
         loss, consts = self._trace(self.examples)
-        fresh = bool(self.arguments.arrays.keys)
-        if self.settings.noise and (found := split_with_weights(loss, consts, fresh_draws=fresh)) is not None:
-            return found
         split = split_loss_in_one_pass if self._is_in_parts else split_loss
-        return split(loss, consts, fresh_draws=fresh)
+        return split(loss, consts, fresh_draws=bool(self.arguments.arrays.keys))
 
     @functools.cached_property
     def checked_reading(self) -> Reading:
@@ -154,7 +151,11 @@ class Gradient:
     @functools.cached_property
     def units(self) -> Units | None:
         """What microbatches of a loss that was read count, if the noise in its gradient is wanted."""
-        return units_of(self.split) if self.settings.noise and self.settings.reduction == "infer" else None
+        if not self.settings.noise or self.settings.reduction != "infer":
+            return None
+        # Read once more, so that sums of data alone are known for each microbatch.
+        fresh = bool(self.arguments.arrays.keys)
+        return units_of(self.split, split_loss(*self._trace(self.examples), fresh_draws=fresh, sums_data_later=True))
 
     def is_at_once(self, way: Way) -> bool:
         """Whether a way takes all examples at once."""

@@ -25,9 +25,9 @@ class NoiseScale:
     >>> import anybatch as ab
     >>> step = ab.NoiseScale.of_examples(norms=[3.0, 5.0], mean_norm=3.5)  # gradients of 2 examples, and their mean
     >>> print(step)
-    noise scale 0.961 (trace 9.5 / squared gradient 9.88; 2 units in 2 microbatches)
+    noise scale 1.27 (trace 9.5 / squared gradient 7.5; 2 units in 2 microbatches)
     >>> print(step + step)
-    noise scale 0.961 (trace 9.5 / squared gradient 9.88; 4 units in 4 microbatches over 2 steps)
+    noise scale 1.27 (trace 9.5 / squared gradient 7.5; 4 units in 4 microbatches over 2 steps)
     >>> print(ab.NoiseScale.of_examples(norms=[3.0], mean_norm=3.0))
     noise scale undefined: noise shows in the difference of microbatches, and there was only one
 

@@ -138,6 +138,32 @@ def test_units_are_what_the_denominator_counts(float64):
     np.testing.assert_allclose(entries.value, 4 * examples.value, rtol=1e-9)
 
 
+@jax.custom_vjp
+def clipped_backward(rows):
+    return rows
+
+
+clipped_backward.defvjp(lambda rows: (rows, None), lambda _, cotangent: (jnp.clip(cotangent, -0.05, 0.05),))
+
+
+def test_a_weighted_mean_whose_backward_pass_is_not_linear(float64):
+    """It must see its own factor, so that the weight is added up beforehand: and is known for microbatches still."""
+
+    def total(params, batch):
+        rows = clipped_backward(meshes.outputs_of(params, batch))
+        return jnp.sum(jnp.sum((rows - batch["y"]) ** 2, axis=-1) * batch["mask"])
+
+    params, batch = meshes.parameters(), batch_of()
+    number = batch["mask"].sum()
+    noise = noise_of(lambda p, b: total(p, b) / jnp.sum(b["mask"]), params, batch, microbatch_size=3)
+    parts = cut(batch, 3)
+    sums = [number * flat(jax.grad(lambda p, part=part: total(p, part) / number)(params)) for part in parts]
+    units = np.asarray([part["mask"].sum() for part in parts])
+    np.testing.assert_allclose(told(noise), statistics(np.stack(sums), units), rtol=1e-8)
+    plain = noise_of(meshes.masked, params, batch, microbatch_size=3)
+    assert abs(plain.value / noise.value - 1) > 0.01  # the control: it is not linear
+
+
 def test_unweighted_statistics_would_differ(float64):
     """The control: by examples, the noise of a weighted mean is another."""
     params, batch = meshes.parameters(), batch_of()

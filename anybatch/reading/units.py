@@ -13,11 +13,9 @@ import numpy as np
 
 from anybatch import compat
 from anybatch.errors import CoupledError, InputError
-from anybatch.loss import TracedLoss
 from anybatch.reading.constants import constant_value
 from anybatch.reading.graph import Value
 from anybatch.reading.kinds import kind_of
-from anybatch.reading.loss_reading import split_loss
 from anybatch.reading.split import Seeds, Split, ancestors
 from anybatch.reading.states import SUM, Mixed
 
@@ -29,27 +27,33 @@ _DECLARE = (
 )
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Units:
-    """What a microbatch counts."""
+    """What a microbatch counts: its examples, or a weight."""
 
-    weight: int | None = None  # where its weight is in the frontier; None if it counts examples
+    weight: Value | None = None  # a sum over the examples, of data alone
+    split: Split | None = None  # in which it is one
+
+    def of_microbatch(self, inputs: Sequence[Any], start: Any, size: int, origin: Any, runs: int) -> Any:
+        """How much a microbatch counts; the arguments are those of `Split.prefix`."""
+        if self.weight is None or self.split is None:
+            return size
+        (weight,) = self.split.prefix(inputs, None, [], start, size, [self.weight], origin, runs)
+        return weight.reshape(())
 
 
-def split_with_weights(loss: TracedLoss, consts: Sequence[Any], *, fresh_draws: bool) -> Split | None:
-    """The loss, split so that a weight is added up along with the gradient: known for each microbatch. Or None."""
-    split = split_loss(loss, consts, fresh_draws=fresh_draws, sums_data_later=True)
-    return None if split.seeds == Seeds.BETWEEN or _couples(split) else split
-
-
-def units_of(split: Split) -> Units:
+def units_of(split: Split, later: Split) -> Units:
     """What the microbatches of a loss count.
+
+    Args:
+      split: the loss, as its gradient is computed.
+      later: the loss, split so that sums of data alone are left to the microbatches.
 
     Raises:
       CoupledError: for a loss that looks across examples.
       InputError: for one whose microbatches are known to count neither examples nor one weight.
     """
-    loss = split.graph.outputs[0]
+    loss = later.graph.outputs[0]
     if _couples(split):
         where = f" at {split.reader.blames[0]}." if split.reader.blames else "."
         raise CoupledError(
@@ -57,24 +61,24 @@ def units_of(split: Split) -> Units:
             "which it does not have. Keep the examples apart there. Or declare it, which makes it another loss that "
             'looks across the examples of each microbatch by itself: reduction="mean".'
         )
-    if split.seeds == Seeds.NONE:
-        return Units()
     if split.hoisted:
         raise _unknown(split, "with a custom backward pass of parameters alone that is not linear")
-    if any(split.reader.uses_batch[value] for value in _known_first(split, loss)):
+    if _couples(later) or any(later.reader.uses_batch[value] for value in _known_first(later, loss)):
         raise _unknown(split, "in which examples are divided by, or compared with, what is computed from all of them")
-    if split.seeds == Seeds.BETWEEN:
-        raise _unknown(split, "of several sums")
-    if _own_gradient_varies(split):
-        raise _unknown(split, "that multiplies parameters by a function of sums over the examples")
-    if split.seeds == Seeds.BEFORE:
+    if later.seeds == Seeds.NONE:
         return Units()
-    (total,) = split.differentiated
-    others = [position for position in _reached(split, loss) if position != total]
+    if _own_gradient_varies(later):
+        raise _unknown(split, "that multiplies parameters by a function of sums over the examples")
+    if later.seeds == Seeds.BEFORE:
+        return Units()
+    if len(later.differentiated) > 1 or later.frontier[later.differentiated[0]].size > 1:
+        raise _unknown(split, "of several sums")
+    total = later.frontier[later.differentiated[0]]
+    others = [value for value in _reached(later, loss) if value is not total]
     if not others:
         return Units()
-    if len(others) == 1 and _is_ratio(split, loss, split.frontier[total], split.frontier[others[0]]):
-        return Units(others[0])
+    if len(others) == 1 and _is_ratio(later, loss, total, others[0]):
+        return Units(others[0], later)
     raise _unknown(split, "with a denominator that is not known to count anything")
 
 
@@ -99,10 +103,10 @@ def _known_first(split: Split, loss: Value) -> Iterator[Value]:
                 yield value
 
 
-def _reached(split: Split, loss: Value) -> list[int]:
+def _reached(split: Split, loss: Value) -> list[Value]:
     """The values of the frontier that the loss is computed from."""
-    frontier = {value: position for position, value in enumerate(split.frontier)}
-    found: set[int] = set()
+    frontier = set(split.frontier)
+    found: list[Value] = []
     seen: set[Value] = set()
     pending = [loss]
     while pending:
@@ -111,10 +115,10 @@ def _reached(split: Split, loss: Value) -> list[int]:
             continue
         seen.add(value)
         if value in frontier:
-            found.add(frontier[value])
+            found.append(value)
         elif value.node is not None:
             pending.extend(value.node.inputs)
-    return sorted(found)
+    return found
 
 
 def _own_gradient_varies(split: Split) -> bool:

@@ -167,7 +167,7 @@ class Prefix:
             with jax.named_scope("anybatch_last_microbatch"):
                 last, pullback, mine = run(self.last, cut.last_start, cut.remainder)
                 (grads,) = pullback(mine)
-            noise = self._with_square(noise, grads, cut.remainder, last)
+            noise = self._with_square(noise, grads, cut.last_start, cut.remainder)
         start, grads = first_start(cut, grads)
         accumulators = [jax.new_ref(leaf) for leaf in grads] if mutate else None
 
@@ -179,7 +179,7 @@ class Prefix:
                     pullback.with_refs(accumulators)(mine)
                 else:
                     own = self.part.apart(pullback(mine)[0])
-                    grads, noise = jax.tree.map(jnp.add, grads, own), self._with_square(noise, own, cut.size, made)
+                    grads, noise = jax.tree.map(jnp.add, grads, own), self._with_square(noise, own, first, cut.size)
             kept = (self._add(sums, made), self._emitted(made)) if keeps_frontier else ([], [])
             return (first + cut.step, kept[0], grads, noise), kept[1]
 
@@ -190,11 +190,13 @@ class Prefix:
             grads = [jax.freeze(accumulator) for accumulator in accumulators]
         return grads, self._finish(sums, emitted, last) if keeps_frontier else [], noise
 
-    def _with_square(self, noise: list[Any], grads: list[Any], size: int, made: Sequence[Any]) -> list[Any]:
+    def _with_square(self, noise: list[Any], grads: list[Any], start: Any, size: int) -> list[Any]:
         if self.units is None:
             return []
-        weight = self.units.weight
-        return squares.add(noise, grads, size if weight is None else made[weight].reshape(()))
+        given = self.given
+        return squares.add(
+            noise, grads, self.units.of_microbatch(given.inputs, start, size, given.origin, self.cut.runs)
+        )
 
     def _call(self, traced: compat.Traced, variables: list[Any], start: Any) -> list[Any]:
         given, start = self.given, jnp.asarray(start, jnp.int32)

@@ -146,13 +146,12 @@ def value_and_grad(
 
 def _noise(microbatches: Microbatches, noise: list[Any], grads: list[Any], sums: list[Any]) -> list[Any]:
     """The summary of the squares, in the scale of the gradient."""
-    of_microbatches, number = noise
     outputs = microbatches.outputs
-    if microbatches.divides_at_end:  # twice, as a square is
-        of_microbatches = outputs.mean(outputs.mean(of_microbatches, sums), sums)
-    units = sums[1] if outputs.weighted else microbatches.examples
+    if microbatches.divides_at_end:
+        factor = outputs.mean(jnp.ones_like(noise[0]), sums)
+        noise = squares.scaled(noise, factor * factor)
     square = squares.square(grads)
-    return squares.summary([of_microbatches, number], square, square, units)
+    return squares.summary(noise, square, square)
 
 
 def _sorted(whole: tuple[Any, ...], batch: list[Any]) -> tuple[Consts, Arrays]:

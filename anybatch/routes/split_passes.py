@@ -201,7 +201,7 @@ def value_and_grad(
     else:
         frontier = passes.forward(variables, inputs, known)
         value, aux, grads, seeds = differentiated_head(frontier)
-        summed, _, _ = passes.backward(variables, inputs, known, seeds, keeps_frontier=False)
+        summed, _, noise = passes.backward(variables, inputs, known, seeds, keeps_frontier=False)
         grads = [_plus(total, grad) for total, grad in zip(summed, grads, strict=True)]
 
     with jax.named_scope("anybatch_reduce"):
@@ -210,23 +210,20 @@ def value_and_grad(
             (pulled,) = pull_hoisted([grad.astype(leaf.dtype) for grad, leaf in zip(of_hoisted, hoisted, strict=True)])
             own = [_plus(grad, more) for grad, more in zip(own, pulled, strict=True)]
         if passes.units is not None:
-            noise = _noise(passes, noise, summed, own, frontier, factor)
+            noise = _noise(split.loss.num_examples, noise, summed, own, factor)
         return value, aux, [grad.astype(leaf.dtype) for grad, leaf in zip(own, wrt, strict=True)], noise
 
 
-def _noise(passes: Passes, sums: list[Any], summed: list[Any], grads: list[Any], frontier: Any, factor: Any) -> Any:
+def _noise(examples: int, sums: list[Any], summed: list[Any], grads: list[Any], factor: Any) -> list[Any]:
     """The summary of the squares, in the scale of the gradient."""
-    examples, weight = passes.split.loss.num_examples, passes.units.weight if passes.units else None
     of_all = squares.square(grads)
     if not sums:  # the gradient does not depend on the examples
         return [jnp.zeros_like(of_all), of_all, *(jnp.asarray(count, of_all.dtype) for count in (examples, examples))]
-    of_microbatches, number = sums
     of_data = squares.square(summed)
     if factor is not None:
-        scale = factor.astype(of_data.dtype)
-        of_microbatches, of_data = of_microbatches * scale * scale, of_data * scale * scale
-    units = examples if weight is None else frontier[weight].reshape(())
-    return squares.summary([of_microbatches, number], of_data, of_all, units)
+        scale = jnp.square(factor.astype(of_data.dtype))
+        sums, of_data = squares.scaled(sums, scale), of_data * scale
+    return squares.summary(sums, of_data, of_all)
 
 
 def _plus(total: jax.Array, grad: jax.Array) -> jax.Array:

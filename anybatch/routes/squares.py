@@ -1,7 +1,7 @@
 """The squares of the gradients of microbatches, from which the noise in their sum is known.
 
 A microbatch adds `c` to the gradient and counts `n` units. What is carried through the loop, and added up over parts,
-are two numbers: the sum of `|c|**2 / n`, and how many microbatches had any units.
+are three numbers: the sum of `|c|**2 / n`, the sum of `n`, and how many microbatches had any units.
 """
 
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-CARRIED = 2
+CARRIED = 3
 SUMMARY = 4  # numbers of `summary`
 
 
@@ -27,12 +27,13 @@ def add(sums: Sequence[jax.Array], grads: Sequence[Any], units: Any) -> list[jax
       grads: what it adds to the gradient.
       units: how many it counts. If none, it has no gradient either.
     """
-    squares, number = sums
+    squares, total, number = sums
     units = jnp.asarray(units).astype(squares.dtype)
     has_units = units > 0
     own = square(grads) / jnp.where(has_units, units, jnp.ones_like(units))
     return [
         squares + jnp.where(has_units, own, jnp.zeros_like(own)).astype(squares.dtype),
+        total + jnp.where(has_units, units, jnp.zeros_like(units)),
         number + has_units.astype(number.dtype),
     ]
 
@@ -47,17 +48,21 @@ def square(grads: Sequence[Any]) -> jax.Array:
     return total
 
 
-def summary(sums: Sequence[jax.Array], of_data: jax.Array, of_all: jax.Array, units: Any) -> list[jax.Array]:
+def scaled(sums: Sequence[jax.Array], factor: jax.Array) -> list[jax.Array]:
+    """The sums, with squares that are so much larger."""
+    squares, *counts = sums
+    return [squares * factor, *counts]
+
+
+def summary(sums: Sequence[jax.Array], of_data: jax.Array, of_all: jax.Array) -> list[jax.Array]:
     """What `NoiseScale.of_step` takes.
 
     Args:
       sums: of all microbatches, in the scale of the gradient.
       of_data: the square of the gradient that they add up to.
       of_all: the square of the whole gradient, with terms that depend on the parameters alone and have no noise.
-      units: how many there are.
     """
-    squares, number = sums
-    units = jnp.asarray(units).astype(squares.dtype)
+    squares, units, number = sums
     return [squares * units - of_data, of_all, units, number]
 
 
