@@ -5,9 +5,9 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 
+from anybatch.factors.dtypes import common
 from anybatch.factors.evaluation import Body, Source
 from anybatch.factors.recognition import terms_of, value_of
 from anybatch.factors.terms import Lookups, Product, Term, Value
@@ -135,7 +135,7 @@ def gram_cost(products: Sequence[Product], lookups: Sequence[Lookups]) -> float:
 def direct_cost(products: Sequence[Product]) -> float:
     """The same from its gradient, computed and kept."""
     left, right = products[0].widths
-    size = jnp.result_type(*products[0].dtypes).itemsize
+    size = common(*products[0].dtypes).itemsize
     return float(_TIMES_MOVED * products[0].copies * left * right * size)
 
 

@@ -12,7 +12,7 @@ from anybatch.arguments import Arrays
 from anybatch.factors import evaluation
 from anybatch.factors.choice import Leaf, choose
 from anybatch.factors.evaluation import Body, Source
-from anybatch.factors.squares import Squares, gradient_of, is_doubtful, squares_of, wide
+from anybatch.factors.squares import Squares, added, gradient_of, is_doubtful, squares_of
 from anybatch.factors.sums import add_weighted
 from anybatch.factors.terms import Value, identity
 from anybatch.loss import TracedLoss
@@ -150,5 +150,4 @@ class Kept:
 
 def add_squares(squares: Sequence[Any], values: Any) -> Any:
     """Their sum, for as many examples as there are values."""
-    start = jnp.zeros(values.shape[:1], wide(jnp.float32))
-    return functools.reduce(lambda one, other: one + other, squares, start)
+    return added([jnp.zeros(values.shape[:1], jnp.float32), *squares])

@@ -1,5 +1,6 @@
 """Squared norms of the gradients of some examples with respect to one parameter, from what is kept of them."""
 
+import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -8,6 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from anybatch.factors.choice import Leaf
+from anybatch.factors.dtypes import common, wide
 from anybatch.factors.terms import Lookups, Product, Value
 
 # Of what is added up, the share that may get lost: many roundings, but of either sign.
@@ -23,11 +25,6 @@ class Squares(NamedTuple):
     square: Any
     doubt: Any  # by how much sums that cancel may have changed it
     slack: Any  # by how much a weighted sum of narrow factors may exceed it, relative to its weight
-
-
-def wide(dtype: Any) -> Any:
-    """The dtype in which squares are added up."""
-    return jnp.promote_types(dtype, jnp.float32)
 
 
 def squares_of(leaf: Leaf, arrays: Sequence[Any]) -> Squares:
@@ -49,10 +46,16 @@ def squares_of(leaf: Leaf, arrays: Sequence[Any]) -> Squares:
     return _exactly(square_of(value[1][0]) * value[0].way.scale ** 2)
 
 
+def added(squares: Sequence[Any]) -> Any:
+    """The sum of squares, which may be of different dtypes."""
+    dtype = wide(*(each.dtype for each in squares))
+    return functools.reduce(jnp.add, [each.astype(dtype) for each in squares])
+
+
 def is_doubtful(leaves: Sequence[Leaf], squares: Sequence[Squares]) -> Any:
     """For each example whether sums have cancelled so much that its norm is not to be trusted."""
-    total = sum(each.square for each in squares)
-    doubt = sum(each.doubt for each in squares)
+    total = added([each.square for each in squares])
+    doubt = added([each.doubt for each in squares])
     narrow = min((_narrowest(leaf) for leaf in leaves if leaf.products), default=4)
     return jnp.isfinite(total) & (doubt > _OFF[narrow] * total)
 
@@ -60,13 +63,14 @@ def is_doubtful(leaves: Sequence[Leaf], squares: Sequence[Squares]) -> Any:
 def gradient_of(leaf: Leaf, arrays: Sequence[Any]) -> Any:
     """The gradient of one example, in the dtype of its sums."""
     parts = _per_term(leaf, arrays)
-    total: Any = 0
+    total: Any = None
     for term, mine in parts:
         if isinstance(term, Product):
             left, right = mine
+            dtype = wide(left.dtype, right.dtype)
             raw = lax.dot_general(
-                left.astype(wide(left.dtype)),
-                right.astype(wide(right.dtype)),
+                left.astype(dtype),
+                right.astype(dtype),
                 (term.contract, term.batch),
                 precision=lax.Precision.HIGHEST,
             )
@@ -77,7 +81,7 @@ def gradient_of(leaf: Leaf, arrays: Sequence[Any]) -> Any:
             raw = jnp.zeros((term.shape[0], rows.shape[-1]), wide(rows.dtype))
             raw = raw.at[index[0]].add(rows[0].astype(raw.dtype), mode="drop").reshape(term.shape)
         moved = term.way(raw) if len(parts) > 1 else raw * term.way.scale
-        total = total + moved
+        total = moved if total is None else total + moved.astype(total.dtype)
     return total
 
 
@@ -114,11 +118,11 @@ def sides_of(term: Product, left: Any, right: Any) -> tuple[Any, Any]:
 def _times(left: Any, right: Any) -> Any:
     """Products of all vectors of one with all of the other, (..., vectors, entries) each."""
     batch = tuple(range(left.ndim - 2))
-    dtype = wide(jnp.promote_types(left.dtype, right.dtype))
+    dtype = wide(left.dtype, right.dtype)
     # Narrow numbers are multiplied as they are, which is exact; others without rounding them first.
     return lax.dot_general(
         left,
-        right,
+        right.astype(left.dtype),
         (((left.ndim - 1,), (right.ndim - 1,)), (batch, batch)),
         precision=lax.Precision.HIGHEST,
         preferred_element_type=dtype,
@@ -135,12 +139,15 @@ def _from_factors(leaf: Leaf, parts: list[tuple[Any, list[Any]]]) -> Squares:
         first, second, scale = None, None, 1.0
     if first is not None and first.shape[2] == 1:
         one, other = (jnp.sum(jnp.square(side.astype(wide(side.dtype))), axis=(2, 3)) for side in (first, second))
-        square = jnp.sum(one * other, axis=1) * scale
+        dtype = wide(one.dtype, other.dtype)
+        square = jnp.sum(one.astype(dtype) * other.astype(dtype), axis=1) * scale
         return Squares(square, jnp.zeros_like(square), _slack(leaf, square, square))
     if first is None:
         pairs = _pairs(parts)
     else:
-        pairs = _times(first, first) * _times(second, second)
+        one, other = _times(first, first), _times(second, second)
+        dtype = wide(one.dtype, other.dtype)
+        pairs = one.astype(dtype) * other.astype(dtype)
     axes = tuple(range(1, pairs.ndim))
     square, most = jnp.sum(pairs, axis=axes), jnp.sum(jnp.abs(pairs), axis=axes)
     alone = jnp.sum(jnp.diagonal(pairs, axis1=-2, axis2=-1), axis=axes[:-1])
@@ -175,29 +182,30 @@ def _pairs(parts: list[tuple[Any, list[Any]]]) -> Any:
             columns.append(column * jnp.asarray(term.way.scale, column.dtype))
         else:
             looked_up.append((term, mine))
-    dense = jnp.concatenate(rows, axis=1) if len(rows) > 1 else rows[0]
+    side = common(*(row.dtype for row in rows))
+    dense = jnp.concatenate([row.astype(side) for row in rows], axis=1)
     within = _times(dense, dense)
     if looked_up:
         index, updates = _joined(looked_up)
         columns.append(updates)
         between = jnp.take_along_axis(dense, index[:, None, :], axis=2, mode="fill", fill_value=0).astype(within.dtype)
-        is_row = (index >= 0) & (index < looked_up[0][0].shape[0])
-        same = (index[:, :, None] == index[:, None, :]) & is_row[:, :, None]
+        same = index[:, :, None] == index[:, None, :]
         top = jnp.concatenate([within, between], axis=2)
         bottom = jnp.concatenate([jnp.swapaxes(between, 1, 2), same.astype(within.dtype)], axis=2)
         within = jnp.concatenate([top, bottom], axis=1)
-    common = jnp.result_type(*(column.dtype for column in columns))
-    every = jnp.concatenate([column.astype(common) for column in columns], axis=1)
-    return within * _times(every, every)
+    dtype = common(*(column.dtype for column in columns))
+    every = jnp.concatenate([column.astype(dtype) for column in columns], axis=1)
+    products = _times(every, every)
+    return within.astype(wide(within.dtype, products.dtype)) * products
 
 
 def _joined(looked_up: list[tuple[Any, list[Any]]]) -> tuple[Any, Any]:
     """The indices and rows of several terms: (examples, number), (examples, number, entries)."""
     pairs = [rows_of(term, *mine) for term, mine in looked_up]
-    common = jnp.result_type(*(rows.dtype for _, rows in pairs))
+    dtype = common(*(rows.dtype for _, rows in pairs))
     return (
         jnp.concatenate([index for index, _ in pairs], axis=1),
-        jnp.concatenate([rows.astype(common) for _, rows in pairs], axis=1),
+        jnp.concatenate([rows.astype(dtype) for _, rows in pairs], axis=1),
     )
 
 
@@ -209,6 +217,7 @@ def rows_of(term: Lookups, index: Any, update: Any) -> tuple[Any, Any]:
     # A negative index is none to the table, but would be one from its end to what takes rows here.
     index = jnp.where(index < 0, term.shape[0], index)
     rows = update.reshape(*index.shape, -1)
+    rows = jnp.where((index < term.shape[0])[:, :, None], rows, jnp.zeros_like(rows))
     return index, rows * jnp.asarray(term.way.scale, rows.dtype)
 
 
@@ -229,13 +238,13 @@ def _with_rows(value: tuple[Any, list[Any]], looked_up: list[tuple[Any, list[Any
     index, rows = _joined(looked_up)
     table = jax.vmap(term.way)(array) if term.way.steps_move else array * jnp.asarray(term.way.scale, array.dtype)
     table = table.reshape(*table.shape[:2], -1)
-    dtype = wide(jnp.promote_types(table.dtype, rows.dtype))
+    dtype = wide(table.dtype, rows.dtype)
 
     def of_example(table: Any, index: Any, rows: Any) -> Any:
         index, added = _added_up(index, rows.astype(dtype))
         alone = jnp.sum(jnp.square(table.astype(dtype)), axis=1).at[index].set(0, mode="drop")
         met = jnp.take(table, index, axis=0, mode="fill", fill_value=0).astype(dtype)
-        return jnp.sum(alone) + jnp.sum(jnp.square(jnp.where((index < table.shape[0])[:, None], met + added, 0)))
+        return jnp.sum(alone) + jnp.sum(jnp.square(met + added))
 
     return jax.vmap(of_example)(table, index, rows)
 

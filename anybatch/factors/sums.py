@@ -8,6 +8,7 @@ import numpy as np
 from jax import lax
 
 from anybatch.factors.choice import Leaf
+from anybatch.factors.dtypes import common
 from anybatch.factors.squares import rows_of
 from anybatch.factors.terms import Lookups, Product
 
@@ -42,13 +43,13 @@ def _product(term: Product, arrays: Sequence[Any], weights: Any, dtype: Any) -> 
         left = _scaled(left, weights)
     else:
         right = _scaled(right, weights)
-    common = jnp.promote_types(left.dtype, right.dtype)
+    narrow = common(left.dtype, right.dtype)
 
     def merged(array: Any, side: int) -> Any:
         """(copies, examples and summands, entries): XLA on the CPU multiplies narrow numbers in this form only."""
         axes = [*(axis + 1 for axis in term.batch[side]), 0]
         axes += [axis + 1 for axis in (*term.contract[side], *term.free(side))]
-        array = jnp.transpose(array.astype(common), axes)
+        array = jnp.transpose(array.astype(narrow), axes)
         return array.reshape(term.copies, -1, term.widths[side])
 
     product = lax.dot_general(
@@ -56,7 +57,7 @@ def _product(term: Product, arrays: Sequence[Any], weights: Any, dtype: Any) -> 
         merged(right, 1),
         (((1,), (1,)), ((0,), (0,))),
         precision=term.precision,
-        preferred_element_type=jnp.promote_types(common, dtype),
+        preferred_element_type=common(narrow, dtype),
     )
     return product.astype(dtype).reshape(term.product_shape)
 

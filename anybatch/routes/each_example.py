@@ -241,7 +241,7 @@ class EachExample:
                 norms = [jnp.where(is_finite, norm, jnp.zeros_like(norm)) for norm in norms]
             rows += [norm if is_padding is None else jnp.where(is_padding, 0, norm) for norm in norms]
         if self.sums:
-            weights = jnp.where(is_finite, _weights(bound, clip_norm), 0 if self.nan_safe else jnp.nan)
+            weights = jnp.where(is_finite, _weights(bound, clip_norm), 0.0 if self.nan_safe else jnp.nan)
             weights = jnp.where(counts & ~is_doubtful, weights, 0)
             *totals, value = sums
             if grads is None:
