@@ -498,3 +498,15 @@ def test_steps_over_a_mesh(compiled):
             state, _ = step(state, jax.tree.map(lambda array, rows=indices: array[rows], data), is_padding=is_padding)
         ends.append(state.params)
     assert distance(*ends) < 1e-5
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("where", ["parameters", "batch"])
+def test_arrays_that_lie_elsewhere_are_put_on_the_mesh(where):
+    mesh, elsewhere = mesh_of(4), jax.devices()[5]
+    params, batch = parameters(), examples(8)
+    step = dp_sgd(mesh=mesh, microbatch_size=2)
+    placed = jax.device_put(params if where == "parameters" else batch, elsewhere)
+    state = step.init(placed if where == "parameters" else params, privacy.secret_key())
+    state, _ = step(state, placed if where == "batch" else batch)
+    assert state.params["w"].sharding.device_set == set(mesh.devices.flat)

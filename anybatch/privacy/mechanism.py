@@ -91,6 +91,11 @@ class PrivateGrad:
         return (gradient, extra) if self.has_extra else gradient
 
     @property
+    def mesh(self) -> jax.sharding.Mesh | None:
+        """The devices over which batches are spread, if any were given."""
+        return self._options.get("mesh")
+
+    @property
     def has_extra(self) -> bool:
         """Whether there is something beside the gradient: values, norms or aux. None of it is private."""
         asked = [self._options.get(name, False) for name in ("return_values", "return_norms")]

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from anybatch.errors import InputError
 from anybatch.privacy.accounting import epsilon
@@ -76,6 +77,7 @@ class DpSgd:
         check_floating("params", params)
         check_optimizer(self.optimizer, params)
         LEDGER.begin_run(key, allow_reuse=self.gradient.allow_key_reuse)
+        params, key = _on_mesh((params, key), self.gradient.mesh)
         return State(params, self.optimizer.init(params), jax.random.fold_in(key, _PURPOSE), jnp.zeros((), jnp.int32))
 
     def __call__(self, state: State, *batch: Any, is_padding: Any = None, **kwargs: Any) -> tuple[State, Metrics]:
@@ -89,6 +91,8 @@ class DpSgd:
             LEDGER.check_step(state.key)
         is_padding = None if is_padding is None else _as_array(is_padding)
         self.gradient.check((state.params, *batch), kwargs, is_padding)  # while it can be seen what is padding
+        used = state.key
+        state, batch, kwargs, is_padding = _on_mesh((state, batch, kwargs, is_padding), self.gradient.mesh)
         if self._is_compiled:
             leaves, tree = jax.tree.flatten((batch, kwargs, is_padding))
             # Python numbers and strings are constants of the program, as everywhere in this library.
@@ -96,7 +100,7 @@ class DpSgd:
             results = self._step(state, [leaf for leaf in leaves if is_array(leaf)], (tree, fixed))
         else:
             results = self._taken(state, batch, kwargs, is_padding)
-        LEDGER.record_step(state.key)
+        LEDGER.record_step(used)
         return results
 
     def epsilon(self, state: State, delta: float, accountant: str = "pld") -> float:
@@ -189,8 +193,7 @@ def dp_sgd(
       has_aux: whether `fun` returns a pair `(loss, aux)`.
       allow_no_noise: accepts `noise_multiplier=0`, which is not private, and with it `clip_norm=inf`.
       allow_key_reuse: accepts a key, or a state, that was used before: private only if one of the results is released.
-      jit: whether a step is compiled as a whole. Otherwise each call traces the loss, which may read what has changed,
-        and arrays that lie elsewhere are put on the `mesh=`.
+      jit: whether a step is compiled as a whole. Otherwise each call traces the loss, which may read what has changed.
       **options: of `ab.clipped_grad`: `microbatch_size`, `method`, `batch_argnums`, `mesh`, ...
 
     Returns:
@@ -227,6 +230,18 @@ def dp_sgd(
         options=options,
     )
     return DpSgd(gradient, optimizer, jit=jit)
+
+
+def _on_mesh(tree: Any, mesh: Mesh | None) -> Any:
+    """Arrays that were put on other devices than those of the mesh, on all of these; the rest as it is."""
+
+    def put(leaf: Any) -> Any:
+        if mesh is None or isinstance(leaf, jax.core.Tracer) or not isinstance(leaf, jax.Array):
+            return leaf
+        is_there = not leaf.committed or leaf.sharding.device_set == set(mesh.devices.flat)
+        return leaf if is_there else jax.device_put(leaf, NamedSharding(mesh, PartitionSpec()))
+
+    return jax.tree.map(put, tree)
 
 
 def _as_array(is_padding: Any) -> Any:
