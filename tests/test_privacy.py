@@ -138,16 +138,15 @@ def test_narrow_parameters_are_noised_before_they_are_rounded():
     """A sum of 400 in bfloat16 moves in steps larger than what one example adds."""
     narrow_loss, params, batch = narrow_problem()
     options = {"clip_norm": 1.0, "microbatch_size": None}
-    with jax.numpy_dtype_promotion("standard"):
-        grad = privacy.private_grad(narrow_loss, noise_multiplier=1.0, expected_batch_size=400, **options)
-        (whole, _), (rest, _) = (grad.clipped((params, each), {}, None) for each in (batch, without_first(batch)))
-        assert distance(whole, rest) <= grad.sensitivity * rounding(400)
-        assert grad(params, batch, noise_key=privacy.secret_key())["w"].dtype == jnp.bfloat16
-        # The control: rounded first, one example may change it by more.
-        rounded = ab.clipped_grad(narrow_loss, normalize_by=400.0, **options)
-        compiled = jax.jit(lambda first: rounded(params, batch, is_padding=jnp.arange(400) < first))
-        sums = [compiled(first) for first in range(100)]
-        assert max(itertools.starmap(distance, itertools.pairwise(sums))) > 1.5 * rounded.sensitivity()
+    grad = privacy.private_grad(narrow_loss, noise_multiplier=1.0, expected_batch_size=400, **options)
+    (whole, _), (rest, _) = (grad.clipped((params, each), {}, None) for each in (batch, without_first(batch)))
+    assert distance(whole, rest) <= grad.sensitivity * rounding(400)
+    assert grad(params, batch, noise_key=privacy.secret_key())["w"].dtype == jnp.bfloat16
+    # The control: rounded first, one example may change it by more.
+    rounded = ab.clipped_grad(narrow_loss, normalize_by=400.0, **options)
+    compiled = jax.jit(lambda first: rounded(params, batch, is_padding=jnp.arange(400) < first))
+    sums = [compiled(first) for first in range(100)]
+    assert max(itertools.starmap(distance, itertools.pairwise(sums))) > 1.5 * rounded.sensitivity()
 
 
 # Noise --------------------------------------------------------------------------------------------------------------
