@@ -106,7 +106,12 @@ class ExampleGradient(Gradient):
             sums, rows = each(place, Inputs(consts, arrays, clip_norm, padding))
             if sums:
                 types = [*each.transformed, loss.out_avals[0]]
-                divided = [total / jnp.asarray(normalize_by, total.dtype) for total in sums]
+                # Dividing by 1 would be one more pass over all of them.
+                divided = (
+                    sums
+                    if own.normalize_by == 1
+                    else [total / jnp.asarray(normalize_by, total.dtype) for total in sums]
+                )
                 sums = [total.astype(like.dtype) for total, like in zip(divided, types, strict=True)]
                 if self.field is not None and own.transform is None:
                     sums = [*self.field.as_parameters(sums[:-1]), sums[-1]]

@@ -14,6 +14,8 @@ from anybatch.factors.terms import Lookups, Product, Value
 
 # Of what is added up, the share that may get lost: many roundings, but of either sign.
 _LOST = {4: 2.0**-21, 8: 2.0**-49}
+_FEW = 2048  # indices
+
 # A norm may be off by this much before it is computed in another way: by next to nothing, or by what the rounding of
 # narrow factors makes of it anyway.
 _OFF = {2: 2.0**-10, 4: 2.0**-15, 8: 2.0**-40}
@@ -250,10 +252,15 @@ def _with_rows(value: tuple[Any, list[Any]], looked_up: list[tuple[Any, list[Any
 
 
 def _added_up(index: Any, rows: Any) -> tuple[Any, Any]:
-    """Rows with the same index added up, by sorting: those that are left over have an index beyond any table."""
+    """Rows with the same index added up, each at the place of one of them; other places have an index beyond any."""
+    number = index.shape[0]
+    beyond = jnp.full_like(index, jnp.iinfo(index.dtype).max)
+    if number <= _FEW:  # all pairs are compared sooner than they are sorted
+        place = jnp.argmax(index[:, None] == index[None, :], axis=1)
+        added = jnp.zeros_like(rows).at[place].add(rows)
+        return jnp.where(place == jnp.arange(number), index, beyond), added
     order = jnp.argsort(index)
     index, rows = index[order], rows[order]
     segment = jnp.cumsum(jnp.concatenate([jnp.zeros(1, bool), index[1:] != index[:-1]]))
-    added = jax.ops.segment_sum(rows, segment, num_segments=index.shape[0], indices_are_sorted=True)
-    beyond = jnp.full_like(index, jnp.iinfo(index.dtype).max)
+    added = jax.ops.segment_sum(rows, segment, num_segments=number, indices_are_sorted=True)
     return beyond.at[segment].set(index), added

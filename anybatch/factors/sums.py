@@ -32,7 +32,10 @@ def add_weighted(leaf: Leaf, arrays: Sequence[Any], weights: Any, start: Any) ->
         elif isinstance(term, Lookups):
             total = _add_rows(term, mine, weights, total)
         else:
-            total = total + term.way(_value(mine[0], weights, start.dtype)).reshape(start.shape)
+            summed = _value(mine[0], weights, start.dtype)
+            # Added up in the order in which they lie; what is moved is the sum, not every one of them.
+            summed = lax.optimization_barrier(summed) if term.way.steps_move else summed
+            total = total + term.way(summed).reshape(start.shape)
     return total
 
 
@@ -64,7 +67,7 @@ def _product(term: Product, arrays: Sequence[Any], weights: Any, dtype: Any) -> 
 
 def _scaled(array: Any, weights: Any) -> Any:
     weights = weights.reshape(-1, *[1] * (array.ndim - 1))
-    return _times(array, weights, weights.dtype).astype(array.dtype)
+    return (array.astype(weights.dtype) * weights).astype(array.dtype)
 
 
 def _value(array: Any, weights: Any, dtype: Any) -> Any:

@@ -94,18 +94,32 @@ class EachExample:
         return place(Work(over, whole, rows, [Rows(0)] * len(rows), gives, variables))
 
     def _over(self, part: Part, inputs: Inputs) -> tuple[list[Any], list[Any]]:
+        if not part.examples:
+            return self._start(inputs.arrays), self._no_rows(part, inputs)
         may_be_bad = self.nan_safe or inputs.is_padding is not None
-        if self.sums and self.program.multiplies and self.transform is None and may_be_bad and part.examples:
+        if self.sums and self.program.multiplies and self.transform is None and may_be_bad:
             found = self._until_good(part, inputs)
         else:
             found = self._microbatches(part, inputs, None)
-        if self._can_doubt and part.examples:
+        if self._can_doubt:
             found = self._one_by_one(part, inputs, found)
         return found.sums, found.rows
 
     @property
     def _can_doubt(self) -> bool:
         return self.transform is None and (self.sums or self.keeps_norms) and self.program.can_doubt
+
+    def _no_rows(self, part: Part, inputs: Inputs) -> list[Any]:
+        """The rows of no examples, in the types of those of one."""
+        arrays = inputs.arrays._replace(
+            batch=[jnp.zeros((1, *leaf.shape[1:]), leaf.dtype) for leaf in inputs.arrays.batch]
+        )
+        padding = None if inputs.is_padding is None else jnp.zeros(1, bool)
+        one = inputs._replace(arrays=arrays, is_padding=padding)
+        types = jax.eval_shape(
+            lambda: self._microbatches(dataclasses.replace(part, examples=1, runs=1), one, None).rows
+        )
+        return [_zeros(jax.ShapeDtypeStruct((0, *each.shape[1:]), each.dtype)) for each in types]
 
     def _until_good(self, part: Part, inputs: Inputs) -> Found:
         """All examples; and again without those whose gradients are not finite, for these would spoil the sums.
@@ -126,9 +140,12 @@ class EachExample:
         start = jax.tree.map(lambda each: _like_rows(_zeros(each), inputs.arrays.batch), types)
         again = _like_rows(jnp.asarray(True), inputs.arrays.batch)
         _, is_bad, found = lax.while_loop(lambda state: state[0], attempt, (again, nobody, start))
-        # Where none is good there was nothing to put in their places.
-        sums = [jnp.where(jnp.all(is_bad), jnp.zeros_like(each), each) for each in found.sums[:-1]]
-        return found._replace(sums=[*sums, found.sums[-1]])
+        # Where none is good, there was nothing to put in their places. A loop of no turns, else, touches no sum.
+        none = (jnp.all(is_bad), found.sums)
+        _, sums = lax.while_loop(
+            lambda state: state[0], lambda state: (~state[0], jax.tree.map(jnp.zeros_like, state[1])), none
+        )
+        return found._replace(sums=sums)
 
     def _one_by_one(self, part: Part, inputs: Inputs, found: Found) -> Found:
         """The examples whose norms are doubtful: from their gradients, computed as they are, one after the other."""
@@ -165,11 +182,8 @@ class EachExample:
                 found = self._microbatch(part, inputs, cut.size, row, sums, is_bad)
             return (row + cut.step, found.sums), found._replace(sums=[])
 
-        if cut.whole == 0:
-            if last is not None:
-                return last
-            types = jax.eval_shape(lambda: self._microbatch(part, inputs, 0, 0, sums, is_bad))
-            return jax.tree.map(_zeros, types)._replace(sums=sums)
+        if cut.whole == 0 and last is not None:
+            return last
         if cut.whole == 1 and last is None:
             return self._microbatch(part, inputs, cut.size, 0, sums, is_bad)
         (_, sums), stacked = lax.scan(step, (first_row, sums), length=cut.whole)
