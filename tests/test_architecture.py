@@ -25,7 +25,7 @@ FLOORS = [
         "reading.report",
     ],
     [
-        *("factors", "factors.evaluation", "factors.terms", "factors.recognition", "factors.choice"),
+        *("factors", "factors.dtypes", "factors.evaluation", "factors.terms", "factors.recognition", "factors.choice"),
         *("factors.squares", "factors.sums", "factors.gradients"),
         *(
             "routes",
