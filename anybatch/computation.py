@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -28,6 +28,7 @@ class Style(NamedTuple):
 
     remat: str | None = None  # a policy of jax.checkpoint
     reduce: str = "once"  # on a mesh, when gradients are added up: "once", or in "each" microbatch
+    method: str | None = None  # of per-example gradients: "factored" or "vmap"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,15 +42,17 @@ class Way:
     microbatch_size: int | None  # None, or no less than the examples there are: all of them at once
     remat: str | None = None
     reduce: str = "once"
+    method: str | None = None
 
     @property
     def style(self) -> Style:
-        return Style(self.remat, self.reduce)
+        return Style(self.remat, self.reduce, self.method)
 
     def __str__(self) -> str:
         remat = "" if self.remat is None else f', remat="{self.remat}"'
         reduce = "" if self.reduce == "once" else f', reduce="{self.reduce}"'
-        return f"microbatch_size={self.microbatch_size}{remat}{reduce}"
+        method = "" if self.method is None else f', method="{self.method}"'
+        return f"microbatch_size={self.microbatch_size}{remat}{reduce}{method}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -169,6 +172,11 @@ class Gradient:
             return (self.settings.fixed_reduce,)
         is_even = self.examples % field.over.devices == 0
         return ("once", "each") if field.is_sharded and is_even else ("once",)
+
+    methods: tuple[str | None, ...] = (None,)  # what there is to choose from, what is likely to be fastest first
+    noun = "gradient"  # what it is, in words
+    identity: Sequence[Any] = ()  # what decides about bytes and times beside the loss, its arguments and the settings
+    note = ""  # what there is to say about it, for people
 
     def route(self, way: Way) -> str:
         """What a way does, in words."""

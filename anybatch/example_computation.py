@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -14,8 +14,10 @@ from anybatch.arguments import Arguments
 from anybatch.computation import Computation, Gradient, Way
 from anybatch.errors import InputError
 from anybatch.example_settings import ExampleSettings
+from anybatch.factors.choice import kept_bytes
 from anybatch.factors.gradients import Program
 from anybatch.loss import TracedLoss, trace_loss
+from anybatch.memory import readable
 from anybatch.reading.report import Reading
 from anybatch.reading.split import Split
 from anybatch.routes.each_example import EachExample, Inputs
@@ -40,6 +42,7 @@ class ExampleGradient(Gradient):
     ) -> None:
         super().__init__(fun, settings.common, _varying(arguments))
         self.own = settings
+        self._programs: dict[str, Program] = {}
         self.is_padding = _check_padding(is_padding, self.examples)
         _check_keys(arguments)
 
@@ -68,21 +71,63 @@ class ExampleGradient(Gradient):
         raise AssertionError("Examples by themselves are not coupled")
 
     @property
-    def method(self) -> str:
-        """How gradients are computed: "vmap" or "factored"."""
+    def methods(self) -> tuple[str | None, ...]:  # type: ignore[override]
+        """How gradients may be computed: "factored" or "vmap"."""
         if self.own.method != "auto":
-            return self.own.method
+            return (self.own.method,)
         plain = self.own.transform is not None or self.own.wants == "gradients" or self.loss.traced.has_effects
-        return "vmap" if plain else "factored"
+        return ("vmap",) if plain else ("factored", "vmap")
+
+    @property
+    def program(self) -> Program:
+        """The gradient of one example, as it is computed if nothing else is planned."""
+        return self._program(None)
+
+    def _program(self, method: str | None) -> Program:
+        method = method or self.methods[0]
+        assert method is not None
+        if method not in self._programs:
+            # What devices of one model do together, they must do as often: nothing may depend on what is found.
+            self._programs[method] = Program(self.loss, method, "cost" if self._has_no_other_axes else "direct")
+        return self._programs[method]
+
+    @property
+    def noun(self) -> str:  # type: ignore[override]
+        """What is computed, in words."""
+        words = {"sum": "clipped gradient", "norms": "gradient norms", "gradients": "per-example gradients"}
+        return words[self.own.wants]
 
     @functools.cached_property
-    def program(self) -> Program:
-        # What devices of one model do together, they must do as often: nothing may depend on what is found.
-        return Program(self.loss, self.method, "cost" if self._has_no_other_axes else "direct")
+    def identity(self) -> Sequence[Any]:  # type: ignore[override]
+        """What decides about bytes and times, beside the loss and its arguments."""
+        own = self.own
+        transform = None
+        if own.transform is not None:
+            types = [jax.ShapeDtypeStruct(each.shape, each.dtype) for each in self.loss.types.wrt]
+            transform = str(jax.make_jaxpr(self._flat_transform)(types))
+        flags = [own.keep_batch_dim, own.nan_safe, own.return_values, own.return_norms, own.per_leaf]
+        return [own.wants, own.method, flags, own.normalize_by == 1, self.is_padding is not None, transform]
+
+    @property
+    def note(self) -> str:  # type: ignore[override]
+        """What is kept of every example instead of its gradient."""
+        program = self.program
+        if program.method == "vmap":
+            return ""
+        kinds = {
+            "gram": "the factors of {} parameters",
+            "direct": "the gradients of {}",
+            "rows": "rows of {} tables",
+            "direct and rows": "the gradients and rows of {} tables",
+        }
+        counts = {kind: sum(leaf.how == kind for leaf in program.leaves) for kind in kinds}
+        kept = [text.format(counts[kind]) for kind, text in kinds.items() if counts[kind]]
+        total = sum(kept_bytes(leaf) for leaf in program.leaves)
+        return f"Factored, it keeps of every example {', '.join(kept)}: {readable(total)} at most."
 
     def route(self, way: Way) -> str:
         """What a way does, in words."""
-        return {"vmap": "vmap(grad)", "factored": "factored"}[self.method]
+        return "vmap(grad)" if (way.method or self.methods[0]) == "vmap" else "factored"
 
     @property
     def reduces(self) -> tuple[str, ...]:
@@ -173,7 +218,7 @@ class ExampleGradient(Gradient):
     def _each(self, way: Way) -> EachExample:
         own = self.own
         return EachExample(
-            program=self.program,
+            program=self._program(way.method),
             size=self._size(way),
             accumulator_dtype=self.settings.accumulator_dtype,
             sums=own.wants == "sum",

@@ -1,5 +1,6 @@
 """`per_example_grads` and `per_example_norms`: what each example says by itself, in the memory you have."""
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -33,6 +34,16 @@ class ExampleFunction:
         """What one call asks for, to be planned or computed."""
         arguments = self.settings.common.roles.sort(self.fun, args, kwargs)
         return ExampleGradient(self.fun, self.settings, arguments, is_padding)
+
+    def planned(self, *, memory: Any, objective: Any) -> "ExampleFunction":
+        """The same, with a microbatch size that is yet to be planned."""
+        common = dataclasses.replace(
+            self.settings.common,
+            microbatch_size="auto",
+            memory=self.settings.common.memory if memory is None else memory,
+            objective=objective,
+        )
+        return ExampleFunction(self.fun, dataclasses.replace(self.settings, common=common))
 
     def _compute(self, args: tuple[Any, ...], kwargs: dict[str, Any], is_padding: Any) -> Results:
         gradient = self.gradient(args, kwargs, is_padding)

@@ -10,6 +10,7 @@ from anybatch import compat
 from anybatch.arguments import Roles
 from anybatch.computation import Gradient
 from anybatch.errors import InputError
+from anybatch.per_example import ExampleFunction
 from anybatch.planning.planner import Planner, say_that_nothing_fits
 from anybatch.planning.report import Plan
 from anybatch.settings import Settings
@@ -58,7 +59,8 @@ def plan(
     >>> value, grads = ab.value_and_grad(loss, microbatch_size=plan.microbatch_size)(w, batch)
 
     Args:
-      fun: the loss, as for `value_and_grad`.
+      fun: the loss, as for `value_and_grad`. Or what `clipped_grad`, `per_example_norms` or `per_example_grads` return:
+        their method is chosen too, and of what follows only `memory`, `objective`, `timed` and `progress` are for them.
       *args: its arguments: arrays, or `jax.ShapeDtypeStruct` for a batch that is not there yet, which is not timed.
       memory: what the gradient may take, with its arguments: bytes, a text as `"16GiB"`, or `"80%"` of what is left.
         By default, what the device has left, less a little (5%; on the CPU 10%).
@@ -123,7 +125,7 @@ def explain(fun: Callable[..., Any], *args: Any, progress: Callable[[str], None]
     ...
 
     Args:
-      fun: the loss, as for `value_and_grad`.
+      fun: the loss, as for `plan`.
       *args: its arguments, as for `plan`.
       progress: as for `plan`.
       **options: the other arguments of `plan`, and the keyword arguments of the loss.
@@ -157,6 +159,27 @@ _DEFAULTS: dict[str, Any] = {
 }
 
 
+def _gradients_of(fun: Callable[..., Any], options: dict[str, Any]) -> Callable[..., Gradient]:
+    """A function of the arguments of a call, and its keyword arguments, that gives the gradient it asks for."""
+    if isinstance(fun, ExampleFunction):
+        told = [name for name, default in _DEFAULTS.items() if name not in _OF_A_PLAN and options[name] != default]
+        if told:
+            raise InputError(
+                "The options of per-example gradients are those of the function that is planned",
+                given=", ".join(f"{name}={options[name]!r}" for name in told),
+                remedy=f"Pass them where the loss is wrapped, e.g. ab.clipped_grad(loss, ..., {told[0]}=...).",
+            )
+        planned = fun.planned(memory=options["memory"], objective=options["objective"])
+        return lambda args, kwargs: planned.gradient(args, kwargs, kwargs.pop("is_padding", None))
+    options = dict(options)
+    roles = Roles.of(**{name: options.pop(name) for name in ("argnums", "batch_argnums", "rng_argnums")})
+    settings = Settings.of(fun, roles=roles, microbatch_size="auto", **options)
+    return lambda args, kwargs: Gradient(fun, settings, roles.sort(fun, args, kwargs))
+
+
+_OF_A_PLAN = ("memory", "objective")
+
+
 def _plan(
     fun: Callable[..., Any],
     args: tuple[Any, ...],
@@ -173,9 +196,7 @@ def _plan(
             given="a call under jax.disable_jit()",
             remedy="Plan outside of it.",
         )
-    options = dict(options)
-    roles = Roles.of(**{name: options.pop(name) for name in ("argnums", "batch_argnums", "rng_argnums")})
-    settings = Settings.of(fun, roles=roles, microbatch_size="auto", **options)
+    make = _gradients_of(fun, options)
     leaves, tree = jax.tree.flatten((args, kwargs))
     abstract = [position for position, leaf in enumerate(leaves) if isinstance(leaf, jax.ShapeDtypeStruct)]
     made: list[Plan] = []
@@ -183,14 +204,13 @@ def _plan(
     def plan_with(*traced: Any) -> None:
         given = dict(zip(abstract, traced, strict=True))
         filled = [given.get(position, leaf) for position, leaf in enumerate(leaves)]
-        arguments = roles.sort(fun, *jax.tree.unflatten(tree, filled))
-        if not arguments.num_examples:
+        gradient = make(*jax.tree.unflatten(tree, filled))
+        if not gradient.examples:
             raise InputError(
                 "A plan needs a batch with examples",
                 given="0 examples",
                 remedy="Pass those of a usual step, or their shapes.",
             )
-        gradient = Gradient(fun, settings, arguments)
         with gradient.context():
             planner = Planner(gradient, are_given=not abstract, notify=progress or (lambda text: None))
             made.append(planner.plan(timed=timed, thorough=thorough))

@@ -28,6 +28,8 @@ def as_plan(search: Search, budget: Budget, way: Way | None, seconds: float) -> 
         device=_device(search),
         compilations=search.bench.compilations,
         planning_seconds=seconds,
+        noun=gradient.noun,
+        note=gradient.note,
     )
 
 
@@ -51,8 +53,8 @@ def _listed(search: Search, way: Way | None) -> set[Way]:
     return listed
 
 
-def _order(way: Way) -> tuple[str, bool, int]:
-    return way.remat or "", way.reduce != "once", -(way.microbatch_size or 0)
+def _order(way: Way) -> tuple[str, str, bool, int]:
+    return way.method or "", way.remat or "", way.reduce != "once", -(way.microbatch_size or 0)
 
 
 def _candidate(search: Search, budget: Budget, way: Way) -> Candidate:
@@ -70,6 +72,7 @@ def _candidate(search: Search, budget: Budget, way: Way) -> Candidate:
         microbatch_size=way.microbatch_size or bench.gradient.share,
         remat=way.remat,
         reduce=way.reduce,
+        method=way.method,
         bytes=found,
         predicted=predicted,
         seconds=bench.seconds.get(way),

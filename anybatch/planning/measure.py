@@ -67,7 +67,10 @@ class Workbench:
             raise ValueError(entry)
         if remat not in (None, *POLICIES) or reduce not in ("once", "each"):
             raise ValueError(entry)
-        way = Way(size, remat, reduce)
+        method = entry.get("method")
+        if method not in self.gradient.methods:
+            raise ValueError(entry)
+        way = Way(size, remat, reduce, method)
         kinds = None if found is None else Bytes(**{name: int(number) for name, number in found.items()})
         seconds = None if entry["seconds"] is None else float(entry["seconds"])
         is_time = seconds is None or 0 < seconds < math.inf
@@ -82,8 +85,7 @@ class Workbench:
         return [
             {
                 "size": way.microbatch_size,
-                "remat": way.remat,
-                "reduce": way.reduce,
+                **way.style._asdict(),
                 "bytes": None if found is None else dataclasses.asdict(found),
                 "seconds": seconds if math.isfinite(seconds := self.seconds.get(way, math.inf)) else None,
                 "program": self.text_hashes.get(way),
@@ -95,7 +97,11 @@ class Workbench:
     def route(self, way: Way) -> str:
         """What a way does, in words; the loss is read only if no other microbatch size has told it."""
         if way not in self.routes:
-            alike = [self.routes[other] for other in self.routes if not self.gradient.is_at_once(other)]
+            alike = [
+                self.routes[other]
+                for other in self.routes
+                if not self.gradient.is_at_once(other) and other.method == way.method
+            ]
             self.routes[way] = alike[0] if alike and not self.gradient.is_at_once(way) else self.gradient.route(way)
         return self.routes[way]
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import os
 import threading
 import time
@@ -75,7 +76,8 @@ class Planner:
         remats: tuple[str | None, ...] = (self.settings.remat,)
         if self.settings.remat == "auto":
             remats = (None,) if self.gradient.loss.traced.has_effects else (None, *POLICIES)
-        return tuple(Style(remat, reduce) for remat in remats for reduce in self.gradient.reduces)
+        reduces, methods = self.gradient.reduces, self.gradient.methods
+        return tuple(Style(*each) for each in itertools.product(remats, reduces, methods))
 
     # For value_and_grad.
 
@@ -230,9 +232,7 @@ class Planner:
 
     def _choice_key(self, *, timed: bool) -> str:
         settings = self.settings
-        return store.key_of(
-            settings.objective, settings.memory, settings.remat, self.gradient.reduces, self.are_given, timed
-        )
+        return store.key_of(settings.objective, settings.memory, self.styles, self.are_given, timed)
 
     def _load(self) -> dict[str, Any]:
         return store.load(self.key) if self.is_kept else {}
@@ -241,7 +241,7 @@ class Planner:
         """The way that was chosen before, if it would be chosen again."""
         try:
             choice = record["choices"][self._choice_key(timed=timed)]
-            way = Way(choice["size"], choice["remat"], choice["reduce"])
+            way = Way(choice["size"], choice["remat"], choice["reduce"], choice.get("method"))
             found, then = Workbench(self.gradient, record).bytes[way], choice["budget"]
             allowed = self.budget.allowed
             if found is None or allowed is None or then is None:
@@ -259,7 +259,7 @@ class Planner:
         kept = record.get("choices")
         choices = kept if isinstance(kept, dict) else {}
         if way is not None:
-            chosen = {"size": way.microbatch_size, "remat": way.remat, "reduce": way.reduce, "budget": budget.allowed}
+            chosen = {"size": way.microbatch_size, **way.style._asdict(), "budget": budget.allowed}
             choices[self._choice_key(timed=timed)] = chosen
         store.save(self.key, {"ways": bench.record(), "choices": choices})
 
@@ -272,7 +272,8 @@ def say_that_nothing_fits(plan: Plan, *, certain: bool) -> None:
 
 
 def _way(plan: Plan) -> Way | None:
-    return None if plan.chosen is None else Way(plan.chosen.microbatch_size, plan.chosen.remat, plan.chosen.reduce)
+    chosen = plan.chosen
+    return None if chosen is None else Way(chosen.microbatch_size, chosen.remat, chosen.reduce, chosen.method)
 
 
 def _identity(gradient: Gradient) -> list[Any]:
@@ -284,6 +285,7 @@ def _identity(gradient: Gradient) -> list[Any]:
     roles = [[describe_placed(leaf) for leaf in part] for part in gradient.arguments.arrays]
     return [
         fingerprint(gradient.loss.traced.jaxpr),
+        gradient.identity,
         [settings.reduction, str(settings.accumulator_dtype), str(settings.aux_reduction), settings.has_aux],
         roles,
         *(["noise"] if settings.noise else []),  # it takes one more gradient

@@ -20,6 +20,7 @@ class Candidate:
     microbatch_size: int  # the number of examples, for all at once
     remat: str | None
     reduce: str  # on a mesh, when gradients are added up: "once", or in "each" microbatch
+    method: str | None  # of per-example gradients: "factored" or "vmap"
     bytes: Bytes | None  # of the compiled program; None if it was not compiled
     predicted: int | None  # the total, before it was compiled or instead
     seconds: float | None
@@ -35,12 +36,14 @@ class Candidate:
         """As code: what to pass to `value_and_grad`."""
         remat = "" if self.remat is None else f', remat="{self.remat}"'
         reduce = "" if self.reduce == "once" else f', reduce="{self.reduce}"'
-        return f"microbatch_size={self.microbatch_size}{remat}{reduce}"
+        method = "" if self.method is None else f', method="{self.method}"'
+        return f"microbatch_size={self.microbatch_size}{remat}{reduce}{method}"
 
     @property
     def style(self) -> str:
         """What it is beside the size of its microbatches; nothing, if that is all."""
-        return ", ".join(filter(None, [self.remat, "" if self.reduce == "once" else f"reduce {self.reduce}"]))
+        reduce = "" if self.reduce == "once" else f"reduce {self.reduce}"
+        return ", ".join(filter(None, [self.method, self.remat, reduce]))
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -60,6 +63,8 @@ class Plan:
       device: what it was planned for.
       compilations: how many programs were compiled to plan; 0 if all was known.
       planning_seconds: how long that took.
+      noun: what is computed, in words.
+      note: what there is to say about that.
     """
 
     chosen: Candidate | None
@@ -74,6 +79,8 @@ class Plan:
     device: str
     compilations: int
     planning_seconds: float
+    noun: str = "gradient"
+    note: str = ""
 
     @property
     def microbatch_size(self) -> int | None:
@@ -89,6 +96,11 @@ class Plan:
     def reduce(self) -> str | None:
         """For `value_and_grad(reduce=...)`, on a mesh."""
         return None if self.chosen is None else self.chosen.reduce
+
+    @property
+    def method(self) -> str | None:
+        """For `clipped_grad(method=...)` and its like."""
+        return None if self.chosen is None else self.chosen.method
 
     def __str__(self) -> str:
         columns = list(zip(*self._rows, strict=True))
@@ -131,11 +143,11 @@ class Plan:
     def _title(self) -> str:
         budget = "unknown memory" if self.budget is None else f"{readable(self.budget)} ({self.budget_source})"
         each = " each" if " x " in self.device else ""
-        return f"The gradient of {self.num_examples} examples on {self.device}, within {budget}{each}"
+        return f"The {self.noun} of {self.num_examples} examples on {self.device}, within {budget}{each}"
 
     @property
     def _remarks(self) -> list[str]:
-        lines = [self.reason, self.limits, self.advice]
+        lines = [self.reason, self.note, self.limits, self.advice]
         if any(candidate.bytes is None and candidate.predicted is not None for candidate in self.candidates):
             lines.append("~ predicted from the sizes that were compiled.")
         return [line for line in lines if line]

@@ -19,7 +19,7 @@ def run_as_planned(gradient: Gradient) -> tuple[Way, list[Any]]:
     once, and the next call begins there. The examples, their order and the result stay the same.
     """
     if gradient.share <= 1 or compat.is_jit_disabled():
-        way = Way(gradient.share, gradient.settings.fixed_remat, gradient.reduces[0])
+        way = Way(gradient.share, gradient.settings.fixed_remat, gradient.reduces[0], gradient.methods[0])
         return way, _run(gradient, way, None)
     planner = Planner(gradient)
     decision = planner.decide()

@@ -195,11 +195,13 @@ class Search:
         if top is not None:
             self._descend(top)
         # What is computed twice takes longer: it pays only where memory keeps the microbatches small.
-        if top is None or not self.bench.gradient.is_at_once(top):
-            for style in self.styles[1:]:
-                lean = self.largest_fitting(style)
-                if lean is not None:
-                    self._descend(lean)
+        more = self.styles[1:]
+        if top is not None and self.bench.gradient.is_at_once(top):
+            more = tuple(style for style in more if style.method != top.method)
+        for style in more:
+            lean = self.largest_fitting(style)
+            if lean is not None:
+                self._descend(lean)
         if not self._in_time():
             return None
         seconds = self.bench.seconds
