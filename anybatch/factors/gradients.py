@@ -121,9 +121,7 @@ class Kept:
     @property
     def bound(self) -> Any:
         """What the squared norm of a gradient is at most, however it was rounded, in a weighted sum too."""
-        square = self.square
-        more = add_squares([each.slack + each.doubt for each in self.squares], self.values)
-        return square * (1 + _ROUNDED[jnp.dtype(square.dtype).itemsize]) + more
+        return at_most(self.square) + add_squares([each.slack + each.doubt for each in self.squares], self.values)
 
     def add_weighted(self, weights: Any, start: Sequence[Any]) -> list[Any]:
         """`start` and the sum of the gradients, each times its weight: those of weight 0 must be finite.
@@ -146,6 +144,11 @@ class Kept:
             moved = jax.vmap(lambda mine, leaf=leaf, term=term: term.way(gradient_of(leaf, mine) / term.way.scale))
             grads.append(moved(mine).astype(leaf.dtype))
         return grads
+
+
+def at_most(square: Any) -> Any:
+    """What a sum of squares can have been before it was rounded."""
+    return square * (1 + _ROUNDED[jnp.dtype(square.dtype).itemsize])
 
 
 def add_squares(squares: Sequence[Any], values: Any) -> Any:

@@ -12,7 +12,7 @@ from jax import lax
 from anybatch import compat
 from anybatch.arguments import Arrays
 from anybatch.batch import Cut, first_start, join_rows, take
-from anybatch.factors.gradients import Kept, Program, add_squares
+from anybatch.factors.gradients import Kept, Program, add_squares, at_most
 from anybatch.factors.squares import square_of
 from anybatch.reading.states import Rows
 from anybatch.routes.outputs import wide_dtype
@@ -239,7 +239,7 @@ class EachExample:
         squares, bound = [], jnp.zeros(kept.values.shape[:1], jnp.float32)
         if grads is not None and self.transform is not None:
             squares = [square_of(grad) for grad in grads]
-            bound = add_squares(squares, kept.values) * (1 + 2.0**-20)
+            bound = at_most(add_squares(squares, kept.values))
         elif needs_squares:
             squares, bound = [each.square for each in kept.squares], kept.bound
         square = add_squares(squares, kept.values)
