@@ -73,10 +73,11 @@ class ExampleGradient(Gradient):
     @property
     def methods(self) -> tuple[str | None, ...]:  # type: ignore[override]
         """How gradients may be computed: "factored" or "vmap"."""
+        if self.own.transform is not None or self.own.wants == "gradients":
+            return ("vmap",)
         if self.own.method != "auto":
             return (self.own.method,)
-        plain = self.own.transform is not None or self.own.wants == "gradients" or self.loss.traced.has_effects
-        return ("vmap",) if plain else ("factored", "vmap")
+        return ("vmap",) if self.loss.traced.has_effects else ("factored", "vmap")
 
     @property
     def program(self) -> Program:

@@ -108,6 +108,23 @@ def convolution(params, image):
     return jnp.sum((hidden.mean((1, 2)) @ params["v"]) ** 2)
 
 
+def dilated(params, signal):
+    """Along one axis, with strides, dilations and uneven padding; the channels come first."""
+    hidden = lax.conv_general_dilated(
+        signal[None],
+        params["k"],
+        (2,),
+        ((3, 1),),
+        lhs_dilation=(2,),
+        rhs_dilation=(3,),
+        dimension_numbers=("NCH", "OIH", "NHC"),
+    )
+    grouped = lax.conv_general_dilated(
+        hidden, params["g"], (1,), "VALID", feature_group_count=2, dimension_numbers=("NHC", "HIO", "NHC")
+    )
+    return jnp.sum(jnp.tanh(grouped) ** 2)
+
+
 def attention(params, x):
     q, k, v = (jnp.einsum("td,dhk->thk", x, params[name]) for name in "qkv")
     scores = jax.nn.softmax(jnp.einsum("thk,shk->hts", q, k))
@@ -175,8 +192,9 @@ CASES = [
         convolution,
         {"k": (3, 3, 2, 5), "b": (5,), "v": (5, 3)},
         (6, 6, 2),
-        {"k": "direct", "b": "direct", "v": "gram"},
+        {"k": "gram", "b": "direct", "v": "gram"},
     ),
+    Case("dilated", dilated, {"k": (4, 3, 2), "g": (2, 2, 6)}, (3, 7), {"k": "gram", "g": "direct"}),
     Case("derivative_of_its_own", lambda w, x: jnp.sum(jnp.tanh(doubled(x, w)) ** 2), (4, 5), (3, 4), "gram"),
     Case("gradient_inside", penalised, (4, 5), (4,), "gram"),
     Case(

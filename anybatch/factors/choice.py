@@ -10,7 +10,7 @@ import numpy as np
 from anybatch.factors.dtypes import common
 from anybatch.factors.evaluation import Body, Source
 from anybatch.factors.recognition import terms_of, value_of
-from anybatch.factors.terms import Lookups, Product, Term, Value
+from anybatch.factors.terms import Convolution, Lookups, Multiplied, Product, Term, Value
 
 # How many operations a device does while it moves a byte: about, and of devices that are good at it. Sums are float32
 # whatever is multiplied, but narrow factors are multiplied as they are.
@@ -33,8 +33,8 @@ class Leaf:
         return [source for term in self.terms for source in term.sources]
 
     @property
-    def products(self) -> list[Product]:
-        return [term for term in self.terms if isinstance(term, Product)]
+    def products(self) -> list[Multiplied]:
+        return [term for term in self.terms if isinstance(term, (Product, Convolution))]
 
     @property
     def lookups(self) -> list[Lookups]:
@@ -65,7 +65,7 @@ def choose(body: Body, variable: Any, like: Any, prefer: str = "cost") -> Leaf:
     """
     terms = terms_of(body, variable)
     shape = tuple(variable.aval.shape)
-    products = [term for term in terms if isinstance(term, Product)]
+    products = [term for term in terms if isinstance(term, (Product, Convolution))]
     lookups = [term for term in terms if isinstance(term, Lookups)]
     if any(term.way.axes != tuple(range(len(shape))) or term.way.steps_move for term in lookups):
         lookups = []
@@ -110,13 +110,13 @@ def row_axes(term: Term) -> tuple[int, ...] | None:
     return tuple(on_left if 0 in on_left else on_right)
 
 
-def _prefers_gram(products: Sequence[Product], lookups: Sequence[Lookups], prefer: str) -> bool:
+def _prefers_gram(products: Sequence[Multiplied], lookups: Sequence[Lookups], prefer: str) -> bool:
     if prefer != "cost":
         return prefer == "gram"
     return gram_cost(products, lookups) <= direct_cost(products)
 
 
-def gram_cost(products: Sequence[Product], lookups: Sequence[Lookups]) -> float:
+def gram_cost(products: Sequence[Multiplied], lookups: Sequence[Lookups]) -> float:
     """About the bytes, or what takes as long, for the norm of one example from its factors."""
     own, looked_up = sum(each.summands for each in products), sum(each.number for each in lookups)
     copies, (rows, columns) = products[0].copies, products[0].widths
@@ -132,7 +132,7 @@ def gram_cost(products: Sequence[Product], lookups: Sequence[Lookups]) -> float:
     return copies * (operations + matrices + factors)
 
 
-def direct_cost(products: Sequence[Product]) -> float:
+def direct_cost(products: Sequence[Multiplied]) -> float:
     """The same from its gradient, computed and kept."""
     left, right = products[0].widths
     size = common(*products[0].dtypes).itemsize
@@ -143,7 +143,7 @@ def kept_bytes(leaf: Leaf) -> int:
     """The bytes that are kept of one example: at most, since values that the backward pass keeps anyway count too."""
     total = 0
     for term in leaf.terms:
-        if isinstance(term, Product):
+        if isinstance(term, (Product, Convolution)):
             total += sum(math.prod(s) * np.dtype(d).itemsize for s, d in zip(term.shapes, term.dtypes, strict=True))
         elif isinstance(term, Lookups):
             total += term.number * (4 + math.prod(leaf.shape[1:]) * np.dtype(term.dtype).itemsize)

@@ -12,7 +12,7 @@ from anybatch.arguments import Arrays
 from anybatch.factors import evaluation
 from anybatch.factors.choice import Leaf, choose
 from anybatch.factors.evaluation import Body, Source
-from anybatch.factors.squares import Squares, added, gradient_of, is_doubtful, squares_of
+from anybatch.factors.squares import Squares, added, is_doubtful, squares_of
 from anybatch.factors.sums import add_weighted
 from anybatch.factors.terms import Value, identity
 from anybatch.loss import TracedLoss
@@ -134,16 +134,8 @@ class Kept:
         ]
 
     def each(self) -> list[Any]:
-        """The gradients themselves, in the dtypes of the parameters."""
-        grads = []
-        for leaf, mine in zip(self.leaves, self.arrays, strict=True):
-            if len(leaf.terms) == 1 and not leaf.terms[0].way.steps and isinstance(leaf.terms[0], Value):
-                grads.append(mine[0].astype(leaf.dtype))
-                continue
-            (term,) = leaf.terms
-            moved = jax.vmap(lambda mine, leaf=leaf, term=term: term.way(gradient_of(leaf, mine) / term.way.scale))
-            grads.append(moved(mine).astype(leaf.dtype))
-        return grads
+        """The gradients themselves, if they are kept as they are."""
+        return [mine[0] for mine in self.arrays]
 
 
 def at_most(square: Any) -> Any:

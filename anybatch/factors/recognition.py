@@ -13,7 +13,7 @@ import numpy as np
 
 from anybatch import compat
 from anybatch.factors.evaluation import Body, Source
-from anybatch.factors.terms import CASTS, Lookups, Product, Step, Term, Value, Way, identity, with_way
+from anybatch.factors.terms import CASTS, Convolution, Lookups, Product, Step, Term, Value, Way, identity, with_way
 
 MANY = 32  # more terms than this, and their sum had better be a value
 _MOVES = (*CASTS, "reshape", "squeeze", "transpose", "broadcast_in_dim")
@@ -52,6 +52,8 @@ class _Walk:
             found = self._sum(equation)
         elif name == "dot_general":
             found = [_product(equation)]
+        elif name == "conv_general_dilated":
+            found = _convolution(equation)
         elif name in ("scatter-add", "scatter_add"):
             found = self._lookups(equation)
         elif name == "scan":
@@ -121,7 +123,7 @@ class _Walk:
         inner = _Walk(body)
         if position >= num_carried:
             terms = inner.terms(body.outputs[position])
-            if any(isinstance(term, Lookups) for term in terms) or len(terms) > 1:
+            if len(terms) > 1 or isinstance(terms[0], (Lookups, Convolution)):
                 return None
             (term,) = terms
             if isinstance(term, Value):
@@ -134,7 +136,7 @@ class _Walk:
         carried = [term for term in terms if isinstance(term, Value) and term.value == Source(before)]
         added = [term for term in terms if term not in carried]
         is_sum = len(carried) == 1 and carried[0].way == identity(len(before.aval.shape)) and added
-        if not is_sum or any(isinstance(term, Value) for term in added):
+        if not is_sum or any(isinstance(term, (Value, Convolution)) for term in added):
             return None
         if _uses(body, before) != 1:
             return None
@@ -168,6 +170,25 @@ def _product(equation: Any) -> Product:
         precision=equation.params.get("precision"),
         way=identity(len(equation.outvars[0].aval.shape)),
     )
+
+
+def _convolution(equation: Any) -> list[Term] | None:
+    left, right = equation.invars
+    params = equation.params
+    if params["feature_group_count"] != 1 or params["batch_group_count"] != 1:
+        return None
+    made = tuple(equation.outvars[0].aval.shape)
+    return [
+        Convolution(
+            left=Source(left),
+            right=Source(right),
+            shapes=(tuple(left.aval.shape), tuple(right.aval.shape)),
+            dtypes=(left.aval.dtype, right.aval.dtype),
+            params=params,
+            way=identity(len(made)),
+            made=made,
+        )
+    ]
 
 
 def _moved(equation: Any, variable: Any) -> tuple[Any, Way] | None:

@@ -10,7 +10,7 @@ from jax import lax
 
 from anybatch.factors.choice import Leaf
 from anybatch.factors.dtypes import common, wide
-from anybatch.factors.terms import Lookups, Product, Value
+from anybatch.factors.terms import Convolution, Lookups, Multiplied, Product, Value
 
 # Of what is added up, the share that may get lost: many roundings, but of either sign.
 _LOST = {4: 2.0**-21, 8: 2.0**-49}
@@ -62,31 +62,6 @@ def is_doubtful(leaves: Sequence[Leaf], squares: Sequence[Squares]) -> Any:
     return jnp.isfinite(total) & (doubt > _OFF[narrow] * total)
 
 
-def gradient_of(leaf: Leaf, arrays: Sequence[Any]) -> Any:
-    """The gradient of one example, in the dtype of its sums."""
-    parts = _per_term(leaf, arrays)
-    total: Any = None
-    for term, mine in parts:
-        if isinstance(term, Product):
-            left, right = mine
-            dtype = wide(left.dtype, right.dtype)
-            raw = lax.dot_general(
-                left.astype(dtype),
-                right.astype(dtype),
-                (term.contract, term.batch),
-                precision=lax.Precision.HIGHEST,
-            )
-        elif isinstance(term, Value):
-            raw = mine[0].astype(wide(mine[0].dtype))
-        else:
-            index, rows = rows_of(term, *(each[None] for each in mine))
-            raw = jnp.zeros((term.shape[0], rows.shape[-1]), wide(rows.dtype))
-            raw = raw.at[index[0]].add(rows[0].astype(raw.dtype), mode="drop").reshape(term.shape)
-        moved = term.way(raw) if len(parts) > 1 else raw * term.way.scale
-        total = moved if total is None else total + moved.astype(total.dtype)
-    return total
-
-
 def _narrowest(leaf: Leaf) -> int:
     return min(jnp.dtype(dtype).itemsize for term in leaf.products for dtype in term.dtypes)
 
@@ -106,8 +81,10 @@ def _exactly(square: Any) -> Squares:
     return Squares(square, jnp.zeros_like(square), jnp.zeros_like(square))
 
 
-def sides_of(term: Product, left: Any, right: Any) -> tuple[Any, Any]:
+def sides_of(term: Multiplied, left: Any, right: Any) -> tuple[Any, Any]:
     """Both sides as (examples, copies, summands, entries)."""
+    if isinstance(term, Convolution):
+        return windows_of(term, left), _outputs_last(term, right)
 
     def side(array: Any, position: int) -> Any:
         batch, contract, free = term.batch[position], term.contract[position], term.free(position)
@@ -115,6 +92,33 @@ def sides_of(term: Product, left: Any, right: Any) -> tuple[Any, Any]:
         return jnp.transpose(array, order).reshape(array.shape[0], term.copies, term.summands, -1)
 
     return side(left, 0), side(right, 1)
+
+
+def windows_of(term: Convolution, left: Any) -> Any:
+    """The windows of the left side of a convolution: (examples, 1, summands, entries)."""
+    numbers, params = term.params["dimension_numbers"], term.params
+    spatial = [term.shapes[1][axis] for axis in numbers.rhs_spec[2:]]
+
+    def of_example(left: Any) -> Any:
+        # (inputs and places in the window, all places)
+        windows = lax.conv_general_dilated_patches(
+            jnp.transpose(left, numbers.lhs_spec),
+            spatial,
+            params["window_strides"],
+            params["padding"],
+            lhs_dilation=params["lhs_dilation"],
+            rhs_dilation=params["rhs_dilation"],
+            precision=lax.Precision.HIGHEST,
+        )
+        return jnp.moveaxis(windows, 1, 0).reshape(1, term.summands, -1)
+
+    return jax.vmap(of_example)(left)
+
+
+def _outputs_last(term: Convolution, right: Any) -> Any:
+    outputs, *rest = term.params["dimension_numbers"].rhs_spec
+    moved = jnp.transpose(right, [0, *(axis + 1 for axis in (*rest, outputs))])
+    return moved.reshape(right.shape[0], 1, term.summands, term.outputs)
 
 
 def _times(left: Any, right: Any) -> Any:

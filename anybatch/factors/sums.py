@@ -10,7 +10,7 @@ from jax import lax
 from anybatch.factors.choice import Leaf
 from anybatch.factors.dtypes import common
 from anybatch.factors.squares import rows_of
-from anybatch.factors.terms import Lookups, Product
+from anybatch.factors.terms import Convolution, Lookups, Product
 
 _FEW = 16  # examples that are added up one by one, in one pass over them
 
@@ -29,6 +29,8 @@ def add_weighted(leaf: Leaf, arrays: Sequence[Any], weights: Any, start: Any) ->
         mine = [next(supply) for _ in term.sources]
         if isinstance(term, Product):
             total = total + term.way(_product(term, mine, weights, start.dtype)).reshape(start.shape)
+        elif isinstance(term, Convolution):
+            total = total + term.way(_convolution(term, mine, weights, start.dtype)).reshape(start.shape)
         elif isinstance(term, Lookups):
             total = _add_rows(term, mine, weights, total)
         else:
@@ -63,6 +65,28 @@ def _product(term: Product, arrays: Sequence[Any], weights: Any, dtype: Any) -> 
         preferred_element_type=common(narrow, dtype),
     )
     return product.astype(dtype).reshape(term.product_shape)
+
+
+def _convolution(term: Convolution, arrays: Sequence[Any], weights: Any, dtype: Any) -> Any:
+    """One convolution for all examples: they are more of the features that it adds up over."""
+    numbers, params = term.params["dimension_numbers"], dict(term.params)
+    left, right = arrays
+    if left.size <= right.size:
+        left = _scaled(left, weights)
+    else:
+        right = _scaled(right, weights)
+
+    def merged(array: Any, spec: Sequence[int]) -> Any:
+        """(batch or outputs, examples and features, places)."""
+        first, features, *places = (axis + 1 for axis in spec)
+        array = jnp.transpose(array, [first, 0, features, *places])
+        return array.reshape(array.shape[0], -1, *array.shape[3:])
+
+    rank = len(numbers.lhs_spec)
+    plain = tuple(range(rank))
+    params["dimension_numbers"] = lax.ConvDimensionNumbers(plain, plain, plain)
+    made = lax.conv_general_dilated_p.bind(merged(left, numbers.lhs_spec), merged(right, numbers.rhs_spec), **params)
+    return jnp.transpose(made, [int(axis) for axis in np.argsort(numbers.out_spec)]).astype(dtype)
 
 
 def _scaled(array: Any, weights: Any) -> Any:

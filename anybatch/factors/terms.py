@@ -129,6 +129,44 @@ class Product:
 
 
 @dataclasses.dataclass(frozen=True)
+class Convolution:
+    """`conv_general_dilated(left, right)`: a product, of the windows of the left with the right."""
+
+    left: Source
+    right: Source
+    shapes: tuple[tuple[int, ...], tuple[int, ...]]
+    dtypes: tuple[Any, Any]
+    params: dict[str, Any]
+    way: Way
+
+    @property
+    def sources(self) -> tuple[Source, ...]:
+        return self.left, self.right
+
+    @property
+    def summands(self) -> int:
+        """How many outer products are added up: the entries of the right, for each of its outputs."""
+        return math.prod(self.shapes[1]) // self.outputs
+
+    @property
+    def outputs(self) -> int:
+        """How many there are on the right: in the gradient of a layer, the channels that it makes."""
+        return self.shapes[1][self.params["dimension_numbers"].rhs_spec[0]]
+
+    @property
+    def widths(self) -> tuple[int, int]:
+        """The entries of a vector on the left, and of one on the right."""
+        return math.prod(self.made) // self.outputs, self.outputs
+
+    made: tuple[int, ...] = ()  # the shape of what it makes
+    copies = 1
+
+    @property
+    def batch(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        return (), ()
+
+
+@dataclasses.dataclass(frozen=True)
 class Lookups:
     """Rows that are added to those of a table at some indices: the gradient of an embedding."""
 
@@ -167,7 +205,8 @@ class Value:
         return Value(self.value.inside(loop), self.way.lifted())
 
 
-Term = Product | Lookups | Value
+Multiplied = Product | Convolution
+Term = Product | Convolution | Lookups | Value
 
 
 def identity(rank: int) -> Way:
