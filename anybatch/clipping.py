@@ -32,8 +32,10 @@ class ClippedFunction(ExampleFunction):
         """The most by which the gradients of two neighbouring batches differ, in the Euclidean norm.
 
         **What privacy may rely on.** It holds for any loss and any example, whatever its gradient, NaN and infinities
-        included, up to the rounding of the sum over the examples. It is infinite where nothing bounds it: without
-        `nan_safe`, or for an infinite `clip_norm`. Losses, norms and aux are not bounded by it.
+        included, up to the rounding of the sum. For narrow parameters (bfloat16, float16) that is coarse, since the sum
+        is cast to their dtype: `anybatch.privacy` differentiates these as float32, and adds noise before it rounds. It
+        is infinite where nothing bounds it: without `nan_safe`, or for an infinite `clip_norm`. Losses, norms and aux
+        are not bounded by it.
 
         Args:
           neighbours: `"add_or_remove"` for batches of which one has one example more than the other (or the same one

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from anybatch.arguments import Arrays
 from anybatch.factors import evaluation
@@ -16,6 +17,8 @@ from anybatch.factors.squares import Squares, added, is_doubtful, squares_of
 from anybatch.factors.sums import add_weighted
 from anybatch.factors.terms import Value, identity
 from anybatch.loss import TracedLoss
+
+_LARGE = 2**16  # numbers in a parameter
 
 # What rounding of sums may add to a clipped gradient.
 _ROUNDED = {4: 2.0**-20, 8: 2.0**-48}
@@ -128,10 +131,14 @@ class Kept:
 
         Only products of factors mind, since 0 times NaN is NaN: a gradient that is kept as it is, is left out.
         """
-        return [
-            add_weighted(leaf, mine, weights, total)
-            for leaf, mine, total in zip(self.leaves, self.arrays, start, strict=True)
-        ]
+        totals = []
+        for leaf, mine, total in zip(self.leaves, self.arrays, start, strict=True):
+            total = add_weighted(leaf, mine, weights, total)
+            if total.size >= _LARGE:
+                # One after the other: XLA would make one kernel of the sums of many parameters, a very slow one.
+                weights, total = lax.optimization_barrier((weights, total))
+            totals.append(total)
+        return totals
 
     def each(self) -> list[Any]:
         """The gradients themselves, if they are kept as they are."""

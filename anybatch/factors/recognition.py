@@ -25,7 +25,7 @@ def terms_of(body: Body, variable: Any) -> list[Term]:
 
 
 def value_of(body: Body, variable: Any) -> Value:
-    """A variable as one value, taken before its entries are cast and moved about."""
+    """A variable as one value, taken before its entries are cast."""
     return _Walk(body).value(variable)
 
 
@@ -77,7 +77,7 @@ class _Walk:
             body = self.body.of_loop(equation)
             return _Walk(body).value(body.outputs[position]).in_loop(equation)
         moved = _moved(equation, variable)
-        if moved is None:
+        if moved is None or moved[1].steps_move:  # what is moved before it is kept is moved by what makes it
             return whole
         (term,) = with_way([self.value(moved[0])], moved[1])
         assert isinstance(term, Value)

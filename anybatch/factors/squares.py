@@ -156,7 +156,8 @@ def _from_factors(leaf: Leaf, parts: list[tuple[Any, list[Any]]]) -> Squares:
         pairs = one.astype(dtype) * other.astype(dtype)
     axes = tuple(range(1, pairs.ndim))
     square, most = jnp.sum(pairs, axis=axes), jnp.sum(jnp.abs(pairs), axis=axes)
-    alone = jnp.sum(jnp.diagonal(pairs, axis1=-2, axis2=-1), axis=axes[:-1])
+    rows, columns = (lax.broadcasted_iota(jnp.int32, pairs.shape, pairs.ndim - last) for last in (2, 1))
+    alone = jnp.sum(jnp.where(rows == columns, pairs, 0), axis=axes)
     doubt = _LOST[jnp.dtype(pairs.dtype).itemsize] * most
     square = jnp.maximum(square, doubt)  # never less than what may have been lost
     return Squares(square * scale, doubt * scale, _slack(leaf, square, alone) * scale)

@@ -12,7 +12,7 @@ from anybatch.factors.dtypes import common
 from anybatch.factors.squares import rows_of
 from anybatch.factors.terms import Convolution, Lookups, Product
 
-_FEW = 16  # examples that are added up one by one, in one pass over them
+_FEW = 32  # examples that are added up one by one, in one pass over them
 
 
 def add_weighted(leaf: Leaf, arrays: Sequence[Any], weights: Any, start: Any) -> Any:
@@ -34,10 +34,7 @@ def add_weighted(leaf: Leaf, arrays: Sequence[Any], weights: Any, start: Any) ->
         elif isinstance(term, Lookups):
             total = _add_rows(term, mine, weights, total)
         else:
-            summed = _value(mine[0], weights, start.dtype)
-            # Added up in the order in which they lie; what is moved is the sum, not every one of them.
-            summed = lax.optimization_barrier(summed) if term.way.steps_move else summed
-            total = total + term.way(summed).reshape(start.shape)
+            total = total + term.way(_value(mine[0], weights, start.dtype)).reshape(start.shape)
     return total
 
 

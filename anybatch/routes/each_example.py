@@ -96,14 +96,15 @@ class EachExample:
     def _over(self, part: Part, inputs: Inputs) -> tuple[list[Any], list[Any]]:
         if not part.examples:
             return self._start(inputs.arrays), self._no_rows(part, inputs)
-        may_be_bad = self.nan_safe or inputs.is_padding is not None
-        if self.sums and self.program.multiplies and self.transform is None and may_be_bad:
-            found = self._until_good(part, inputs)
-        else:
-            found = self._microbatches(part, inputs, None)
-        if self._can_doubt:
-            found = self._one_by_one(part, inputs, found)
+        found = self._until_good(part, inputs) if self._is_spoilt(inputs) else self._microbatches(part, inputs, None)
+        if self._can_doubt or self._is_spoilt(inputs):
+            found = self._afterwards(part, inputs, found)
         return found.sums, found.rows
+
+    def _is_spoilt(self, inputs: Inputs) -> bool:
+        """Whether sums would be spoilt by examples that are not finite, and that count for nothing."""
+        may_be_bad = self.nan_safe or inputs.is_padding is not None
+        return self.sums and self.program.multiplies and self.transform is None and may_be_bad
 
     @property
     def _can_doubt(self) -> bool:
@@ -140,30 +141,39 @@ class EachExample:
         start = jax.tree.map(lambda each: _like_rows(_zeros(each), inputs.arrays.batch), types)
         again = _like_rows(jnp.asarray(True), inputs.arrays.batch)
         _, is_bad, found = lax.while_loop(lambda state: state[0], attempt, (again, nobody, start))
-        # Where none is good, there was nothing to put in their places. A loop of no turns, else, touches no sum.
-        none = (jnp.all(is_bad), found.sums)
-        _, sums = lax.while_loop(
-            lambda state: state[0], lambda state: (~state[0], jax.tree.map(jnp.zeros_like, state[1])), none
-        )
-        return found._replace(sums=sums)
+        return found._replace(is_bad=is_bad)
 
-    def _one_by_one(self, part: Part, inputs: Inputs, found: Found) -> Found:
-        """The examples whose norms are doubtful: from their gradients, computed as they are, one after the other."""
+    def _afterwards(self, part: Part, inputs: Inputs, found: Found) -> Found:
+        """What is left to do for some examples: nearly always nothing, and a loop of no turns touches no sum.
+
+        Examples whose norms are doubtful: from their gradients, computed as they are, one after the other. And where
+        none was good, so that there was nothing to put in their places, the sums are 0.
+        """
         plainly = dataclasses.replace(self, program=dataclasses.replace(self.program, method="vmap"), size=1)
         order = jnp.argsort(~found.is_doubtful, stable=True)
         first = len(self.program.loss.out_avals)
+        none = jnp.all(found.is_bad) if self._is_spoilt(inputs) else jnp.zeros_like(found.is_bad[0])
+        number = jnp.where(none, 1, jnp.sum(found.is_doubtful))
 
         def add(state: tuple[Any, list[Any], list[Any]]) -> tuple[Any, list[Any], list[Any]]:
             turn, sums, rows = state
-            number = order[turn]
-            one = plainly._microbatch(part, inputs, 1, _One(number), sums, None)
-            norms = [old.at[number].set(new[0]) for old, new in zip(rows[first:], one.rows[first:], strict=True)]
+            which = order[turn]
+            one = plainly._microbatch(part, inputs, 1, _One(which), sums, None)
+            norms = [old.at[which].set(new[0]) for old, new in zip(rows[first:], one.rows[first:], strict=True)]
             values = [] if not sums else [sums[-1]]  # the losses are in the sum already
             return turn + 1, [*one.sums[: len(sums) - 1], *values], [*rows[:first], *norms]
 
-        number = jnp.sum(found.is_doubtful)
+        def nothing(state: tuple[Any, list[Any], list[Any]]) -> tuple[Any, list[Any], list[Any]]:
+            turn, sums, rows = state
+            return turn + 1, jax.tree.map(jnp.zeros_like, sums), rows
+
+        def step(state: tuple[Any, list[Any], list[Any]]) -> tuple[Any, list[Any], list[Any]]:
+            if not self._can_doubt:
+                return nothing(state)
+            return lax.cond(none, nothing, add, state) if self._is_spoilt(inputs) else add(state)
+
         start = (jnp.zeros_like(number), found.sums, found.rows)
-        _, sums, rows = lax.while_loop(lambda state: state[0] < number, add, start)
+        _, sums, rows = lax.while_loop(lambda state: state[0] < number, step, start)
         return found._replace(sums=sums, rows=rows)
 
     def _microbatches(self, part: Part, inputs: Inputs, is_bad: Any | None) -> Found:
