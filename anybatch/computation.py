@@ -99,6 +99,11 @@ class Gradient:
         """The loss of the whole batch."""
         return self._trace(self.examples)[0]
 
+    @property
+    def draws_anew(self) -> bool:
+        """Whether random numbers may depend on the size of the microbatches."""
+        return bool(self.arguments.arrays.keys)
+
     def written(self, count: Callable[[Any], int]) -> int:
         """The bytes that the loss of the whole batch writes, as `count` counts those of a program."""
         return count(self.loss.traced.jaxpr)

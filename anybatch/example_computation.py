@@ -57,6 +57,11 @@ class ExampleGradient(Gradient):
             traced, consts = trace_loss(self._fun, self.arguments, number, **how, on_mesh=on_mesh)
         return traced, self.field.placed(consts)
 
+    @property
+    def draws_anew(self) -> bool:
+        """Whether random numbers depend on the size of the microbatches: each example has its own."""
+        return False
+
     def written(self, count: Callable[[Any], int]) -> int:
         """The bytes that the losses of all examples write, and their gradients."""
         gradient = sum(leaf.dtype.itemsize * leaf.size for leaf in map(jnp.asarray, self.arguments.arrays.wrt))

@@ -37,7 +37,7 @@ def run_as_planned(gradient: Gradient) -> tuple[Way, list[Any]]:
         way, program = smaller, None
     if failed:
         planner.remember(way)
-        draws = ", but for numbers that each microbatch draws" if gradient.arguments.arrays.keys else ""
+        draws = ", but for numbers that each microbatch draws" if gradient.draws_anew else ""
         warnings.warn(
             f"Memory ran out at {failed[0]}, though it should have fit: another process may use the device, or no "
             f"gap between the arrays on it is large enough. Going on with {way}; the gradient is the same{draws}.\n"

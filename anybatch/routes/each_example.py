@@ -182,7 +182,7 @@ class EachExample:
         sums, last = self._start(inputs.arrays), None
         if cut.remainder:  # first, so that its results are where the sums start
             with jax.named_scope("anybatch_last_microbatch"):
-                last = self._microbatch(part, inputs, cut.remainder, cut.last_start, sums, is_bad)
+                last = self._unless_padding(part, inputs, cut, sums, is_bad)
                 sums = last.sums
         first_row, sums = first_start(cut, sums)
 
@@ -194,14 +194,60 @@ class EachExample:
 
         if cut.whole == 0 and last is not None:
             return last
-        if cut.whole == 1 and last is None:
+        if inputs.is_padding is not None and self.skips_padding:
+            sums, stacked = self._those_that_count(part, inputs, cut, step, (first_row, sums))
+        elif cut.whole == 1 and last is None:
             return self._microbatch(part, inputs, cut.size, 0, sums, is_bad)
-        (_, sums), stacked = lax.scan(step, (first_row, sums), length=cut.whole)
+        else:
+            (_, sums), stacked = lax.scan(step, (first_row, sums), length=cut.whole)
         end = None if last is None else last._replace(sums=[])
         ends = [None] * len(jax.tree.leaves(stacked)) if end is None else jax.tree.leaves(end)
         leaves, tree = jax.tree.flatten(stacked)
         joined = [join_rows(rows, other, 0, part.runs) for rows, other in zip(leaves, ends, strict=True)]
         return jax.tree.unflatten(tree, joined)._replace(sums=sums)
+
+    def _those_that_count(
+        self, part: Part, inputs: Inputs, cut: Cut, step: Callable[[Any, None], Any], start: tuple[Any, list[Any]]
+    ) -> tuple[list[Any], Any]:
+        """Only the microbatches that are not all padding, with rows of zeros for the others.
+
+        A loop of as many turns as there are such microbatches: a branch in each turn would make a GPU wait.
+        """
+        first_row, sums = start
+        assert inputs.is_padding is not None
+        padding = inputs.is_padding.reshape(part.runs, -1)[:, : cut.whole * cut.step]
+        is_padding = padding.reshape(part.runs, cut.whole, cut.step).all(axis=(0, 2))
+        order, number = jnp.argsort(is_padding, stable=True).astype(jnp.int32), jnp.sum(~is_padding)
+        types = jax.eval_shape(step, start, None)[1]
+        rows = jax.tree.map(
+            lambda each: _like_rows(
+                _zeros(jax.ShapeDtypeStruct((cut.whole, *each.shape), each.dtype)), inputs.arrays.batch
+            ),
+            types,
+        )
+
+        def turn(state: tuple[Any, list[Any], Any]) -> tuple[Any, list[Any], Any]:
+            turns, sums, rows = state
+            which = order[turns]
+            (_, sums), mine = step((first_row + which * cut.step, sums), None)
+            return turns + 1, sums, jax.tree.map(lambda old, new: old.at[which].set(new), rows, mine)
+
+        begin = (jnp.zeros_like(number), sums, rows)
+        _, sums, rows = lax.while_loop(lambda state: state[0] < number, turn, begin)
+        return sums, rows
+
+    def _unless_padding(self, part: Part, inputs: Inputs, cut: Cut, sums: list[Any], is_bad: Any) -> Found:
+        """The ragged last microbatch, if it is not all padding."""
+        run = functools.partial(self._microbatch, part, inputs, cut.remainder, cut.last_start, is_bad=is_bad)
+        if inputs.is_padding is None or not self.skips_padding:
+            return run(sums)
+        types = jax.eval_shape(run, sums)
+
+        def skip(sums: list[Any]) -> Found:
+            return jax.tree.map(lambda each: _like_rows(_zeros(each), inputs.arrays.batch), types)._replace(sums=sums)
+
+        (mine,) = take([inputs.is_padding], cut.last_start, cut.remainder, part.runs)
+        return lax.cond(jnp.all(mine), skip, run, sums)
 
     def _microbatch(
         self, part: Part, inputs: Inputs, size: int, row: Any, sums: list[Any], is_bad: Any | None
@@ -226,17 +272,7 @@ class EachExample:
         batch = [leaf[:, None] for leaf in batch] if self.keeps_batch_axis else batch
         own_arrays = arrays._replace(batch=batch, keys=keys)
 
-        def run(sums: list[Any]) -> Found:
-            return self._examples(self.program(inputs.consts, own_arrays), inputs.clip_norm, is_padding, was_bad, sums)
-
-        if is_padding is None or not self.skips_padding:
-            return run(sums)
-        types = jax.eval_shape(run, sums)
-
-        def skip(sums: list[Any]) -> Found:
-            return jax.tree.map(lambda each: _like_rows(_zeros(each), batch), types)._replace(sums=sums)
-
-        return lax.cond(jnp.all(is_padding), skip, run, sums)
+        return self._examples(self.program(inputs.consts, own_arrays), inputs.clip_norm, is_padding, was_bad, sums)
 
     def _examples(self, kept: Kept, clip_norm: Any, is_padding: Any, was_bad: Any, sums: list[Any]) -> Found:
         rows = [kept.values, *kept.aux]
