@@ -66,22 +66,28 @@ class Way:
 
 
 @dataclasses.dataclass(frozen=True)
-class Product:
-    """`dot_general(left, right)`: a sum of outer products over the contracted axes."""
+class Factors:
+    """Two arrays that are multiplied, and the way from their product to the parameter."""
 
     left: Source
     right: Source
-    output: Source | None  # what it makes, where that is a value of the program
     shapes: tuple[tuple[int, ...], tuple[int, ...]]
     dtypes: tuple[Any, Any]
-    contract: tuple[tuple[int, ...], tuple[int, ...]]
-    batch: tuple[tuple[int, ...], tuple[int, ...]]
-    precision: Any
     way: Way
 
     @property
     def sources(self) -> tuple[Source, ...]:
         return self.left, self.right
+
+
+@dataclasses.dataclass(frozen=True)
+class Product(Factors):
+    """`dot_general(left, right)`: a sum of outer products over the contracted axes."""
+
+    output: Source | None  # what it makes, where that is a value of the program
+    contract: tuple[tuple[int, ...], tuple[int, ...]]
+    batch: tuple[tuple[int, ...], tuple[int, ...]]
+    precision: Any
 
     @property
     def summands(self) -> int:
@@ -129,19 +135,12 @@ class Product:
 
 
 @dataclasses.dataclass(frozen=True)
-class Convolution:
+class Convolution(Factors):
     """`conv_general_dilated(left, right)`: a product, of the windows of the left with the right."""
 
-    left: Source
-    right: Source
-    shapes: tuple[tuple[int, ...], tuple[int, ...]]
-    dtypes: tuple[Any, Any]
     params: dict[str, Any]
-    way: Way
-
-    @property
-    def sources(self) -> tuple[Source, ...]:
-        return self.left, self.right
+    made: tuple[int, ...]  # the shape of what it makes
+    copies = 1
 
     @property
     def summands(self) -> int:
@@ -157,13 +156,6 @@ class Convolution:
     def widths(self) -> tuple[int, int]:
         """The entries of a vector on the left, and of one on the right."""
         return math.prod(self.made) // self.outputs, self.outputs
-
-    made: tuple[int, ...] = ()  # the shape of what it makes
-    copies = 1
-
-    @property
-    def batch(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        return (), ()
 
 
 @dataclasses.dataclass(frozen=True)
