@@ -32,10 +32,11 @@ class ClippedFunction(ExampleFunction):
         """The most by which the gradients of two neighbouring batches differ, in the Euclidean norm.
 
         **What privacy may rely on.** It holds for any loss and any example, whatever its gradient, NaN and infinities
-        included, up to the rounding of the sum. For narrow parameters (bfloat16, float16) that is coarse, since the sum
-        is cast to their dtype: `anybatch.privacy` differentiates these as float32, and adds noise before it rounds. It
-        is infinite where nothing bounds it: without `nan_safe`, or for an infinite `clip_norm`. Losses, norms and aux
-        are not bounded by it.
+        included, up to the rounding of the sum. Where that is done in bfloat16, pass `strict=True`: otherwise contrived
+        examples may exceed it by some percent. For parameters of narrow dtypes it is coarse, since the sum is cast to
+        these: `anybatch.privacy` is strict, differentiates them as float32, and adds noise before it rounds. It is
+        infinite where nothing bounds it: without `nan_safe`, or for an infinite `clip_norm`. Losses, norms and aux are
+        not bounded by it.
 
         Args:
           neighbours: `"add_or_remove"` for batches of which one has one example more than the other (or the same one
@@ -68,6 +69,7 @@ def clipped_grad(
     *,
     clip_norm: float,
     normalize_by: float = 1.0,
+    strict: bool = False,
     batch_argnums: int | tuple[int, ...] = 1,
     keep_batch_dim: bool = False,
     microbatch_size: int | str | None = "auto",
@@ -98,8 +100,8 @@ def clipped_grad(
     ...     return (example["x"] * w - example["y"]) ** 2
     >>> batch = {"x": jnp.array([1.0, 2.0, 3.0]), "y": jnp.array([2.0, 4.0, 6.0])}
     >>> clipped = ab.clipped_grad(loss, clip_norm=5.0)
-    >>> print(clipped(1.0, batch))  # of -2, -8 and -18
-    -12.0
+    >>> print(f"{clipped(1.0, batch):.3f}")  # of -2, -8 and -18
+    -12.000
     >>> clipped.sensitivity()
     5.0
 
@@ -110,6 +112,9 @@ def clipped_grad(
       clip_norm: the largest norm of an example's gradient over all parameters together. `inf` clips nothing.
       normalize_by: what the sum is divided by: a constant, such as the expected batch size. Dividing by the number of
         examples that happen to be there would tell that number.
+      strict: whether the bound holds for contrived examples too, whose bfloat16 factors are such that all roundings add
+        up. Gradients from such factors are then clipped a little early, by a few percent. Otherwise roundings are taken
+        for numbers of either sign. Float32 makes no difference. `anybatch.privacy` is strict.
       batch_argnums: see there.
       keep_batch_dim: see there.
       microbatch_size: see there. It changes nothing but memory and time: clipping is by example.
@@ -148,8 +153,8 @@ def clipped_value_and_grad(
     >>> def loss(w, x):
     ...     return (w * x) ** 2
     >>> value, grad = ab.clipped_value_and_grad(loss, clip_norm=3.0)(1.0, jnp.array([1.0, 2.0]))
-    >>> print(value, grad)  # gradients of 2 and 8
-    5.0 5.0
+    >>> print(f"{value:.3f} {grad:.3f}")  # gradients of 2 and 8
+    5.000 5.000
 
     Args:
       fun: the loss of one example, as for `clipped_grad`.

@@ -94,7 +94,8 @@ class ExampleGradient(Gradient):
         assert method is not None
         if method not in self._programs:
             # What devices of one model do together, they must do as often: nothing may depend on what is found.
-            self._programs[method] = Program(self.loss, method, "cost" if self._has_no_other_axes else "direct")
+            prefer = "cost" if self._has_no_other_axes else "direct"
+            self._programs[method] = Program(self.loss, method, prefer, self.own.strict)
         return self._programs[method]
 
     @property
@@ -111,7 +112,7 @@ class ExampleGradient(Gradient):
         if own.transform is not None:
             types = [jax.ShapeDtypeStruct(each.shape, each.dtype) for each in self.loss.types.wrt]
             transform = str(jax.make_jaxpr(self._flat_transform)(types))
-        flags = [own.keep_batch_dim, own.nan_safe, own.return_values, own.return_norms, own.per_leaf]
+        flags = [own.keep_batch_dim, own.strict, own.nan_safe, own.return_values, own.return_norms, own.per_leaf]
         return [own.wants, own.method, flags, own.normalize_by == 1, self.is_padding is not None, transform]
 
     @property
@@ -219,7 +220,11 @@ class ExampleGradient(Gradient):
         return self.arguments.as_gradient(leaves)
 
     def _norms_in_tree(self, leaves: list[Any]) -> Any:
-        return self.arguments.as_gradient(leaves) if self.own.per_leaf else leaves[0]
+        if not self.own.per_leaf:
+            return leaves[0]
+        if self.own.transform is not None:
+            return jax.tree.unflatten(self._transform_tree, leaves)
+        return self.arguments.as_gradient(leaves)
 
     def _each(self, way: Way) -> EachExample:
         own = self.own
@@ -278,12 +283,26 @@ def _check_padding(is_padding: Any, examples: int) -> Any:
 def _check_keys(arguments: Arguments) -> None:
     """A key that every example sees alike would give all of them the same random numbers."""
     for leaf in arguments.leaves:
+        if leaf.role == "keys" and not _draws_for_each(leaf.value):
+            raise InputError(
+                "Keys must be of a generator that draws for each of several keys by itself",
+                given=f"{leaf.name} = {describe(leaf.value)}",
+                remedy="Pass one of the default generator, jax.random.key(seed, impl='threefry2x32'): what others draw "
+                "for an example depends on those that it is computed together with.",
+            )
         if leaf.role == "rest" and hasattr(leaf.value, "dtype") and compat.has_keys(leaf.value):
             raise InputError(
                 "PRNG keys must be named in rng_argnums, so that every example draws numbers of its own",
                 given=f"{leaf.name} = {describe(leaf.value)}",
                 remedy=f"Pass rng_argnums={leaf.position}; a function that closes over a key shares its numbers.",
             )
+
+
+def _draws_for_each(key: Any) -> bool:
+    if compat.has_keys(key):
+        return compat.is_threefry(key.dtype)
+    config: Any = jax.config
+    return config.jax_default_prng_impl == "threefry2x32"
 
 
 def _varying(arguments: Arguments) -> Arguments:

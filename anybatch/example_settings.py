@@ -28,6 +28,7 @@ class ExampleSettings:
     return_values: bool
     return_norms: bool
     per_leaf: bool = False
+    strict: bool = False
     clip_norm: float = math.inf
     normalize_by: float = 1.0
 
@@ -65,6 +66,7 @@ class ExampleSettings:
         param_specs: Any,
         objective: Any = "speed",
         per_leaf: Any = False,
+        strict: Any = False,
         clip_norm: Any = math.inf,
         normalize_by: Any = 1.0,
     ) -> "ExampleSettings":
@@ -79,6 +81,7 @@ class ExampleSettings:
             "return_values": return_values,
             "return_norms": return_norms,
             "per_leaf": per_leaf,
+            "strict": strict,
         }
         for name, given in flags.items():
             if not isinstance(given, bool):
@@ -128,6 +131,7 @@ class ExampleSettings:
             return_values=return_values,
             return_norms=return_norms,
             per_leaf=per_leaf,
+            strict=strict,
             clip_norm=_positive("clip_norm", clip_norm, "Pass the largest norm that an example may have, e.g. 1.0."),
             normalize_by=_positive(
                 "normalize_by", normalize_by, "Pass what the sum is to be divided by, e.g. the expected batch size."

@@ -120,7 +120,7 @@ def per_example_grads(
         `anybatch.plan` has measured to be fastest, or else the largest that fits.
       method: `"vmap"` computes every gradient by itself. `"factored"` keeps what gradients are multiplied from instead,
         where that is cheaper: it saves memory and time where gradients are not asked for as they are. `"auto"` takes
-        `"factored"` where it can be of use.
+        `"factored"` where it can be of use. Only what `"vmap"` returns can itself be differentiated by `jax.grad`.
       transform: a function of the gradient of one example. What it returns is kept instead: of every example, or, if
         gradients are clipped and summed, clipped and summed. Any tree of arrays will do.
       rng_argnums: which positional arguments are PRNG keys, or trees of them. The example at index `i` of the batch
@@ -182,10 +182,10 @@ def per_example_norms(
     ...     return jnp.sum(jnp.tanh(x @ params["w"]) @ params["v"])
     >>> params = {"w": jnp.ones((2, 3)), "v": jnp.ones(3)}
     >>> x = jnp.array([[1.0, 2.0], [0.0, 0.0]])
-    >>> print(ab.per_example_norms(loss)(params, x).round(3))
-    [1.724 0.   ]
-    >>> print(ab.per_example_norms(loss, per_leaf=True)(params, x)["w"].round(3))
-    [0.038 0.   ]
+    >>> [f"{norm:.3f}" for norm in ab.per_example_norms(loss)(params, x)]
+    ['1.724', '0.000']
+    >>> [f"{norm:.3f}" for norm in ab.per_example_norms(loss, per_leaf=True)(params, x)["w"]]
+    ['0.038', '0.000']
 
     Args:
       fun: the loss of one example, as for `per_example_grads`.

@@ -195,6 +195,16 @@ CASES = [
         {"k": "gram", "b": "direct", "v": "gram"},
     ),
     Case("dilated", dilated, {"k": (4, 3, 2), "g": (2, 2, 6)}, (3, 7), {"k": "gram", "g": "direct"}),
+    Case(
+        "integers",
+        lambda w, x: jnp.sum(
+            jnp.tanh(lax.dot_general(x, w, (((1,), (0,)), ((), ())), preferred_element_type=w.dtype)) ** 2
+        ),
+        (4, 5),
+        (3, 4),
+        "direct",
+        tokens=5,
+    ),
     Case("derivative_of_its_own", lambda w, x: jnp.sum(jnp.tanh(doubled(x, w)) ** 2), (4, 5), (3, 4), "gram"),
     Case("gradient_inside", penalised, (4, 5), (4,), "gram"),
     Case(

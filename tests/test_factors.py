@@ -11,7 +11,7 @@ from anybatch import compat
 from anybatch.factors import choice
 
 
-@pytest.fixture(params=["gram", "direct"])
+@pytest.fixture(params=["gram", pytest.param("direct", marks=pytest.mark.thorough)])
 def preferred(request, monkeypatch):
     """What is kept of a gradient: its factors wherever that can be, or nowhere."""
     monkeypatch.setattr(choice, "_prefers_gram", lambda products, lookups, prefer: request.param == "gram")
@@ -120,7 +120,9 @@ def test_contributions_that_cancel_are_noticed(monkeypatch, rest):
 def test_without_noticing_cancellation_norms_are_wrong(monkeypatch):
     """The control."""
     monkeypatch.setattr(choice, "_prefers_gram", lambda products, lookups, prefer: True)
-    monkeypatch.setattr("anybatch.factors.gradients.is_doubtful", lambda leaves, squares: squares[0].square < 0)
+    monkeypatch.setattr(
+        "anybatch.factors.gradients.is_doubtful", lambda leaves, squares, per_leaf: squares[0].square < 0
+    )
     w, batch = jnp.ones((6, 5)), cancelling_batch(1e-3)
     norms = norms_of(gradients(cancelling, w, batch))
     found = ab.per_example_norms(cancelling)(w, batch)

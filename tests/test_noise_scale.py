@@ -9,6 +9,8 @@ from jax.sharding import PartitionSpec as P
 
 import anybatch as ab
 
+pytestmark = pytest.mark.thorough
+
 EXAMPLES = 22
 
 

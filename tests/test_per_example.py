@@ -8,12 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from per_example_losses import CASES, clipped_sum, dense, gradients, norms_of
-from test_factors import assert_close
+from test_factors import assert_close, cancelling, cancelling_batch
 
 import anybatch as ab
+from anybatch.factors import choice
 
 CASE = next(case for case in CASES if case.name == "dense_over_tokens")
-METHODS = ("vmap", "factored")
+METHODS = (pytest.param("vmap", marks=pytest.mark.thorough), "factored")
 
 
 @functools.cache
@@ -27,7 +28,9 @@ def problem(dtype="float64", number=7):
 
 
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("size", [1, 3, None, 9, "auto"])
+@pytest.mark.parametrize(
+    "size", [3, *(pytest.param(size, marks=pytest.mark.thorough) for size in (1, None, 9, "auto"))]
+)
 def test_results_do_not_depend_on_the_microbatches(float64, method, size):
     params, batch, grads, norms, clip_norm = problem()
     options = {"method": method, "microbatch_size": size}
@@ -130,6 +133,8 @@ def test_every_example_draws_numbers_of_its_own(float64, method):
         np.testing.assert_allclose(fun(params, batch, key), expected, rtol=1e-12)
     with pytest.raises(ab.InputError, match="rng_argnums=2"):
         ab.per_example_norms(loss)(params, batch, key)
+    with pytest.raises(ab.InputError, match="threefry2x32"):  # rbg draws for all examples together
+        ab.per_example_norms(loss, rng_argnums=2)(params, batch, jax.random.key(3, impl="rbg"))
 
 
 def calls_of(loss):
@@ -166,6 +171,8 @@ def test_padding_counts_for_nothing_and_is_skipped(float64, method):
     losses = jax.vmap(dense, (None, 0))(params, batch)
     np.testing.assert_allclose(value, losses[0] + losses[2], rtol=1e-12)
     assert 0 < len(seen) <= 4  # two microbatches of four, of which one is ragged
+    none = fun(params, batch.at[:2].set(jnp.nan).at[2:].set(jnp.inf), is_padding=is_padding)[1]
+    assert not any(leaf.any() for leaf in jax.tree.leaves(none))
 
     each = ab.per_example_grads(dense, **options)(params, batch, is_padding=is_padding)
     expected = jax.tree.map(lambda leaf: leaf * ~np.asarray(is_padding).reshape(-1, *[1] * (leaf.ndim - 1)), grads)
@@ -234,6 +241,8 @@ def test_transforms_are_clipped_and_summed_or_kept(float64):
     options = {"transform": halves, "microbatch_size": 3}
     chex.assert_trees_all_close(ab.per_example_grads(dense, **options)(params, batch), expected, rtol=1e-12)
     np.testing.assert_allclose(ab.per_example_norms(dense, **options)(params, batch), norms_of(expected), rtol=1e-12)
+    by_leaf = ab.per_example_norms(dense, per_leaf=True, **options)(params, batch)
+    chex.assert_trees_all_close(by_leaf, jax.tree.map(norms_of, expected), rtol=1e-12)
     total = ab.clipped_grad(dense, clip_norm=2.0, **options)(params, batch)
     assert_close(total, clipped_sum(expected, 2.0), rtol=1e-12)
 
@@ -265,11 +274,99 @@ def test_no_example_adds_more_than_the_bound(method, dtype):
     def loss(wide, x):
         return dense(jax.tree.map(lambda leaf: leaf.astype(dtype), wide), x)
 
-    fun = ab.clipped_grad(loss, clip_norm=0.1, method=method)
-    alone = jax.vmap(lambda x: fun(wide, x[None]))(batch)
-    norms = norms_of(alone)
-    assert norms.max() <= 0.1 * (1 + 1e-6)
-    assert norms.min() > 0.098
+    for strict in (False, True):
+        fun = ab.clipped_grad(loss, clip_norm=0.1, method=method, strict=strict)
+        norms = norms_of(jax.vmap(lambda x, fun=fun: fun(wide, x[None]))(batch))
+        assert norms.max() <= 0.1 * (1 + 1e-6)
+        assert norms.min() > 0.097
+
+
+def conspiring(rest=6, tokens=64, inputs=256, outputs=1024):
+    """Pairs of tokens that nearly cancel: what is left is small beside the rounding of each."""
+    x, s = np.ones((1, tokens, inputs)), np.ones((1, tokens, outputs))
+    x[:, : tokens // 2] += rest * 2**-7
+    s[:, tokens // 2 :] = -1
+    return {"x": jnp.asarray(x, jnp.bfloat16), "s": jnp.asarray(s, jnp.bfloat16)}
+
+
+def test_roundings_that_conspire_do_not_exceed_a_strict_bound():
+    def loss(w, example):
+        made = (example["x"] @ w.astype(jnp.bfloat16)).astype(jnp.float32)
+        return jnp.sum(made * example["s"].astype(jnp.float32))
+
+    w, batch = jnp.zeros((256, 1024)), conspiring()
+    (norm,) = norms_of(gradients(loss, w, batch))
+
+    def excess(strict, share):
+        fun = ab.clipped_grad(
+            loss, clip_norm=float(1.0005 * share * norm), method="factored", microbatch_size=1, strict=strict
+        )
+        assert [leaf.how for leaf in fun.gradient((w, batch), {}).program.leaves] == ["gram"]
+        return np.linalg.norm(np.asarray(fun(w, batch), np.float64)) / fun.clip_norm
+
+    shares = np.linspace(0.5, 1, 12)
+    assert max(excess(True, share) for share in shares) <= 1
+    assert max(excess(False, share) for share in shares) > 1.01  # the control
+
+
+@pytest.mark.parametrize("a, b", [(1e-19, 1e18), (1e-20, 1e20), (1e12, 1e-13)])
+def test_squares_of_factors_may_be_too_small_or_too_large(a, b):
+    """The square of a is 0 in float32, or that of b infinite; that of the gradient, their product, is neither."""
+
+    def loss(w, example):
+        return jnp.sum((example["a"] @ w) * example["b"])
+
+    w, batch = jnp.zeros((64, 8)), {"a": jnp.full((2, 64), a, jnp.float32), "b": jnp.full((2, 8), b, jnp.float32)}
+    norms = norms_of(gradients(loss, w, batch))
+    fun = ab.clipped_grad(loss, clip_norm=float(norms[0]) / 10, method="factored", return_norms=True)
+    total, beside = fun(w, batch)
+    np.testing.assert_allclose(beside.norms, norms, rtol=1e-6)
+    np.testing.assert_allclose(np.linalg.norm(total), 2 * fun.clip_norm, rtol=1e-5)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_an_example_that_its_key_makes_bad(method):
+    """A mask of zeros, and 0/0: another example in its place must not draw with the same key."""
+
+    def loss(w, x, key):
+        mask = jax.random.bernoulli(key, 0.3, (4,)).astype(x.dtype)
+        return jnp.sum(jnp.tanh((x * mask / jnp.sum(mask)) @ w))
+
+    w, x, key = (
+        jnp.full((4, 3), 0.1),
+        jnp.asarray(np.random.default_rng(0).normal(size=(8, 4)), jnp.float32),
+        jax.random.key(0),
+    )
+    keys = jax.vmap(functools.partial(jax.random.fold_in, key))(jnp.arange(8))
+    grads = np.asarray(jax.vmap(jax.grad(loss), (None, 0, 0))(w, x, keys))
+    good = np.isfinite(grads).all((1, 2))
+    assert 0 < good.sum() < 8
+    total = ab.clipped_grad(loss, clip_norm=0.1, rng_argnums=2, method=method, microbatch_size=4)(w, x, key)
+    np.testing.assert_allclose(total, clipped_sum(grads[good], 0.1), rtol=1e-5)
+
+
+def test_norms_of_parameters_that_cancel_beside_large_ones(monkeypatch):
+    monkeypatch.setattr(choice, "_prefers_gram", lambda products, lookups, prefer: True)
+
+    def loss(params, example):
+        return cancelling(params["small"], example) + 1e3 * jnp.sum(example["x"] @ params["large"])
+
+    params, batch = {"small": jnp.ones((6, 5)), "large": jnp.ones((6, 5))}, cancelling_batch(1e-3)
+    grads = gradients(loss, params, batch)
+    found = ab.per_example_norms(loss, per_leaf=True, method="factored")(params, batch)
+    np.testing.assert_allclose(found["small"], norms_of(grads["small"]), rtol=2e-5)
+    np.testing.assert_allclose(found["large"], norms_of(grads["large"]), rtol=2e-5)
+
+
+def test_a_weight_that_is_used_hundreds_of_times():
+    def loss(w, x):
+        for _ in range(300):
+            x = x + 0.01 * jnp.sin(x @ w)
+        return jnp.sum(x**2)
+
+    w, x = jnp.eye(3), jnp.ones((2, 3))
+    fun = ab.per_example_norms(loss, method="factored").gradient((w, x), {})
+    assert [leaf.how for leaf in fun.program.leaves] == ["direct"]
 
 
 def test_compiles_once():

@@ -15,8 +15,8 @@ pytestmark = pytest.mark.thorough
 
 # Those with a way of their own to a gradient; the others are more of the same.
 TELLING = {
-    *("resnet_with_group_norm", "vision_transformer", "gpt_unrolled", "gpt_scanned", "transformer_with_dropout"),
-    *("lstm_of_unequal_lengths", "mixture_of_experts", "nnx_model", "equinox_model"),
+    *("vision_transformer", "gpt_unrolled", "gpt_scanned", "lstm_of_unequal_lengths", "mixture_of_experts"),
+    *("nnx_model", "equinox_model"),
 }
 
 

@@ -17,6 +17,8 @@ from anybatch import privacy
 
 WIDTH = 5
 
+pytestmark = pytest.mark.thorough
+
 
 def loss(params, example):
     hidden = jnp.tanh(example["x"] @ params["w"])

@@ -10,6 +10,8 @@ import pytest
 from anybatch import privacy
 from anybatch.errors import InputError
 
+pytestmark = pytest.mark.thorough
+
 # (examples, batch size, noise, epochs, delta, epsilon) by Rényi divergences.
 # tensorflow_privacy/privacy/analysis/compute_dp_sgd_privacy_test.py, test_compute_dp_sgd_privacy.
 PUBLISHED_RDP = [

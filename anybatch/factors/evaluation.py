@@ -10,15 +10,12 @@ from jax import lax
 
 from anybatch import compat
 
-# Equations that call a function: in a gradient, what they said about derivatives has been made use of.
+# Equations that call a function. Those with derivatives of their own stay: what is computed here may be differentiated.
 _CALLS = {
     "jit": "jaxpr",
     "pjit": "jaxpr",
     "closed_call": "call_jaxpr",
     "core_call": "call_jaxpr",
-    "custom_jvp_call": "call_jaxpr",
-    "custom_vjp_call": "call_jaxpr",
-    "custom_vjp_call_jaxpr": "fun_jaxpr",
 }
 _REMAT = ("remat2", "checkpoint", "remat")
 

@@ -35,6 +35,7 @@ class Program:
     loss: TracedLoss  # of one example
     method: str
     prefer: str = "cost"
+    strict: bool = False  # whether bounds hold even where all roundings of factors point the same way
 
     @functools.cached_property
     def body(self) -> Body:
@@ -61,8 +62,8 @@ class Program:
 
     @property
     def can_doubt(self) -> bool:
-        """Whether there are norms that come out of sums which may cancel."""
-        return any(term.summands > 1 or len(leaf.terms) > 1 for leaf in self.leaves for term in leaf.products)
+        """Whether there are norms that come out of sums which may cancel, or of squares that are 0 or infinite."""
+        return self.multiplies
 
     def __call__(self, consts: Sequence[Any], arrays: Arrays) -> "Kept":
         """What there is of some examples: batch and keys have one entry for each, along axis 0."""
@@ -82,6 +83,7 @@ class Program:
             values=results[0],
             aux=list(results[1:num_outputs]),
             leaves=self.leaves,
+            strict=self.strict,
             arrays=[[next(supply) for _ in leaf.sources] for leaf in self.leaves],
         )
 
@@ -105,21 +107,22 @@ class Kept:
     aux: list[Any]
     leaves: list[Leaf]
     arrays: list[list[Any]]
+    strict: bool
 
     @functools.cached_property
     def squares(self) -> list[Squares]:
         """The squared norms for each parameter."""
-        return [squares_of(leaf, mine) for leaf, mine in zip(self.leaves, self.arrays, strict=True)]
+        pairs = zip(self.leaves, self.arrays, strict=True)
+        return [squares_of(leaf, mine, strict=self.strict) for leaf, mine in pairs]
 
     @property
     def square(self) -> Any:
         """The squared norms of the gradients."""
         return add_squares([each.square for each in self.squares], self.values)
 
-    @property
-    def is_doubtful(self) -> Any:
+    def is_doubtful(self, *, per_leaf: bool) -> Any:
         """For each example whether sums have cancelled so much that its norm is not to be trusted."""
-        return is_doubtful(self.leaves, self.squares)
+        return is_doubtful(self.leaves, self.squares, per_leaf)
 
     @property
     def bound(self) -> Any:

@@ -16,6 +16,7 @@ from anybatch.factors.evaluation import Body, Source
 from anybatch.factors.terms import CASTS, Convolution, Lookups, Product, Step, Term, Value, Way, identity, with_way
 
 MANY = 32  # more terms than this, and their sum had better be a value
+_DEEP = 64  # operations between a gradient and what makes it; Python allows for a thousand calls
 _MOVES = (*CASTS, "reshape", "squeeze", "transpose", "broadcast_in_dim")
 
 
@@ -33,12 +34,15 @@ def value_of(body: Body, variable: Any) -> Value:
 class _Walk:
     body: Body
     seen: dict[Any, list[Term]] = dataclasses.field(default_factory=dict)
+    under_way: list[Any] = dataclasses.field(default_factory=list)
 
     def terms(self, variable: Any) -> list[Term]:
-        if compat.is_literal(variable):
-            return self._terms(variable)
+        if compat.is_literal(variable) or len(self.under_way) > _DEEP:
+            return [Value(Source(variable), identity(len(variable.aval.shape)))]
         if variable not in self.seen:
+            self.under_way.append(variable)
             self.seen[variable] = self._terms(variable)
+            self.under_way.pop()
         return self.seen[variable]
 
     def _terms(self, variable: Any) -> list[Term]:
@@ -50,9 +54,9 @@ class _Walk:
         name = equation.primitive.name
         if name == "add_any" or name == "add":
             found = self._sum(equation)
-        elif name == "dot_general":
+        elif name == "dot_general" and _are_multiplied(equation):
             found = [_product(equation)]
-        elif name == "conv_general_dilated":
+        elif name == "conv_general_dilated" and _are_multiplied(equation):
             found = _convolution(equation)
         elif name in ("scatter-add", "scatter_add"):
             found = self._lookups(equation)
@@ -102,7 +106,8 @@ class _Walk:
             and index.aval.shape[-1] == 1
             and tuple(numbers.update_window_dims) == tuple(range(rank - 1, len(update.aval.shape)))
             and update.aval.shape[rank - 1 :] == shape[1:]
-            and _is_real(update)
+            and update.aval.dtype in _FLOATS
+            and table.aval.size
         )
         if not plain or compat.is_literal(index) or compat.is_literal(update):
             return None
@@ -156,6 +161,14 @@ class _Walk:
         return self._is_zero(equation.invars[0], depth - 1)
 
 
+def _are_multiplied(equation: Any) -> bool:
+    """Whether both sides are of dtypes whose products and sums are known here: not of integers, not of 8 bits."""
+    return all(operand.aval.dtype in _FLOATS and operand.aval.size for operand in equation.invars)
+
+
+_FLOATS = tuple(map(jnp.dtype, (jnp.bfloat16, jnp.float16, jnp.float32, jnp.float64)))
+
+
 def _product(equation: Any) -> Product:
     left, right = equation.invars
     (left_contract, right_contract), (left_batch, right_batch) = equation.params["dimension_numbers"]
@@ -201,7 +214,9 @@ def _moved(equation: Any, variable: Any) -> tuple[Any, Way] | None:
     if name not in _MOVES or len(equation.invars) != 1:
         return None
     (before,) = equation.invars
-    if compat.is_literal(before) or not _is_real(before) or before.aval.size != variable.aval.size:
+    if compat.is_literal(before) or before.aval.size != variable.aval.size:
+        return None
+    if before.aval.dtype not in _FLOATS or variable.aval.dtype not in _FLOATS:  # a cast to 8 bits is meant to round
         return None
     axes: tuple[int, ...] | None = None
     if name == "transpose":

@@ -21,6 +21,9 @@ _FEW = 2048  # indices
 _OFF = {2: 2.0**-10, 4: 2.0**-15, 8: 2.0**-40}
 
 
+_NOTHING = 2.0**-60  # a square that is as good as 0: of a norm of 1e-9
+
+
 class Squares(NamedTuple):
     """Squared norms, one for each example, and by how much they may be wrong."""
 
@@ -29,16 +32,18 @@ class Squares(NamedTuple):
     slack: Any  # by how much a weighted sum of narrow factors may exceed it, relative to its weight
 
 
-def squares_of(leaf: Leaf, arrays: Sequence[Any]) -> Squares:
+def squares_of(leaf: Leaf, arrays: Sequence[Any], *, strict: bool = False) -> Squares:
     """The squared norms of a leaf.
 
     Args:
       leaf: what is kept.
       arrays: for its sources, with the examples along axis 0.
+      strict: whether the roundings of narrow factors may all point the same way. Otherwise they are taken for what they
+        are in all but contrived examples: numbers of either sign.
     """
     parts = _per_term(leaf, arrays)
     if leaf.products:
-        return _from_factors(leaf, parts)
+        return _from_factors(leaf, parts, strict)
     looked_up = [each for each in parts if isinstance(each[0], Lookups)]
     if not leaf.values:
         return _exactly(_square_of_rows(*_joined(looked_up)))
@@ -54,12 +59,21 @@ def added(squares: Sequence[Any]) -> Any:
     return functools.reduce(jnp.add, [each.astype(dtype) for each in squares])
 
 
-def is_doubtful(leaves: Sequence[Leaf], squares: Sequence[Squares]) -> Any:
-    """For each example whether sums have cancelled so much that its norm is not to be trusted."""
+def is_doubtful(leaves: Sequence[Leaf], squares: Sequence[Squares], per_leaf: bool = False) -> Any:
+    """For each example whether sums have cancelled so much that its norm is not to be trusted.
+
+    Args:
+      leaves: what is kept.
+      squares: of each of them.
+      per_leaf: whether the norm of every parameter is asked for, not only that of all.
+    """
+    if per_leaf and len(leaves) > 1:
+        alone = [is_doubtful([leaf], [each]) for leaf, each in zip(leaves, squares, strict=True)]
+        return functools.reduce(jnp.logical_or, alone)
     total = added([each.square for each in squares])
     doubt = added([each.doubt for each in squares])
     narrow = min((_narrowest(leaf) for leaf in leaves if leaf.products), default=4)
-    return jnp.isfinite(total) & (doubt > _OFF[narrow] * total)
+    return jnp.isfinite(total) & (doubt > _OFF[narrow] * jnp.maximum(total, _NOTHING))
 
 
 def _narrowest(leaf: Leaf) -> int:
@@ -135,49 +149,81 @@ def _times(left: Any, right: Any) -> Any:
     )
 
 
-def _from_factors(leaf: Leaf, parts: list[tuple[Any, list[Any]]]) -> Squares:
+def _from_factors(leaf: Leaf, parts: list[tuple[Any, list[Any]]], strict: bool) -> Squares:
     """From products of the vectors: the square of a sum of outer products is a sum over pairs of them."""
-    if len(parts) == 1:
-        term, (left, right) = parts[0]
-        first, second = sides_of(term, left, right)
-        scale = term.way.scale**2
-    else:
-        first, second, scale = None, None, 1.0
-    if first is not None and first.shape[2] == 1:
+    if len(parts) > 1:
+        pairs = _pairs(parts)
+        pairs, lost = pairs
+        rounded = None
+        if _is_narrow(leaf):
+            alone = _lengths(pairs)
+            rounded = jnp.square(jnp.sum(alone, axis=1)) if strict else jnp.sum(jnp.square(alone), axis=1) / 4
+        return _added_over_pairs(pairs, rounded, lost)
+    ((term, (left, right)),) = parts
+    first, second = sides_of(term, left, right)
+    if left.size > right.size:
+        first, second = second, first  # so that the first is the one that a weighted sum scales
+    scale = term.way.scale**2
+    if first.shape[2] == 1:
         one, other = (jnp.sum(jnp.square(side.astype(wide(side.dtype))), axis=(2, 3)) for side in (first, second))
         dtype = wide(one.dtype, other.dtype)
-        square = jnp.sum(one.astype(dtype) * other.astype(dtype), axis=1) * scale
-        return Squares(square, jnp.zeros_like(square), _slack(leaf, square, square))
-    if first is None:
-        pairs = _pairs(parts)
-    else:
-        one, other = _times(first, first), _times(second, second)
-        dtype = wide(one.dtype, other.dtype)
-        pairs = one.astype(dtype) * other.astype(dtype)
+        one, other = one.astype(dtype), other.astype(dtype)
+        square, doubt = jnp.sum(one * other, axis=1), jnp.sum(_underflow(first, second, one, other), axis=1)
+        return Squares(square * scale, doubt * scale, _slack(square, square if _is_narrow(leaf) else None) * scale)
+    one, other = _times(first, first), _times(second, second)
+    dtype = wide(one.dtype, other.dtype)
+    one, other = one.astype(dtype), other.astype(dtype)
+    rounded = None
+    if _is_narrow(leaf):
+        lengths, others = _lengths(one), _lengths(other)
+        if strict:
+            rounded = jnp.sum(jnp.abs(other) * lengths[..., :, None] * lengths[..., None, :], axis=(1, 2, 3))
+        else:
+            rounded = jnp.sum(jnp.square(lengths * others), axis=(1, 2)) / 4
+    lost = _underflow(first, second, jnp.sum(_lengths(one) ** 2, -1), jnp.sum(_lengths(other) ** 2, -1))
+    lost = first.shape[2] * jnp.sum(lost, axis=1)
+    return Squares(*(each * scale for each in _added_over_pairs(one * other, rounded, lost)))
+
+
+def _underflow(first: Any, second: Any, one: Any, other: Any) -> Any:
+    """What is lost of products of squares, at most, where squares of small numbers are 0."""
+    smallest = jnp.finfo(one.dtype).tiny * max(first.shape[-1], second.shape[-1])
+    return smallest * (one + other)
+
+
+def _added_over_pairs(pairs: Any, rounded: Any | None, lost: Any) -> Squares:
     axes = tuple(range(1, pairs.ndim))
     square, most = jnp.sum(pairs, axis=axes), jnp.sum(jnp.abs(pairs), axis=axes)
-    rows, columns = (lax.broadcasted_iota(jnp.int32, pairs.shape, pairs.ndim - last) for last in (2, 1))
-    alone = jnp.sum(jnp.where(rows == columns, pairs, 0), axis=axes)
-    doubt = _LOST[jnp.dtype(pairs.dtype).itemsize] * most
+    doubt = _LOST[jnp.dtype(pairs.dtype).itemsize] * most + lost
     square = jnp.maximum(square, doubt)  # never less than what may have been lost
-    return Squares(square * scale, doubt * scale, _slack(leaf, square, alone) * scale)
+    return Squares(square, doubt, _slack(square, rounded))
 
 
-def _slack(leaf: Leaf, square: Any, alone: Any) -> Any:
-    """What the rounding of scaled narrow factors may add to the square of a clipped gradient.
+def _lengths(products: Any) -> Any:
+    """The lengths of vectors, from the products of all pairs of them."""
+    rows, columns = (lax.broadcasted_iota(jnp.int32, products.shape, products.ndim - last) for last in (2, 1))
+    return jnp.sqrt(jnp.maximum(jnp.sum(jnp.where(rows == columns, products, 0), axis=-1), 0))
 
-    Each entry is rounded by itself, by up to half a unit of its last bit. Where vectors are added up, so are their
-    roundings, as numbers of either sign.
+
+def _is_narrow(leaf: Leaf) -> bool:
+    """Whether factors are rounded when they are scaled: those of float16 are scaled in float32."""
+    return any(jnp.dtype(dtype) == jnp.bfloat16 for term in leaf.products for dtype in term.dtypes)
+
+
+def _slack(square: Any, rounded: Any | None) -> Any:
+    """What the rounding of scaled factors may add to the square of a clipped gradient.
+
+    Each entry is rounded by up to half a unit of its last bit: `rounded` is the square of what that comes to, had each
+    been rounded by all of itself.
     """
-    narrowest = _narrowest(leaf)
-    if narrowest > 2:
+    if rounded is None:
         return jnp.zeros_like(square)
-    is_half = any(jnp.dtype(dtype) == jnp.float16 for term in leaf.products for dtype in term.dtypes)
-    return (2.0**-11 if is_half else 2.0**-8) * 0.53 * (square + alone)
+    more = 2.0**-7.95 * jnp.sqrt(rounded)
+    return 2 * jnp.sqrt(square) * more + jnp.square(more)
 
 
-def _pairs(parts: list[tuple[Any, list[Any]]]) -> Any:
-    """The products of all pairs of vectors in several terms, (examples, vectors, vectors)."""
+def _pairs(parts: list[tuple[Any, list[Any]]]) -> tuple[Any, Any]:
+    """The products of all pairs of vectors in several terms, (examples, vectors, vectors), and what they may lack."""
     rows, columns, looked_up = [], [], []
     for term, mine in parts:
         if isinstance(term, Product):
@@ -203,7 +249,10 @@ def _pairs(parts: list[tuple[Any, list[Any]]]) -> Any:
     dtype = common(*(column.dtype for column in columns))
     every = jnp.concatenate([column.astype(dtype) for column in columns], axis=1)
     products = _times(every, every)
-    return within.astype(wide(within.dtype, products.dtype)) * products
+    within = within.astype(wide(within.dtype, products.dtype))
+    traces = (jnp.sum(_lengths(each) ** 2, axis=-1) for each in (within, products.astype(within.dtype)))
+    lost = every.shape[1] * _underflow(dense, every, *traces)
+    return within * products.astype(within.dtype), lost
 
 
 def _joined(looked_up: list[tuple[Any, list[Any]]]) -> tuple[Any, Any]:
@@ -219,6 +268,7 @@ def _joined(looked_up: list[tuple[Any, list[Any]]]) -> tuple[Any, Any]:
 def rows_of(term: Lookups, index: Any, update: Any) -> tuple[Any, Any]:
     """The indices and rows of the examples, (examples, number) and (examples, number, entries)."""
     index = index.reshape(index.shape[0], -1)
+    index = index.astype(common(index.dtype, jnp.int32))  # narrow ones do not hold the size of the table
     if term.clips:
         index = jnp.clip(index, 0, term.shape[0] - 1)
     # A negative index is none to the table, but would be one from its end to what takes rows here.

@@ -88,7 +88,8 @@ def _convolution(term: Convolution, arrays: Sequence[Any], weights: Any, dtype: 
 
 def _scaled(array: Any, weights: Any) -> Any:
     weights = weights.reshape(-1, *[1] * (array.ndim - 1))
-    return (array.astype(weights.dtype) * weights).astype(array.dtype)
+    scaled = array.astype(weights.dtype) * weights
+    return scaled if array.dtype == jnp.float16 else scaled.astype(array.dtype)  # float16 has no small numbers
 
 
 def _value(array: Any, weights: Any, dtype: Any) -> Any:

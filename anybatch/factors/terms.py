@@ -30,7 +30,7 @@ class Step:
         return move(array)
 
 
-CASTS = ("convert_element_type", "reduce_precision", "copy", "copy_p", "sharding_constraint", "sharding_hint")
+CASTS = ("convert_element_type", "copy", "copy_p", "sharding_constraint", "sharding_hint")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -155,7 +155,7 @@ class PrivateGrad:
             self._has_aux,
             clip_norm=self.clip_norm,
             normalize_by=self.expected_batch_size,
-            **self._options,
+            **{"strict": True, **self._options},
         )
 
     def _check_batch(self, args: tuple[Any, ...], kwargs: dict[str, Any], is_padding: Any) -> None:

@@ -97,7 +97,7 @@ class EachExample:
         if not part.examples:
             return self._start(inputs.arrays), self._no_rows(part, inputs)
         found = self._until_good(part, inputs) if self._is_spoilt(inputs) else self._microbatches(part, inputs, None)
-        if self._can_doubt or self._is_spoilt(inputs):
+        if self._can_doubt:
             found = self._afterwards(part, inputs, found)
         return found.sums, found.rows
 
@@ -146,31 +146,38 @@ class EachExample:
     def _afterwards(self, part: Part, inputs: Inputs, found: Found) -> Found:
         """What is left to do for some examples: nearly always nothing, and a loop of no turns touches no sum.
 
-        Examples whose norms are doubtful: from their gradients, computed as they are, one after the other. And where
-        none was good, so that there was nothing to put in their places, the sums are 0.
+        Examples whose norms are doubtful, or not finite, for squares of factors may overflow where gradients do not:
+        from their gradients, computed as they are, one after the other. And where none was good, so that there was
+        nothing to put in their places, the sums begin at 0.
         """
         plainly = dataclasses.replace(self, program=dataclasses.replace(self.program, method="vmap"), size=1)
-        order = jnp.argsort(~found.is_doubtful, stable=True)
         first = len(self.program.loss.out_avals)
-        none = jnp.all(found.is_bad) if self._is_spoilt(inputs) else jnp.zeros_like(found.is_bad[0])
-        number = jnp.where(none, 1, jnp.sum(found.is_doubtful))
+        is_left = _without(found.is_doubtful | found.is_bad, inputs.is_padding)
+        order = jnp.argsort(~is_left, stable=True)
+        none = jnp.all(_or(found.is_bad, inputs.is_padding)) if self._is_spoilt(inputs) else jnp.asarray(False)
+        none = _like_rows(none, inputs.arrays.batch)
+        before = none.astype(jnp.int32)  # turns before the first of them
+        number = jnp.sum(is_left, dtype=jnp.int32) + before
 
         def add(state: tuple[Any, list[Any], list[Any]]) -> tuple[Any, list[Any], list[Any]]:
             turn, sums, rows = state
-            which = order[turn]
+            which = order[turn - before]
             one = plainly._microbatch(part, inputs, 1, _One(which), sums, None)
             norms = [old.at[which].set(new[0]) for old, new in zip(rows[first:], one.rows[first:], strict=True)]
-            values = [] if not sums else [sums[-1]]  # the losses are in the sum already
-            return turn + 1, [*one.sums[: len(sums) - 1], *values], [*rows[:first], *norms]
+            if not sums:
+                return turn + 1, [], [*rows[:first], *norms]
+            value = jnp.where(
+                found.is_bad[which], one.sums[-1], sums[-1]
+            )  # the losses of others are in the sum already
+            return turn + 1, [*one.sums[:-1], value], [*rows[:first], *norms]
 
         def nothing(state: tuple[Any, list[Any], list[Any]]) -> tuple[Any, list[Any], list[Any]]:
             turn, sums, rows = state
             return turn + 1, jax.tree.map(jnp.zeros_like, sums), rows
 
         def step(state: tuple[Any, list[Any], list[Any]]) -> tuple[Any, list[Any], list[Any]]:
-            if not self._can_doubt:
-                return nothing(state)
-            return lax.cond(none, nothing, add, state) if self._is_spoilt(inputs) else add(state)
+            is_first = none & (state[0] == 0)
+            return lax.cond(is_first, nothing, add, state) if self._is_spoilt(inputs) else add(state)
 
         start = (jnp.zeros_like(number), found.sums, found.rows)
         _, sums, rows = lax.while_loop(lambda state: state[0] < number, step, start)
@@ -263,7 +270,8 @@ class EachExample:
         batch, (number, *own) = taken[: len(arrays.batch)], taken[len(arrays.batch) :]
         is_padding, was_bad = own.pop(0) if padding is not None else None, own.pop(0) if own else None
         if was_bad is not None and is_bad is not None:
-            good = jnp.argmin(is_bad)
+            good = jnp.argmin(_or(is_bad, padding))
+            number = jnp.where(was_bad, good.astype(number.dtype), number)
             batch = [
                 _where(was_bad, lax.dynamic_slice_in_dim(whole, good, 1), mine)
                 for whole, mine in zip(arrays.batch, batch, strict=True)
@@ -276,6 +284,8 @@ class EachExample:
 
     def _examples(self, kept: Kept, clip_norm: Any, is_padding: Any, was_bad: Any, sums: list[Any]) -> Found:
         rows = [kept.values, *kept.aux]
+        if is_padding is not None:
+            rows = [each if compat.has_keys(each) else _where(is_padding, jnp.zeros_like(each), each) for each in rows]
         grads = None
         if self.transform is not None:
             grads = jax.vmap(self.transform)(kept.each())
@@ -290,7 +300,7 @@ class EachExample:
             squares, bound = [each.square for each in kept.squares], kept.bound
         square = add_squares(squares, kept.values)
         is_finite = jnp.isfinite(square)
-        is_doubtful = kept.is_doubtful if self._can_doubt else jnp.zeros_like(is_finite)
+        is_doubtful = kept.is_doubtful(per_leaf=self.per_leaf) if self._can_doubt else jnp.zeros_like(is_finite)
         counts = jnp.ones_like(is_finite)
         for mark in (is_padding, was_bad):
             counts = counts if mark is None else counts & ~mark
@@ -315,8 +325,8 @@ class EachExample:
             if self.nan_safe:
                 grads = [_where(is_finite, grad, jnp.zeros_like(grad)) for grad in grads]
             rows += [grad if is_padding is None else _where(is_padding, jnp.zeros_like(grad), grad) for grad in grads]
-        spoils = ~is_finite if self.nan_safe or is_padding is None else ~is_finite & is_padding
-        return Found(sums, rows, spoils, is_doubtful)
+        is_bad = ~is_finite if self.nan_safe or is_padding is None else ~is_finite & is_padding
+        return Found(sums, rows, is_bad, is_doubtful)
 
     def _start(self, arrays: Arrays) -> list[Any]:
         """Sums of nothing."""
@@ -354,6 +364,14 @@ def _like_rows(array: Any, batch: Sequence[Any]) -> Any:
     varying = frozenset().union(*(compat.varying_axes(jax.typeof(leaf)) for leaf in batch))
     missing = tuple(varying - compat.varying_axes(jax.typeof(array)))
     return lax.pcast(array, missing, to="varying") if missing else array
+
+
+def _or(mark: Any, other: Any | None) -> Any:
+    return mark if other is None else mark | other
+
+
+def _without(mark: Any, other: Any | None) -> Any:
+    return mark if other is None else mark & ~other
 
 
 def _where(mark: Any, one: Any, other: Any) -> Any:
