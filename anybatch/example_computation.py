@@ -21,6 +21,7 @@ from anybatch.memory import readable
 from anybatch.reading.report import Reading
 from anybatch.reading.split import Split
 from anybatch.routes.each_example import EachExample, Inputs
+from anybatch.routes.example_results import Asked
 from anybatch.trees import describe
 
 
@@ -148,6 +149,7 @@ class ExampleGradient(Gradient):
           InputError: for a loss that this way cannot compute.
         """
         own, loss, each = self.own, self.loss, self._each(way)
+        asked = each.asked
         consts = self._trace(self.examples)[1]
         inputs = (consts, self.arguments.arrays, self._padding(), own.clip_norm, own.normalize_by)
         leaves, tree = jax.tree.flatten(inputs)
@@ -157,7 +159,7 @@ class ExampleGradient(Gradient):
             consts, arrays, padding, clip_norm, normalize_by = jax.tree.unflatten(tree, flat)
             sums, rows = each(place, Inputs(consts, arrays, clip_norm, padding))
             if sums:
-                types = [*each.transformed, loss.out_avals[0]]
+                types = [*asked.transformed, loss.out_avals[0]]
                 # Dividing by 1 would be one more pass over all of them.
                 divided = (
                     sums
@@ -167,18 +169,18 @@ class ExampleGradient(Gradient):
                 sums = [total.astype(like.dtype) for total, like in zip(divided, types, strict=True)]
                 if self.field is not None and own.transform is None:
                     sums = [*self.field.as_parameters(sums[:-1]), sums[-1]]
-            return jax.tree.leaves(self._asked_for(each, sums, rows))
+            return jax.tree.leaves(self._asked_for(asked, sums, rows))
 
         fun: Any = compute
         if self.field is not None:
-            fun = self.field.with_specs(compute, self._specs(each))
+            fun = self.field.with_specs(compute, self._specs(asked))
         return Computation(fun, leaves, loss.traced.has_effects)
 
-    def _asked_for(self, each: EachExample, sums: list[Any], rows: list[Any]) -> Results:
+    def _asked_for(self, asked: Asked, sums: list[Any], rows: list[Any]) -> Results:
         """The results that are returned, of all that there are."""
         own, num_outputs = self.own, len(self.loss.out_avals)
         values, aux, rest = rows[0], rows[1:num_outputs], rows[num_outputs:]
-        norms, grads = rest[: each.num_norms], rest[each.num_norms :]
+        norms, grads = rest[: asked.num_norms], rest[asked.num_norms :]
         *totals, value = sums or [None]
         return Results(
             result={"sum": totals, "norms": norms, "gradients": grads}[own.wants],
@@ -188,22 +190,24 @@ class ExampleGradient(Gradient):
             aux=aux,
         )
 
-    def _specs(self, each: EachExample) -> list[Any]:
+    def _specs(self, asked: Asked) -> list[Any]:
         """How results are spread over the mesh: sums as the parameters are, rows as the examples."""
         assert self.field is not None
         by_examples, whole = jax.sharding.PartitionSpec(self.field.over.axes), jax.sharding.PartitionSpec()
         if self.examples % self.field.over.devices:
             by_examples = whole
         sums: list[Any] = []
-        if each.sums:
-            known = self.field.specs if self.own.transform is None else [None] * len(each.transformed)
+        if asked.sums:
+            known = self.field.specs if self.own.transform is None else [None] * len(asked.transformed)
             sums = [*(spec or whole for spec in known), whole]
-        return jax.tree.leaves(self._asked_for(each, sums, [by_examples] * each.num_rows))
+        return jax.tree.leaves(self._asked_for(asked, sums, [by_examples] * asked.num_rows))
 
     def outcome(self, way: Way, outputs: list[Any]) -> Results:
         """What was asked for, in the user's trees, from what the computation returned."""
-        each = self._each(way)
-        skeleton = self._asked_for(each, [0] * (len(each.transformed) + 1) if each.sums else [], [0] * each.num_rows)
+        asked = self._each(way).asked
+        skeleton = self._asked_for(
+            asked, [0] * (len(asked.transformed) + 1) if asked.sums else [], [0] * asked.num_rows
+        )
         flat = outputs if self.field is None else self.field.returned(outputs)
         found: Results = jax.tree.unflatten(jax.tree.structure(skeleton), flat)
         return found._replace(
@@ -228,17 +232,22 @@ class ExampleGradient(Gradient):
 
     def _each(self, way: Way) -> EachExample:
         own = self.own
-        return EachExample(
-            program=self._program(way.method),
-            size=self._size(way),
+        asked = Asked(
+            parameters=self.loss.types.wrt,
+            outputs=self.loss.out_avals,
             accumulator_dtype=self.settings.accumulator_dtype,
             sums=own.wants == "sum",
             keeps_gradients=own.wants == "gradients",
             keeps_norms=own.wants == "norms" or own.return_norms,
             per_leaf=own.per_leaf,
             nan_safe=own.nan_safe,
-            keeps_batch_axis=own.keep_batch_dim,
             transform=None if own.transform is None else self._flat_transform,
+        )
+        return EachExample(
+            program=self._program(way.method),
+            asked=asked,
+            size=self._size(way),
+            keeps_batch_axis=own.keep_batch_dim,
             skips_padding=not self.loss.traced.has_effects and self._has_no_other_axes,
         )
 

@@ -44,6 +44,7 @@ FLOORS = [
             "routes.groups",
             "routes.joining",
             "routes.spread",
+            "routes.example_results",
             "routes.each_example",
         ),
     ],

@@ -19,7 +19,7 @@ def by_name(case):
 
 
 @pytest.mark.parametrize("microbatch_size", SIZES)
-@pytest.mark.parametrize("transform", [lambda fun: fun, jax.jit], ids=["eager", "jit"])
+@pytest.mark.parametrize("transform", [pytest.param(lambda fun: fun, marks=pytest.mark.slow, id="eager"), jax.jit])
 @pytest.mark.parametrize("case", LOSSES, ids=by_name)
 def test_gradient_equals_full_batch_gradient(case, transform, microbatch_size):
     params, batch = case.problem()
@@ -44,7 +44,7 @@ def test_gradient_is_exact_to_the_last_digits_in_float64(float64, case, microbat
     chex.assert_trees_all_close(actual, expected, rtol=1e-12, atol=1e-14)
 
 
-@pytest.mark.parametrize("microbatch_size", [1, 5, 12])
+@pytest.mark.parametrize("microbatch_size", [5, *(pytest.param(size, marks=pytest.mark.slow) for size in (1, 12))])
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16], ids=["bfloat16", "float16"])
 @pytest.mark.parametrize("case", LOSSES, ids=by_name)
 def test_low_precision_is_no_further_from_the_truth_than_the_full_batch(case, dtype, microbatch_size):

@@ -134,7 +134,7 @@ AS_VALUES["custom_vjp"] = lambda w, x: jnp.mean(x @ twice_backwards(w))
 ALL = {**PLAIN, **IN_PLACE, **AS_VALUES}
 
 
-@pytest.mark.parametrize("microbatch_size", [2, 3])
+@pytest.mark.parametrize("microbatch_size", [2, pytest.param(3, marks=pytest.mark.thorough)])
 @pytest.mark.parametrize("name", [name for name, loss in ALL.items() if loss is not None])
 def test_gradient_equals_full_batch_gradient(name, microbatch_size):
     def loss(w, x):  # a mean over examples, whatever the function does with the parameter

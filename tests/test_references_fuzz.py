@@ -75,6 +75,7 @@ def check(seed):
         np.testing.assert_allclose(got, want, rtol=1e-9, atol=1e-11)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("seed", range(6))
 def test_random_programs(float64, seed):
     check(seed)

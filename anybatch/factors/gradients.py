@@ -55,16 +55,6 @@ class Program:
         variables = self.body.outputs[len(self.body.outputs) - len(wrt) :]
         return [choose(self.body, variable, each, self.prefer) for variable, each in zip(variables, wrt, strict=True)]
 
-    @property
-    def multiplies(self) -> bool:
-        """Whether sums are made by multiplying factors of all examples, which an example that is NaN would spoil."""
-        return any(leaf.products for leaf in self.leaves)
-
-    @property
-    def can_doubt(self) -> bool:
-        """Whether there are norms that come out of sums which may cancel, or of squares that are 0 or infinite."""
-        return self.multiplies
-
     def __call__(self, consts: Sequence[Any], arrays: Arrays) -> "Kept":
         """What there is of some examples: batch and keys have one entry for each, along axis 0."""
         flat = [*consts, *jax.tree.leaves(arrays)]

@@ -12,13 +12,10 @@ from jax import lax
 from anybatch import compat
 from anybatch.arguments import Arrays
 from anybatch.batch import Cut, first_start, join_rows, take
-from anybatch.factors.gradients import Kept, Program, add_squares, at_most
-from anybatch.factors.squares import square_of
+from anybatch.factors.gradients import Program
 from anybatch.reading.states import Rows
-from anybatch.routes.outputs import wide_dtype
+from anybatch.routes.example_results import Asked, Found, where_rows
 from anybatch.routes.parts import Give, Part, Place, Work
-
-Transform = Callable[[list[Any]], list[Any]]  # of the gradient leaves of one example
 
 
 class Inputs(NamedTuple):
@@ -30,47 +27,15 @@ class Inputs(NamedTuple):
     is_padding: Any | None
 
 
-class Found(NamedTuple):
-    """What there is of some examples."""
-
-    sums: list[Any]  # the clipped gradients, and the losses
-    rows: list[Any]  # one for each example
-    is_bad: Any  # whose gradients are not finite
-    is_doubtful: Any  # whose norms must be computed in another way; they are not in the sums yet
-
-
 @dataclasses.dataclass(frozen=True, eq=False)
 class EachExample:
-    """What to do with the gradient of every example."""
+    """A walk over all examples, by microbatches, for what is asked of their gradients."""
 
     program: Program
+    asked: Asked
     size: int  # of the microbatches
-    accumulator_dtype: Any
-    sums: bool  # whether they are clipped and summed
-    keeps_gradients: bool = False
-    keeps_norms: bool = False
-    per_leaf: bool = False  # whether there is a norm for each parameter
-    nan_safe: bool = True
     keeps_batch_axis: bool = False  # whether the loss of one example is that of a batch of one
-    transform: Transform | None = None
     skips_padding: bool = True  # where nothing stands against it
-
-    @functools.cached_property
-    def transformed(self) -> list[Any]:
-        """The types of what is summed or kept of one example."""
-        wrt = [jax.ShapeDtypeStruct(each.shape, each.dtype) for each in self.program.loss.types.wrt]
-        return wrt if self.transform is None else jax.eval_shape(self.transform, wrt)
-
-    @property
-    def num_norms(self) -> int:
-        """How many norms are kept of an example."""
-        return (len(self.transformed) if self.per_leaf else 1) if self.keeps_norms else 0
-
-    @property
-    def num_rows(self) -> int:
-        """How many arrays with rows of the examples there are."""
-        kept = len(self.transformed) if self.keeps_gradients else 0
-        return len(self.program.loss.out_avals) + self.num_norms + kept
 
     def __call__(self, place: Place, inputs: Inputs) -> tuple[list[Any], list[Any]]:
         """The sums, wide: the clipped gradients and the losses; and rows of all examples, in the order of the batch.
@@ -89,13 +54,13 @@ class EachExample:
             batch, padding = (rows, None) if inputs.is_padding is None else (rows[:-1], rows[-1])
             return self._over(part, Inputs(consts, Arrays(wrt, batch, keys, rest), clip_norm, padding))
 
-        variables = len(wrt) if self.sums and self.transform is None else 0
-        gives = [Give(Rows(0))] * self.num_rows
+        variables = len(wrt) if self.asked.sums and self.asked.transform is None else 0
+        gives = [Give(Rows(0))] * self.asked.num_rows
         return place(Work(over, whole, rows, [Rows(0)] * len(rows), gives, variables))
 
     def _over(self, part: Part, inputs: Inputs) -> tuple[list[Any], list[Any]]:
         if not part.examples:
-            return self._start(inputs.arrays), self._no_rows(part, inputs)
+            return self._start(inputs), self._no_rows(part, inputs)
         found = self._until_good(part, inputs) if self._is_spoilt(inputs) else self._microbatches(part, inputs, None)
         if self._can_doubt:
             found = self._afterwards(part, inputs, found)
@@ -103,12 +68,15 @@ class EachExample:
 
     def _is_spoilt(self, inputs: Inputs) -> bool:
         """Whether sums would be spoilt by examples that are not finite, and that count for nothing."""
-        may_be_bad = self.nan_safe or inputs.is_padding is not None
-        return self.sums and self.program.multiplies and self.transform is None and may_be_bad
+        may_be_bad = self.asked.nan_safe or inputs.is_padding is not None
+        return self.asked.sums and self._can_doubt and may_be_bad
+
+    def _start(self, inputs: Inputs) -> list[Any]:
+        return [_like_rows(each, inputs.arrays.batch) for each in self.asked.start()]
 
     @property
     def _can_doubt(self) -> bool:
-        return self.transform is None and (self.sums or self.keeps_norms) and self.program.can_doubt
+        return self.asked.can_doubt(self.program.leaves)
 
     def _no_rows(self, part: Part, inputs: Inputs) -> list[Any]:
         """The rows of no examples, in the types of those of one."""
@@ -131,7 +99,7 @@ class EachExample:
         def attempt(state: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
             _, is_bad, before = state
             found = self._microbatches(part, inputs, is_bad)
-            kept = [_where(is_bad, old, new) for old, new in zip(before.rows, found.rows, strict=True)]
+            kept = [where_rows(is_bad, old, new) for old, new in zip(before.rows, found.rows, strict=True)]
             more = found.is_bad & ~is_bad
             doubtful = found.is_doubtful & ~is_bad
             return jnp.any(more), is_bad | more, Found(found.sums, kept, more, doubtful)
@@ -186,7 +154,7 @@ class EachExample:
     def _microbatches(self, part: Part, inputs: Inputs, is_bad: Any | None) -> Found:
         """All examples of a part, some of which are known to be bad."""
         cut = Cut(part.examples, max(1, min(self.size, part.examples)), part.runs)
-        sums, last = self._start(inputs.arrays), None
+        sums, last = self._start(inputs), None
         if cut.remainder:  # first, so that its results are where the sums start
             with jax.named_scope("anybatch_last_microbatch"):
                 last = self._unless_padding(part, inputs, cut, sums, is_bad)
@@ -273,83 +241,20 @@ class EachExample:
             good = jnp.argmin(_or(is_bad, padding))
             number = jnp.where(was_bad, good.astype(number.dtype), number)
             batch = [
-                _where(was_bad, lax.dynamic_slice_in_dim(whole, good, 1), mine)
+                where_rows(was_bad, lax.dynamic_slice_in_dim(whole, good, 1), mine)
                 for whole, mine in zip(arrays.batch, batch, strict=True)
             ]
         keys = [jax.vmap(functools.partial(jax.random.fold_in, key))(part.first + number) for key in arrays.keys]
         batch = [leaf[:, None] for leaf in batch] if self.keeps_batch_axis else batch
         own_arrays = arrays._replace(batch=batch, keys=keys)
 
-        return self._examples(self.program(inputs.consts, own_arrays), inputs.clip_norm, is_padding, was_bad, sums)
-
-    def _examples(self, kept: Kept, clip_norm: Any, is_padding: Any, was_bad: Any, sums: list[Any]) -> Found:
-        rows = [kept.values, *kept.aux]
-        if is_padding is not None:
-            rows = [each if compat.has_keys(each) else _where(is_padding, jnp.zeros_like(each), each) for each in rows]
-        grads = None
-        if self.transform is not None:
-            grads = jax.vmap(self.transform)(kept.each())
-        elif self.keeps_gradients:
-            grads = kept.each()
-        needs_squares = self.sums or self.keeps_norms or self.nan_safe
-        squares, bound = [], jnp.zeros(kept.values.shape[:1], jnp.float32)
-        if grads is not None and self.transform is not None:
-            squares = [square_of(grad) for grad in grads]
-            bound = at_most(add_squares(squares, kept.values))
-        elif needs_squares:
-            squares, bound = [each.square for each in kept.squares], kept.bound
-        square = add_squares(squares, kept.values)
-        is_finite = jnp.isfinite(square)
-        is_doubtful = kept.is_doubtful(per_leaf=self.per_leaf) if self._can_doubt else jnp.zeros_like(is_finite)
-        counts = jnp.ones_like(is_finite)
-        for mark in (is_padding, was_bad):
-            counts = counts if mark is None else counts & ~mark
-        is_doubtful = is_doubtful & counts
-        if self.keeps_norms:
-            norms = [jnp.sqrt(each) for each in (squares if self.per_leaf else [square])]
-            if self.nan_safe and not self.sums:
-                norms = [jnp.where(is_finite, norm, jnp.zeros_like(norm)) for norm in norms]
-            rows += [norm if is_padding is None else jnp.where(is_padding, 0, norm) for norm in norms]
-        if self.sums:
-            weights = jnp.where(is_finite, _weights(bound, clip_norm), 0.0 if self.nan_safe else jnp.nan)
-            weights = jnp.where(counts & ~is_doubtful, weights, 0)
-            *totals, value = sums
-            if grads is None:
-                totals = kept.add_weighted(weights, totals)
-            else:
-                totals = _add_plainly(grads, weights, totals)
-            counts = counts & is_finite if self.nan_safe else counts
-            sums = [*totals, value + jnp.sum(jnp.where(counts, kept.values.astype(value.dtype), 0))]
-        if self.keeps_gradients:
-            assert grads is not None
-            if self.nan_safe:
-                grads = [_where(is_finite, grad, jnp.zeros_like(grad)) for grad in grads]
-            rows += [grad if is_padding is None else _where(is_padding, jnp.zeros_like(grad), grad) for grad in grads]
-        is_bad = ~is_finite if self.nan_safe or is_padding is None else ~is_finite & is_padding
-        return Found(sums, rows, is_bad, is_doubtful)
-
-    def _start(self, arrays: Arrays) -> list[Any]:
-        """Sums of nothing."""
-        if not self.sums:
-            return []
-        types = [*self.transformed, jax.ShapeDtypeStruct((), self.program.loss.out_avals[0].dtype)]
-        wide = [*[self.accumulator_dtype] * len(self.transformed), jnp.float32]
-        zeros = [jnp.zeros(each.shape, wide_dtype(each.dtype, dtype)) for each, dtype in zip(types, wide, strict=True)]
-        return [_like_rows(each, arrays.batch) for each in zeros]
+        return self.asked.of(self.program(inputs.consts, own_arrays), inputs.clip_norm, is_padding, was_bad, sums)
 
 
 class _One(NamedTuple):
     """The place of a single example, wherever it is."""
 
     number: Any
-
-
-def _weights(bound: Any, clip_norm: Any) -> Any:
-    """By how much each gradient is scaled: exactly 1 where its norm is no more than allowed."""
-    norm = jnp.sqrt(bound)
-    clip_norm = jnp.asarray(clip_norm, norm.dtype)
-    is_large = norm > clip_norm
-    return jnp.where(is_large, clip_norm / jnp.where(is_large, norm, 1), jnp.ones_like(norm))
 
 
 def _zeros(aval: Any) -> Any:
@@ -372,17 +277,3 @@ def _or(mark: Any, other: Any | None) -> Any:
 
 def _without(mark: Any, other: Any | None) -> Any:
     return mark if other is None else mark & ~other
-
-
-def _where(mark: Any, one: Any, other: Any) -> Any:
-    """Of two arrays with rows, the one or the other."""
-    return jnp.where(mark.reshape(-1, *[1] * (other.ndim - 1)), one, other)
-
-
-def _add_plainly(grads: Sequence[Any], weights: Any, totals: Sequence[Any]) -> list[Any]:
-    added = []
-    for grad, total in zip(grads, totals, strict=True):
-        scale = weights.reshape(-1, *[1] * (grad.ndim - 1)).astype(total.dtype)
-        weighed = jnp.where(scale == 0, 0, grad.astype(total.dtype) * scale)
-        added.append(total + jnp.sum(weighed, axis=0))
-    return added
