@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -9,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from anybatch.computation import Way
+from anybatch.errors import InputError
 from anybatch.example_computation import ExampleGradient, Results
 from anybatch.example_settings import ExampleSettings
 from anybatch.planning.running import run_as_planned
@@ -28,6 +30,7 @@ class ExampleFunction:
 
     def __init__(self, fun: Callable[..., Any], settings: ExampleSettings) -> None:
         functools.update_wrapper(self, fun)
+        _check_names(fun)
         self.fun, self.settings = fun, settings
 
     def gradient(self, args: tuple[Any, ...], kwargs: dict[str, Any], is_padding: Any = None) -> ExampleGradient:
@@ -70,6 +73,19 @@ class ExampleFunction:
         beside = self._beside(found)
         has_more = self.settings.common.has_aux or self.settings.returns_examples
         return (found.result, beside) if has_more else found.result
+
+
+def _check_names(fun: Callable[..., Any]) -> None:
+    try:
+        names = inspect.signature(fun).parameters
+    except (TypeError, ValueError):
+        return
+    if "is_padding" in names:
+        raise InputError(
+            "is_padding says which examples count, and is not passed on to the loss",
+            given=f"a loss with an argument of that name, {getattr(fun, '__name__', fun)}{inspect.signature(fun)}",
+            remedy="Call the argument of the loss something else, e.g. mask, and put it into the batch.",
+        )
 
 
 def per_example_grads(

@@ -402,6 +402,11 @@ def test_mistakes_are_named_before_any_work(options, message):
         ab.clipped_grad(dense, **{"clip_norm": 1.0, **options})
 
 
+def test_the_name_of_the_padding_is_taken():
+    with pytest.raises(ab.InputError, match="something else, e.g. mask"):
+        ab.per_example_norms(lambda params, x, is_padding: dense(params, x))
+
+
 def test_padding_must_say_of_every_example(float64):
     params, batch, *_ = problem()
     fun = ab.clipped_grad(dense, clip_norm=1.0)
