@@ -403,7 +403,7 @@ def test_mistakes_are_named_before_any_work(options, message):
 
 
 def test_the_name_of_the_padding_is_taken():
-    with pytest.raises(ab.InputError, match="something else, e.g. mask"):
+    with pytest.raises(ab.InputError, match="Call the argument of the loss something else"):
         ab.per_example_norms(lambda params, x, is_padding: dense(params, x))
 
 
