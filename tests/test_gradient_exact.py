@@ -11,7 +11,7 @@ import anybatch as ab
 
 pytestmark = pytest.mark.thorough
 
-SIZES = [1, 2, 3, 5, 6, 11, 12, 13, None]
+SIZES = [1, 5, 6, 12, *(pytest.param(size, marks=pytest.mark.slow) for size in (2, 3, 11, 13, None))]
 
 
 def by_name(case):

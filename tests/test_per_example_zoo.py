@@ -15,8 +15,7 @@ pytestmark = pytest.mark.thorough
 
 # Those with a way of their own to a gradient; the others are more of the same.
 TELLING = {
-    *("vision_transformer", "gpt_unrolled", "gpt_scanned", "lstm_of_unequal_lengths", "mixture_of_experts"),
-    *("nnx_model", "equinox_model"),
+    *("gpt_scanned", "lstm_of_unequal_lengths", "mixture_of_experts", "nnx_model", "equinox_model"),
 }
 
 

@@ -70,8 +70,8 @@ def off_in_the_eighth_digit(fun, has_aux, microbatch_size):
 
 
 def test_a_gradient_that_is_off_in_the_eighth_digit_is_noticed():
-    outcomes = [compare(Program(seed), off_in_the_eighth_digit).kind for seed in range(20)]
-    assert outcomes.count("different") >= 16  # The rest have no gradient, or one of a few discontinuities.
+    outcomes = [compare(Program(seed), off_in_the_eighth_digit).kind for seed in range(10)]
+    assert outcomes.count("different") >= 8  # The rest have no gradient, or one of a few discontinuities.
 
 
 def test_a_refusal_is_counted_as_such():

@@ -81,7 +81,13 @@ def test_reading_counts_the_passes(model_defaults, case):
     assert reading.stochastic == case.stochastic
 
 
-@pytest.mark.parametrize("name", ["bert", "two_towers", "resnet_with_batch_norm", "unet_diffusion"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "two_towers",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("bert", "resnet_with_batch_norm", "unet_diffusion")),
+    ],
+)
 def test_the_comparison_can_fail(model_defaults, name):
     """The control: the mean of the microbatches' own gradients, which is what one gets without a reading."""
     (case,) = (case for case in ZOO if case.name == name)
