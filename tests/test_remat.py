@@ -14,10 +14,7 @@ from anybatch.settings import POLICIES
 pytestmark = pytest.mark.thorough
 
 SOME = (
-    "gpt_unrolled",
     "gpt_scanned",
-    "transformer_with_dropout",
-    "resnet_with_group_norm",
     "two_towers",
     "equinox_model",
 )
