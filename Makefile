@@ -14,7 +14,7 @@ demo: $(STAMP)
 	$(BIN)/anybatch demo
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "$(MARKERS)"
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "$(MARKERS)" $(TESTS)
 
 test-slow: $(STAMP)
 	$(BIN)/python -m pytest -n $(JOBS) -m slow

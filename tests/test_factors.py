@@ -11,7 +11,7 @@ from anybatch import compat
 from anybatch.factors import choice
 
 
-@pytest.fixture(params=["gram", pytest.param("direct", marks=pytest.mark.thorough)])
+@pytest.fixture(params=["gram", pytest.param("direct", marks=pytest.mark.slow)])
 def preferred(request, monkeypatch):
     """What is kept of a gradient: its factors wherever that can be, or nowhere."""
     monkeypatch.setattr(choice, "_prefers_gram", lambda products, lookups, prefer: request.param == "gram")
