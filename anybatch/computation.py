@@ -178,10 +178,25 @@ class Gradient:
         is_even = self.examples % field.over.devices == 0
         return ("once", "each") if field.is_sharded and is_even else ("once",)
 
-    methods: tuple[str | None, ...] = (None,)  # what there is to choose from, what is likely to be fastest first
-    noun = "gradient"  # what it is, in words
-    identity: Sequence[Any] = ()  # what decides about bytes and times beside the loss, its arguments and the settings
-    note = ""  # what there is to say about it, for people
+    @property
+    def methods(self) -> tuple[str | None, ...]:
+        """What there is to choose from beside sizes and styles, what is likely to be fastest first."""
+        return (None,)
+
+    @property
+    def noun(self) -> str:
+        """What is computed, in words."""
+        return "gradient"
+
+    @property
+    def identity(self) -> Sequence[Any]:
+        """What decides about bytes and times beside the loss, its arguments and the settings."""
+        return ()
+
+    @property
+    def note(self) -> str:
+        """What there is to say about it, for people."""
+        return ""
 
     def route(self, way: Way) -> str:
         """What a way does, in words."""

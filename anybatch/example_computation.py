@@ -1,7 +1,6 @@
 """Per-example gradients as a function of flat arrays, for each of the ways to compute them."""
 
 import dataclasses
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -77,7 +76,7 @@ class ExampleGradient(Gradient):
         raise AssertionError("Examples by themselves are not coupled")
 
     @property
-    def methods(self) -> tuple[str | None, ...]:  # type: ignore[override]
+    def methods(self) -> tuple[str | None, ...]:
         """How gradients may be computed: "factored" or "vmap"."""
         if self.own.transform is not None or self.own.wants == "gradients":
             return ("vmap",)
@@ -100,13 +99,13 @@ class ExampleGradient(Gradient):
         return self._programs[method]
 
     @property
-    def noun(self) -> str:  # type: ignore[override]
+    def noun(self) -> str:
         """What is computed, in words."""
         words = {"sum": "clipped gradient", "norms": "gradient norms", "gradients": "per-example gradients"}
         return words[self.own.wants]
 
-    @functools.cached_property
-    def identity(self) -> Sequence[Any]:  # type: ignore[override]
+    @property
+    def identity(self) -> Sequence[Any]:
         """What decides about bytes and times, beside the loss and its arguments."""
         own = self.own
         transform = None
@@ -117,7 +116,7 @@ class ExampleGradient(Gradient):
         return [own.wants, own.method, flags, own.normalize_by == 1, self.is_padding is not None, transform]
 
     @property
-    def note(self) -> str:  # type: ignore[override]
+    def note(self) -> str:
         """What is kept of every example instead of its gradient."""
         program = self.program
         if program.method == "vmap":

@@ -15,6 +15,7 @@ from anybatch.example_computation import ExampleGradient, Results
 from anybatch.example_settings import ExampleSettings
 from anybatch.planning.running import run_as_planned
 from anybatch.programs import PROGRAMS
+from anybatch.settings import one_of
 
 
 class PerExample(NamedTuple):
@@ -40,6 +41,7 @@ class ExampleFunction:
 
     def planned(self, *, memory: Any, objective: Any) -> "ExampleFunction":
         """The same, with a microbatch size that is yet to be planned."""
+        one_of("objective", objective, ("memory", "speed"))
         common = dataclasses.replace(
             self.settings.common,
             microbatch_size="auto",

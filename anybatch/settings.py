@@ -94,11 +94,11 @@ class Settings:
                 given=f"fun={fun!r}",
                 remedy="Pass the function itself, not its result: value_and_grad(loss)(params, batch).",
             )
-        _one_of("reduction", reduction, REDUCTIONS)
-        _one_of("on_coupled", on_coupled, ("exact", "error"))
-        _one_of("objective", objective, ("memory", "speed"))
+        one_of("reduction", reduction, REDUCTIONS)
+        one_of("on_coupled", on_coupled, ("exact", "error"))
+        one_of("objective", objective, ("memory", "speed"))
         if remat is not None:
-            _one_of("remat", remat, (*POLICIES, "auto"))
+            one_of("remat", remat, (*POLICIES, "auto"))
         auxiliary.check_aux_reduction(aux_reduction)
         if aux_reduction is not None and not has_aux:
             raise InputError(
@@ -203,7 +203,8 @@ def _accumulator_dtype(given: Any) -> Any:
     )
 
 
-def _one_of(name: str, given: Any, choices: tuple[str, ...]) -> None:
+def one_of(name: str, given: Any, choices: tuple[str, ...]) -> None:
+    """Raises an InputError for what is not one of the choices."""
     if not isinstance(given, str) or given not in choices:
         raise InputError(
             f"{name} must be one of {', '.join(map(repr, choices))}",

@@ -27,3 +27,10 @@ def float64():
     """Runs a test in double precision, where an exact method shows errors of 1e-15 and a wrong one does not."""
     with jax.enable_x64(True):
         yield
+
+
+@pytest.fixture
+def model_defaults(float64):
+    """Models are written for JAX's own promotion of dtypes and ranks, not for the strict one of our tests."""
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield

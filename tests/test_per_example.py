@@ -437,3 +437,5 @@ def test_plans_cover_both_methods():
         ab.plan(fun, params, batch, memory="60KiB", timed=False)
     with pytest.raises(ab.InputError, match="where the loss is wrapped"):
         ab.plan(fun, params, batch, has_aux=True)
+    with pytest.raises(ab.InputError, match="objective must be one of"):
+        ab.plan(fun, params, batch, objective="fast")

@@ -5,7 +5,6 @@ import numpy as np
 import pytest
 from per_example_losses import clipped_sum, norms_of
 from test_factors import assert_close
-from test_zoo import model_defaults  # noqa: F401
 from zoo import ZOO
 
 import anybatch as ab
@@ -39,7 +38,7 @@ def is_key(leaf):
     "case",
     [pytest.param(each, id=each.name, marks=[] if each.name in TELLING else pytest.mark.slow) for each in ZOO],
 )
-def test_norms_and_clipped_sums_of_real_models(model_defaults, monkeypatch, case):  # noqa: F811
+def test_norms_and_clipped_sums_of_real_models(model_defaults, monkeypatch, case):
     """With factors wherever that can be, in float64."""
     if case.requires:
         pytest.importorskip(case.requires)

@@ -20,13 +20,6 @@ SOME = (
 )
 
 
-@pytest.fixture
-def model_defaults(float64):
-    """These losses are written for JAX's own promotion of dtypes and ranks, not for the strict one of our tests."""
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        yield
-
-
 @pytest.mark.parametrize("case", [case for case in ZOO if case.name in SOME], ids=lambda case: case.name)
 def test_blocks_of_real_models_give_the_same_gradient(model_defaults, case):
     loss, arguments = case.problem(num_examples=6)

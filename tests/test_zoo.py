@@ -16,13 +16,6 @@ def by_name(case):
     return case.name
 
 
-@pytest.fixture
-def model_defaults(float64):
-    """Models are written for JAX's own promotion of dtypes and ranks, not for the strict one of our tests."""
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        yield
-
-
 def problem(case):
     if case.requires:
         pytest.importorskip(case.requires)

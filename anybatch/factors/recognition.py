@@ -141,15 +141,13 @@ class _Walk:
         carried = [term for term in terms if isinstance(term, Value) and term.value == Source(before)]
         added = [term for term in terms if term not in carried]
         is_sum = len(carried) == 1 and carried[0].way == identity(len(before.aval.shape)) and added
-        if not is_sum or any(isinstance(term, (Value, Convolution)) for term in added):
+        only_factors = [term for term in added if isinstance(term, (Product, Lookups))]
+        if not is_sum or len(only_factors) < len(added):
             return None
         if _uses(body, before) != 1:
             return None
         start = equation.invars[num_consts + position]
-        lifted = [
-            term.in_loop(equation, turns, adds_up=True) if isinstance(term, Product) else term.in_loop(equation, turns)  # type: ignore[union-attr, call-arg]
-            for term in added
-        ]
+        lifted = [term.in_loop(equation, turns, adds_up=True) for term in only_factors]
         return [*lifted, *([] if self._is_zero(start) else self.terms(start))]
 
     def _is_zero(self, variable: Any, depth: int = 4) -> bool:

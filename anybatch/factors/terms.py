@@ -174,8 +174,9 @@ class Lookups:
     def sources(self) -> tuple[Source, ...]:
         return self.index, self.update
 
-    def in_loop(self, loop: Any, turns: int) -> "Lookups":
+    def in_loop(self, loop: Any, turns: int, *, adds_up: bool) -> "Lookups":
         """The same of all turns of a loop that adds them up."""
+        assert adds_up  # rows of a stack of tables are not kept as rows
         return dataclasses.replace(
             self, index=self.index.inside(loop), update=self.update.inside(loop), number=turns * self.number
         )
