@@ -22,6 +22,8 @@ from anybatch.read import read
 from anybatch.reading.report import Reading
 from anybatch.reading.rulebook import register_rule
 from anybatch.reading.states import NotRowwise
+from anybatch.training.state import Metrics, TrainState
+from anybatch.training.step import train_step
 from anybatch.verify import DifferentGradientError, Verification, verify
 from anybatch.version import __version__
 
@@ -32,6 +34,7 @@ __all__ = [
     "HeadTooLargeError",
     "InputError",
     "LargeHeadWarning",
+    "Metrics",
     "NoiseScale",
     "NotAvailableError",
     "NotRowwise",
@@ -40,6 +43,7 @@ __all__ = [
     "Plan",
     "Reading",
     "TightMemoryWarning",
+    "TrainState",
     "Verification",
     "__version__",
     "clipped_grad",
@@ -56,6 +60,7 @@ __all__ = [
     "read",
     "recipes",
     "register_rule",
+    "train_step",
     "value_and_grad",
     "verify",
 ]

@@ -1,6 +1,7 @@
 """`value_and_grad` and `grad`: JAX's own, for a batch of any size on the memory you have."""
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -187,6 +188,17 @@ def grad(
         return (gradient, value[1]) if has_aux else gradient
 
     return grad_fun
+
+
+def settings_of(
+    fun: Callable[..., Any], argnums: Any, has_aux: bool, options: dict[str, Any], *, noise: bool = False
+) -> Settings:
+    """The options of a gradient, checked, with the defaults of `value_and_grad`."""
+    bound = inspect.signature(value_and_grad).bind(fun, argnums, has_aux, **options)
+    bound.apply_defaults()
+    named = dict(bound.arguments)
+    roles = Roles.of(**{name: named.pop(name) for name in ("argnums", "batch_argnums", "rng_argnums")})
+    return Settings.of(named.pop("fun"), roles=roles, **named, noise=noise)
 
 
 def compute(fun: Callable[..., Any], settings: Settings, arguments: Arguments) -> tuple[Any, Any, Any, list[Any]]:

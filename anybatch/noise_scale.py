@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +11,7 @@ import jax.numpy as jnp
 from anybatch.arguments import Arguments, Roles
 from anybatch.computation import Gradient
 from anybatch.errors import InputError
-from anybatch.gradient import compute, value_and_grad
+from anybatch.gradient import compute, settings_of, value_and_grad
 from anybatch.gradient_noise import NoiseScale
 from anybatch.per_example import per_example_norms
 from anybatch.reading.kinds import kind_of
@@ -93,7 +92,7 @@ def noise_scale(
         )
     if exact:
         return _of_examples(fun, argnums, has_aux, options)
-    settings = _settings(fun, argnums, has_aux, options, noise=True)
+    settings = settings_of(fun, argnums, has_aux, options, noise=True)
 
     @functools.wraps(fun)
     def noise_scale_fun(*args: Any, **kwargs: Any) -> Any:
@@ -105,20 +104,9 @@ def noise_scale(
     return noise_scale_fun
 
 
-def _settings(
-    fun: Callable[..., Any], argnums: Any, has_aux: bool, options: dict[str, Any], *, noise: bool
-) -> Settings:
-    """The options, with the defaults of `value_and_grad`."""
-    bound = inspect.signature(value_and_grad).bind(fun, argnums, has_aux, **options)
-    bound.apply_defaults()
-    named = dict(bound.arguments)
-    roles = Roles.of(**{name: named.pop(name) for name in ("argnums", "batch_argnums", "rng_argnums")})
-    return Settings.of(named.pop("fun"), roles=roles, **named, noise=noise)
-
-
 def _of_examples(fun: Callable[..., Any], argnums: Any, has_aux: bool, options: dict[str, Any]) -> Callable[..., Any]:
     """The noise from the norms of the gradients of single examples."""
-    settings = _settings(fun, argnums, has_aux, options, noise=False)
+    settings = settings_of(fun, argnums, has_aux, options, noise=False)
     value_and_grad_fun = value_and_grad(fun, argnums, has_aux, **options)
     examples_options = {name: options[name] for name in OF_EXAMPLES if name in options}
     examples_options["keep_batch_dim"] = True

@@ -13,7 +13,7 @@ PACKAGE = pathlib.Path(anybatch.__file__).parent
 
 # A module may import those of lower floors, and those before it in the list of its own floor.
 FLOORS = [
-    ["version", "errors", "trees", "compat", "memory", "placement", "hints", "mesh_settings", "hlo", "collectives"],
+    ["version", "errors", "trees", "updates", "compat", "memory", "placement", "hints", "mesh_settings", "hlo", "collectives"],
     ["batch", "arguments", "loss", "auxiliary", "gradient_noise", "process_rows", "distributed"],
     [
         *("reading", "reading.states", "reading.graph", "reading.source", "reading.reader", "reading.positions"),
@@ -79,9 +79,16 @@ FLOORS = [
     [
         *("privacy.numbers", "privacy.accounting", "privacy.noise", "privacy.keys", "privacy.sampling"),
         *("privacy.refusals", "privacy.mechanism", "privacy.training", "privacy"),
+        *("training.sources", "training.feed", "training.checkpoints", "training.log"),
+        *("training.state", "training.arrays", "training.kinds", "training.update", "training.fitting"),
+        *("training.step", "training.stopping", "training.progress", "training.loop", "training"),
         *("recipes", "__init__"),
     ],
-    ["demo", "problem", "doctor", "launch", "commands"],
+    [
+        *("report.figures", "report.page", "report"),
+        *("language.text", "language.gpt", "language.config", "language.job", "language"),
+        *("demo", "problem", "doctor", "launch", "commands"),
+    ],
     ["cli", "__main__"],
 ]
 ORDER = [module for floor in FLOORS for module in floor]

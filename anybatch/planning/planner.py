@@ -15,7 +15,7 @@ import jax
 from anybatch import compat
 from anybatch.computation import Gradient, Style, Way
 from anybatch.errors import AnybatchError, NothingFitsError, TightMemoryWarning, user_stacklevel
-from anybatch.memory import default_device
+from anybatch.memory import default_device, readable
 from anybatch.placement import describe_placed
 from anybatch.planning import store
 from anybatch.planning.budget import Budget, agreed, budget_of
@@ -54,9 +54,18 @@ class Planner:
         gradient: Gradient,
         *,
         are_given: bool = True,
+        copies: int = 0,
         notify: Callable[[str], None] = lambda text: None,
     ) -> None:
-        self.gradient, self.notify = gradient, notify
+        """Plans a gradient.
+
+        Args:
+          gradient: the gradient.
+          are_given: whether its arrays lie on a device, or will when it runs.
+          copies: how many copies of what is differentiated the step around it needs beside the gradient's own memory.
+          notify: is told what is being done.
+        """
+        self.gradient, self.notify, self.copies = gradient, notify, copies
         self.settings = gradient.settings
         # Processes that run one program together must decide alike: by bytes alone, and by nothing that one remembers.
         self.is_shared = gradient.field is not None and jax.process_count() > 1
@@ -68,6 +77,11 @@ class Planner:
     @functools.cached_property
     def budget(self) -> Budget:
         budget = budget_of(self.gradient, are_given=self.are_given)
+        if self.copies and budget.allowed is not None and self.settings.memory is None:
+            less = self.copies * self.gradient.local_bytes("wrt")
+            budget = dataclasses.replace(
+                budget, allowed=max(1, budget.allowed - less), source=f"{budget.source}, less {readable(less)} to update"
+            )
         return agreed(budget) if self.is_shared else budget
 
     @property
@@ -107,7 +121,7 @@ class Planner:
 
     def _leaves_room(self, total: int | None) -> bool:
         """Whether what was decided outside `jit`, for a device with nothing else on it, will do for a whole step."""
-        if total is None or self.settings.memory is not None or self._can_time:
+        if total is None or self.settings.memory is not None or (self._can_time and not self.copies):
             return True
         budget = self.budget
         return budget.allowed is None or total <= budget.allowed - budget.reserve

@@ -15,6 +15,7 @@ from anybatch.privacy.mechanism import PrivateGrad
 from anybatch.privacy.noise import at_least_float32, check_floating, check_key
 from anybatch.privacy.refusals import check_optimizer
 from anybatch.trees import is_array
+from anybatch.updates import Constants, add_updates, apart, together
 
 # Sets the noise apart from whatever else may have been drawn with the key of a run.
 _PURPOSE = 0x6E6F6973
@@ -94,10 +95,7 @@ class DpSgd:
         used = state.key
         state, batch, kwargs, is_padding = _on_mesh((state, batch, kwargs, is_padding), self.gradient.mesh)
         if self._is_compiled:
-            leaves, tree = jax.tree.flatten((batch, kwargs, is_padding))
-            # Python numbers and strings are constants of the program, as everywhere in this library.
-            fixed = tuple(None if is_array(leaf) else leaf for leaf in leaves)
-            results = self._step(state, [leaf for leaf in leaves if is_array(leaf)], (tree, fixed))
+            results = self._step(state, *apart((batch, kwargs, is_padding)))
         else:
             results = self._taken(state, batch, kwargs, is_padding)
         LEDGER.record_step(used)
@@ -120,11 +118,8 @@ class DpSgd:
             accountant=accountant,
         )
 
-    def _stepped(self, state: State, arrays: list[Any], constants: tuple[Any, tuple[Any, ...]]) -> Any:
-        tree, fixed = constants
-        remaining = iter(arrays)
-        leaves = [next(remaining) if leaf is None else leaf for leaf in fixed]
-        return self._taken(state, *jax.tree.unflatten(tree, leaves))
+    def _stepped(self, state: State, arrays: list[Any], constants: Constants) -> Any:
+        return self._taken(state, *together(arrays, constants))
 
     def _taken(self, state: State, batch: tuple[Any, ...], kwargs: dict[str, Any], is_padding: Any) -> Any:
         gradient, extra = self.gradient.clipped((state.params, *batch), kwargs, is_padding)
@@ -135,7 +130,7 @@ class DpSgd:
         key, noise_key = jax.random.split(state.key)
         gradient = self.gradient.noised(gradient, (state.params,), noise_key)
         updates, opt_state = self.optimizer.update(gradient, state.opt_state, state.params)
-        params = jax.tree.map(_plus, state.params, updates)
+        params = add_updates(state.params, updates)
         return State(params, opt_state, key, state.steps + np.int32(1)), _norm(gradient)
 
 
@@ -246,13 +241,6 @@ def _on_mesh(tree: Any, mesh: Mesh | None) -> Any:
 
 def _as_array(is_padding: Any) -> Any:
     return is_padding if is_array(is_padding) else np.asarray(is_padding)
-
-
-def _plus(param: Any, update: Any) -> jax.Array:
-    """As `optax.apply_updates`: added in the wider of both dtypes."""
-    dtypes = [jnp.result_type(param), jnp.result_type(update)]
-    wide = max(dtypes, key=lambda dtype: jnp.finfo(dtype).bits)
-    return (jnp.asarray(param, wide) + jnp.asarray(update, wide)).astype(dtypes[0])
 
 
 def _norm(tree: Any) -> jax.Array:

@@ -1,0 +1,1 @@
+"""Training: the step, the loop around it, its data, checkpoints and log."""

@@ -1,0 +1,79 @@
+"""The arrays of a step, where the step wants them."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from anybatch import placement
+from anybatch.mesh_settings import MeshSettings
+from anybatch.process_rows import global_batch
+
+
+def ready_to_donate(arrays: Sequence[Any], over: MeshSettings | None, *, copy: bool) -> list[Any]:
+    """The arrays of a state, such that a program may take their memory and the next step need not be compiled anew.
+
+    On the mesh, if there is one; with types that do not change from step to step; and, if they are to be used up
+    (`copy`), each with memory of its own: optimizers such as `optax.contrib.schedule_free` keep the parameters twice,
+    and a numpy array is the user's.
+    """
+    seen: set[int] = set()
+    ready = []
+    for array in arrays:
+        if not isinstance(array, jax.Array):
+            array = jnp.array(array, copy=True)
+        elif array.aval.weak_type:
+            array = jnp.asarray(array, array.dtype)
+        array = _on_mesh(array, over)
+        if copy and _memory(array) in seen:
+            array = array.copy()
+        seen.add(_memory(array))
+        ready.append(array)
+    return ready
+
+
+def put_batch(rows: Sequence[Any], over: MeshSettings | None, *, copy: bool = False) -> list[Any]:
+    """The arrays of a batch: on the device, or over those of the mesh that have examples of their own.
+
+    Args:
+      rows: with the examples along axis 0. Each process has its own.
+      over: the mesh, if there is one.
+      copy: whether to copy what is on the host, even where the device could use it in place.
+    """
+    if over is None:
+        if not copy:
+            return list(rows)  # as jit does it
+        return [row if placement.is_placed(row) else jax.device_put(row, may_alias=False) for row in rows]
+    if jax.process_count() > 1:
+        local = [row for row in rows if not (isinstance(row, jax.Array) and not row.is_fully_addressable)]
+        if local:
+            together = iter(global_batch(local, over.mesh, over.axes if len(over.axes) > 1 else over.axes[0]))
+            return [next(together) if any(row is each for each in local) else row for row in rows]
+        return list(rows)
+    return [_over_mesh(row, over) for row in rows]
+
+
+def _over_mesh(row: Any, over: MeshSettings) -> Any:
+    if placement.is_placed(row) and row.sharding.device_set == set(over.mesh.devices.flat):
+        return row
+    shape = np.shape(row)
+    is_even = bool(shape) and shape[0] > 0 and shape[0] % over.devices == 0
+    spec = PartitionSpec(over.axes) if is_even else PartitionSpec()
+    return jax.device_put(row, NamedSharding(over.mesh, spec), may_alias=False)
+
+
+def _on_mesh(array: Any, over: MeshSettings | None) -> Any:
+    if over is None or array.sharding.device_set == set(over.mesh.devices.flat):
+        return array
+    return jax.device_put(array, NamedSharding(over.mesh, PartitionSpec()))
+
+
+def _memory(array: Any) -> int:
+    """Tells arrays that share their memory."""
+    try:
+        return array.addressable_shards[0].data.unsafe_buffer_pointer() if array.size else id(array)
+    except (AttributeError, ValueError, IndexError, jax.errors.JaxRuntimeError):  # PRNG keys; other runtimes
+        return id(array)

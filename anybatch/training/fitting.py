@@ -1,0 +1,110 @@
+"""A compiled step that fits the memory: checked before it runs, and made smaller if memory runs out all the same."""
+
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from anybatch import compat
+from anybatch.computation import Gradient, Way
+from anybatch.errors import NothingFitsError, TightMemoryWarning, user_stacklevel
+from anybatch.memory import memory_budget, memory_left, readable
+from anybatch.planning.running import halved
+
+
+class FittingProgram:
+    """A step as a compiled program, with microbatches that let it fit.
+
+    The gradient was planned by itself. Here the whole step counts: what XLA says it takes, with the state, the batch
+    and the update. Nothing runs to find out.
+
+    Args:
+      make: makes the program for a way.
+      way: to begin with.
+      gradient: of the step.
+      memory: what the whole step may take, if somebody named it.
+    """
+
+    def __init__(self, make: Callable[[Way], Any], way: Way, gradient: Gradient, memory: Any) -> None:
+        self.way = way
+        self._make, self._gradient, self._memory = make, gradient, memory
+        self._program: Any = None
+        self._has_run = False
+
+    def __call__(self, arrays: list[Any], rows: list[Any]) -> Any:
+        if not self._has_run:
+            return self._first(arrays, rows)
+        return self._program(arrays, rows)
+
+    def compile(self, arrays: list[Any], rows: list[Any]) -> None:
+        """Compiles it, with smaller microbatches until it fits.
+
+        Raises:
+          NothingFitsError: if not even the smallest fits the memory that somebody named.
+        """
+        while True:
+            self._program = self._make(self.way)
+            stats = self._program.lower(arrays, rows).compile().memory_analysis()
+            excess = None if stats is None else self._excess(stats)
+            if excess is None:
+                return
+            smaller = halved(self._gradient, self.way)
+            if smaller is None:
+                if self._is_named:
+                    raise NothingFitsError(
+                        f"{excess}\nPass a larger memory=, or spread the state over a mesh; remat=\"auto\" computes "
+                        "activations twice instead of keeping them."
+                    )
+                warnings.warn(excess, TightMemoryWarning, stacklevel=user_stacklevel())
+                return
+            self.way = smaller
+
+    @property
+    def _is_named(self) -> bool:
+        return self._memory is not None and not (isinstance(self._memory, str) and "%" in self._memory)
+
+    def _excess(self, stats: Any) -> str | None:
+        """By how much the step is too large, in words."""
+        new = stats.temp_size_in_bytes + stats.output_size_in_bytes - stats.alias_size_in_bytes
+        if self._is_named:
+            needed, allowed = stats.argument_size_in_bytes + new, memory_budget(self._memory)
+            where = f"memory={self._memory!r}"
+        else:
+            if jax.process_count() > 1:  # all of them must decide alike, and each has something else left
+                return None
+            needed, allowed, where = new, memory_left(self._gradient.devices), "what is left"
+        if allowed is None or needed <= allowed:
+            return None
+        parts = f"{readable(stats.argument_size_in_bytes)} of it for the state and the batch"
+        return f"A step by {self.way} takes {readable(needed)}, {parts}: more than {readable(allowed)} ({where})."
+
+    def _first(self, arrays: list[Any], rows: list[Any]) -> Any:
+        """Whether memory suffices shows for certain only when the program has run."""
+        begun_with = self.way
+        while True:
+            try:
+                results = self._program(arrays, rows)
+                jax.block_until_ready(results)
+                break
+            except jax.errors.JaxRuntimeError as error:
+                smaller = halved(self._gradient, self.way)
+                if smaller is None or not compat.is_out_of_memory(error) or jax.process_count() > 1 or _any_gone(arrays):
+                    raise
+            self.way = smaller
+            self._program = self._make(smaller)
+        self._has_run = True
+        if self.way != begun_with:
+            warnings.warn(
+                f"Memory ran out at {begun_with}, though it should have fit: another process may use the device, or no "
+                f"gap between the arrays on it is large enough. Going on with {self.way}; the gradient is the same.\n"
+                f"To begin there, pass {self.way}, or a smaller memory=.",
+                TightMemoryWarning,
+                stacklevel=user_stacklevel(),
+            )
+        return results
+
+
+def _any_gone(arrays: Sequence[Any]) -> bool:
+    """Whether a program that failed has taken the memory of its arguments with it."""
+    return any(array.is_deleted() for array in arrays)

@@ -1,0 +1,208 @@
+"""The kinds of state that a step goes on from: ours, flax's, and a model of NNX with its optimizer.
+
+Each kind says how it is taken apart outside of the compiled program, what is trained of it, how the loss is called, and
+how it looks after an update. flax is not imported here: a state of flax brings it along.
+"""
+
+import dataclasses
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from anybatch.errors import InputError
+from anybatch.training.state import TrainState, frozen, joined, trainable
+from anybatch.updates import Constants, add_updates, apart, together
+
+
+@dataclasses.dataclass(frozen=True)
+class Parts:
+    """What a loss is called with, of a state."""
+
+    trained: Any  # differentiated
+    rest: Any  # of the model, and not trained
+    key: Any  # None without
+
+
+class OwnState:
+    """An `anybatch.TrainState`."""
+
+    name = "anybatch.TrainState"
+    changes_model = False  # whether calling a model may change what is not trained of it
+
+    def apart(self, state: Any) -> tuple[list[Any], Any]:
+        """The arrays of a state, and what the program is compiled for. Numbers in it are arrays: they will change."""
+        return apart(jax.tree.map(lambda leaf: jnp.asarray(leaf) if _is_number(leaf) else leaf, state))
+
+    def whole(self, given: Any, arrays: list[Any], constants: Any) -> Any:
+        """The state that a step returns."""
+        return together(arrays, constants)
+
+    def parts(self, arrays: list[Any], constants: Constants) -> Parts:
+        state = together(arrays, constants)
+        return Parts(trainable(state.params), frozen(state.params), self._key(state))
+
+    def call(self, loss: Callable[..., Any], trained: Any, rest: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+        """What the loss returns; and, for models that change when they are called, the rest of the model after it."""
+        return loss(joined(trained, rest), *args, **kwargs), None
+
+    def updated(
+        self, arrays: list[Any], constants: Constants, optimizer: Any, grads: Any, rest: Any, good: Any, extra: Any
+    ) -> list[Any]:
+        """The arrays of the state after an update; if the gradient is not `good`, one that was only counted."""
+        state = together(arrays, constants)
+        trained = trainable(state.params)
+        updates, opt_state = _update(optimizer, grads, state.opt_state, trained, extra)
+        new = state.replace(params=joined(add_updates(trained, updates), frozen(state.params)), opt_state=opt_state)
+        chosen = _chosen(good, apart(new)[0], arrays)
+        counted = together(chosen, constants)
+        one = jnp.ones((), jnp.int32)
+        skipped = state.skipped + jnp.where(good, one - 1, one).astype(state.skipped.dtype)
+        return apart(counted.replace(step=state.step + one.astype(state.step.dtype), skipped=skipped))[0]
+
+    def _key(self, state: Any) -> Any:
+        key = getattr(state, "key", None)
+        return None if key is None else jax.random.fold_in(key, state.step)
+
+
+
+class FlaxState(OwnState):
+    """A `flax.training.train_state.TrainState`, or a class of one's own that is made from it.
+
+    Its own `apply_gradients` updates it. A gradient that is not finite leaves all of it as it was, its step too.
+    """
+
+    name = "flax.training.train_state.TrainState"
+
+    def updated(
+        self, arrays: list[Any], constants: Constants, optimizer: Any, grads: Any, rest: Any, good: Any, extra: Any
+    ) -> list[Any]:
+        """As above."""
+        new = together(arrays, constants).apply_gradients(grads=grads)
+        return _chosen(good, apart(new)[0], arrays)
+
+
+class NnxState:
+    """A pair `(model, optimizer)` of `flax.nnx`. Both are changed in place, as `optimizer.update` does."""
+
+    name = "(flax.nnx model, flax.nnx.Optimizer)"
+    changes_model = True
+
+    def apart(self, state: Any) -> tuple[list[Any], Any]:
+        """As above."""
+        definition, values = _nnx().split(state)
+        arrays, constants = apart(values)
+        return arrays, (definition, constants)
+
+    def whole(self, given: Any, arrays: list[Any], constants: Any) -> Any:
+        """As above."""
+        _nnx().update(given, together(arrays, constants[1]))
+        return given
+
+    def parts(self, arrays: list[Any], constants: Any) -> Parts:
+        model, optimizer = self._merged(arrays, constants)
+        _, trained, rest = _nnx().split(model, optimizer.wrt, ...)
+        return Parts(trained, (_Hidden(_nnx().graphdef(model)), _Hidden(optimizer.wrt), rest), None)
+
+    def call(self, loss: Callable[..., Any], trained: Any, rest: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+        """As above."""
+        definition, wrt, values = rest
+        model = _nnx().merge(definition.value, trained, values)
+        result = loss(model, *args, **kwargs)
+        return result, _nnx().split(model, wrt.value, ...)[2]
+
+    def updated(
+        self, arrays: list[Any], constants: Any, optimizer: Any, grads: Any, rest: Any, good: Any, extra: Any
+    ) -> list[Any]:
+        """As above."""
+        state = self._merged(arrays, constants)
+        model, own = state
+        _nnx().update(model, rest)
+        own.update(model, grads)
+        new = apart(_nnx().split(state)[1])[0]
+        return _chosen(good, new, arrays)
+
+    def _merged(self, arrays: list[Any], constants: Any) -> Any:
+        definition, of_values = constants
+        return _nnx().merge(definition, together(arrays, of_values))
+
+
+
+class _Hidden:
+    """A constant in a tree of arguments that is not to be taken apart."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+KINDS = {"own": OwnState(), "flax": FlaxState(), "nnx": NnxState()}
+
+
+def kind_of(state: Any, optimizer: Any) -> Any:
+    """Which kind a state is of.
+
+    Raises:
+      InputError: if it is none that a step can go on from, or it does not go with `train_step`'s optimizer.
+    """
+    if isinstance(state, TrainState):
+        if optimizer is None:
+            raise InputError(
+                "An anybatch.TrainState is updated by the optimizer of train_step",
+                given="optimizer=None",
+                remedy="Pass one, e.g. ab.train_step(loss, optax.adamw(3e-4)).",
+            )
+        return KINDS["own"]
+    kind = None
+    if hasattr(state, "apply_gradients") and hasattr(state, "params") and hasattr(state, "opt_state"):
+        kind, own = KINDS["flax"], getattr(state, "tx", None)
+    elif isinstance(state, tuple) and len(state) == 2 and _is_nnx(state):
+        kind, own = KINDS["nnx"], getattr(state[1], "tx", None)
+    if kind is None:
+        raise InputError(
+            "A step goes on from a state: an anybatch.TrainState, one of flax, or (model, optimizer) of nnx",
+            given=f"state of type {type(state).__name__}",
+            remedy="state = step.init(params), then state, metrics = step(state, batch).",
+        )
+    if optimizer is not None and own is not optimizer:
+        raise InputError(
+            f"A {kind.name} has its own optimizer, and train_step must not have another",
+            given=f"optimizer={optimizer!r}",
+            remedy="Leave it out: ab.train_step(loss).",
+        )
+    return kind
+
+
+def _is_nnx(state: tuple[Any, ...]) -> bool:
+    nnx = sys.modules.get("flax.nnx")
+    return nnx is not None and isinstance(state[1], nnx.Optimizer)
+
+
+def _nnx() -> Any:
+    return sys.modules["flax.nnx"]
+
+
+def _is_number(leaf: Any) -> bool:
+    return isinstance(leaf, (bool, int, float, complex))
+
+
+def _chosen(good: Any, new: list[Any], old: list[Any]) -> list[Any]:
+    """The new arrays, or the old ones, all together; with the types of the old, so that a step follows a step."""
+
+    def choose(one: Any, other: Any) -> Any:
+        if one is other:
+            return other
+        if not jax.dtypes.issubdtype(other.dtype, jax.dtypes.extended):
+            one = jnp.asarray(one).astype(other.dtype)
+        return jnp.where(good, one, other)
+
+    return [choose(one, other) for one, other in zip(new, old, strict=True)]
+
+
+def _update(optimizer: Any, grads: Any, opt_state: Any, params: Any, extra: dict[str, Any]) -> Any:
+    """An update of the optimizer, with what it may want to know beside the gradient (`optax.lbfgs` and its like do)."""
+    optax = sys.modules.get("optax")
+    if optax is not None and isinstance(optimizer, optax.GradientTransformationExtraArgs):
+        return optimizer.update(grads, opt_state, params, **extra)
+    return optimizer.update(grads, opt_state, params)

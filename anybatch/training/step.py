@@ -1,0 +1,284 @@
+"""`train_step`: the gradient of a whole batch, and one update of an optimizer, as one compiled program."""
+
+import dataclasses
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+
+from anybatch.computation import Gradient, Way
+from anybatch.errors import InputError
+from anybatch.gradient import settings_of
+from anybatch.planning.planner import Planner
+from anybatch.planning.report import Plan
+from anybatch.settings import Settings
+from anybatch.training.arrays import put_batch, ready_to_donate
+from anybatch.training.fitting import FittingProgram
+from anybatch.training.kinds import kind_of
+from anybatch.training.state import Meter, Metrics, TrainState
+from anybatch.training.update import Given, Update
+from anybatch.updates import apart, together
+
+# Without several of them the noise of a gradient cannot be told, and few tell little.
+MICROBATCHES_FOR_NOISE = 4
+
+# What an update holds beside the gradient: the updates; without donation also a new state, two moments in it.
+COPIES, COPIES_WITHOUT_DONATION = 1, 4
+
+
+class TrainStep:
+    """A step of training; made by `anybatch.train_step`."""
+
+    def __init__(
+        self, update: Update, *, tokens: Callable[[Any], int] | None, donate: bool, settings: Settings
+    ) -> None:
+        self._update, self._tokens, self._donate = update, tokens, donate
+        self._over, self._is_planned = settings.over, settings.microbatch_size == "auto"
+        self._programs: dict[Any, tuple[Callable[..., Any], int]] = {}  # and the number of their examples
+        self._ways: dict[str, Way] = {}  # that were decided, by the type of the batch
+        self._meter = Meter()
+        self._last: Any = None  # a number of the state that was returned last
+
+    def init(self, params: Any, key: Any = None) -> TrainState:
+        """The state before the first step, with copies of the parameters: your own arrays stay as they are.
+
+        Args:
+          params: to begin with: any pytree, an Equinox model too; or a function without arguments that makes it, so
+            that there is no second copy.
+          key: for a loss that draws random numbers, `loss(params, batch, key)`.
+
+        Raises:
+          InputError: if there is nothing to train, no optimizer, or the key is none.
+        """
+        if self._update.optimizer is None:
+            raise InputError(
+                "A state of ours needs an optimizer",
+                given="optimizer=None",
+                remedy="Pass one, e.g. ab.train_step(loss, optax.adamw(3e-4)).",
+            )
+        if inspect.isfunction(params):
+            params = params()
+        else:
+            params = jax.tree.map(lambda leaf: leaf.copy() if isinstance(leaf, jax.Array) else leaf, params)
+        return TrainState.create(params, self._update.optimizer, key)
+
+    def __call__(self, state: Any, batch: Any, **kwargs: Any) -> tuple[Any, Metrics]:
+        given = self._given(state, batch, kwargs)
+        if any(isinstance(array, jax.core.Tracer) for array in (*given.arrays, *given.rows)):
+            return self._traced(state, batch, given)
+        given = self._placed(given, copy=self._donate)
+        found = self._programs.get(given.signature)
+        if found is None:
+            found = self._programs[given.signature] = self._compiled(given)
+        program, examples = found
+        self._meter.begin()
+        arrays, results = program(given.arrays, given.rows)
+        # Whoever goes on from what is returned here need not be looked at again.
+        self._last = next((array for array in arrays if not array.shape), None)
+        tokens = self._num_tokens(batch)
+        metrics = Metrics(*results, examples, tokens, self._meter.count(examples, tokens))
+        return given.kind.whole(state, arrays, given.about_state), metrics
+
+    def plan(self, state: Any, batch: Any, *, timed: bool = False, **kwargs: Any) -> Plan:
+        """Which way the gradient of a step will be computed, as `anybatch.plan` has it. The step will go that way."""
+        return self._planned(state, batch, kwargs, timed=timed)
+
+    def explain(
+        self,
+        state: Any,
+        batch: Any,
+        *,
+        timed: bool = True,
+        progress: Callable[[str], None] | None = None,
+        **kwargs: Any,
+    ) -> Plan:
+        """The same, with what was not chosen, as `anybatch.explain` has it; `timed`, it is the fastest that is taken."""
+        return self._planned(state, batch, kwargs, timed=timed, thorough=True, progress=progress)
+
+    def put(self, batch: Any) -> Any:
+        """A copy of a batch where the step wants it: on the device, or over those of its mesh."""
+        rows, constants = apart(batch)
+        return together(put_batch(rows, self._over, copy=True), constants)
+
+    def lower(self, state: Any, batch: Any, **kwargs: Any) -> Any:
+        """The whole step before it is compiled, as `jax.jit(...).lower` has it: for its text, memory or cost."""
+        given = self._placed(self._given(state, batch, kwargs), copy=False)
+        gradient = self._update.gradient(given)
+        return self._jitted(given, gradient.settings, self._decided(given, gradient)).lower(given.arrays, given.rows)
+
+    @property
+    def decisions(self) -> dict[str, list[Any]]:
+        """The ways that plans have chosen for batches of each type, for `adopt`: the same ways give the same bits."""
+        return {name: [way.microbatch_size, *way.style] for name, way in self._ways.items()}
+
+    def adopt(self, decisions: Mapping[str, Any]) -> None:
+        """Goes the ways that were chosen elsewhere, instead of planning anew."""
+        for name, (size, *style) in decisions.items():
+            self._ways.setdefault(name, Way(size, *style))
+
+    def _given(self, state: Any, batch: Any, kwargs: dict[str, Any]) -> Given:
+        kind = kind_of(state, self._update.optimizer)
+        return Given(kind, *kind.apart(state), *apart((batch, kwargs)))
+
+    def _placed(self, given: Given, *, copy: bool) -> Given:
+        arrays = given.arrays
+        if self._last is None or not any(array is self._last for array in arrays):
+            arrays = ready_to_donate(arrays, self._over, copy=copy)
+        return given.with_arrays(arrays, put_batch(given.rows, self._over))
+
+    def _traced(self, state: Any, batch: Any, given: Given) -> tuple[Any, Metrics]:
+        """A step that is part of a larger program."""
+        fun, args, kwargs = self._update.problem(given)
+        settings = self._update.settings(fun, given)
+        arrays, results = self._update.results(given, settings)
+        examples = settings.roles.sort(fun, args, kwargs).num_examples
+        metrics = Metrics(*results, examples, self._num_tokens(batch))
+        return given.kind.whole(state, arrays, given.about_state), metrics
+
+    def _num_tokens(self, batch: Any) -> int | None:
+        return None if self._tokens is None else int(self._tokens(batch))
+
+    # How it is planned and compiled.
+
+    def _compiled(self, given: Given) -> tuple[Callable[..., Any], int]:
+        gradient = self._update.gradient(given)
+        way = self._decided(given, gradient)
+        if not self._is_planned:
+            return self._jitted(given, gradient.settings, way), gradient.examples
+        memory = self._update.options.get("memory")
+        program = FittingProgram(lambda way: self._jitted(given, gradient.settings, way), way, gradient, memory)
+        program.compile(given.arrays, given.rows)
+        self._ways[given.batch_type] = program.way
+        return program, gradient.examples
+
+    def _jitted(self, given: Given, settings: Settings, way: Way) -> Any:
+        over = settings.over if settings.over is None else dataclasses.replace(settings.over, reduce=way.reduce)
+        settings = dataclasses.replace(settings, microbatch_size=way.microbatch_size, remat=way.remat, over=over)
+        frame = given.with_arrays([], [])  # a program must not keep the arrays that it was compiled for
+
+        def train_step(arrays: list[Any], rows: list[Any]) -> Any:
+            return self._update.results(frame.with_arrays(arrays, rows), settings)
+
+        # A state stays where it is, so that the next step finds it there.
+        places = [array.sharding if len(array.sharding.device_set) > 1 else None for array in given.arrays]
+        options: dict[str, Any] = {"out_shardings": (places, None)} if any(places) else {}
+        return jax.jit(train_step, donate_argnums=(0,) if self._donate else (), **options)
+
+    def _decided(self, given: Given, gradient: Gradient) -> Way:
+        settings = gradient.settings
+        if not isinstance(settings.microbatch_size, str):
+            return Way(settings.microbatch_size, settings.fixed_remat, settings.fixed_reduce)
+        way = self._ways.get(given.batch_type)
+        if way is None:
+            with gradient.context():
+                way = self._planner(gradient).decide().way
+        return self._with_noise(way, gradient)
+
+    def _with_noise(self, way: Way, gradient: Gradient) -> Way:
+        """If the noise is wanted, in no fewer microbatches than let it be told."""
+        if not self._update.noise_scale:
+            return way
+        unit, parts = gradient.unit, -(-MICROBATCHES_FOR_NOISE // gradient.spread_over)
+        size = gradient.share if gradient.is_at_once(way) or way.microbatch_size is None else way.microbatch_size
+        return Way(min(size, max(unit, gradient.share // parts // unit * unit)), *way.style)
+
+    def _planner(self, gradient: Gradient, progress: Callable[[str], None] | None = None) -> Planner:
+        copies = COPIES if self._donate else COPIES_WITHOUT_DONATION
+        return Planner(gradient, copies=copies, notify=progress or (lambda text: None))
+
+    def _planned(
+        self, state: Any, batch: Any, kwargs: Any, *, timed: bool, thorough: bool = False, progress: Any = None
+    ) -> Plan:
+        given = self._placed(self._given(state, batch, kwargs), copy=False)
+        gradient = self._update.gradient(given)
+        with gradient.context():
+            plan = self._planner(gradient, progress).plan(timed=timed, thorough=thorough)
+        if plan.chosen is not None and self._is_planned:
+            way = Way(plan.chosen.microbatch_size, plan.chosen.remat, plan.chosen.reduce, plan.chosen.method)
+            self._ways[given.batch_type] = self._with_noise(way, gradient)
+        return plan
+
+
+def train_step(
+    loss: Callable[..., Any],
+    optimizer: Any = None,
+    *,
+    has_aux: bool = False,
+    noise_scale: bool = False,
+    tokens: Callable[[Any], int] | None = None,
+    skip_nonfinite: bool = True,
+    donate: bool = True,
+    **options: Any,
+) -> TrainStep:
+    """A step of training: the exact gradient of the whole batch, in the memory you have, and one update.
+
+    **Exact.** The gradient is that of `anybatch.value_and_grad`: of the full batch, whatever the microbatches. So is
+    the loss curve.
+
+    **One program.** Gradient and update are compiled together, once for batches of one kind; the state's buffers are
+    donated, so that it takes its memory once. `microbatch_size="auto"` plans before the first step, and the whole step
+    is checked against the memory before it runs.
+
+    **Nothing half done.** If the gradient has an entry that is not finite, parameters and optimizer state stay as
+    they were, all of them, and `state.skipped` counts it.
+
+    >>> import jax.numpy as jnp, optax, anybatch as ab
+    >>> def loss(params, batch):
+    ...     return jnp.mean((batch["x"] @ params["w"] - batch["y"]) ** 2)
+    >>> step = ab.train_step(loss, optax.sgd(0.1), microbatch_size=2)
+    >>> state = step.init({"w": jnp.zeros(3)})
+    >>> batch = {"x": jnp.ones((8, 3)), "y": jnp.ones(8)}
+    >>> for _ in range(30):
+    ...     state, metrics = step(state, batch)
+    >>> print(f"loss {metrics.loss:.3f} after {state.step} steps, {state.skipped} skipped")
+    loss 0.000 after 30 steps, 0 skipped
+
+    Args:
+      loss: of the whole batch: `loss(params, batch)`, or `loss(params, batch, key)` if the state has a key; a step gets
+        `jax.random.fold_in(state.key, state.step)`. `params` is what the state has: any pytree, an Equinox model, or a
+        model of `flax.nnx`. Keyword arguments of a step are passed on to it.
+      optimizer: of optax, or anything with its `init` and `update`. None for states that have their own: a `TrainState`
+        of flax, or a pair `(model, nnx.Optimizer(...))`.
+      has_aux: whether the loss returns a pair `(loss, aux)`. aux is that of the full batch.
+      noise_scale: whether the metrics tell of the noise in the gradient, as `anybatch.noise_scale` does. It takes the
+        memory of one more gradient; a plan then has at least four microbatches.
+      tokens: how many tokens a batch has, a function of the batch, e.g. `lambda batch: batch["tokens"].size`, for
+        `metrics.tokens_per_second`. It is called outside of the program: look at shapes, not at values.
+      skip_nonfinite: whether a gradient that is not finite is to change nothing.
+      donate: whether the memory of the state that is given is used for the one that is returned. The state given is
+        then gone, as with `jax.jit(..., donate_argnums=0)`.
+      **options: those of `anybatch.value_and_grad`: `microbatch_size`, `memory`, `mesh`, `reduction`, `remat`, ...
+        Here, `memory` is what the whole step may take, the state too.
+
+    Returns:
+      `step`: `state = step.init(params, key)`, `state, metrics = step(state, batch)`, `step.explain(state, batch)`.
+      The metrics are an `anybatch.Metrics`.
+
+    Raises:
+      InputError: for arguments that cannot be worked with, before any work is done.
+      NothingFitsError: at the first step, if no microbatch lets it fit the memory.
+      What `value_and_grad` raises.
+    """
+    fixed = [name for name in ("argnums", "batch_argnums") if name in options]
+    if fixed:
+        raise InputError(
+            "The parameters are the first argument of the loss, and the batch is the second",
+            given=", ".join(f"{name}={options[name]!r}" for name in fixed),
+            remedy="Wrap the loss: lambda params, batch: loss(...). Several arrays of a batch go into one tree.",
+        )
+    if tokens is not None and not callable(tokens):
+        raise InputError(
+            "tokens must be a function of the batch",
+            given=f"tokens={tokens!r}",
+            remedy='For example tokens=lambda batch: batch["tokens"].size.',
+        )
+    if optimizer is not None and not (hasattr(optimizer, "init") and hasattr(optimizer, "update")):
+        raise InputError(
+            "The optimizer must be one of optax, with init and update",
+            given=f"optimizer={optimizer!r}",
+            remedy="For example optax.adamw(3e-4). A state of flax, or of nnx, has its own: leave it out.",
+        )
+    settings = settings_of(loss, 0, has_aux, options, noise=noise_scale)
+    update = Update(loss, optimizer, has_aux, noise_scale, skip_nonfinite, options)
+    return TrainStep(update, tokens=tokens, donate=donate, settings=settings)
