@@ -1,0 +1,215 @@
+"""The folder that checkpoints lie in: which are complete, what is left over, and who may write.
+
+Every name but that of a bare number is a leftover, which the next writer clears away.
+
+    .anybatch-checkpoints       it is ours
+    20/, 30/                    complete, of steps 20 and 30: arrays/ and record/, as Orbax writes them
+    40.orbax-checkpoint-tmp/    being written
+    30.replaced/                complete, and of use until the new one of the same step is
+    10.removed/                 being deleted
+"""
+
+import json
+import os
+import re
+import shutil
+import tempfile
+import time
+import zlib
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from anybatch.errors import InputError
+
+_MARKER, _LOCK = ".anybatch-checkpoints", ".lock"
+_SEAL = "record/files.json"  # in each checkpoint: name -> bytes, and CRC-32
+_LEFTOVER = re.compile(r"\d+\.(removed|orbax-checkpoint-tmp.*)")
+
+# Seconds that a writer waits for another one to leave, such as the job before this one that was told to end.
+_PATIENCE = 5.0
+
+
+class CheckpointFolder:
+    """A folder of checkpoints by their steps.
+
+    **Nothing is ever half there under its number**: what is written gets its name last, and what goes loses it first.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._lock: Any = None
+
+    def open(self) -> None:
+        """Makes the folder if there is none, and locks it for this process.
+
+        Raises:
+          InputError: if it cannot be written to, holds something else, or is locked.
+        """
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=self.path) as file:
+                file.write(b"can be written to")
+                file.flush()
+            if not (self.path / _MARKER).exists():
+                self._check_empty()
+                (self.path / _MARKER).touch()
+            lock = open(self.path / _LOCK, "w")
+        except OSError as error:
+            raise InputError(
+                "The folder for checkpoints must be one that can be written to",
+                given=f"{self.path} ({error.strerror})",
+                remedy="Name another folder, or see to its permissions and the space on its disk.",
+            ) from error
+        self._lock = lock
+        self._acquire()
+
+    def close(self) -> None:
+        """Lets another writer in."""
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
+
+    def of(self, step: int) -> Path:
+        """Where the checkpoint of a step is, or will be."""
+        return self.path / str(step)
+
+    def is_complete(self, step: int) -> bool:
+        """Whether there is a checkpoint of that step. It got this name when all of it was written."""
+        return (self.of(step) / "record" / "metadata").is_file()
+
+    def steps(self) -> list[int]:
+        """The steps of all complete checkpoints, in order."""
+        names = [path.name for path in self._entries()]
+        numbers = sorted(int(name) for name in names if name.isdecimal() and str(int(name)) == name)
+        return [step for step in numbers if self.is_complete(step)]
+
+    def set_aside(self, step: int) -> None:
+        """Makes room for a checkpoint of that step; `tidy` puts the old one back if the new one does not come."""
+        if self.of(step).exists():
+            _rename(self.of(step), "replaced" if self.is_complete(step) else "removed")
+
+    def remove(self, steps: Iterable[int]) -> None:
+        """Deletes checkpoints."""
+        for step in list(steps):
+            _rename(self.of(step), "removed")
+        for path in self._entries():
+            if _LEFTOVER.fullmatch(path.name):
+                shutil.rmtree(path, ignore_errors=True)
+
+    def tidy(self, keep: int) -> None:
+        """Deletes what is not needed while nothing is being written: leftovers, and all but the newest `keep`."""
+        for path in list(self.path.glob("*.replaced")):
+            if self.is_complete(int(path.stem)):
+                _rename(path, "removed")
+            else:
+                path.rename(path.with_suffix(""))
+        self.remove(self.steps()[:-keep])
+
+    def free_bytes(self) -> int:
+        """How much fits on the disk."""
+        return shutil.disk_usage(next(path for path in (self.path, *self.path.parents) if path.exists())).free
+
+    def seal(self) -> None:
+        """Before a checkpoint gets its name: what it is made of is written down, and all of it flushed to the disk.
+
+        Without the flush, a power cut might leave the name and lose what is in the files. The sums are left out with
+        several processes, where one would have to read what all have written.
+        """
+        for unfinished in self.path.glob("*.orbax-checkpoint-tmp*"):
+            sums = jax.process_count() == 1
+            content = {name: _measured(unfinished / name, sums) for name in sorted(_files_in(unfinished))}
+            (unfinished / _SEAL).write_text(json.dumps(content))
+            for path, _, files in os.walk(unfinished):
+                for name in [*files, "."]:
+                    _flush(os.path.join(path, name))
+
+    def damage(self, step: int, part: str) -> str | None:
+        """What the disk has lost of the record or the arrays of a checkpoint since it was sealed, if anything."""
+        folder = self.of(step)
+        try:
+            content = json.loads((folder / _SEAL).read_text())
+            for name, (size, total) in content.items():
+                if not name.startswith(part):
+                    continue
+                found = _measured(folder / name, total is not None and jax.process_count() == 1)
+                if found[0] != size:
+                    return f"{name} has {found[0]} bytes, and had {size}"
+                if None not in (found[1], total) and found[1] != total:
+                    return f"{name} has changed"
+        except FileNotFoundError as error:
+            return f"{os.path.relpath(str(error.filename), folder)} is missing"
+        except (OSError, ValueError, AttributeError, TypeError) as error:
+            return f"{_SEAL} cannot be read, {error}"
+        return None
+
+    def flush_names(self) -> None:
+        """After it got its name, and before older ones go."""
+        _flush(self.path)
+
+    def _entries(self) -> list[Path]:
+        return list(self.path.iterdir()) if self.path.exists() else []  # someone may have deleted it
+
+    def _check_empty(self) -> None:
+        others = [path.name for path in sorted(self.path.iterdir()) if path.suffix not in (".csv", ".jsonl")]
+        others = [name for name in others if not name.startswith(".") and name != "lost+found"]
+        if others:
+            raise InputError(
+                "The folder for checkpoints must be new, empty, or one of checkpoints that anybatch wrote",
+                given=f"{self.path} with {', '.join(others[:3])}" + (", ..." if len(others) > 3 else ""),
+                remedy=f"Name a folder of its own, e.g. {str(self.path / 'checkpoints')!r}.",
+            )
+
+    def _acquire(self) -> None:
+        """Waits a little for the lock. It belongs to this process, not to its children, and goes when it ends."""
+        try:
+            import fcntl
+        except ImportError:  # Windows
+            return
+        end = time.monotonic() + _PATIENCE
+        while True:
+            try:
+                return fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except (BlockingIOError, PermissionError) as error:
+                if time.monotonic() > end:
+                    self.close()
+                    raise InputError(
+                        "A folder of checkpoints must have one writer only",
+                        given=f"{self.path}, which another process has open",
+                        remedy="Wait for it to end, end it, or use another folder.",
+                    ) from error
+                time.sleep(0.05)
+            except OSError:
+                return  # a file system without locks
+
+
+def _rename(path: Path, suffix: str) -> None:
+    target = path.with_suffix(f".{suffix}")
+    shutil.rmtree(target, ignore_errors=True)
+    path.rename(target)
+
+
+def _files_in(folder: Path) -> list[str]:
+    """Those of the arrays and of the record; Orbax has notes of its own beside them."""
+    files = [path for part in ("arrays", "record") for path in (folder / part).rglob("*") if path.is_file()]
+    return [str(path.relative_to(folder)) for path in files]
+
+
+def _measured(path: Path, with_sum: bool) -> list[int | None]:
+    if not with_sum:
+        return [path.stat().st_size, None]
+    size = total = 0
+    with path.open("rb") as file:
+        while block := file.read(2**20):
+            size, total = size + len(block), zlib.crc32(block, total)
+    return [size, total]
+
+
+def _flush(path: str | Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

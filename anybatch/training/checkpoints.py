@@ -1,0 +1,361 @@
+"""Checkpoints: written in the background, complete or not there at all.
+
+Orbax writes the arrays, each checkpoint into a folder of its own with a temporary name, which is renamed when all of
+it is on the disk. What is added here: copies that donation cannot reach, which checkpoints are kept, and what is said
+if something fails.
+"""
+
+import asyncio
+import contextlib
+import importlib
+import json
+import logging
+import operator
+import os
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import jax
+import numpy as np
+
+from anybatch.errors import AnybatchError, InputError
+from anybatch.memory import readable
+from anybatch.training import stored_arrays
+from anybatch.training.checkpoint_folder import CheckpointFolder
+
+# Beside the arrays: names, shapes, and the blocks of the disk that small files fill.
+_OVERHEAD = 256 * 1024
+
+
+class CheckpointError(AnybatchError, OSError):
+    """A checkpoint that could not be written or read. The older ones are as good as before.
+
+    Attributes:
+      folder: where.
+      step: of which step the checkpoint is.
+      last_good: the step of the newest other one that is complete, or None.
+      state: the state that could not be saved, if the caller of `Checkpoints.save` has put it here.
+    """
+
+    def __init__(self, message: str, *, folder: Path, step: int, last_good: int | None) -> None:
+        self.folder, self.step, self.last_good, self.state = folder, step, last_good, None
+        super().__init__(message)
+
+
+class Checkpoints:
+    """A folder of checkpoints, the newest `keep` of them.
+
+    - **Complete or not there.** A process that is killed at any moment leaves the checkpoints before it as they were,
+      and what it had half written is never counted.
+    - **A copy.** Arrays may be donated, deleted or overwritten as soon as `save` returns.
+    - **No checkpoint goes before the next is complete**, on the disk and under its own name.
+    - **As it was saved, or an error.** Each file is compared with the size and checksum that it had; with several
+      processes, with its size.
+    - **One writer.** A second process that opens the same folder is refused.
+
+    With several processes, each of them calls every method, and the folder is one that all of them see.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder, Checkpoints(folder, keep=2) as checkpoints:
+    ...     for step in (1, 2, 3):
+    ...         checkpoints.save(step, {"w": np.full(2, step)}, {"loss": 1 / step})
+    ...     checkpoints.wait()
+    ...     step, arrays, record = checkpoints.restore({"w": np.zeros(2, int)})
+    >>> step, arrays["w"].tolist(), record
+    (3, [3, 3], {'loss': 0.3333333333333333})
+
+    Args:
+      folder: made if it is not there. A new one may hold logs (.csv, .jsonl), and nothing else.
+      keep: how many to keep; there is one more while the next is being written.
+
+    Raises:
+      InputError: if the folder cannot be written to, holds something else, or is in use; or if Orbax is not installed.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str], *, keep: int = 3) -> None:
+        self._keep = _whole("keep", keep, least=1)
+        self._orbax = _orbax()
+        self._files = CheckpointFolder(Path(os.path.abspath(folder)))
+        self._saving: tuple[int, int] | None = None  # the step that is being written, and its bytes
+        if _is_primary():
+            self._files.open()
+            self._files.tidy(self._keep)
+        self._agreed(0)
+        self._silence = _Silence()
+        logging.getLogger("absl").addFilter(self._silence)
+        self._writer: Any = self._new_writer()
+
+    @property
+    def folder(self) -> Path:
+        return self._files.path
+
+    def latest(self) -> int | None:
+        """The step of the newest complete checkpoint, or None. One that is being written is not complete."""
+        newest = self._agreed(max(self._files.steps(), default=-1))
+        return None if newest < 0 else newest
+
+    def save(self, step: int, arrays: Mapping[str, Any], record: Mapping[str, Any]) -> None:
+        """Copies the arrays and begins to write them; the disk is waited for only if the save before is not done.
+
+        A checkpoint of the same step is replaced, and stays until the new one is complete.
+
+        Args:
+          step: at least that of the newest checkpoint.
+          arrays: name -> array, of JAX or NumPy, a number, or an array of typed keys.
+          record: what else belongs to it, as JSON can say it.
+
+        Raises:
+          CheckpointError: if the save before failed in the background, or there is no space for this one.
+          InputError: for what cannot be saved.
+        """
+        step = _whole("step", step, least=0)
+        described = stored_arrays.described(arrays)
+        text = _as_json({"anybatch": 1, "arrays": described, "record": record})
+        self.wait()
+        self._check_order(step)
+        size = sum(stored_arrays.num_bytes(value) for value in arrays.values()) + _OVERHEAD
+        self._check_space(step, size)
+        full = [name for name in arrays if not stored_arrays.is_empty(described[name])]
+        stored = {name: stored_arrays.copied(arrays[name]) for name in full}
+        args = self._orbax.args
+        self._saving = step, size
+        try:
+            if _is_primary():
+                self._files.set_aside(step)
+            # Orbax takes no tree without arrays.
+            values = args.PyTreeSave(stored or {"nothing": np.zeros(1, np.int8)})
+            both = args.Composite(arrays=values, record=args.JsonSave(json.loads(text)))
+            _outside_of_loops(lambda: self._writer.save(self._files.of(step), args=both))
+        except Exception as error:
+            raise self._failed(error) from error
+
+    def wait(self) -> None:
+        """Returns when what was saved is complete and on the disk, and older ones than the newest `keep` are gone.
+
+        Raises:
+          CheckpointError: if it failed.
+        """
+        if self._saving is None:
+            return
+        try:
+            self._writer.wait_until_finished()
+            if _is_primary():
+                self._files.flush_names()
+        except Exception as error:
+            raise self._failed(error) from error
+        self._saving = None
+        if _is_primary():
+            self._files.tidy(self._keep)
+
+    def restore(self, like: Mapping[str, Any], step: int | None = None) -> tuple[int, dict[str, Any], dict[str, Any]]:
+        """Reads a checkpoint.
+
+        Args:
+          like: name -> array with the shape, dtype and sharding that is wanted, or a `jax.ShapeDtypeStruct`. The
+            sharding need not be the one it was saved with. What is of NumPy here comes back as that.
+          step: of which step; by default the newest.
+
+        Returns:
+          Its step, the arrays by name, and the record.
+
+        Raises:
+          InputError: if there is none, or if it is of other arrays. Found before any array is read.
+          CheckpointError: if the disk has lost or changed a part of it.
+        """
+        self.wait()
+        wanted = stored_arrays.described(like)
+        step = self._chosen(step)
+        path = self._files.of(step)
+        self._check_damage(step, "record")
+        content = json.loads((path / "record" / "metadata").read_text())
+        stored_arrays.compare(content["arrays"], wanted, path)
+        self._check_damage(step, "arrays")
+        full = [name for name in like if not stored_arrays.is_empty(wanted[name])]
+        ways = {name: stored_arrays.way(self._orbax, like[name]) for name in full}
+        args = self._orbax.args
+        chosen = args.Composite(arrays=args.PyTreeRestore(item=dict.fromkeys(full, 0), restore_args=ways))
+        try:
+            arrays = _outside_of_loops(lambda: self._writer.restore(path, args=chosen)["arrays"]) if full else {}
+        except Exception as error:
+            raise self._damaged(step, _reason(error)) from error
+        placed = {name: stored_arrays.placed(arrays.get(name), value) for name, value in like.items()}
+        return step, placed, content["record"]
+
+    def drop_after(self, step: int) -> None:
+        """Deletes the checkpoints of later steps than this one; `drop_after(-1)` deletes all."""
+        self.wait()
+        if _is_primary():
+            self._files.remove(later for later in self._files.steps() if later > step)
+        self._agreed(0)
+
+    def close(self) -> None:
+        """Waits, as `wait` does, and lets go of the folder."""
+        if self._writer is None:
+            return
+        try:
+            self.wait()
+        finally:
+            self._writer.close()
+            self._writer = None
+            logging.getLogger("absl").removeFilter(self._silence)
+            self._files.close()
+
+    def __enter__(self) -> "Checkpoints":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            self.close()
+        except CheckpointError as failure:
+            if error is None:
+                raise
+            error.add_note(f"And meanwhile: {failure}")  # it must not hide what went wrong first
+
+    def _new_writer(self) -> Any:
+        ocp = self._orbax
+        return ocp.AsyncCheckpointer(
+            ocp.CompositeCheckpointHandler(arrays=ocp.PyTreeCheckpointHandler(), record=ocp.JsonCheckpointHandler()),
+            async_options=ocp.options.AsyncOptions(post_finalization_callback=self._files.seal),
+        )
+
+    def _agreed(self, number: int) -> int:
+        """What the first process says, for all of them."""
+        if jax.process_count() == 1:
+            return number
+        from jax.experimental import multihost_utils
+
+        return int(multihost_utils.broadcast_one_to_all(np.int32(number)))
+
+    def _chosen(self, step: int | None) -> int:
+        newest = self.latest()
+        if newest is None:
+            raise InputError(
+                "There must be a checkpoint to go on from",
+                given=f"none in {self.folder}",
+                remedy="Save one first, or name the folder that has one.",
+            )
+        if step is None:
+            return newest
+        if not self._files.is_complete(step):
+            raise InputError(
+                "The checkpoint must be one that is there",
+                given=f"step={step!r}, and {self.folder} has {', '.join(map(str, self._files.steps()))}",
+                remedy=f"Pass one of these, or step=None for the newest, {newest}.",
+            )
+        return _whole("step", step, least=0)
+
+    def _check_order(self, step: int) -> None:
+        newest = self.latest()
+        if newest is not None and step < newest:
+            raise InputError(
+                "A checkpoint must not be of an earlier step than the newest in its folder, which would count instead",
+                given=f"step={step} after {newest} in {self.folder}",
+                remedy=f"Use another folder for another run, or delete the later ones: checkpoints.drop_after({step}).",
+            )
+
+    def _check_space(self, step: int, size: int) -> None:
+        if not self._agreed(int(self._files.free_bytes() >= size)):
+            self._saving = step, size
+            raise self._failed(OSError("the disk has too little space for it"))
+
+    def _failed(self, error: Exception) -> CheckpointError:
+        step, size = self._saving or (-1, 0)
+        self._saving = None
+        with contextlib.suppress(OSError):
+            if _is_primary():
+                self._files.tidy(self._keep)  # what was half written fills the disk
+        good = max(self._files.steps(), default=None)
+        last = "There is no other in its folder." if good is None else f"The one of step {good} is complete and good."
+        return CheckpointError(
+            f"The checkpoint of step {step} could not be written to {self.folder}: {_reason(error)}.\n"
+            f"It needs about {readable(size)}, and {readable(self._files.free_bytes())} are free. {last}\n"
+            "Make space, keep fewer, e.g. keep=1, or use a folder on another disk.",
+            folder=self.folder,
+            step=step,
+            last_good=good,
+        )
+
+    def _check_damage(self, step: int, part: str) -> None:
+        damage = self._files.damage(step, part)
+        if damage is not None:
+            raise self._damaged(step, damage)
+
+    def _damaged(self, step: int, reason: str) -> CheckpointError:
+        before = max((other for other in self._files.steps() if other != step), default=None)
+        rest = "there is no other" if before is None else f"the newest other one is of step {before}"
+        return CheckpointError(
+            f"The checkpoint of step {step} in {self.folder} is damaged: {reason}.\n"
+            f"Delete {self._files.of(step)} to go on without it; {rest}.",
+            folder=self.folder,
+            step=step,
+            last_good=before,
+        )
+
+
+class _Silence(logging.Filter):
+    """Keeps what Orbax logs to itself: what matters of it is raised."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return f"{os.sep}orbax{os.sep}" not in record.pathname
+
+
+def _orbax() -> Any:
+    try:
+        return importlib.import_module("orbax.checkpoint")
+    except ImportError as error:
+        raise InputError(
+            "Checkpoints need Orbax",
+            given=f"no module {error.name}",
+            remedy='Install it: pip install "anybatch[train]".',
+        ) from error
+
+
+def _outside_of_loops(fun: Callable[[], Any]) -> Any:
+    """In a notebook an event loop runs, which Orbax would change to nest its own; a thread of its own has none."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return fun()
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(fun).result()
+
+
+def _is_primary() -> bool:
+    return jax.process_index() == 0
+
+
+def _whole(name: str, given: Any, *, least: int) -> int:
+    try:
+        number = -1 if isinstance(given, bool) else operator.index(given)
+    except TypeError:
+        number = -1
+    if number < least:
+        raise InputError(
+            f"{name} must be a whole number of at least {least}",
+            given=f"{name}={given!r}",
+            remedy=f"Pass one, e.g. {name}={max(least, 3)}.",
+        )
+    return number
+
+
+def _as_json(content: Any) -> str:
+    try:
+        return json.dumps(content)
+    except (TypeError, ValueError) as error:
+        raise InputError(
+            "The record of a checkpoint must be what JSON can say",
+            given=f"one that it cannot: {error}",
+            remedy="Use numbers, strings, lists and dictionaries; arrays go into arrays=.",
+        ) from error
+
+
+def _reason(error: Exception) -> str:
+    text = str(error)
+    if "No space left" in text or "RESOURCE_EXHAUSTED" in text:
+        return "the disk is full"
+    return (text.splitlines() or [type(error).__name__])[0].strip().rstrip(".")
