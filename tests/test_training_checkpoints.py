@@ -17,6 +17,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+import processes
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -25,7 +26,6 @@ from anybatch.errors import InputError
 from anybatch.training import checkpoint_folder
 from anybatch.training.checkpoint_folder import CheckpointFolder
 from anybatch.training.checkpoints import CheckpointError, Checkpoints
-from tests import processes
 
 
 @pytest.fixture
@@ -224,7 +224,7 @@ import numpy as np
 import orbax.checkpoint
 from pathlib import Path
 from anybatch.training.checkpoints import Checkpoints
-from tests.test_training_checkpoints import noise
+from test_training_checkpoints import noise
 
 def write(folder, safe):
     with Checkpoints(folder, keep=2) as checkpoints:
@@ -248,7 +248,8 @@ for line in sys.stdin:
 
 def kill_writers(folder, safe, delays):
     """Kills writers at work; yields after each."""
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1]), "JAX_PLATFORMS": "cpu"}
+    here = Path(__file__).parent
+    environment = os.environ | {"PYTHONPATH": f"{here}{os.pathsep}{here.parent}", "JAX_PLATFORMS": "cpu"}
     starter = subprocess.Popen(
         [sys.executable, "-c", KILLED, str(folder), str(safe)],
         env=environment,

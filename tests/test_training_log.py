@@ -1,0 +1,243 @@
+"""The log of a run: whole rows, whatever happens, and no trace of an interruption."""
+
+import math
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from anybatch.errors import InputError
+from anybatch.training.log import Log, LogError, read_log
+
+SUFFIXES = ["csv", "jsonl"]
+
+ROWS = [
+    {"step": 1, "loss": 0.1, "skipped": 0},
+    {"step": 2, "loss": 1 / 3, "skipped": 0},
+    {"step": 3, "loss": 1e-300, "skipped": 1, "eval": 12.0},
+    {"step": 4, "loss": -2.5, "skipped": 1},
+    {"step": 5, "loss": 3.0, "skipped": 1, "eval": 11.0, 'aux.a, "b" ü\u2028': 7},
+]
+
+
+def written(path, rows, **options):
+    with Log(path, **options) as log:
+        for row in rows:
+            log.write(row)
+    return path
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_rows_come_back_exactly(tmp_path, suffix):
+    path = written(tmp_path / "new" / f"run.{suffix}", ROWS)
+    assert read_log(path) == ROWS
+    assert [[type(value) for value in row.values()] for row in read_log(path)] == [
+        [type(value) for value in row.values()] for row in ROWS
+    ]
+    assert os.listdir(path.parent) == [path.name]
+
+
+def test_what_the_files_look_like(tmp_path):
+    paths = [tmp_path / "run.csv", str(tmp_path / "run.jsonl")]
+    written(paths, ROWS[:3])
+    assert paths[0].read_text() == (f"step,loss,skipped,eval\n1,0.1,0,\n2,{1 / 3!r},0,\n3,1e-300,1,12.0\n")
+    assert Path(paths[1]).read_text().splitlines()[2] == '{"step": 3, "loss": 1e-300, "skipped": 1, "eval": 12.0}'
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_numbers_of_any_library(tmp_path, suffix):
+    row = {"step": np.int64(1), "a": jnp.float32(0.5), "b": jnp.bfloat16(2), "c": True, "d": jnp.asarray(3), "e": None}
+    path = written(tmp_path / f"run.{suffix}", [row])
+    assert read_log(path) == [{"step": 1, "a": 0.5, "b": 2.0, "c": 1, "d": 3}]
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_numbers_that_are_not_finite(tmp_path, suffix):
+    path = written(tmp_path / f"run.{suffix}", [{"step": 1, "a": math.nan, "b": jnp.inf, "c": -math.inf}])
+    (row,) = read_log(path)
+    assert math.isnan(row["a"])
+    assert [row["b"], row["c"]] == [math.inf, -math.inf] if suffix == "csv" else math.isnan(row["b"] + row["c"])
+    assert path.read_text().splitlines()[-1] == (
+        "1,nan,inf,-inf" if suffix == "csv" else '{"step": 1, "a": null, "b": null, "c": null}'
+    )
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_a_run_that_goes_on_looks_as_if_it_had_never_stopped(tmp_path, suffix):
+    """Cut at any byte, as by a kill in the middle of a row, and gone on from any checkpoint before: the same bytes."""
+    whole = written(tmp_path / f"whole.{suffix}", ROWS).read_bytes()
+    path, halves = tmp_path / f"run.{suffix}", 0
+    for length in range(0, len(whole) + 1, 5):
+        path.write_bytes(whole[:length])
+        rows = read_log(path)
+        halves += not whole[:length].endswith(b"\n")
+        assert rows == ROWS[: len(rows)]  # never a number that was cut short
+        for after in {0, max(0, len(rows) - 1), len(rows)}:
+            path.write_bytes(whole[:length])
+            written(path, ROWS[after:], after=after)
+            assert path.read_bytes() == whole
+    assert halves > 20
+    path.unlink()
+    assert written(path, ROWS, after=0).read_bytes() == whole  # and if it is gone
+
+
+KILLED = """\
+import sys
+from anybatch.training.log import Log
+with Log(sys.argv[1:]) as log:
+    print("begun", flush=True)
+    for step in range(1, 10**9):
+        row = {"step": step, "double": 2 * step, "third": step / 3}
+        if step % 10 == 0:
+            row[f"eval.{min(step, 400)}"] = step
+        log.write(row)
+"""
+
+
+def test_a_writer_may_be_killed_at_any_moment(tmp_path):
+    paths = [str(tmp_path / "run.csv"), str(tmp_path / "run.jsonl")]
+    with subprocess.Popen([sys.executable, "-c", KILLED, *paths], stdout=subprocess.PIPE) as child:
+        child.stdout.readline()
+        seen, end = [0], time.monotonic() + 20
+        while max(seen) < 500 and time.monotonic() < end:  # read while it writes
+            seen += [len(check(path)) for path in paths]
+        child.send_signal(signal.SIGKILL)
+    for path in paths:
+        rows = check(path)
+        assert len(rows) > 400
+        with Log(path, after=50) as log:
+            log.write({"step": 51})
+        assert [row["step"] for row in read_log(path)] == list(range(1, 52))
+    assert sorted(os.listdir(tmp_path)) == ["run.csv", "run.jsonl"]
+
+
+def check(path):
+    rows = read_log(path)
+    for step, row in enumerate(rows, 1):
+        assert (row["step"], row["double"], row["third"]) == (step, 2 * step, step / 3)
+        assert step % 10 or row[f"eval.{min(step, 400)}"] == step
+    return rows
+
+
+def test_a_disk_that_is_full(tmp_path):
+    """Every row before is there, and the log goes on when there is space again."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(folder)]
+    if not shutil.which("mount") or subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("only root may mount a small disk")
+    try:
+        for suffix in SUFFIXES:
+            step, path, filler = 0, folder / f"run.{suffix}", folder / "filler"
+            with Log(path) as log:
+                filler.write_bytes(bytes(40_000))
+                with pytest.raises(LogError, match=r"run\.\w+ could not be written: No space left on device"):
+                    for step in range(1, 10_000):
+                        log.write({"step": step, "third": step / 3})
+                assert [row["step"] for row in read_log(path)] == list(range(1, step))
+                with pytest.raises(LogError):  # nor is there space for a column
+                    for _ in range(1000):
+                        log.write({"step": step, "new" * 100: 1})
+                assert len(read_log(path)) >= step - 1 and path.read_bytes().endswith(b"\n")
+                filler.unlink()
+                rows = read_log(path)
+                log.write({"step": step, "third": 0.5})
+                assert read_log(path) == [*rows, {"step": step, "third": 0.5}]
+            path.unlink()
+    finally:
+        subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+def test_a_row_that_is_written_in_part(tmp_path, monkeypatch):
+    """The same where nobody may mount a disk."""
+    with Log(tmp_path / "run.jsonl") as log:
+        log.write({"step": 1})
+
+        def half(file, content):
+            file.write(content[:5])
+            raise OSError(28, "No space left on device")
+
+        with monkeypatch.context() as patched, pytest.raises(LogError):
+            patched.setattr("anybatch.training.log._write_all", half)
+            log.write({"step": 2})
+        log.write({"step": 3})
+    assert (tmp_path / "run.jsonl").read_text() == '{"step": 1}\n{"step": 3}\n'
+
+
+def test_a_file_that_is_there_is_not_replaced_unasked(tmp_path):
+    path = written(tmp_path / "run.csv", ROWS)
+    with pytest.raises(InputError, match=r"must not replace a file that is there, got .*run\.csv\.\n"):
+        Log([tmp_path / "other.csv", path])
+    assert read_log(path) == ROWS and not (tmp_path / "other.csv").exists()
+    assert written(path, ROWS[:1], overwrite=True).read_text() == "step,loss,skipped\n1,0.1,0\n"
+    (tmp_path / "empty.csv").touch()
+    assert read_log(written(tmp_path / "empty.csv", ROWS)) == ROWS
+
+
+@pytest.mark.parametrize(
+    "path, message",
+    [
+        ("run.txt", r"by its name, got 'run.txt'\.\nName it 'run.csv' or 'run.jsonl'\."),
+        ("file/run.csv", r"can be written to, got .*file/run.csv \(Not a directory\)"),
+        ("folder.csv", r"must not replace a file that is there"),
+        ([], r"one file, or several different ones, got \[\]"),
+        (["run.csv", "./run.csv"], r"one file, or several different ones"),
+        ("/proc/run.csv", r"can be written to, got /proc/run.csv \("),
+    ],
+)
+def test_paths_that_cannot_be(tmp_path, monkeypatch, path, message):
+    monkeypatch.chdir(tmp_path)
+    Path("file").touch()
+    Path("folder.csv").mkdir()
+    with pytest.raises(InputError, match=message):
+        Log(path)
+
+
+@pytest.mark.parametrize(
+    "row, message",
+    [
+        ({"loss": 1.0}, 'A row must have a "step", a whole number, got step=None'),
+        ({"step": 1.5}, "got step=1.5"),
+        ({"step": 1, "name": "text"}, "names and numbers, got 'name': 'text'"),
+        ({"step": 1, "norms": np.zeros(2)}, "names and numbers, got 'norms': array"),
+        ({"step": 1, "a\nb": 2}, "names and numbers"),
+        ({"step": 1, "z": 1j}, "names and numbers"),
+    ],
+)
+def test_rows_that_cannot_be(tmp_path, row, message):
+    with Log(tmp_path / "run.csv") as log, pytest.raises(InputError, match=message):
+        log.write(row)
+    assert read_log(tmp_path / "run.csv") == []
+
+
+@pytest.mark.parametrize(
+    "name, text, line",
+    [
+        ("run.csv", "step,loss\n1,0.5\n2\n", 3),
+        ("run.csv", "step,loss\n1,text\n", 2),
+        ("run.csv", "name\nJoe\n", 2),
+        ("run.jsonl", '{"step": 1}\n{"step": \n{"step": 3}\n', 2),
+        ("run.jsonl", "[1]\n", 1),
+        ("run.jsonl", '{"step": 1, "a": "b"}\n', 1),
+    ],
+)
+def test_a_file_that_is_no_log(tmp_path, name, text, line):
+    path = tmp_path / name
+    path.write_text(text)
+    with pytest.raises(InputError, match=rf"one that anybatch wrote.*, whose line {line} is something else"):
+        read_log(path)
+    with pytest.raises(InputError):
+        Log(path, after=1)
+    assert path.read_text() == text
+
+
+def test_a_log_that_is_not_there(tmp_path):
+    with pytest.raises(InputError, match=r"that can be read, got .*run\.csv \(No such file or directory\)"):
+        read_log(tmp_path / "run.csv")
