@@ -1,0 +1,239 @@
+"""`Report`: a training run on one page that needs nothing else."""
+
+import contextlib
+import dataclasses
+import importlib.resources
+import os
+import pathlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from anybatch.errors import InputError
+from anybatch.gradient_noise import NoiseScale
+from anybatch.memory import readable
+from anybatch.planning.report import Plan
+from anybatch.reading.report import Reading
+from anybatch.report.drawing import short
+from anybatch.report.figures import (
+    Figure,
+    column_figure,
+    loss_figure,
+    memory_figure,
+    noise_figure,
+    other_columns,
+    time_figure,
+)
+from anybatch.report.tables import (
+    found_environment,
+    history_table,
+    key_figures,
+    plan_table,
+    reading_table,
+    verification_table,
+)
+from anybatch.verify import Verification
+from anybatch.version import __version__
+
+MOST_CHARACTERS = 20_000  # of a sample
+MOST_COLUMNS = 12  # evaluations and scalars of aux that get a plot
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """A training run as one page of HTML: what it came to, what it took, and how that was decided.
+
+    Whatever is None or empty is left out, with its heading. The page has everything in it: it loads nothing and runs no
+    script, follows the light or dark scheme of the reader, and prints.
+
+    **Safe.** Every text is shown as text: markup in a title or a sample is not followed.
+    **Small.** Of a long history, curves keep about 1,000 points, the extremes among them.
+    **Reproducible.** The same report is the same page, byte for byte: it has no date in it.
+
+    >>> import anybatch as ab
+    >>> from anybatch.report import Report
+    >>> page = Report("A run", [{"step": step, "loss": 1 / step} for step in (1, 2, 3)]).html()
+    >>> page.count("<h2>Training</h2>"), page.count("<h2>Verification</h2>")
+    (1, 0)
+
+    Args:
+      title: of the page.
+      history: the rows of a run, as `fit` returns them or as they were read from its log. Columns: `step`, `loss`,
+        `gradient_norm`, `skipped`, `noise_scale`, `examples_per_second`, `tokens_per_second`, `seconds` (since the
+        start), `eval` or `eval.*`, and `aux.*`. None, NaN and infinite numbers are gaps.
+      plan: how the gradient is computed, and what else was looked at: `ab.plan`, `ab.explain`.
+      reading: how the loss uses its examples: `ab.read`.
+      verification: that the gradient is the one of the full batch: `ab.verify`.
+      noise: the gradient noise scale of the run, averaged.
+      samples: pairs of a caption and a text, such as what a language model writes before and after.
+      settings: what was asked for, by name.
+      environment: what it ran on, by name. By default, what is found here and now.
+      notes: sentences for the head of the page.
+    """
+
+    title: str
+    history: Sequence[Mapping[str, Any]]
+    plan: Plan | None = None
+    reading: Reading | None = None
+    verification: Verification | None = None
+    noise: NoiseScale | None = None
+    samples: Sequence[tuple[str, str]] = ()
+    settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    environment: Mapping[str, str] | None = None
+    notes: Sequence[str] = ()
+
+    def html(self) -> str:
+        """The page.
+
+        Raises:
+          InputError: without jinja2.
+        """
+        numbers = key_figures(self.history, self.plan, self.verification, self._examples)
+        return _template().render(
+            report=self,
+            version=__version__,
+            key_figures=numbers,
+            # As many beside each other as leave the last row fullest.
+            columns=min((4, 5, 3), key=lambda columns: -len(numbers) % columns),
+            loss=loss_figure(self.history),
+            training=self._training_figures(),
+            history_table=history_table(self.history),
+            noise_words=self._noise_words(),
+            plan=_told(self.plan) if self.plan else None,
+            reading_table=reading_table(self.reading) if self.reading else None,
+            verification_table=verification_table(self.verification) if self.verification else None,
+            samples=[(caption, _cut(text)) for caption, text in self.samples],
+            settings={name: _setting(value) for name, value in self.settings.items()},
+            environment=found_environment() if self.environment is None else self.environment,
+        )
+
+    def write(self, path: str | os.PathLike[str]) -> pathlib.Path:
+        """Writes the page to a file, all of it or nothing: a page that is there already is replaced in one moment.
+
+        Returns:
+          Its path.
+
+        Raises:
+          InputError: for a folder that is not there or cannot be written, before anything is drawn.
+        """
+        target = pathlib.Path(path)
+        beside = target.with_name(f".{target.name}.{os.getpid()}.new") if target.name else target
+        if not target.name or os.path.isdir(target) or not os.path.isdir(target.parent):
+            raise InputError(
+                "A report needs the name of a file in a folder that is there",
+                given=f"path={str(path)!r}",
+                remedy=f'For example report.write("report.html"), or first: mkdir -p "{target.parent}"',
+            )
+        try:
+            beside.touch()
+        except OSError as error:
+            raise InputError(
+                "A report needs a folder that can be written",
+                given=f"path={str(path)!r} ({error.strerror})",
+                remedy='Write it elsewhere, for example report.write("report.html").',
+            ) from None
+        try:
+            # Half of a pair of code units is no character; nobody could read it either.
+            beside.write_text(self.html(), encoding="utf-8", errors="replace", newline="\n")
+            beside.replace(target)
+        finally:
+            with contextlib.suppress(OSError):
+                beside.unlink(missing_ok=True)
+        return target
+
+    @property
+    def _examples(self) -> int | None:
+        """How many examples a step has, as far as the parts of the report know."""
+        for part in (self.plan, self.reading):
+            if part is not None:
+                return part.num_examples
+        given = self.settings.get("batch_size")
+        return given if isinstance(given, int) and not isinstance(given, bool) else None
+
+    def _batch_in_units(self) -> tuple[float | None, str]:
+        """The batch in what the noise scale counts: tokens, say, for a loss that is a mean over tokens."""
+        if self.noise is not None and float(self.noise.steps) > 0:
+            units = float(self.noise.units) / float(self.noise.steps)
+            return units, "examples" if self._examples == units else "units"
+        return (None, "units") if self._examples is None else (float(self._examples), "examples")
+
+    def _training_figures(self) -> list[Figure]:
+        batch, unit = self._batch_in_units()
+        others = other_columns(self.history)[:MOST_COLUMNS]
+        return _known(
+            noise_figure(self.history, batch, unit),
+            column_figure(self.history, "gradient_norm", "Gradient norm", color="green"),
+            *(column_figure(self.history, name, name, color="orange") for name in others),
+            column_figure(self.history, "tokens_per_second", "Tokens per second", from_zero=True)
+            or column_figure(self.history, "examples_per_second", "Examples per second", from_zero=True),
+        )
+
+    def _noise_words(self) -> str:
+        """What the noise scale says about this batch."""
+        if self.noise is None:
+            return ""
+        if not bool(self.noise.is_defined):
+            return f"The noise scale is undefined: {self.noise.why_undefined}."
+        scale, (batch, unit) = float(self.noise.value), self._batch_in_units()
+        text = f"The gradient noise scale of the run is {short(scale)}"
+        if batch is None or not batch > 0:
+            return text + "."
+        now, twice = (size / (size + scale) for size in (batch, 2 * batch))
+        return (
+            f"{text}; a step has {batch:,.0f} {unit}. To first order, a step makes {now:.0%} of the progress of one "
+            f"without noise, and with twice the batch it would make {twice:.0%}."
+        )
+
+
+def _told(plan: Plan) -> dict[str, Any]:
+    """A plan in the pieces that the page has of it."""
+    each = " each" if " x " in plan.device else ""
+    within = "" if plan.budget is None else f", within {readable(plan.budget)}{each} ({plan.budget_source})"
+    predicts = any(candidate.bytes is None and candidate.predicted is not None for candidate in plan.candidates)
+    remarks = [
+        "~ predicted from the sizes that were compiled." if predicts else "",
+        plan.note,
+        plan.limits,
+        plan.advice,
+    ]
+    return {
+        "text": f"The {plan.noun} of {plan.num_examples:,} examples on {plan.device}{within}. {plan.reason}",
+        "figures": _known(memory_figure(plan), time_figure(plan)),
+        "table": plan_table(plan),
+        "remarks": [remark for remark in remarks if remark],
+    }
+
+
+def _known(*found: Figure | None) -> list[Figure]:
+    return [figure for figure in found if figure is not None]
+
+
+def _setting(value: Any) -> str:
+    """As it is typed, but for what only programmers would type."""
+    return {True: "yes", False: "no", None: "none"}[value] if isinstance(value, bool | None) else str(value)
+
+
+def _cut(text: str) -> str:
+    left = len(text) - MOST_CHARACTERS
+    return text if left <= 0 else f"{text[:MOST_CHARACTERS]}\n[{left:,} more characters]"
+
+
+# What has no shape of its own is shown as its code: a model that knows nothing yet writes such things.
+_CODES = {code: f"\\x{code:02x}" for code in (*range(32), *range(0x7F, 0xA0)) if chr(code) not in "\t\n"}
+
+
+def _visible(value: Any) -> Any:
+    return value.replace("\r\n", "\n").translate(_CODES) if type(value) is str else value
+
+
+def _template() -> Any:
+    try:
+        import jinja2
+    except ImportError:
+        raise InputError(
+            "A report needs jinja2", given="a Python without it", remedy='pip install "anybatch[cli]"'
+        ) from None
+    # In every place, not in those that somebody thought of.
+    room = jinja2.Environment(
+        autoescape=True, finalize=_visible, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    return room.from_string(importlib.resources.files("anybatch.report").joinpath("page.html.jinja").read_text("utf-8"))
