@@ -22,6 +22,9 @@ from anybatch.read import read
 from anybatch.reading.report import Reading
 from anybatch.reading.rulebook import register_rule
 from anybatch.reading.states import NotRowwise
+from anybatch.training.batches import Batches
+from anybatch.training.checkpoints import CheckpointError
+from anybatch.training.loop import Fitted, fit
 from anybatch.training.state import Metrics, TrainState
 from anybatch.training.step import train_step
 from anybatch.verify import DifferentGradientError, Verification, verify
@@ -29,8 +32,11 @@ from anybatch.version import __version__
 
 __all__ = [
     "AnybatchError",
+    "Batches",
+    "CheckpointError",
     "CoupledError",
     "DifferentGradientError",
+    "Fitted",
     "HeadTooLargeError",
     "InputError",
     "LargeHeadWarning",
@@ -51,6 +57,7 @@ __all__ = [
     "collectives",
     "distributed",
     "explain",
+    "fit",
     "grad",
     "noise_scale",
     "per_example_grads",

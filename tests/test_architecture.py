@@ -13,7 +13,19 @@ PACKAGE = pathlib.Path(anybatch.__file__).parent
 
 # A module may import those of lower floors, and those before it in the list of its own floor.
 FLOORS = [
-    ["version", "errors", "trees", "updates", "compat", "memory", "placement", "hints", "mesh_settings", "hlo", "collectives"],
+    [
+        "version",
+        "errors",
+        "trees",
+        "updates",
+        "compat",
+        "memory",
+        "placement",
+        "hints",
+        "mesh_settings",
+        "hlo",
+        "collectives",
+    ],
     ["batch", "arguments", "loss", "auxiliary", "gradient_noise", "process_rows", "distributed"],
     [
         *("reading", "reading.states", "reading.graph", "reading.source", "reading.reader", "reading.positions"),
@@ -79,13 +91,14 @@ FLOORS = [
     [
         *("privacy.numbers", "privacy.accounting", "privacy.noise", "privacy.keys", "privacy.sampling"),
         *("privacy.refusals", "privacy.mechanism", "privacy.training", "privacy"),
-        *("training.sources", "training.feed", "training.checkpoints", "training.log"),
-        *("training.state", "training.arrays", "training.kinds", "training.update", "training.fitting"),
-        *("training.step", "training.stopping", "training.progress", "training.loop", "training"),
+        *("training.batches", "training.sources", "training.feed", "training.stored_arrays"),
+        *("training.checkpoint_folder", "training.checkpoints", "training.log", "training.state", "training.arrays"),
+        *("training.kinds", "training.update", "training.fitting", "training.step", "training.stopping"),
+        *("training.progress", "training.rows", "training.run", "training.loop", "training"),
         *("recipes", "__init__"),
     ],
     [
-        *("report.figures", "report.page", "report"),
+        *("report.series", "report.drawing", "report.figures", "report.tables", "report.page", "report"),
         *("language.text", "language.gpt", "language.config", "language.job", "language"),
         *("demo", "problem", "doctor", "launch", "commands"),
     ],
@@ -145,6 +158,6 @@ def test_the_core_needs_jax_and_numpy_only():
     """Everything else is imported where it is used."""
     program = "import sys, anybatch; print(*sorted({name.split('.')[0] for name in sys.modules}))"
     loaded = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout.split()
-    extras = {"optax", "flax", "orbax", "rich", "typer", "matplotlib", "jinja2", "dp_accounting", "chex"}
+    extras = {"optax", "flax", "orbax", "rich", "typer", "matplotlib", "jinja2", "dp_accounting", "chex", "grain"}
     assert not extras & set(loaded)
     assert {"jax", "numpy"} <= set(loaded)

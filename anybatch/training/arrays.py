@@ -11,6 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from anybatch import placement
 from anybatch.mesh_settings import MeshSettings
 from anybatch.process_rows import global_batch
+from anybatch.training.feed import to_device
 
 
 def ready_to_donate(arrays: Sequence[Any], over: MeshSettings | None, *, copy: bool) -> list[Any]:
@@ -44,31 +45,30 @@ def put_batch(rows: Sequence[Any], over: MeshSettings | None, *, copy: bool = Fa
       copy: whether to copy what is on the host, even where the device could use it in place.
     """
     if over is None:
-        if not copy:
-            return list(rows)  # as jit does it
-        return [row if placement.is_placed(row) else jax.device_put(row, may_alias=False) for row in rows]
+        return to_device(list(rows)) if copy else list(rows)  # jit puts them where they belong
     if jax.process_count() > 1:
         local = [row for row in rows if not (isinstance(row, jax.Array) and not row.is_fully_addressable)]
         if local:
-            together = iter(global_batch(local, over.mesh, over.axes if len(over.axes) > 1 else over.axes[0]))
+            together = iter(global_batch(local, over.given, over.axes if len(over.axes) > 1 else over.axes[0]))
             return [next(together) if any(row is each for each in local) else row for row in rows]
         return list(rows)
     return [_over_mesh(row, over) for row in rows]
 
 
 def _over_mesh(row: Any, over: MeshSettings) -> Any:
-    if placement.is_placed(row) and row.sharding.device_set == set(over.mesh.devices.flat):
+    if placement.is_placed(row) and row.sharding.device_set == set(over.given.devices.flat):
         return row
     shape = np.shape(row)
     is_even = bool(shape) and shape[0] > 0 and shape[0] % over.devices == 0
     spec = PartitionSpec(over.axes) if is_even else PartitionSpec()
-    return jax.device_put(row, NamedSharding(over.mesh, spec), may_alias=False)
+    sharding = NamedSharding(over.given, spec)
+    return jax.device_put(row, sharding) if isinstance(row, jax.Array) else to_device(row, sharding)
 
 
 def _on_mesh(array: Any, over: MeshSettings | None) -> Any:
-    if over is None or array.sharding.device_set == set(over.mesh.devices.flat):
+    if over is None or array.sharding.device_set == set(over.given.devices.flat):
         return array
-    return jax.device_put(array, NamedSharding(over.mesh, PartitionSpec()))
+    return jax.device_put(array, NamedSharding(over.given, PartitionSpec()))
 
 
 def _memory(array: Any) -> int:

@@ -24,11 +24,19 @@ class FittingProgram:
       way: to begin with.
       gradient: of the step.
       memory: what the whole step may take, if somebody named it.
+      note: is told the way that is gone in the end.
     """
 
-    def __init__(self, make: Callable[[Way], Any], way: Way, gradient: Gradient, memory: Any) -> None:
+    def __init__(
+        self,
+        make: Callable[[Way], Any],
+        way: Way,
+        gradient: Gradient,
+        memory: Any,
+        note: Callable[[Way], None] = lambda way: None,
+    ) -> None:
         self.way = way
-        self._make, self._gradient, self._memory = make, gradient, memory
+        self._make, self._gradient, self._memory, self._note = make, gradient, memory, note
         self._program: Any = None
         self._has_run = False
 
@@ -48,17 +56,18 @@ class FittingProgram:
             stats = self._program.lower(arrays, rows).compile().memory_analysis()
             excess = None if stats is None else self._excess(stats)
             if excess is None:
-                return
+                break
             smaller = halved(self._gradient, self.way)
             if smaller is None:
                 if self._is_named:
                     raise NothingFitsError(
-                        f"{excess}\nPass a larger memory=, or spread the state over a mesh; remat=\"auto\" computes "
+                        f'{excess}\nPass a larger memory=, or spread the state over a mesh; remat="auto" computes '
                         "activations twice instead of keeping them."
                     )
                 warnings.warn(excess, TightMemoryWarning, stacklevel=user_stacklevel())
-                return
+                break
             self.way = smaller
+        self._note(self.way)
 
     @property
     def _is_named(self) -> bool:
@@ -89,11 +98,17 @@ class FittingProgram:
                 break
             except jax.errors.JaxRuntimeError as error:
                 smaller = halved(self._gradient, self.way)
-                if smaller is None or not compat.is_out_of_memory(error) or jax.process_count() > 1 or _any_gone(arrays):
+                if (
+                    smaller is None
+                    or not compat.is_out_of_memory(error)
+                    or jax.process_count() > 1
+                    or _any_gone(arrays)
+                ):
                     raise
             self.way = smaller
             self._program = self._make(smaller)
         self._has_run = True
+        self._note(self.way)
         if self.way != begun_with:
             warnings.warn(
                 f"Memory ran out at {begun_with}, though it should have fit: another process may use the device, or no "

@@ -6,7 +6,7 @@ how it looks after an update. flax is not imported here: a state of flax brings 
 
 import dataclasses
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -14,6 +14,7 @@ import jax.numpy as jnp
 
 from anybatch.errors import InputError
 from anybatch.training.state import TrainState, frozen, joined, trainable
+from anybatch.trees import is_array, named_leaves
 from anybatch.updates import Constants, add_updates, apart, together
 
 
@@ -40,7 +41,12 @@ class OwnState:
         """The state that a step returns."""
         return together(arrays, constants)
 
+    def tree(self, state: Any) -> Any:
+        """The state as a tree whose leaves have names."""
+        return state
+
     def parts(self, arrays: list[Any], constants: Constants) -> Parts:
+        """What its loss is called with."""
         state = together(arrays, constants)
         return Parts(trainable(state.params), frozen(state.params), self._key(state))
 
@@ -65,7 +71,6 @@ class OwnState:
     def _key(self, state: Any) -> Any:
         key = getattr(state, "key", None)
         return None if key is None else jax.random.fold_in(key, state.step)
-
 
 
 class FlaxState(OwnState):
@@ -101,7 +106,12 @@ class NnxState:
         _nnx().update(given, together(arrays, constants[1]))
         return given
 
+    def tree(self, state: Any) -> Any:
+        """As above."""
+        return _nnx().split(state)[1]
+
     def parts(self, arrays: list[Any], constants: Any) -> Parts:
+        """As above."""
         model, optimizer = self._merged(arrays, constants)
         _, trained, rest = _nnx().split(model, optimizer.wrt, ...)
         return Parts(trained, (_Hidden(_nnx().graphdef(model)), _Hidden(optimizer.wrt), rest), None)
@@ -127,7 +137,6 @@ class NnxState:
     def _merged(self, arrays: list[Any], constants: Any) -> Any:
         definition, of_values = constants
         return _nnx().merge(definition, together(arrays, of_values))
-
 
 
 class _Hidden:
@@ -172,6 +181,28 @@ def kind_of(state: Any, optimizer: Any) -> Any:
             remedy="Leave it out: ab.train_step(loss).",
         )
     return kind
+
+
+def named_arrays(state: Any) -> dict[str, Any]:
+    """The arrays of any state, by names that are the same in every process: what a checkpoint keeps.
+
+    >>> list(named_arrays({"w": jnp.ones(2), "count": 3}))
+    ["['count']", "['w']"]
+    """
+    kind = _kind_to_save(state)
+    leaves = [(name, leaf) for name, leaf in named_leaves("", kind.tree(state)) if is_array(leaf) or _is_number(leaf)]
+    return {name.lstrip("."): array for (name, _), array in zip(leaves, kind.apart(state)[0], strict=True)}
+
+
+def with_arrays(state: Any, arrays: Mapping[str, Any]) -> Any:
+    """A state with other arrays, as `named_arrays` names them. The models of `nnx` are changed in place."""
+    kind = _kind_to_save(state)
+    return kind.whole(state, [arrays[name] for name in named_arrays(state)], kind.apart(state)[1])
+
+
+def _kind_to_save(state: Any) -> Any:
+    is_nnx = isinstance(state, tuple) and len(state) == 2 and _is_nnx(state)
+    return KINDS["nnx"] if is_nnx else KINDS["own"]
 
 
 def _is_nnx(state: tuple[Any, ...]) -> bool:

@@ -60,8 +60,8 @@ class TrainStep:
         if inspect.isfunction(params):
             params = params()
         else:
-            params = jax.tree.map(lambda leaf: leaf.copy() if isinstance(leaf, jax.Array) else leaf, params)
-        return TrainState.create(params, self._update.optimizer, key)
+            params = _copied(params)
+        return TrainState.create(params, self._update.optimizer, _copied(key))
 
     def __call__(self, state: Any, batch: Any, **kwargs: Any) -> tuple[Any, Metrics]:
         given = self._given(state, batch, kwargs)
@@ -147,9 +147,15 @@ class TrainStep:
         if not self._is_planned:
             return self._jitted(given, gradient.settings, way), gradient.examples
         memory = self._update.options.get("memory")
-        program = FittingProgram(lambda way: self._jitted(given, gradient.settings, way), way, gradient, memory)
+
+        def make(way: Way) -> Any:
+            return self._jitted(given, gradient.settings, way)
+
+        def note(way: Way) -> None:
+            self._ways[given.batch_type] = way
+
+        program = FittingProgram(make, way, gradient, memory, note)
         program.compile(given.arrays, given.rows)
-        self._ways[given.batch_type] = program.way
         return program, gradient.examples
 
     def _jitted(self, given: Given, settings: Settings, way: Way) -> Any:
@@ -198,6 +204,10 @@ class TrainStep:
             way = Way(plan.chosen.microbatch_size, plan.chosen.remat, plan.chosen.reduce, plan.chosen.method)
             self._ways[given.batch_type] = self._with_noise(way, gradient)
         return plan
+
+
+def _copied(tree: Any) -> Any:
+    return jax.tree.map(lambda leaf: leaf.copy() if isinstance(leaf, jax.Array) else leaf, tree)
 
 
 def train_step(

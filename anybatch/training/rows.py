@@ -1,0 +1,178 @@
+"""The figures of each step, read when they are there: a row of the log."""
+
+import collections
+import math
+import time
+import warnings
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from anybatch.errors import InputError, user_stacklevel
+from anybatch.gradient_noise import NoiseScale
+from anybatch.training.state import Metrics
+from anybatch.trees import is_array, named_leaves
+
+# Rates are those of so many seconds.
+WINDOW = 2.0
+
+# How the noise of a step fades out of the average, step by step.
+DECAY = 0.98
+
+# So many steps without an update, one after the other, are worth a word.
+WORRYING = 20
+
+
+class Rows:
+    """Turns the metrics of steps into rows, one step later: to wait for a step at once would leave the device idle.
+
+    Args:
+      kept: what another process has kept (`kept`), to go on with.
+    """
+
+    def __init__(self, kept: Mapping[str, Any] | None = None) -> None:
+        kept = kept or {}
+        self._waiting: collections.deque[tuple[int, Any, int]] = collections.deque()
+        self._skipped, self._before = int(kept.get("skipped", 0)), float(kept.get("seconds", 0.0))
+        self._noise = NoiseScale(*kept["noise"]) if kept.get("noise") else None
+        self._begun = time.perf_counter()
+        self._done: collections.deque[tuple[float, int, int]] = collections.deque()  # when, with what was done by then
+        self._examples = self._tokens = self._in_a_row = 0
+
+    @property
+    def kept(self) -> dict[str, Any]:
+        """What a checkpoint keeps of it, fit for JSON."""
+        noise = None if self._noise is None else [float(leaf) for leaf in jax.tree.leaves(self._noise)]
+        return {"skipped": self._skipped, "seconds": self.seconds, "noise": noise}
+
+    @property
+    def seconds(self) -> float:
+        """That the run has taken so far, in all its processes."""
+        return self._before + time.perf_counter() - self._begun
+
+    @property
+    def noise(self) -> NoiseScale | None:
+        """Of the gradients, averaged over the last steps."""
+        return self._noise
+
+    def add(self, step: int, metrics: Any, batch: Any) -> None:
+        """One more step."""
+        figures = _figures(metrics)
+        for leaf in jax.tree.leaves(figures):
+            if isinstance(leaf, jax.Array):
+                leaf.copy_to_host_async()
+        self._waiting.append((step, figures, _num_examples(metrics, batch)))
+
+    def ready(self, *, all_of_them: bool = False) -> Iterator[dict[str, Any]]:
+        """The rows of all steps but the last, or of all: waits until they are done."""
+        while len(self._waiting) > (0 if all_of_them else 1):
+            yield self._row(*self._waiting.popleft())
+
+    def _row(self, step: int, figures: dict[str, Any], examples: int) -> dict[str, Any]:
+        fetched = jax.device_get(figures)
+        read = {name: fetched[name] for name in figures}  # in their own order
+        now = time.perf_counter()
+        tokens, noise, skipped = read.pop("tokens", None), read.pop("noise", None), read.pop("skipped", None)
+        row: dict[str, Any] = {"step": step} | {name: _number(value) for name, value in read.items()}
+        if skipped is not None:
+            self._count_skipped(bool(skipped))
+            row["skipped"] = self._skipped
+        if noise is not None:
+            row["noise_scale"] = self._add_noise(noise)
+        row |= self._rates(now, examples, tokens)
+        row["seconds"] = round(self.seconds, 3)
+        return row
+
+    def _rates(self, now: float, examples: int, tokens: Any) -> dict[str, float]:
+        """Over the last two seconds, or the last step if that took longer. The first step is compiled: it says nothing."""
+        self._examples += examples
+        self._tokens += int(tokens or 0)
+        while len(self._done) > 1 and now - self._done[1][0] > WINDOW:
+            self._done.popleft()
+        then, examples_then, tokens_then = self._done[0] if self._done else (math.nan, 0, 0)
+        self._done.append((now, self._examples, self._tokens))
+        elapsed = max(now - then, 1e-9)
+        rates = {"examples_per_second": (self._examples - examples_then) / elapsed}
+        if tokens is not None:
+            rates["tokens_per_second"] = (self._tokens - tokens_then) / elapsed
+        return rates
+
+    def _add_noise(self, noise: NoiseScale) -> float:
+        """The noise scale, averaged: as a float, since a dozen operations on a device would be for one number."""
+        noise = NoiseScale(*(float(leaf) for leaf in jax.tree.leaves(noise)))
+        if all(map(math.isfinite, jax.tree.leaves(noise))):
+            self._noise = noise if self._noise is None else DECAY * self._noise + noise
+        if self._noise is None or not self._noise.steps:
+            return math.nan
+        if self._noise.gradient_square_sum <= 0:
+            return math.inf if self._noise.trace_sum > 0 else math.nan
+        return self._noise.trace_sum / self._noise.gradient_square_sum
+
+    def _count_skipped(self, skipped: bool) -> None:
+        self._skipped += skipped
+        self._in_a_row = self._in_a_row + 1 if skipped else 0
+        if self._in_a_row == WORRYING:
+            warnings.warn(
+                f"The gradients of {WORRYING} steps in a row were not finite: nothing is being learned. A smaller "
+                "learning rate or a smaller loss scale may help; jax.debug_nans(True) finds where it begins.",
+                RuntimeWarning,
+                stacklevel=user_stacklevel(),
+            )
+
+
+def evaluation(result: Any) -> dict[str, float]:
+    """What an evaluation found, by the names of its columns.
+
+    >>> evaluation({"accuracy": 0.5}), evaluation(2)
+    ({'eval.accuracy': 0.5}, {'eval': 2.0})
+
+    Raises:
+      InputError: if it is no number, and no mapping of them.
+    """
+    named = (
+        {f"eval.{name}": value for name, value in result.items()} if isinstance(result, Mapping) else {"eval": result}
+    )
+    try:
+        return {name: float(value) for name, value in named.items()}
+    except (TypeError, ValueError):
+        raise InputError(
+            "evaluate must return a number, or a mapping of numbers",
+            given=f"{result!r}",
+            remedy='For example return {"accuracy": jnp.mean(predictions == labels)}.',
+        ) from None
+
+
+def _figures(metrics: Any) -> dict[str, Any]:
+    """The numbers in what a step told, by name: ours, or whatever another step returns."""
+    if isinstance(metrics, Metrics):
+        figures = {"loss": metrics.loss, "gradient_norm": metrics.gradient_norm} | _scalars("aux", metrics.aux)
+        figures |= {"skipped": metrics.skipped, "noise": metrics.noise, "tokens": metrics.tokens}
+        return {name: value for name, value in figures.items() if value is not None}
+    if isinstance(metrics, Mapping):
+        return {name: value for key, part in metrics.items() for name, value in _scalars(str(key), part).items()}
+    if hasattr(metrics, "_asdict"):
+        return _figures(metrics._asdict())
+    return _scalars("loss", metrics)
+
+
+def _scalars(name: str, tree: Any) -> dict[str, Any]:
+    found = {}
+    for path, leaf in named_leaves(name, tree):
+        is_number = is_array(leaf) and leaf.ndim == 0 and np.dtype(leaf.dtype).kind in "biuf"
+        if is_number or isinstance(leaf, (int, float)):
+            found[path.replace("['", ".").replace("']", "").replace("[", ".").replace("]", "")] = leaf
+    return found
+
+
+def _num_examples(metrics: Any, batch: Any) -> int:
+    if isinstance(metrics, Metrics):
+        return int(metrics.examples)
+    shapes = [np.shape(leaf) for leaf in jax.tree.leaves(batch) if is_array(leaf)]
+    return next((shape[0] for shape in shapes if shape), 0)
+
+
+def _number(value: Any) -> Any:
+    value = np.asarray(value)
+    return int(value) if value.dtype.kind in "biu" else float(value)

@@ -1,0 +1,348 @@
+"""`train_step`: the step of the full batch, whatever the microbatches; nothing half done; one program."""
+
+import functools
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import anybatch as ab
+
+
+@pytest.fixture(autouse=True)
+def optax_defaults():
+    """Optimizers are written for JAX's own promotion of dtypes and ranks."""
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield
+
+
+def data(examples=24, features=6, seed=0):
+    rng = np.random.default_rng(seed)
+    return {"x": rng.normal(size=(examples, features)), "y": rng.normal(size=examples)}
+
+
+def mlp(features=6, width=16):
+    rng = np.random.default_rng(1)
+    return {"a": jnp.asarray(rng.normal(size=(features, width))), "b": jnp.asarray(rng.normal(size=width))}
+
+
+def loss(params, batch):
+    return jnp.mean((jnp.tanh(batch["x"] @ params["a"]) @ params["b"] - batch["y"]) ** 2)
+
+
+def by_hand(loss, optimizer, params, batches, key=None):
+    """The oracle: JAX's own gradient of the full batch, and optax."""
+    opt_state = optimizer.init(params)
+    losses = []
+    for number, batch in enumerate(batches):
+        keys = () if key is None else (jax.random.fold_in(key, number),)
+        value, grads = jax.value_and_grad(loss)(params, batch, *keys)
+        updates, opt_state = optimizer.update(grads, opt_state, params)
+        params = optax.apply_updates(params, updates)
+        losses.append(value)
+    return params, jnp.stack(losses)
+
+
+def trained(step, state, batches):
+    losses = []
+    for batch in batches:
+        state, metrics = step(state, batch)
+        losses.append(metrics.loss)
+    return state, jnp.stack(losses)
+
+
+@pytest.mark.parametrize("size", [1, 5, 8, None, "auto"])
+def test_steps_are_those_of_the_full_batch(float64, size):
+    batches = [data(seed=seed) for seed in range(5)]
+    step = ab.train_step(loss, optax.adamw(0.05), microbatch_size=size)
+    state, losses = trained(step, step.init(mlp()), batches)
+    params, expected = by_hand(loss, optax.adamw(0.05), mlp(), batches)
+    chex.assert_trees_all_close((state.params, losses), (params, expected), rtol=1e-10)
+    assert int(state.step) == 5 and int(state.skipped) == 0
+
+
+def test_a_mean_of_means_would_be_noticed(float64):
+    """The control: the same check refuses the loop that people write, where microbatches differ in size."""
+    batches = [data(seed=seed) for seed in range(5)]
+
+    def wrong(params, batch):
+        parts = [jax.tree.map(lambda leaf, start=start: leaf[start : start + 7], batch) for start in (0, 7, 14, 21)]
+        return sum(loss(params, part) for part in parts) / 4
+
+    params, losses = by_hand(wrong, optax.adamw(0.05), mlp(), batches)
+    with pytest.raises(AssertionError):
+        chex.assert_trees_all_close(losses, by_hand(loss, optax.adamw(0.05), mlp(), batches)[1], rtol=1e-10)
+
+
+def test_random_numbers_are_those_of_the_full_batch_and_new_at_every_step(float64):
+    def dropped(params, batch, key):
+        hidden = jnp.tanh(batch["x"] @ params["a"])
+        return jnp.mean((hidden * jax.random.bernoulli(key, 0.8, hidden.shape) @ params["b"] - batch["y"]) ** 2)
+
+    batches, key = [data()] * 3, jax.random.key(7)
+    step = ab.train_step(dropped, optax.sgd(0.0), microbatch_size=5)
+    _, losses = trained(step, step.init(mlp(), key=key), batches)
+    chex.assert_trees_all_close(losses, by_hand(dropped, optax.sgd(0.0), mlp(), batches, key)[1], rtol=1e-10)
+    assert len(set(losses.tolist())) == 3
+
+
+OPTIMIZERS = {
+    "adafactor": lambda: optax.adafactor(0.05),
+    "a schedule": lambda: optax.sgd(optax.cosine_decay_schedule(0.1, 4)),
+    "clipped": lambda: optax.chain(optax.clip_by_global_norm(0.1), optax.lion(1e-2)),
+    "schedule free": lambda: optax.contrib.schedule_free_adamw(0.1),  # keeps the parameters twice
+    "multi steps": lambda: optax.MultiSteps(optax.adam(0.1), 2).gradient_transformation(),
+    "frozen": lambda: optax.multi_transform(
+        {"yes": optax.adam(0.1), "no": optax.set_to_zero()}, {"a": "no", "b": "yes"}
+    ),
+    "plateau": lambda: optax.chain(optax.sgd(0.1), optax.contrib.reduce_on_plateau()),  # asks for the value
+    "line search": lambda: optax.lbfgs(),  # asks for the function
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_any_optimizer_of_optax(float64, name):
+    batch = data()
+    optimizer = OPTIMIZERS[name]()
+    step = ab.train_step(loss, optimizer, microbatch_size=7)
+    state, losses = trained(step, step.init(mlp()), [batch] * 3)
+
+    params, opt_state, expected = mlp(), optimizer.init(mlp()), []
+    fun = functools.partial(loss, batch=batch)
+    for _ in range(3):
+        value, grads = jax.value_and_grad(fun)(params)
+        more = {"value": value, "grad": grads, "value_fn": fun}
+        updates, opt_state = optax.with_extra_args_support(optimizer).update(grads, opt_state, params, **more)
+        params = optax.apply_updates(params, updates)
+        expected.append(value)
+    chex.assert_trees_all_close((state.params, losses), (params, jnp.stack(expected)), rtol=1e-8)
+    assert losses[2] < losses[0]
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_a_gradient_that_is_not_finite_changes_nothing_and_is_counted(bad):
+    batch = jax.tree.map(lambda leaf: leaf.astype(np.float32), data())
+    broken = batch | {"x": batch["x"].copy()}
+    broken["x"][3, 2] = bad
+    params = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), mlp())
+    step = ab.train_step(loss, optax.adam(0.1), microbatch_size=4, donate=False)
+    before, _ = step(step.init(params), batch)
+    after, metrics = step(before, broken)
+    assert bool(metrics.skipped) and not np.isfinite(metrics.gradient_norm)
+    chex.assert_trees_all_equal((after.params, after.opt_state), (before.params, before.opt_state))
+    assert (int(after.step), int(after.skipped)) == (2, 1)
+    again, metrics = step(after, batch)  # and it goes on
+    assert not bool(metrics.skipped) and int(again.skipped) == 1 and int(again.step) == 3
+    # The control: without it, everything is lost.
+    careless = ab.train_step(loss, optax.adam(0.1), microbatch_size=4, donate=False, skip_nonfinite=False)
+    assert not all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(careless(before, broken)[0]))
+
+
+def test_a_large_but_finite_gradient_is_not_skipped():
+    """The squares of its entries overflow; the entries do not."""
+    step = ab.train_step(lambda w, batch: jnp.mean(batch @ w), optax.sgd(1.0), microbatch_size=1)
+    state, metrics = step(step.init(jnp.zeros(2)), jnp.full((2, 2), 1e25))
+    assert not bool(metrics.skipped) and np.isfinite(state.params).all() and (state.params != 0).all()
+
+
+def test_buffers_are_donated_and_the_users_own_arrays_are_not():
+    params = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), mlp())
+    batch = jax.tree.map(lambda leaf: leaf.astype(np.float32), data())
+    step = ab.train_step(loss, optax.adam(0.1), microbatch_size=4)
+    first = step.init(params)
+    second, _ = step(first, batch)
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(first))
+    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves((params, second)))
+    stats = step.lower(second, batch).compile().memory_analysis()
+    size = sum(leaf.nbytes for leaf in jax.tree.leaves(second))
+    assert stats.alias_size_in_bytes >= size
+    keeping = ab.train_step(loss, optax.adam(0.1), microbatch_size=4, donate=False)
+    keeping(second, batch)
+    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(second))
+
+
+def test_arrays_of_numpy_are_the_users_own():
+    params = {"w": np.ones(3, np.float32)}
+    step = ab.train_step(lambda p, x: jnp.mean(x @ p["w"]), optax.sgd(1.0), microbatch_size=2)
+    state = ab.TrainState.create(params, optax.sgd(1.0))
+    for _ in range(3):
+        state, _ = step(state, np.ones((4, 3), np.float32))
+    assert params["w"].tolist() == [1, 1, 1] and state.params["w"].tolist() == [-2, -2, -2]
+
+
+def test_it_compiles_once(monkeypatch):
+    traces = []
+
+    def counted(params, batch):
+        traces.append(1)
+        return loss(params, batch)
+
+    params = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), mlp())
+    batch = jax.tree.map(lambda leaf: leaf.astype(np.float32), data())
+    step = ab.train_step(counted, optax.adam(0.1), microbatch_size=4)
+    state, _ = step(step.init(params), batch)
+    seen = len(traces)
+    with jax.log_compiles(False):
+        for _ in range(3):
+            state, _ = step(state, batch)
+    assert len(traces) == seen
+    step(state, jax.tree.map(lambda leaf: leaf[:8], batch))  # the control: another shape
+    assert len(traces) > seen
+
+
+def test_weak_types_and_python_numbers_do_not_compile_it_twice():
+    step = ab.train_step(lambda p, x: jnp.mean((x * p["scale"] + p["shift"]) ** 2), optax.sgd(0.1), microbatch_size=2)
+    state = step.init({"scale": jnp.asarray(2.0), "shift": np.float32(1)})
+    state, _ = step(state, np.ones(4, np.float32))
+    program = next(iter(step._programs.values()))[0]
+    state, _ = step(state, np.ones(4, np.float32))
+    assert program._cache_size() == 1
+
+
+def test_the_plan_bounds_the_whole_step(monkeypatch):
+    rng = np.random.default_rng(0)
+    wide = {"a": jnp.asarray(rng.normal(size=(64, 512)), jnp.float32), "b": jnp.ones(512)}
+    batch = {"x": rng.normal(size=(2048, 64)).astype(np.float32), "y": np.ones(2048, np.float32)}
+    step = ab.train_step(loss, optax.adam(0.01), memory="3MiB")
+    state, metrics = step(step.init(wide), batch)
+    stats = step.lower(state, batch).compile().memory_analysis()
+    taken = stats.argument_size_in_bytes + stats.output_size_in_bytes + stats.temp_size_in_bytes
+    assert taken - stats.alias_size_in_bytes <= 3 * 2**20
+    full = ab.train_step(loss, optax.adam(0.01), microbatch_size=None)
+    stats = full.lower(full.init(wide), batch).compile().memory_analysis()
+    assert stats.temp_size_in_bytes > 3 * 2**20  # the control
+    _, expected = full(full.init(wide), batch)
+    np.testing.assert_allclose(metrics.loss, expected.loss, rtol=1e-6)
+    with pytest.raises(ab.NothingFitsError, match="Nothing fits"):
+        tight = ab.train_step(loss, optax.adam(0.01), memory="1MiB")
+        tight(tight.init(wide), batch)
+
+
+def test_memory_that_runs_out_is_met_with_smaller_microbatches(monkeypatch):
+    from anybatch.training import fitting
+
+    tries = []
+
+    def failing(self, arrays, rows):
+        tries.append(self.way.microbatch_size)
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate")
+
+    batch = jax.tree.map(lambda leaf: leaf.astype(np.float32), data())
+    params = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), mlp())
+    step = ab.train_step(loss, optax.sgd(0.1))
+    made = fitting.FittingProgram.compile
+
+    def compiled(self, arrays, rows):
+        made(self, arrays, rows)
+        if not tries:
+            self._program = functools.partial(failing, self)
+
+    monkeypatch.setattr(fitting.FittingProgram, "compile", compiled)
+    with pytest.warns(ab.TightMemoryWarning, match="Going on with microbatch_size=12"):
+        state, metrics = step(step.init(params), batch)
+    assert tries == [24] and next(iter(step.decisions.values()))[0] == 12
+    np.testing.assert_allclose(metrics.loss, loss(params, batch), rtol=1e-6)
+
+
+@pytest.mark.parametrize("devices", [1, 2, 8])
+def test_the_same_on_many_devices(float64, devices):
+    mesh = jax.make_mesh((devices,), ("data",), devices=jax.devices()[:devices])
+    batches = [data(examples=examples) for examples in (24, 24, 21)]  # the last is not even
+    step = ab.train_step(loss, optax.adamw(0.05), microbatch_size=2, mesh=mesh)
+    state, losses = trained(step, step.init(mlp()), batches)
+    params, expected = by_hand(loss, optax.adamw(0.05), mlp(), batches)
+    chex.assert_trees_all_close((jax.device_get(state.params), losses), (params, expected), rtol=1e-10)
+    assert len(state.params["a"].sharding.device_set) == devices
+
+
+def test_parameters_that_are_spread_stay_spread(float64):
+    mesh = jax.make_mesh((8,), ("data",))
+    spread = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(None, "data"))
+    params = mlp() | {"a": jax.device_put(mlp()["a"], spread)}
+    step = ab.train_step(loss, optax.adam(0.05), microbatch_size=1, mesh=mesh)
+    state, losses = trained(step, step.init(params), [data()] * 3)
+    for leaf in (state.params["a"], state.opt_state[0].mu["a"]):
+        assert leaf.sharding.is_equivalent_to(spread, 2)
+    chex.assert_trees_all_close(losses, by_hand(loss, optax.adam(0.05), mlp(), [data()] * 3)[1], rtol=1e-10)
+    assert next(iter(step._programs.values()))[0]._cache_size() == 1
+
+
+def test_inside_jit_and_scan(float64):
+    batches = [data(seed=seed) for seed in range(3)]
+    step = ab.train_step(loss, optax.adam(0.05), microbatch_size=5)
+    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *batches)
+    state, metrics = jax.jit(lambda state: jax.lax.scan(step, state, stacked))(step.init(mlp()))
+    params, expected = by_hand(loss, optax.adam(0.05), mlp(), batches)
+    chex.assert_trees_all_close((state.params, metrics.loss), (params, expected), rtol=1e-10)
+    assert np.isnan(metrics.examples_per_second)
+
+
+def test_metrics(float64):
+    def with_aux(params, batch):
+        errors = (jnp.tanh(batch["x"] @ params["a"]) @ params["b"] - batch["y"]) ** 2
+        return jnp.mean(errors), {"largest": jnp.max(errors), "errors": errors}
+
+    step = ab.train_step(
+        with_aux, optax.sgd(0.1), has_aux=True, microbatch_size=5, tokens=lambda batch: batch["x"].size
+    )
+    _, metrics = step(step.init(mlp()), data())
+    (value, aux), grads = jax.value_and_grad(with_aux, has_aux=True)(mlp(), data())
+    expected = (value, aux, optax.tree.norm(grads))
+    chex.assert_trees_all_close((metrics.loss, metrics.aux, metrics.gradient_norm), expected, rtol=1e-10)
+    assert (metrics.examples, metrics.tokens, metrics.noise) == (24, 144, None)
+    rates = metrics.examples_per_second, metrics.tokens_per_second
+    assert rates[0] > 0 and rates[1] == pytest.approx(6 * rates[0])
+    assert rates == (metrics.examples_per_second, metrics.tokens_per_second)  # asked again
+
+
+def test_the_noise_scale_is_that_of_noise_scale(float64):
+    step = ab.train_step(loss, optax.sgd(0.1), noise_scale=True, microbatch_size=4)
+    _, metrics = step(step.init(mlp()), data())
+    noise = ab.noise_scale(loss, microbatch_size=4)(mlp(), data())[2]
+    chex.assert_trees_all_close(metrics.noise, noise, rtol=1e-10)
+    planned = ab.train_step(loss, optax.sgd(0.1), noise_scale=True)
+    _, metrics = planned(planned.init(mlp()), data())  # the batch would fit as a whole
+    assert metrics.noise.microbatches == 4
+
+
+def test_a_step_goes_the_way_of_its_explanation():
+    batch = jax.tree.map(lambda leaf: leaf.astype(np.float32), data(examples=512))
+    params = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), mlp(width=256))
+    step = ab.train_step(loss, optax.sgd(0.1), memory="256KiB")
+    state = step.init(params)
+    plan = step.explain(state, batch, timed=False)
+    assert plan.microbatch_size < 512 and "float32" in next(iter(step.decisions))
+    state, _ = step(state, batch)
+    assert next(iter(step.decisions.values()))[0] == plan.microbatch_size
+    other = ab.train_step(loss, optax.sgd(0.1))
+    other.adopt(step.decisions)
+    other(other.init(params), batch)
+    assert other.decisions == step.decisions
+
+
+def test_bad_input_is_refused_before_any_work():
+    good = optax.sgd(0.1)
+    for call, words in [
+        (lambda: ab.train_step(loss, good, argnums=1), "first argument"),
+        (lambda: ab.train_step(loss, good, batch_argnums=2), "second"),
+        (lambda: ab.train_step(loss, "adam"), "optax"),
+        (lambda: ab.train_step(loss, good, tokens=3), "tokens must be a function"),
+        (lambda: ab.train_step(loss, good, microbatch_size=0), "microbatch_size"),
+        (lambda: ab.train_step(3, good), "must be a function"),
+        (lambda: ab.train_step(loss).init(mlp()), "needs an optimizer"),
+        (lambda: ab.train_step(loss, good).init({}), "something to train"),
+        (lambda: ab.train_step(loss, good).init({"n": jnp.arange(3)}), "something to train"),
+        (lambda: ab.train_step(loss, good).init(mlp(), key=3), "PRNG key"),
+        (lambda: ab.train_step(loss, good)(mlp(), data()), "goes on from a state"),
+        (lambda: ab.train_step(loss)(ab.TrainState.create(mlp(), good), data()), "optimizer of train_step"),
+    ]:
+        with pytest.raises(ab.InputError, match=words):
+            call()
+    step = ab.train_step(loss, good, microbatch_size=4)
+    state = step.init(jax.tree.map(lambda leaf: leaf.astype(jnp.float32), mlp()))
+    with pytest.raises(ab.InputError, match="same number"):
+        step(state, {"x": np.ones((4, 6), np.float32), "y": np.ones(3, np.float32)})
+    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(state))  # nothing was lost
