@@ -72,7 +72,7 @@ def test_a_mean_of_means_would_be_noticed(float64):
         parts = [jax.tree.map(lambda leaf, start=start: leaf[start : start + 7], batch) for start in (0, 7, 14, 21)]
         return sum(loss(params, part) for part in parts) / 4
 
-    params, losses = by_hand(wrong, optax.adamw(0.05), mlp(), batches)
+    _, losses = by_hand(wrong, optax.adamw(0.05), mlp(), batches)
     with pytest.raises(AssertionError):
         chex.assert_trees_all_close(losses, by_hand(loss, optax.adamw(0.05), mlp(), batches)[1], rtol=1e-10)
 
@@ -242,7 +242,7 @@ def test_memory_that_runs_out_is_met_with_smaller_microbatches(monkeypatch):
 
     monkeypatch.setattr(fitting.FittingProgram, "compile", compiled)
     with pytest.warns(ab.TightMemoryWarning, match="Going on with microbatch_size=12"):
-        state, metrics = step(step.init(params), batch)
+        _, metrics = step(step.init(params), batch)
     assert tries == [24] and next(iter(step.decisions.values()))[0] == 12
     np.testing.assert_allclose(metrics.loss, loss(params, batch), rtol=1e-6)
 

@@ -9,6 +9,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from anybatch import placement
+from anybatch.errors import InputError
 from anybatch.mesh_settings import MeshSettings
 from anybatch.process_rows import global_batch
 from anybatch.training.feed import to_device
@@ -49,7 +50,13 @@ def put_batch(rows: Sequence[Any], over: MeshSettings | None, *, copy: bool = Fa
     if jax.process_count() > 1:
         local = [row for row in rows if not (isinstance(row, jax.Array) and not row.is_fully_addressable)]
         if local:
-            together = iter(global_batch(local, over.given, over.axes if len(over.axes) > 1 else over.axes[0]))
+            if len(over.axes) > 1:
+                raise InputError(
+                    "Over several axes of a mesh, the batches of several processes must be global arrays",
+                    given=f"rows on the host and axis_name={over.axes}",
+                    remedy="Put them together with jax.make_array_from_process_local_data first.",
+                )
+            together = iter(global_batch(local, over.given, over.axes[0]))
             return [next(together) if any(row is each for each in local) else row for row in rows]
         return list(rows)
     return [_over_mesh(row, over) for row in rows]

@@ -163,7 +163,8 @@ def kind_of(state: Any, optimizer: Any) -> Any:
                 remedy="Pass one, e.g. ab.train_step(loss, optax.adamw(3e-4)).",
             )
         return KINDS["own"]
-    kind = None
+    kind: Any = None
+    own: Any = None
     if hasattr(state, "apply_gradients") and hasattr(state, "params") and hasattr(state, "opt_state"):
         kind, own = KINDS["flax"], getattr(state, "tx", None)
     elif isinstance(state, tuple) and len(state) == 2 and _is_nnx(state):

@@ -13,6 +13,7 @@ import jax
 
 from anybatch.errors import InputError, user_stacklevel
 from anybatch.gradient_noise import NoiseScale
+from anybatch.training.batches import whole
 from anybatch.training.checkpoints import Checkpoints
 from anybatch.training.feed import Feed, to_device
 from anybatch.training.progress import Silent, display
@@ -125,6 +126,7 @@ def fit(
         checkpoint_every=every("checkpoint_every", checkpoint_every, needs=("checkpoints", checkpoints)),
     )
     steps, epochs = _length(steps, epochs)
+    whole("prefetch", prefetch, 0)
     shown = display(progress, is_first=jax.process_index() == 0)
     with contextlib.ExitStack() as stack:
         folder = None if checkpoints is None else stack.enter_context(Checkpoints(checkpoints, keep=keep))

@@ -86,7 +86,7 @@ class Rows:
         return row
 
     def _rates(self, now: float, examples: int, tokens: Any) -> dict[str, float]:
-        """Over the last two seconds, or the last step if that took longer. The first step is compiled: it says nothing."""
+        """Over the last two seconds, or the last step if that took longer; not of the first one, which is compiled."""
         self._examples += examples
         self._tokens += int(tokens or 0)
         while len(self._done) > 1 and now - self._done[1][0] > WINDOW:

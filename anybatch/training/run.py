@@ -192,7 +192,7 @@ class Run:
         return self.steps % STEPS_BETWEEN_QUESTIONS == 0 and bool(multihost_utils.broadcast_one_to_all(due))
 
     def _save(self, *, is_last: bool) -> None:
-        """Saves the state. What fails midway is said, and tried again the next time; what fails at the end is raised."""
+        """Saves the state. What fails midway is said, and tried again the next time; at the end it is raised."""
         assert self.checkpoints is not None
         try:
             if self._saved[0] != self.steps:
@@ -260,7 +260,8 @@ class Run:
             return (
                 f"Stopped by {stopped_by} after step {self.steps}. It was not saved: pass checkpoints= to go on later."
             )
-        return f"Stopped by {stopped_by} after step {self.steps}, saved in {self.checkpoints.folder}: run it again to go on."
+        folder = self.checkpoints.folder
+        return f"Stopped by {stopped_by} after step {self.steps}, saved in {folder}: run it again to go on."
 
     def close(self) -> None:
         """Closes the log."""

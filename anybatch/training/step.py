@@ -77,7 +77,7 @@ class TrainStep:
         # Whoever goes on from what is returned here need not be looked at again.
         self._last = next((array for array in arrays if not array.shape), None)
         tokens = self._num_tokens(batch)
-        metrics = Metrics(*results, examples, tokens, self._meter.count(examples, tokens))
+        metrics = Metrics(**results, examples=examples, tokens=tokens, _reading=self._meter.count(examples, tokens))
         return given.kind.whole(state, arrays, given.about_state), metrics
 
     def plan(self, state: Any, batch: Any, *, timed: bool = False, **kwargs: Any) -> Plan:
@@ -93,7 +93,7 @@ class TrainStep:
         progress: Callable[[str], None] | None = None,
         **kwargs: Any,
     ) -> Plan:
-        """The same, with what was not chosen, as `anybatch.explain` has it; `timed`, it is the fastest that is taken."""
+        """The same, with what was not chosen, as `anybatch.explain` has it. If `timed`, the fastest is taken."""
         return self._planned(state, batch, kwargs, timed=timed, thorough=True, progress=progress)
 
     def put(self, batch: Any) -> Any:
@@ -119,7 +119,9 @@ class TrainStep:
 
     def _given(self, state: Any, batch: Any, kwargs: dict[str, Any]) -> Given:
         kind = kind_of(state, self._update.optimizer)
-        return Given(kind, *kind.apart(state), *apart((batch, kwargs)))
+        arrays, about_state = kind.apart(state)
+        rows, about_call = apart((batch, kwargs))
+        return Given(kind, arrays, about_state, rows, about_call)
 
     def _placed(self, given: Given, *, copy: bool) -> Given:
         arrays = given.arrays
@@ -133,7 +135,7 @@ class TrainStep:
         settings = self._update.settings(fun, given)
         arrays, results = self._update.results(given, settings)
         examples = settings.roles.sort(fun, args, kwargs).num_examples
-        metrics = Metrics(*results, examples, self._num_tokens(batch))
+        metrics = Metrics(**results, examples=examples, tokens=self._num_tokens(batch))
         return given.kind.whole(state, arrays, given.about_state), metrics
 
     def _num_tokens(self, batch: Any) -> int | None:

@@ -99,8 +99,8 @@ class Update:
         settings = self.settings(fun, given, **changes)
         return Gradient(fun, settings, settings.roles.sort(fun, args, kwargs))
 
-    def results(self, given: Given, settings: Settings) -> tuple[list[Any], tuple[Any, ...]]:
-        """The arrays of the state after the step; and loss, aux, norm, whether it was skipped, and noise."""
+    def results(self, given: Given, settings: Settings) -> tuple[list[Any], dict[str, Any]]:
+        """The arrays of the state after the step, and what the metrics tell of it."""
         fun, args, kwargs = self.problem(given)
         arguments = settings.roles.sort(fun, args, kwargs)
         value, (aux, changed), grads, sums = compute(fun, settings, arguments)
@@ -114,7 +114,7 @@ class Update:
         extra = {"value": value, "grad": grads, "value_fn": _value_fn(fun, args, kwargs, settings)}
         with jax.named_scope("anybatch.update"):
             new = given.kind.updated(given.arrays, given.about_state, self.optimizer, grads, changed, good, extra)
-        return new, (value, aux, norm, ~good, noise)
+        return new, {"loss": value, "aux": aux, "gradient_norm": norm, "skipped": ~good, "noise": noise}
 
 
 def _value_fn(
