@@ -2,6 +2,7 @@
 
 import enum
 import pathlib
+import shlex
 from collections.abc import Callable
 from typing import Annotated
 
@@ -59,17 +60,55 @@ def _run(command: Callable[[], bool | int]) -> None:
 
 @app.command()
 def demo(
-    examples: Annotated[int, typer.Option(min=2, help="The number of examples in the batch.")] = 8192,
-    memory: Annotated[int, typer.Option(min=1, help="The memory to stay within, in MiB.")] = 32,
+    gpu_size: Annotated[bool, typer.Option("--gpu-size", help="A GPT of 85 million parameters.")] = False,
+    memory: Annotated[str | None, typer.Option(help='What a step may take, e.g. "64MiB".')] = None,
+    steps: Annotated[int | None, typer.Option(min=1, help="How many to take.")] = None,
+    out: Annotated[str | None, typer.Option(help="The folder for checkpoints and the log.")] = None,
+    report: Annotated[str | None, typer.Option(help="Where the report goes.")] = None,
+    resume: Annotated[bool, typer.Option(help="Go on with one that was stopped, or begin anew.")] = True,
 ) -> None:
-    """Run the four recipes, then one gradient at several microbatch sizes: memory, time, difference."""
-    from anybatch import demo as demonstration
+    """Train a small GPT with a batch far beyond a memory budget: a minute on two cores."""
 
-    try:
-        demonstration.run(examples=examples, memory_mib=memory)
-    except ImportError as error:
-        typer.echo(str(error), err=True)
-        raise typer.Exit(1) from None
+    def command() -> int:
+        from anybatch import demo as demonstration
+
+        return demonstration.run(gpu_size=gpu_size, memory=memory, steps=steps, out=out, report=report, resume=resume)
+
+    _run(command)
+
+
+@app.command()
+def train(
+    config: Annotated[pathlib.Path | None, typer.Option(help="The settings, in a file of TOML.")] = None,
+    resume: Annotated[bool, typer.Option(help="Go on with the run in its folder, or insist on a new one.")] = True,
+    example: Annotated[bool, typer.Option("--example", help="Print settings to begin with, and end.")] = False,
+) -> None:
+    r"""Train a GPT on a text of your own, as the demo does.
+
+    \b
+        anybatch train --example > run.toml
+        anybatch train --config run.toml
+    """
+
+    def command() -> int:
+        from anybatch.language.config import RunConfig
+        from anybatch.language.config import example as example_settings
+
+        if example:
+            typer.echo(example_settings(), nl=False)
+            return 0
+        if config is None:
+            raise anybatch.InputError(
+                "A run needs its settings",
+                given="no --config",
+                remedy="anybatch train --example > run.toml, then: anybatch train --config run.toml",
+            )
+        settings = RunConfig.read(config)
+        from anybatch.language import job
+
+        return job.run(settings, command=f"anybatch train --config {shlex.quote(str(config))}", resume=resume)
+
+    _run(command)
 
 
 @app.command(

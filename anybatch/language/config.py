@@ -30,7 +30,7 @@ class RunConfig:
     text: str = _setting("", "a file of yours, as seen from where you are; empty for the fables of the demo")
     level: str = _setting("characters", "what a token is; bytes will do for any encoding", choices=LEVELS)
     validation: float = _setting(0.1, "the share at the end of the text that is held back", least=0.0, below=1.0)
-    out: str = _setting("anybatch-run", "the folder for checkpoints, the log and samples")
+    out: str = _setting("anybatch-run", "the folder for checkpoints, the log and the vocabulary")
     report: str = _setting("anybatch-report.html", "where the report goes; empty for none")
 
     layers: int = _setting(4, "of the GPT", least=1)
@@ -53,7 +53,7 @@ class RunConfig:
     evaluate_every: int = _setting(50, "steps", least=1)
     checkpoint_every: int = _setting(100, "steps", least=1)
     verify: bool = _setting(True, "compare the gradient of some windows with that of the full batch, first")
-    prompt: str = _setting("The ", "what the samples begin with")
+    prompt: str = _setting("", "what the samples begin with; empty for the beginning of the text")
     sample: int = _setting(400, "how many tokens they have", least=0)
     temperature: float = _setting(0.6, "of the samples: below 1, it prefers what is likely", least=0.0)
 
@@ -67,10 +67,6 @@ class RunConfig:
                 "width must be a multiple of twice the heads",
                 given=f"width = {self.width} and heads = {self.heads}",
                 remedy=f"For example: width = {nearest}",
-            )
-        if not self.prompt:
-            raise InputError(
-                "A prompt must have a character", given='prompt = ""', remedy='For example: prompt = "The "'
             )
         memory_budget(self.memory or None)
 

@@ -14,6 +14,9 @@ import jax.numpy as jnp
 
 Params = dict[str, Any]
 
+# So many layers compile and run faster one by one than as a loop.
+FEW = 3
+
 
 @dataclasses.dataclass(frozen=True)
 class GPT:
@@ -96,7 +99,7 @@ class GPT:
 
         # The rows are small numbers, so that the first probabilities are alike; as a beginning they are made larger.
         x = (params["embedding"][tokens] * self.width**0.5).astype(dtype)
-        x, _ = jax.lax.scan(one_layer, x, (layers, keys))
+        x, _ = jax.lax.scan(one_layer, x, (layers, keys), unroll=self.layers <= FEW)
         x = _normalise(x, params["norm"].astype(dtype))
         return jnp.einsum("btw,vw->btv", x, params["embedding"].astype(dtype), preferred_element_type=jnp.float32)
 
