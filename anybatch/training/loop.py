@@ -141,9 +141,10 @@ def fit(
         # Transfers of several processes are collective: in a thread they might meet those of a step in another order.
         ahead = prefetch if jax.process_count() == 1 else 0
         stopper = stack.enter_context(Stopper())
-        feed = stack.enter_context(
-            Feed(itertools.islice(pulls, remaining), getattr(step, "put", to_device), ahead=ahead)
-        )
+        pulls = itertools.islice(pulls, remaining)
+        if jax.process_count() > 1:
+            pulls = stopper.together(pulls)
+        feed = stack.enter_context(Feed(pulls, getattr(step, "put", to_device), ahead=ahead))
         stack.enter_context(shown)
         shown.begin(run.steps, steps)
         stopped_by = run.through(feed, stopper)

@@ -18,7 +18,7 @@ from anybatch.training.log import Log, read_log
 from anybatch.training.progress import Silent
 from anybatch.training.rows import Rows, evaluation
 from anybatch.training.sources import Position
-from anybatch.training.stopping import Stopper
+from anybatch.training.stopping import Stopper, of_all_processes
 
 # Rows that are kept in memory; of a longer run, every second, fourth, ...
 MOST_ROWS = 100_000
@@ -26,7 +26,7 @@ MOST_ROWS = 100_000
 # How long to wait for a batch before looking whether to stop, in seconds.
 PATIENCE = 0.2
 
-# After how many steps several processes ask each other whether to stop.
+# After how many steps several processes ask the first whether it is time for a checkpoint.
 STEPS_BETWEEN_QUESTIONS = 10
 
 BETWEEN_CHECKPOINTS = datetime.timedelta(minutes=10)
@@ -125,12 +125,24 @@ class Run:
             )
         self.steps, arrays, record = self.checkpoints.restore(named_arrays(self.state))
         self.state = with_arrays(self.state, arrays)
-        self.resumed_from, self.position = self.steps, record["position"]
+        self.resumed_from, self.position = self.steps, self._own_position(record["positions"])
         self._saved = (self.steps, time.monotonic())
         self.rows = Rows(record["rows"])
         if hasattr(self.step, "adopt"):
             self.step.adopt(record["decisions"])
         self.shown.say(f"Going on after step {self.steps}, from {self.checkpoints.folder}")
+
+    def _own_position(self, positions: list[Position | None]) -> Position | None:
+        """Where this process stood. In another number of processes than before, all must have stood alike."""
+        if len(positions) == jax.process_count():
+            return positions[jax.process_index()]
+        if any(position != positions[0] for position in positions):
+            raise InputError(
+                "A run whose processes stood at different places of their data must go on in as many processes",
+                given=f"{jax.process_count()} processes, and {len(positions)} before",
+                remedy=f"Start {len(positions)} processes, or begin anew with another folder for checkpoints.",
+            )
+        return positions[0]
 
     def through(self, feed: Feed, stopper: Stopper) -> str | None:
         """Takes a step for each batch. Returns the signal that ended it, if one did."""
@@ -152,14 +164,12 @@ class Run:
             while alone and not feed.ready(PATIENCE):
                 if stopper.noted:
                     return stopper.noted
-            if alone or self.steps % STEPS_BETWEEN_QUESTIONS == 0:
-                stopped_by = stopper.agreed()
-                if stopped_by is not None:
-                    return stopped_by
+            if stopper.agreed:
+                return stopper.agreed
             try:
                 batch, position = next(feed)
             except StopIteration:
-                return None
+                return None if alone else stopper.agreed
             self.state, metrics = self.step(self.state, batch)
             self.steps, self.position = self.steps + 1, position
             self.rows.add(self.steps, metrics, batch)
@@ -197,7 +207,7 @@ class Run:
         try:
             if self._saved[0] != self.steps:
                 record = {
-                    "position": self.position,
+                    "positions": of_all_processes(self.position),
                     "rows": self.rows.kept,
                     "decisions": getattr(self.step, "decisions", {}),
                 }

@@ -1,8 +1,11 @@
-"""A wish to stop, from SIGTERM or Ctrl-C, that is granted between two steps."""
+"""A wish to stop, from SIGTERM or Ctrl-C, that is granted between two steps; in many processes, by all at once."""
 
+import json
 import os
 import signal
 import threading
+import warnings
+from collections.abc import Iterator
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -10,7 +13,10 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
+from anybatch.errors import user_stacklevel
+
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
+_END = object()
 
 
 class Stopper:
@@ -22,6 +28,7 @@ class Stopper:
 
     def __init__(self) -> None:
         self._noted: str | None = None
+        self._agreed: str | None = None
         self._before: dict[int, Any] = {}
 
     @property
@@ -29,13 +36,37 @@ class Stopper:
         """The name of the signal that came, if one did."""
         return self._noted
 
+    @property
     def agreed(self) -> str | None:
-        """The signal that came to any of the processes: all of them must ask, after the same step."""
-        if jax.process_count() == 1:
-            return self._noted
-        own = 1 + SIGNALS.index(signal.Signals[self._noted]) if self._noted else 0
-        highest = int(np.max(multihost_utils.process_allgather(np.asarray(own, np.int32))))
-        return signal.Signals(SIGNALS[highest - 1]).name if highest else None
+        """The signal that came to any of the processes, and that all know of."""
+        return self._noted if jax.process_count() == 1 else self._agreed
+
+    def together(self, items: Iterator[Any]) -> Iterator[Any]:
+        """The items of each process, as long as all of them have one and none is told to stop.
+
+        A step is taken by all processes or by none: one that went ahead would wait for the others without an end. So
+        they ask each other before each step, by a few bytes.
+        """
+        while True:
+            item = next(items, _END)
+            own = 1 + SIGNALS.index(signal.Signals[self._noted]) if self._noted else 0
+            everyone = np.asarray(multihost_utils.process_allgather(np.asarray([own, item is _END], np.int32)))
+            signals, ended = everyone.reshape(-1, 2).T
+            if signals.any():
+                self._agreed = SIGNALS[signals.max() - 1].name
+                return
+            if ended.any():
+                if not ended.all():
+                    warnings.warn(
+                        f"The batches of process {', '.join(map(str, np.flatnonzero(ended)))} have ended, and the "
+                        "others have more: the run ends here. Give every process as many, or pass steps= and something "
+                        "that can be iterated over again.",
+                        RuntimeWarning,
+                        stacklevel=user_stacklevel(),
+                    )
+                return
+            yield item
+            del item
 
     def __enter__(self) -> "Stopper":
         if threading.current_thread() is threading.main_thread():
@@ -61,3 +92,15 @@ class Stopper:
         for number, before in self._before.items():
             signal.signal(number, before)
         self._before.clear()
+
+
+def of_all_processes(value: Any) -> list[Any]:
+    """What each process has, as JSON can say it, in their order. All of them must ask."""
+    if jax.process_count() == 1:
+        return [value]
+    text = np.frombuffer(json.dumps(value).encode(), np.uint8)
+    lengths = np.asarray(multihost_utils.process_allgather(np.asarray(len(text), np.int32))).reshape(-1)
+    padded = np.zeros(lengths.max(), np.uint8)
+    padded[: len(text)] = text
+    rows = np.asarray(multihost_utils.process_allgather(padded)).reshape(len(lengths), -1)
+    return [json.loads(row[:length].tobytes()) for row, length in zip(rows, lengths, strict=True)]
