@@ -246,13 +246,17 @@ for line in sys.stdin:
 """
 
 
+def ours():
+    """An environment where a program finds what is here."""
+    here = Path(__file__).parent
+    return os.environ | {"PYTHONPATH": f"{here}{os.pathsep}{here.parent}", "JAX_PLATFORMS": "cpu"}
+
+
 def kill_writers(folder, safe, delays):
     """Kills writers at work; yields after each."""
-    here = Path(__file__).parent
-    environment = os.environ | {"PYTHONPATH": f"{here}{os.pathsep}{here.parent}", "JAX_PLATFORMS": "cpu"}
     starter = subprocess.Popen(
         [sys.executable, "-c", KILLED, str(folder), str(safe)],
-        env=environment,
+        env=ours(),
         text=True,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
@@ -358,6 +362,31 @@ def test_what_fails_in_the_background_is_raised_by_the_next_call(tmp_path, monke
     monkeypatch.undo()
     checkpoints.close()
     assert leftovers(tmp_path) == []
+
+
+@pytest.mark.parametrize("instead", ["nothing", "a file"])
+def test_a_folder_that_goes_while_it_is_in_use(tmp_path, instead):
+    """It is made anew, or an error says at once that it cannot be; no thread is left waiting for it."""
+    folder, before = tmp_path / "run", set(threading.enumerate())
+    with Checkpoints(folder) as checkpoints:
+        checkpoints.save(1, {"x": noise(1)}, {})
+        checkpoints.wait()
+        folder.rename(tmp_path / "elsewhere")
+        assert checkpoints.latest() is None
+        if instead == "nothing":
+            checkpoints.save(2, {"x": noise(2)}, {})
+            same(checkpoints.restore({"x": noise(0)})[1]["x"], noise(2))
+        else:
+            folder.touch()
+            with pytest.raises(CheckpointError, match=r"step 2 could not be written to .*\n.* There is no other"):
+                checkpoints.save(2, {"x": noise(2)}, {})
+    if instead == "nothing":
+        Checkpoints(folder).close()  # and is ours as before
+    end = time.monotonic() + 5
+    while set(threading.enumerate()) - before and time.monotonic() < end:
+        time.sleep(0.01)
+    names = [thread.name for thread in set(threading.enumerate()) - before]
+    assert not [name for name in names if not name.startswith(("ThreadPool", "asyncio", "metadata"))], names
 
 
 def test_an_error_of_the_run_is_not_hidden_by_one_of_the_disk(tmp_path, monkeypatch):
@@ -547,6 +576,30 @@ def test_where_an_event_loop_runs(tmp_path):
             same(checkpoints.restore({"x": noise(0)})[1]["x"], noise(1))
 
     asyncio.run(cell())
+
+
+UNCLOSED = """\
+import sys
+from anybatch.training.checkpoints import Checkpoints
+from test_training_checkpoints import noise
+Checkpoints(sys.argv[1]).save(1, {"x": noise(1, 1_000_000)}, {})
+raise ZeroDivisionError
+"""
+
+
+def test_a_program_that_ends_without_closing(tmp_path):
+    """Its last save is complete; with Python 3.12, where it cannot be, it says so."""
+    ended = subprocess.run(
+        [sys.executable, "-c", UNCLOSED, str(tmp_path)], env=ours(), capture_output=True, text=True, timeout=60
+    )
+    _, _, after = ended.stderr.partition("\nZeroDivisionError\n")
+    with Checkpoints(tmp_path) as checkpoints:
+        if checkpoints.latest() is None:
+            assert sys.version_info[:2] == (3, 12)
+            assert "The checkpoint of step 1 could not be written" in after and "checkpoints.close()" in after
+        else:
+            assert after == ""
+            same(checkpoints.restore({"x": noise(0, 1_000_000)})[1]["x"], noise(1, 1_000_000))
 
 
 def test_the_folder_is_one_of_orbax(tmp_path):

@@ -88,6 +88,8 @@ class CheckpointFolder:
 
     def set_aside(self, step: int) -> None:
         """Makes room for a checkpoint of that step; `tidy` puts the old one back if the new one does not come."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        (self.path / _MARKER).touch()
         if self.of(step).exists():
             _rename(self.of(step), "replaced" if self.is_complete(step) else "removed")
 
@@ -150,7 +152,7 @@ class CheckpointFolder:
         _flush(self.path)
 
     def _entries(self) -> list[Path]:
-        return list(self.path.iterdir()) if self.path.exists() else []  # someone may have deleted it
+        return list(self.path.iterdir()) if self.path.is_dir() else []  # someone may have deleted it
 
     def _check_empty(self) -> None:
         others = [path.name for path in sorted(self.path.iterdir()) if path.suffix not in (".csv", ".jsonl")]

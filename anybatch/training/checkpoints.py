@@ -6,12 +6,15 @@ if something fails.
 """
 
 import asyncio
+import atexit
 import contextlib
 import importlib
 import json
 import logging
 import operator
 import os
+import sys
+import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -23,8 +26,8 @@ import numpy as np
 
 from anybatch.errors import AnybatchError, InputError
 from anybatch.memory import readable
-from anybatch.training import stored_arrays
 from anybatch.training.checkpoint_folder import CheckpointFolder
+from anybatch.training.stored_arrays import compare, copied, described, is_empty, num_bytes, placed, way
 
 # Beside the arrays: names, shapes, and the blocks of the disk that small files fill.
 _OVERHEAD = 256 * 1024
@@ -87,6 +90,7 @@ class Checkpoints:
         self._silence = _Silence()
         logging.getLogger("absl").addFilter(self._silence)
         self._writer: Any = self._new_writer()
+        _finish_at_exit(self)
 
     @property
     def folder(self) -> Path:
@@ -112,14 +116,14 @@ class Checkpoints:
           InputError: for what cannot be saved.
         """
         step = _whole("step", step, least=0)
-        described = stored_arrays.described(arrays)
-        text = _as_json({"anybatch": 1, "arrays": described, "record": record})
+        descriptions = described(arrays)
+        text = _as_json({"anybatch": 1, "arrays": descriptions, "record": record})
         self.wait()
         self._check_order(step)
-        size = sum(stored_arrays.num_bytes(value) for value in arrays.values()) + _OVERHEAD
+        size = sum(num_bytes(value) for value in arrays.values()) + _OVERHEAD
         self._check_space(step, size)
-        full = [name for name in arrays if not stored_arrays.is_empty(described[name])]
-        stored = {name: stored_arrays.copied(arrays[name]) for name in full}
+        full = [name for name in arrays if not is_empty(descriptions[name])]
+        stored = {name: copied(arrays[name]) for name in full}
         args = self._orbax.args
         self._saving = step, size
         try:
@@ -166,23 +170,23 @@ class Checkpoints:
           CheckpointError: if the disk has lost or changed a part of it.
         """
         self.wait()
-        wanted = stored_arrays.described(like)
+        wanted = described(like)
         step = self._chosen(step)
         path = self._files.of(step)
         self._check_damage(step, "record")
         content = json.loads((path / "record" / "metadata").read_text())
-        stored_arrays.compare(content["arrays"], wanted, path)
+        compare(content["arrays"], wanted, path)
         self._check_damage(step, "arrays")
-        full = [name for name in like if not stored_arrays.is_empty(wanted[name])]
-        ways = {name: stored_arrays.way(self._orbax, like[name]) for name in full}
+        full = [name for name in like if not is_empty(wanted[name])]
+        ways = {name: way(self._orbax, like[name]) for name in full}
         args = self._orbax.args
         chosen = args.Composite(arrays=args.PyTreeRestore(item=dict.fromkeys(full, 0), restore_args=ways))
         try:
             arrays = _outside_of_loops(lambda: self._writer.restore(path, args=chosen)["arrays"]) if full else {}
         except Exception as error:
             raise self._damaged(step, _reason(error)) from error
-        placed = {name: stored_arrays.placed(arrays.get(name), value) for name, value in like.items()}
-        return step, placed, content["record"]
+        restored = {name: placed(arrays.get(name), value) for name, value in like.items()}
+        return step, restored, content["record"]
 
     def drop_after(self, step: int) -> None:
         """Deletes the checkpoints of later steps than this one; `drop_after(-1)` deletes all."""
@@ -200,6 +204,7 @@ class Checkpoints:
         finally:
             self._writer.close()
             self._writer = None
+            _OPEN.discard(self)
             logging.getLogger("absl").removeFilter(self._silence)
             self._files.close()
 
@@ -218,10 +223,16 @@ class Checkpoints:
 
     def _new_writer(self) -> Any:
         ocp = self._orbax
-        return ocp.AsyncCheckpointer(
-            ocp.CompositeCheckpointHandler(arrays=ocp.PyTreeCheckpointHandler(), record=ocp.JsonCheckpointHandler()),
-            async_options=ocp.options.AsyncOptions(post_finalization_callback=self._files.seal),
+        # Folders are made by `save` itself: if one cannot be, Orbax's threads would wait for it for 20 minutes.
+        options = ocp.options.AsyncOptions(
+            post_finalization_callback=self._files.seal, create_directories_asynchronously=False
         )
+        handler = ocp.CompositeCheckpointHandler(
+            composite_options=ocp.CompositeOptions(async_options=options),
+            arrays=ocp.PyTreeCheckpointHandler(),
+            record=ocp.JsonCheckpointHandler(),
+        )
+        return ocp.AsyncCheckpointer(handler, async_options=options)
 
     def _agreed(self, number: int) -> int:
         """What the first process says, for all of them."""
@@ -313,6 +324,32 @@ def _orbax() -> Any:
             given=f"no module {error.name}",
             remedy='Install it: pip install "anybatch[train]".',
         ) from error
+
+
+_OPEN: set[Checkpoints] = set()
+
+
+def _finish_at_exit(checkpoints: Checkpoints) -> None:
+    """A program that ends without `close` must not lose its last save, or not without a word.
+
+    Orbax writes with threads that Python takes no more work for when it ends, and `atexit` comes after that. Python
+    3.12 starts no more threads even before, so that there the word is all.
+    """
+    _OPEN.add(checkpoints)
+    if not _FINISHES_AT_EXIT:
+        getattr(threading, "_register_atexit", atexit.register)(_close_all)
+        _FINISHES_AT_EXIT.append(True)
+
+
+_FINISHES_AT_EXIT: list[bool] = []
+
+
+def _close_all() -> None:
+    for checkpoints in list(_OPEN):
+        try:
+            checkpoints.close()
+        except CheckpointError as error:
+            print(f"{error}\nOr the program ended too early: call checkpoints.close().", file=sys.stderr)
 
 
 def _outside_of_loops(fun: Callable[[], Any]) -> Any:
