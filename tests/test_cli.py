@@ -1,8 +1,8 @@
 """The command line, as a user runs it."""
 
-import re
 import subprocess
 import sys
+import tomllib
 
 import anybatch
 
@@ -21,32 +21,27 @@ def test_help_names_the_commands():
     assert "demo" in result.stdout + result.stderr
 
 
-def test_demo_is_readable_when_piped():
-    result = run("demo", "--examples", "600", "--memory", "6")
-    assert result.returncode == 0, result.stderr
-    assert "\x1b" not in result.stdout  # no colours, no cursor movements
-    for recipe in ("equivalent_two_ways", "microbatched_grads", "shard_map_vs_vmap", "grad_accumulation_step"):
-        assert recipe in result.stdout
-    rows = re.findall(r"│\s+(full|\d+) │\s+([\d.]+) MiB │\s+(yes|no) │\s+\d+ ms │\s+(\S+) │", result.stdout)
-    assert [size for size, *_ in rows] == ["full", "256", "64"]
-    assert all(float(difference) < 1e-5 for *_, difference in rows)
-    temporaries = [float(mebibytes) for _, mebibytes, *_ in rows]
-    assert temporaries == sorted(temporaries, reverse=True)
-    assert [fits == "yes" for *_, fits, _ in rows] == [mebibytes <= 6 for mebibytes in temporaries]
-    assert "anybatch.value_and_grad(loss, microbatch_size=64)(params, batch)" in result.stdout
-    for kind in (
-        "mean over 64 examples",
-        "ratio of sums",
-        "square root of a mean over 64 examples",
-        "couples examples",
-    ):
-        assert kind in result.stdout
-
-
-def test_demo_refuses_a_batch_of_nothing():
-    result = run("demo", "--examples", "0")
+def test_demo_refuses_what_cannot_be_before_it_begins(tmp_path):
+    result = run("demo", "--steps", "0")
     assert result.returncode == 2
-    assert "--examples" in result.stderr
+    assert "--steps" in result.stderr
+    result = run("demo", "--memory", "much", "--out", str(tmp_path))
+    assert result.returncode == 2
+    assert "memory must be a number of bytes" in result.stderr and "Traceback" not in result.stderr
+
+
+def test_train_says_what_it_needs(tmp_path):
+    result = run("train")
+    assert result.returncode == 2
+    assert "anybatch train --example > run.toml" in result.stderr
+    (tmp_path / "run.toml").write_text(f'text = "{tmp_path}/missing.txt"')
+    result = run("train", "--config", str(tmp_path / "run.toml"))
+    assert result.returncode == 2
+    assert "The text must be a file that can be read" in result.stderr and "Traceback" not in result.stderr
+
+
+def test_train_shows_an_example():
+    assert tomllib.loads(run("train", "--example").stdout)["batch"] == 256
 
 
 def test_missing_packages_are_named():

@@ -122,7 +122,7 @@ class Job:
             one = functools.partial(self.model.loss, params)
             return jnp.mean(jax.lax.map(lambda row: one(row[None]), windows, batch_size=min(at_once, len(windows))))
 
-        return lambda state: {"validation": evaluate(state.params)}
+        return lambda state: {"loss": evaluate(state.params)}
 
     def sample(self, params: Any) -> str:
         """What it writes now."""
@@ -200,8 +200,6 @@ class Job:
             resume=self.resume,
         )
         if result.stopped_by is not None:
-            how = "Ctrl-C" if result.stopped_by == "SIGINT" else result.stopped_by
-            say.text(f"Stopped by {how} after step {result.steps} of {config.steps}; it is saved in {self.out}.")
             say.text(f"To go on: {command}")
             return result.exit_code
 
@@ -344,9 +342,7 @@ def _in_words(plan: Plan) -> str:
 def _learned(result: Fitted) -> list[str]:
     """How the losses fell, and whether what was learned is more than the text by heart."""
     losses = [row["loss"] for row in result.history if row.get("loss") is not None]
-    held_back = [
-        (row["eval.validation"], row["step"]) for row in result.history if row.get("eval.validation") is not None
-    ]
+    held_back = [(row["eval.loss"], row["step"]) for row in result.history if row.get("eval.loss") is not None]
     if not losses:
         return []
     notes = [f"{result.steps} steps in {result.seconds:.0f} s: the loss fell from {losses[0]:.2f} to {losses[-1]:.2f}."]

@@ -1,0 +1,70 @@
+"""`anybatch demo` and `anybatch train`, as a user runs them."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+
+import pytest
+
+SETTINGS = """
+layers = 1
+heads = 1
+width = 16
+context = 8
+batch = 16
+memory = "200KiB"
+steps = {steps}
+verify = false
+sample = 20
+evaluate_every = 10
+"""
+
+
+def start(folder, *arguments):
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "XLA_FLAGS": "", "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, "-W", "error", "-m", "anybatch", *arguments]
+    return subprocess.Popen(
+        command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+
+
+@pytest.mark.thorough
+def test_the_demo_is_readable_when_piped(tmp_path):
+    process = start(tmp_path, "demo", "--steps", "12")
+    said, errors = process.communicate(timeout=300)
+    assert process.returncode == 0, errors
+    assert "\x1b" not in said + errors  # no colours, no cursor movements
+    times = re.search(r"All 256 at once would take [\d.]+ MiB: (\d+) times the budget", said)
+    assert int(times[1]) >= 10
+    assert "All routes give the gradient of the full batch." in said
+    first, last = map(float, re.search(r"the loss fell from ([\d.]+) to ([\d.]+)", said).groups())
+    assert first > 3.9 and last < 3.0
+    assert re.search(r"The gradient noise scale at the end is [\d.]+ windows", said)
+    assert "step 12/12" in errors
+    assert "<h2>Verification</h2>" in (tmp_path / "anybatch-report.html").read_text()
+
+
+@pytest.mark.parametrize(
+    "number, code", [(signal.SIGTERM, 143), pytest.param(signal.SIGINT, 130, marks=pytest.mark.thorough)]
+)
+def test_a_run_that_is_stopped_goes_on(tmp_path, number, code):
+    (tmp_path / "run.toml").write_text(SETTINGS.format(steps=1_000_000))
+    process = start(tmp_path, "train", "--config", "run.toml")
+    line = process.stderr.readline()
+    while "step 1/" not in line:
+        assert process.poll() is None, line
+        line = process.stderr.readline()
+    process.send_signal(number)
+    said, errors = process.communicate(timeout=60)
+    assert process.returncode == code, errors
+    assert "To go on: anybatch train --config run.toml" in said
+    steps = int(re.search(r"after step (\d+)", errors)[1])
+
+    (tmp_path / "run.toml").write_text(SETTINGS.format(steps=steps + 2))
+    process = start(tmp_path, "train", "--config", "run.toml")
+    said, errors = process.communicate(timeout=120)
+    assert process.returncode == 0, errors
+    assert f"Going on after step {steps}" in errors
+    assert f"After {steps + 2} steps" in said
