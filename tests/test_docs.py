@@ -17,7 +17,8 @@ def blocks(page):
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page)], ids=lambda page: page.name)
-def test_the_blocks_of_a_page_run(page):
+def test_the_blocks_of_a_page_run(page, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     names = {}
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):  # as users have it
         for block in blocks(page):

@@ -81,7 +81,7 @@ def fit(
     the last good step is saved, and is `error.state`.
 
     **In the background.** Batches are drawn and transferred while a step computes, checkpoints are written while the
-    next ones do, and metrics are read one step late, so that the device does not wait.
+    next ones do, and metrics are read two steps late, so that the device does not wait.
 
     >>> import jax.numpy as jnp, numpy as np, optax, anybatch as ab
     >>> def loss(w, batch):

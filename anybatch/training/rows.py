@@ -15,6 +15,9 @@ from anybatch.gradient_noise import NoiseScale
 from anybatch.training.state import Metrics
 from anybatch.trees import is_array, named_leaves
 
+# How many steps may be on their way to the device before the first of them is waited for.
+LATE = 2
+
 # Rates are those of so many seconds.
 WINDOW = 2.0
 
@@ -26,7 +29,7 @@ WORRYING = 20
 
 
 class Rows:
-    """Turns the metrics of steps into rows, one step later: to wait for a step at once would leave the device idle.
+    """Turns the metrics of steps into rows, two steps later: to wait for one at once would leave the device idle.
 
     Args:
       kept: what another process has kept (`kept`), to go on with.
@@ -66,8 +69,8 @@ class Rows:
         self._waiting.append((step, figures, _num_examples(metrics, batch)))
 
     def ready(self, *, all_of_them: bool = False) -> Iterator[dict[str, Any]]:
-        """The rows of all steps but the last, or of all: waits until they are done."""
-        while len(self._waiting) > (0 if all_of_them else 1):
+        """The rows of all steps but the last two, or of all: waits until they are done."""
+        while len(self._waiting) > (0 if all_of_them else LATE):
             yield self._row(*self._waiting.popleft())
 
     def _row(self, step: int, figures: dict[str, Any], examples: int) -> dict[str, Any]:

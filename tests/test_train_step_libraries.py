@@ -1,0 +1,171 @@
+"""`train_step` with the states of other libraries: each as its own loop would have trained it."""
+
+import chex
+import equinox as eqx
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from flax.training import train_state
+
+import anybatch as ab
+
+
+@pytest.fixture(autouse=True)
+def defaults(model_defaults):
+    """Models are written for JAX's own promotion, and compared in float64."""
+
+
+def batches(count=4):
+    rng = np.random.default_rng(0)
+    return [{"x": rng.normal(size=(24, 6)), "y": rng.normal(size=24)} for _ in range(count)]
+
+
+def mean_square(predictions, batch):
+    return jnp.mean((predictions[:, 0] - batch["y"]) ** 2)
+
+
+class KeyedState(train_state.TrainState):
+    key: jax.Array
+    updates: int = 0
+
+    def apply_gradients(self, *, grads, **more):
+        return super().apply_gradients(grads=grads, updates=self.updates + 1, **more)
+
+
+@pytest.mark.parametrize("keyed", [False, True])
+def test_a_state_of_flax(keyed):
+    """Classes made from it, too: with a key of their own, and their own apply_gradients."""
+    layers = [nn.Dense(16, param_dtype=jnp.float64), nn.relu, nn.Dense(1, param_dtype=jnp.float64)]
+    model = nn.Sequential(layers)
+    params = model.init(jax.random.key(0), batches()[0]["x"])["params"]
+    more = {"key": jax.random.key(5)} if keyed else {}
+    make = KeyedState if keyed else train_state.TrainState
+
+    def loss(params, batch, *keys):
+        x = batch["x"] * jax.random.bernoulli(keys[0], 0.9, batch["x"].shape) if keys else batch["x"]
+        return mean_square(model.apply({"params": params}, x), batch)
+
+    def fresh():
+        return make.create(apply_fn=model.apply, params=jax.tree.map(jnp.copy, params), tx=optax.adam(0.05), **more)
+
+    step, state, expected = ab.train_step(loss, microbatch_size=5, donate=False), fresh(), fresh()
+    for number, batch in enumerate(batches()):
+        state, metrics = step(state, batch)
+        keys = (jax.random.fold_in(expected.key, number),) if keyed else ()
+        value, grads = jax.value_and_grad(loss)(expected.params, batch, *keys)
+        expected = expected.apply_gradients(grads=grads)
+        chex.assert_trees_all_close(metrics.loss, value, rtol=1e-10)
+    assert type(state) is make and int(state.step) == 4
+    assert not keyed or int(state.updates) == 4
+    chex.assert_trees_all_close((state.params, state.opt_state), (expected.params, expected.opt_state), rtol=1e-9)
+    broken = batches()[0] | {"y": np.full(24, np.nan)}
+    after, metrics = step(state, broken)
+    assert bool(metrics.skipped)
+    chex.assert_trees_all_equal(after.params, state.params)
+    assert int(after.step) == 4  # nothing of it is changed
+
+
+class Network(nnx.Module):
+    def __init__(self, rngs, *, norm):
+        self.a = nnx.Linear(6, 16, rngs=rngs, param_dtype=jnp.float64)
+        self.between = nnx.BatchNorm(16, rngs=rngs, param_dtype=jnp.float64) if norm else nnx.Dropout(0.2, rngs=rngs)
+        self.b = nnx.Linear(16, 1, rngs=rngs, param_dtype=jnp.float64)
+
+    def __call__(self, x):
+        return self.b(nnx.relu(self.between(self.a(x))))
+
+
+def numbers(state):
+    leaves = jax.tree.leaves(nnx.state(state))
+    return [np.array(leaf) for leaf in leaves if not jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.extended)]
+
+
+@pytest.mark.filterwarnings("ignore:scatter inputs:FutureWarning")  # the averages of BatchNorm are float32 always
+@pytest.mark.parametrize("norm", [False, True], ids=["dropout", "BatchNorm"])
+def test_a_model_of_nnx_with_its_optimizer(norm):
+    """Its random streams and its running averages go on as well."""
+
+    def fresh():
+        model = Network(nnx.Rngs(0), norm=norm)
+        return model, nnx.Optimizer(model, optax.sgd(0.05, momentum=0.9), wrt=nnx.Param)
+
+    def loss(model, batch):
+        return mean_square(model(batch["x"]), batch)
+
+    step, state = ab.train_step(loss, microbatch_size=5), fresh()
+    model, optimizer = fresh()
+    for batch in batches():
+        same, metrics = step(state, batch)
+        assert same is state
+        value, grads = nnx.value_and_grad(loss)(model, batch)
+        optimizer.update(model, grads)
+        chex.assert_trees_all_close(metrics.loss, value, rtol=1e-10)
+    chex.assert_trees_all_close(numbers(state), numbers((model, optimizer)), rtol=1e-6 if norm else 1e-9, atol=1e-12)
+    before = numbers(state)
+    _, metrics = step(state, batches()[0] | {"y": np.full(24, np.nan)})
+    assert bool(metrics.skipped)
+    chex.assert_trees_all_equal(numbers(state), before)
+
+
+def test_a_model_of_equinox():
+    model = eqx.nn.MLP(6, 1, 16, 2, key=jax.random.key(0))
+
+    def loss(model, batch):
+        return mean_square(jax.vmap(model)(batch["x"]), batch)
+
+    optimizer = optax.adam(0.05)
+    step = ab.train_step(loss, optimizer, microbatch_size=5)
+    state, expected = step.init(model), model
+    opt_state = optimizer.init(eqx.filter(expected, eqx.is_inexact_array))
+    for batch in batches():
+        state, metrics = step(state, batch)
+        value, grads = eqx.filter_value_and_grad(loss)(expected, batch)
+        updates, opt_state = optimizer.update(grads, opt_state, eqx.filter(expected, eqx.is_inexact_array))
+        expected = eqx.apply_updates(expected, updates)
+        chex.assert_trees_all_close(metrics.loss, value, rtol=1e-10)
+    assert type(state.params) is eqx.nn.MLP and state.params.activation is model.activation
+    trained, expected = (eqx.filter(each, eqx.is_array) for each in (state.params, expected))
+    chex.assert_trees_all_close(trained, expected, rtol=1e-8)
+
+
+@pytest.mark.parametrize("kind", ["flax", "nnx", "equinox"])
+def test_they_are_saved_and_go_on_with_the_same_bits(tmp_path, kind):
+    def fresh():
+        if kind == "equinox":
+            step = ab.train_step(lambda m, b: mean_square(jax.vmap(m)(b["x"]), b), optax.adam(0.05), microbatch_size=5)
+            return step, step.init(eqx.nn.MLP(6, 1, 8, 1, key=jax.random.key(0)))
+        if kind == "nnx":
+            model = Network(nnx.Rngs(0), norm=False)
+            step = ab.train_step(lambda model, batch: mean_square(model(batch["x"]), batch), microbatch_size=5)
+            return step, (model, nnx.Optimizer(model, optax.adam(0.05), wrt=nnx.Param))
+        model = nn.Dense(1)
+        params = model.init(jax.random.key(0), batches()[0]["x"])["params"]
+        state = train_state.TrainState.create(apply_fn=model.apply, params=params, tx=optax.adam(0.05))
+        step = ab.train_step(lambda p, b: mean_square(model.apply({"params": p}, b["x"]), b), microbatch_size=5)
+        return step, state
+
+    def run(steps, folder):
+        step, state = fresh()
+        return ab.fit(step, state, batches(), steps=steps, checkpoints=folder, progress=False)
+
+    whole = run(6, tmp_path / "whole")
+    run(3, tmp_path / "parts")
+    parts = run(6, tmp_path / "parts")
+    assert parts.resumed_from == 3
+
+    def leaves(state):
+        return [leaf for leaf in jax.tree.leaves(nnx.state(state) if kind == "nnx" else state) if eqx.is_array(leaf)]
+
+    chex.assert_trees_all_equal(leaves(parts.state), leaves(whole.state))
+
+
+def test_an_optimizer_too_many_is_refused():
+    model = Network(nnx.Rngs(0), norm=False)
+    state = (model, nnx.Optimizer(model, optax.adam(0.05), wrt=nnx.Param))
+    step = ab.train_step(lambda model, batch: mean_square(model(batch["x"]), batch), optax.sgd(0.1))
+    with pytest.raises(ab.InputError, match="has its own optimizer"):
+        step(state, batches()[0])
