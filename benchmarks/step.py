@@ -5,7 +5,7 @@
 
 Three contestants run the very same executable, in turns: a bare `for` loop that keeps nothing; `step(state, batch)`;
 and `fit`, which draws and transfers batches, reads the metrics of every step, writes a log and shows lines. A fourth,
-`fit` with a checkpoint every 20 steps, shows what saving costs. Expected: the step and fit within 1.01 of the bare loop.
+`fit` with a checkpoint every 20 steps, shows what saving costs. Expected: step and fit within 1.01 of the bare loop.
 """
 
 import argparse
