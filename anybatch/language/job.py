@@ -143,8 +143,7 @@ class Job:
         begun = time.perf_counter()
         say, config = _Speaker(console), self.config
         seed, dropout_key = jax.random.split(jax.random.key(config.seed))
-        # Where an array is, is decided: programs are then compiled once for both the first and later states.
-        params = jax.device_put(self.model.init(seed), jax.local_devices()[0])
+        params = self.model.init(seed)
         key = dropout_key if config.dropout else None
         windows = Windows(self.corpus.training, context=config.context, batch_size=config.batch, seed=config.seed)
         first = windows.batch(0)
@@ -242,6 +241,8 @@ class Job:
 
     def _verified(self, params: Any, batch: Any, *keys: jax.Array) -> Verification:
         examples = min(VERIFIED, self.config.batch)
+        # Verification puts arrays where they are. If that was decided before, nothing is compiled again for it.
+        params = jax.device_put(params, jax.local_devices()[0])
         return verify(
             self.loss, params, batch, *keys, sample=examples, microbatch_sizes=min(VERIFIED_AT_ONCE, examples)
         )
