@@ -1,5 +1,6 @@
 """The job behind `anybatch demo` and `anybatch train`: a GPT learns a text, in a memory that its batch does not fit."""
 
+import contextlib
 import dataclasses
 import functools
 import importlib.util
@@ -8,14 +9,14 @@ import os
 import pathlib
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from anybatch import compat
-from anybatch.errors import InputError
+from anybatch.errors import InputError, NothingFitsError
 from anybatch.language.config import RunConfig
 from anybatch.language.gpt import GPT, count
 from anybatch.language.text import Corpus, Vocabulary, Windows, read_text
@@ -166,6 +167,8 @@ class Job:
         state = step.init(params, key)
         with say.busy("Planning") as notify:
             plan = step.explain(state, first, timed=False, progress=notify)
+        if plan.chosen is None:
+            raise NothingFitsError(f'{plan}\nHere, that is: memory = "a larger one", or remat = "auto".')
         say.text(plan)
         say.text(_in_words(plan))
 
@@ -305,24 +308,13 @@ class _Speaker:
     def text(self, text: Any) -> None:
         self._console.print(str(text), markup=False, highlight=False, soft_wrap=True)
 
-    def busy(self, text: str) -> "_Busy":
-        return _Busy(text)
-
-
-class _Busy:
-    """Says in a terminal what is being done, while it is."""
-
-    def __init__(self, text: str) -> None:
+    @contextlib.contextmanager
+    def busy(self, text: str) -> Iterator[Callable[[str], None]]:
+        """Says in a terminal what is being done, while it is."""
         from rich.console import Console
 
-        self._status = Console(stderr=True).status(text)
-
-    def __enter__(self) -> Callable[[str], None]:
-        self._status.__enter__()
-        return lambda text: self._status.update(text)
-
-    def __exit__(self, *error: Any) -> None:
-        self._status.__exit__(*error)
+        with Console(stderr=True).status(text) as status:
+            yield status.update
 
 
 def _in_words(plan: Plan) -> str:
