@@ -17,13 +17,13 @@ SMALL = RunConfig(
     context=32,
     batch=256,
     memory="14MiB",
-    steps=180,
+    steps=200,
     learning_rate=1e-2,
     warmup=10,
     evaluate_every=20,
     checkpoint_every=60,
     prompt="The ",
-    temperature=0.4,
+    temperature=0.5,
 )
 
 # As large as the smallest GPT-2, but for its vocabulary: 85 million parameters.
