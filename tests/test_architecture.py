@@ -94,7 +94,7 @@ FLOORS = [
         *("training.batches", "training.sources", "training.feed", "training.stored_arrays"),
         *("training.checkpoint_folder", "training.checkpoints", "training.log", "training.state", "training.arrays"),
         *("training.kinds", "training.update", "training.fitting", "training.step", "training.stopping"),
-        *("training.progress", "training.rows", "training.run", "training.loop", "training"),
+        *("training.progress", "training.throughput", "training.rows", "training.run", "training.loop", "training"),
         *("recipes", "__init__"),
     ],
     [

@@ -268,8 +268,9 @@ def test_an_error_of_the_data_or_of_the_evaluation_loses_nothing(tmp_path):
     chex.assert_trees_all_equal(caught.value.state, by_hand([data(8, 0), data(8, 1)], 2))
 
     with pytest.raises(ZeroDivisionError) as caught:
-        fitted(steps=6, evaluate=lambda state: 1 / 0, evaluate_every=4, checkpoints=tmp_path / "b")
-    assert int(caught.value.state.step) == 4
+        options = {"checkpoints": tmp_path / "b", "log": tmp_path / "b.csv"}
+        fitted(steps=6, evaluate=lambda state: 1 / 0, evaluate_every=4, **options)
+    assert int(caught.value.state.step) == 4 and len(read_log(tmp_path / "b.csv")) == 4
     assert fitted(steps=6, checkpoints=tmp_path / "b").resumed_from == 4
 
 
@@ -360,6 +361,26 @@ def test_steps_that_learn_nothing_are_worth_a_word():
     with pytest.warns(RuntimeWarning, match="nothing is being learned"):
         run = fitted([bad], steps=WORRYING)
     assert run.history[-1]["skipped"] == int(run.state.skipped) == WORRYING
+
+
+def test_throughput_is_that_of_the_steps(tmp_path):
+    """Not that of evaluations and checkpoints between them, and not of readings that come all at once."""
+
+    def slowly(state, batch):
+        time.sleep(0.05)
+        return state, {"loss": 1.0}
+
+    def evaluate(state):
+        time.sleep(0.3)
+        return 1.0
+
+    run = ab.fit(
+        slowly, 0, [data(8)], steps=24, evaluate=evaluate, evaluate_every=5, checkpoints=tmp_path, progress=False
+    )
+    rates = [row["examples_per_second"] for row in run.history]
+    known = [rate for rate in rates if not np.isnan(rate)]
+    assert len(known) >= 20
+    assert max(known) < 2 * 8 / 0.05 and min(known[1:]) > 0.4 * 8 / 0.05, rates
 
 
 def test_checkpoints_by_the_clock(tmp_path):

@@ -14,7 +14,7 @@ from anybatch.language.text import Corpus, Windows
 BUDGET = "3MiB"
 
 
-def curve(examples, steps=12, **options):
+def curve(examples, steps=8, **options):
     """The losses of a run, and the bytes of its whole step."""
     text = importlib.resources.files("anybatch.language").joinpath("fables.txt").read_text()
     corpus = Corpus.of(text, level="characters", context=16, validation=0.0)
@@ -39,9 +39,9 @@ def test_a_batch_of_512_in_a_small_budget_has_the_loss_curve_of_the_full_batch()
     full, at_once = curve(512, microbatch_size=None)
     within, taken = curve(512, memory=BUDGET)
     assert taken <= 3 * 2**20 < at_once / 5
-    # Sums of 8,192 tokens in float32, in another order, twelve updates long.
+    # Sums of 8,192 tokens in float32, in another order, eight updates long.
     np.testing.assert_allclose(within, full, rtol=2e-6)
-    assert full[-1] < full[0] - 0.5  # it did learn
+    assert full[-1] < full[0] - 0.3  # it did learn
     # The control: half the batch is another curve.
     other, _ = curve(256, memory=BUDGET)
-    assert np.max(np.abs(other - full) / full) > 1e-3
+    assert np.max(np.abs(other - full) / full) > 3e-4

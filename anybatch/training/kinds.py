@@ -192,7 +192,7 @@ def named_arrays(state: Any) -> dict[str, Any]:
     """
     kind = _kind_to_save(state)
     leaves = [(name, leaf) for name, leaf in named_leaves("", kind.tree(state)) if is_array(leaf) or _is_number(leaf)]
-    return {name.lstrip("."): array for (name, _), array in zip(leaves, kind.apart(state)[0], strict=True)}
+    return {name.lstrip(".") or "state": array for (name, _), array in zip(leaves, kind.apart(state)[0], strict=True)}
 
 
 def with_arrays(state: Any, arrays: Mapping[str, Any]) -> Any:

@@ -13,13 +13,11 @@ import numpy as np
 from anybatch.errors import InputError, user_stacklevel
 from anybatch.gradient_noise import NoiseScale
 from anybatch.training.state import Metrics
+from anybatch.training.throughput import Throughput
 from anybatch.trees import is_array, named_leaves
 
 # How many steps may be on their way to the device before the first of them is waited for.
 LATE = 2
-
-# Rates are those of so many seconds.
-WINDOW = 2.0
 
 # How the noise of a step fades out of the average, step by step.
 DECAY = 0.98
@@ -41,8 +39,8 @@ class Rows:
         self._skipped, self._before = int(kept.get("skipped", 0)), float(kept.get("seconds", 0.0))
         self._noise = NoiseScale(*kept["noise"]) if kept.get("noise") else None
         self._begun = time.perf_counter()
-        self._done: collections.deque[tuple[float, int, int]] = collections.deque()  # when, with what was done by then
-        self._examples = self._tokens = self._in_a_row = 0
+        self._throughput, self._has_begun = Throughput(), False
+        self._in_a_row = 0
 
     @property
     def kept(self) -> dict[str, Any]:
@@ -67,16 +65,31 @@ class Rows:
             if isinstance(leaf, jax.Array):
                 leaf.copy_to_host_async()
         self._waiting.append((step, figures, _num_examples(metrics, batch)))
+        if not self._has_begun:  # the first step was compiled, which is not to count
+            self.go_on()
 
-    def ready(self, *, all_of_them: bool = False) -> Iterator[dict[str, Any]]:
-        """The rows of all steps but the last two, or of all: waits until they are done."""
-        while len(self._waiting) > (0 if all_of_them else LATE):
-            yield self._row(*self._waiting.popleft())
+    def go_on(self) -> None:
+        """Work goes on from here, after everything before was done."""
+        self._has_begun = True
+        self._throughput.go_on()
 
-    def _row(self, step: int, figures: dict[str, Any], examples: int) -> dict[str, Any]:
+    def ready(self) -> Iterator[dict[str, Any]]:
+        """The rows of all steps but the last two: waits until they are done."""
+        while len(self._waiting) > LATE:
+            row, has_tokens = self._row(*self._waiting.popleft())
+            yield row | self._rates(self._throughput.at_a_reading(), has_tokens)
+
+    def all_of_them(self) -> list[dict[str, Any]]:
+        """The rows of all steps: waits until the last of them is done."""
+        rows = [self._row(*each) for each in self._waiting]
+        self._waiting.clear()
+        rates = self._throughput.when_all_is_done()
+        return [row | self._rates(rates, has_tokens) for row, has_tokens in rows]
+
+    def _row(self, step: int, figures: dict[str, Any], examples: int) -> tuple[dict[str, Any], bool]:
+        """What a step told, and whether it told of tokens."""
         fetched = jax.device_get(figures)
         read = {name: fetched[name] for name in figures}  # in their own order
-        now = time.perf_counter()
         tokens, noise, skipped = read.pop("tokens", None), read.pop("noise", None), read.pop("skipped", None)
         row: dict[str, Any] = {"step": step} | {name: _number(value) for name, value in read.items()}
         if skipped is not None:
@@ -84,23 +97,12 @@ class Rows:
             row["skipped"] = self._skipped
         if noise is not None:
             row["noise_scale"] = self._add_noise(noise)
-        row |= self._rates(now, examples, tokens)
-        row["seconds"] = round(self.seconds, 3)
-        return row
+        self._throughput.add(examples, int(tokens or 0))
+        return row, tokens is not None
 
-    def _rates(self, now: float, examples: int, tokens: Any) -> dict[str, float]:
-        """Over the last two seconds, or the last step if that took longer; not of the first one, which is compiled."""
-        self._examples += examples
-        self._tokens += int(tokens or 0)
-        while len(self._done) > 1 and now - self._done[1][0] > WINDOW:
-            self._done.popleft()
-        then, examples_then, tokens_then = self._done[0] if self._done else (math.nan, 0, 0)
-        self._done.append((now, self._examples, self._tokens))
-        elapsed = max(now - then, 1e-9)
-        rates = {"examples_per_second": (self._examples - examples_then) / elapsed}
-        if tokens is not None:
-            rates["tokens_per_second"] = (self._tokens - tokens_then) / elapsed
-        return rates
+    def _rates(self, rates: tuple[float, float], has_tokens: bool) -> dict[str, float]:
+        named = {"examples_per_second": rates[0]} | ({"tokens_per_second": rates[1]} if has_tokens else {})
+        return named | {"seconds": round(self.seconds, 3)}
 
     def _add_noise(self, noise: NoiseScale) -> float:
         """The noise scale, averaged: as a float, since a dozen operations on a device would be for one number."""

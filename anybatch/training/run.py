@@ -178,14 +178,15 @@ class Run:
 
     def _look_around(self) -> None:
         """What there is to do after a step."""
-        evaluate_every = self.schedule.evaluate_every
-        if evaluate_every is not None and self.steps % evaluate_every == 0:
-            self._write_rows(evaluated=True)
+        every = self.schedule.evaluate_every
+        is_evaluated, is_saved = every is not None and self.steps % every == 0, self._is_to_be_saved()
+        if is_evaluated or is_saved:
+            self._write_rows(evaluated=is_evaluated)
+            if is_saved:
+                self._save(is_last=False)
+            self.rows.go_on()
         for row in self.rows.ready():
             self._write(row)
-        if self._is_to_be_saved():
-            self._write_rows(evaluated=False)
-            self._save(is_last=False)
 
     def _is_to_be_saved(self) -> bool:
         if self.checkpoints is None:
@@ -227,15 +228,17 @@ class Run:
 
     def _write_rows(self, *, evaluated: bool) -> None:
         """All rows, up to the last step; with an evaluation after it, if it is time."""
-        rows = list(self.rows.ready(all_of_them=True))
+        rows = self.rows.all_of_them()
         found: dict[str, Any] = {}
-        if evaluated and self.evaluate is not None:
-            found, self._evaluated = evaluation(self.evaluate(self.state)), self.steps
-            if not rows:
-                rows = [{"step": self.steps}]
-            rows[-1] |= found
-        for row in rows:
-            self._write(row, is_notable=bool(found) and row is rows[-1])
+        try:
+            if evaluated and self.evaluate is not None:
+                found, self._evaluated = evaluation(self.evaluate(self.state)), self.steps
+        finally:  # an evaluation that fails must not take the rows with it
+            if found:
+                rows = rows or [{"step": self.steps}]
+                rows[-1] |= found
+            for row in rows:
+                self._write(row, is_notable=bool(found) and row is rows[-1])
 
     def _write(self, row: dict[str, Any], *, is_notable: bool = False) -> None:
         self.shown.show(row, is_notable=is_notable)
