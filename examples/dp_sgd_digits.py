@@ -1,0 +1,155 @@
+"""DP-SGD on handwritten digits: a model that provably says next to nothing about any one of them.
+
+    pip install -e ".[train,privacy]" scikit-learn
+    python examples/dp_sgd_digits.py
+
+Cost: about 20 s on two CPU cores, and 0.7 GB.
+Expected: epsilon 3.00 at delta 0.0001; test accuracy 10.7% before and about 93% after (the noise is another in each
+run; two gave 93.3% and 93.0%). Without privacy, --epsilon inf --folder runs/open, it is 97.3%.
+
+The gradient of each example is clipped, their sum gets noise, and each batch is drawn at random. Microbatches bound the
+memory and change nothing: the privacy is that of the whole batch. Stopped and started again, it goes on: with the same
+batches and the same noise, so that nothing is spent twice.
+"""
+
+import argparse
+import json
+import pathlib
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import anybatch as ab
+from anybatch import privacy
+
+parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+parser.add_argument("--steps", type=int, default=300)
+parser.add_argument("--batch", type=int, default=256, help="examples of a batch, on average")
+parser.add_argument("--microbatch", type=int, default=64, help="examples whose gradients are taken at a time")
+parser.add_argument("--epsilon", type=float, default=3.0, help="the privacy to spend in all; infinity for none")
+parser.add_argument("--delta", type=float, default=1e-4, help="the probability left out, below one by the examples")
+parser.add_argument("--folder", type=pathlib.Path, default=pathlib.Path("runs/digits"), help="of checkpoints and seeds")
+
+
+def digits():
+    """1,797 images of 8 x 8 pixels that come with scikit-learn; every sixth is for the test."""
+    try:
+        from sklearn.datasets import load_digits
+    except ImportError:
+        sys.exit("The digits come with scikit-learn: pip install scikit-learn")
+    found = load_digits()
+    data = {"image": (found.images / 16).astype(np.float32), "digit": found.target.astype(np.int32)}
+    is_test = np.arange(len(found.target)) % 6 == 0
+    return ({name: array[part] for name, array in data.items()} for part in (~is_test, is_test))
+
+
+# The network: two convolutions and a layer. It has nothing that looks across examples, as BatchNorm would.
+
+
+def init(key):
+    """6,000 numbers or so."""
+    keys = jax.random.split(key, 3)
+    return {
+        "first": jax.random.normal(keys[0], (3, 3, 1, 16)) / 3,
+        "second": jax.random.normal(keys[1], (3, 3, 16, 32)) / 12,
+        "last": jnp.zeros((4 * 32, 10)),
+    }
+
+
+def logits(params, images):
+    """How much each digit is thought to be that of an image."""
+    x = images[..., None]
+    for name in ("first", "second"):
+        numbers = ("NHWC", "HWIO", "NHWC")
+        x = jnp.tanh(jax.lax.conv_general_dilated(x, params[name], (2, 2), "SAME", dimension_numbers=numbers))
+    return x.reshape(len(x), -1) @ params["last"]
+
+
+def loss(params, example):
+    """Of one example."""
+    scores = logits(params, example["image"][None])[0]
+    return jax.nn.logsumexp(scores) - scores[example["digit"]]
+
+
+def keys_of_run(folder, settings):
+    """The secret keys of batches and noise: the same ones when a run goes on. Who has them can take the noise out."""
+    path = folder / "secret.json"
+    if not path.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        path.touch(mode=0o600)
+        keys = [jax.random.key_data(privacy.secret_key()).tolist() for _ in range(2)]
+        path.write_text(json.dumps({"settings": settings, "keys": keys}))
+    begun = json.loads(path.read_text())
+    if begun["settings"] != settings:  # the steps that were taken had other noise, and the account would be wrong
+        sys.exit(f"{folder} has a run with {begun['settings']}, now it is {settings}: choose another --folder")
+    return [jax.random.wrap_key_data(jnp.asarray(key, jnp.uint32)) for key in begun["keys"]]
+
+
+class Drawn:
+    """The batches of the run. Each depends on the seed and its number alone, so that whoever goes on has them again."""
+
+    def __init__(self, data, indices):
+        self.data, self.indices = data, indices
+
+    def __iter__(self):
+        for indices, is_padding in self.indices:
+            rows = {name: array[indices] for name, array in self.data.items()}
+            yield {"rows": rows, "is_padding": is_padding}
+
+
+def main():
+    """Trains, or goes on."""
+    args = parser.parse_args()
+    train, test = digits()
+    examples = len(train["digit"])
+
+    # How much noise does the budget ask for?
+    rate = args.batch / examples
+    is_private = args.epsilon < float("inf")
+    budget = {"epsilon": args.epsilon, "delta": args.delta, "sampling_rate": rate, "steps": args.steps}
+    noise = privacy.noise_multiplier(**budget) if is_private else 0.0
+    print(f"{examples} examples, {args.batch} in a batch on average, {args.steps} steps: noise multiplier {noise:.2f}")
+
+    step = privacy.dp_sgd(
+        loss,
+        optax.adam(5e-3),
+        clip_norm=1.0,
+        noise_multiplier=noise,
+        expected_batch_size=args.batch,
+        num_examples=examples,
+        microbatch_size=args.microbatch,
+        allow_no_noise=not is_private,
+    )
+    seed, noise_key = keys_of_run(args.folder, {name: str(value) for name, value in budget.items()})
+    batches = privacy.poisson_batches(examples, expected_batch_size=args.batch, steps=args.steps, seed=seed)
+    state = step.init(init(jax.random.key(0)), noise_key)
+
+    @jax.jit
+    def is_right(params, batch):
+        return jnp.argmax(logits(params, batch["image"]), -1) == batch["digit"]
+
+    def accuracy(state):
+        return float(np.mean(is_right(state.params, test)))
+
+    before = accuracy(state)
+    run = ab.fit(
+        lambda state, batch: step(state, batch["rows"], is_padding=batch["is_padding"]),
+        state,
+        Drawn(train, batches),
+        steps=args.steps,
+        evaluate=accuracy,
+        evaluate_every=50,
+        checkpoints=args.folder / "checkpoints",
+        checkpoint_every=50,
+    )
+    spent = step.epsilon(run.state, args.delta) if is_private else float("inf")
+    print(f"epsilon {spent:.2f} at delta {args.delta:g}, after {run.steps} steps")
+    print(f"test accuracy {before:.1%} before, {accuracy(run.state):.1%} after, on {len(test['digit'])} other images")
+    sys.exit(run.exit_code)
+
+
+if __name__ == "__main__":
+    main()
