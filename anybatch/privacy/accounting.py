@@ -16,6 +16,9 @@ PRECISION = 1e-4
 MOST_NOISE = 1e5
 LEAST_NOISE = 0.05
 
+# Of Rényi divergences, for a first guess.
+WHOLE_ORDERS = (*range(2, 64), 128, 256, 512)
+
 
 def epsilon(
     *, noise_multiplier: float, sampling_rate: float, steps: int, delta: float, accountant: str = "pld"
@@ -88,7 +91,7 @@ def noise_multiplier(
     start = 1.0
     if accountant == "pld":
         # Rényi divergences are known in milliseconds, and their noise is only a little more.
-        start = _calibrated(library, "rdp", start, target, rate, planned, delta) or start
+        start = _calibrated(library, "whole orders", start, target, rate, planned, delta) or start
     found = _calibrated(library, accountant, start, target, rate, planned, delta)
     if found is None:
         other = 'accountant="pld"' if accountant == "rdp" else "a larger epsilon or delta"
@@ -139,6 +142,9 @@ def _event(library: Any, noise: float, rate: float, steps: int) -> Any:
 
 
 def _fresh(library: Any, accountant: str) -> Any:
+    if accountant == "whole orders":
+        # Enough to begin a search with. Of the others, some do not converge, and the library would warn of each.
+        return library.rdp.RdpAccountant(WHOLE_ORDERS)
     return library.pld.PLDAccountant() if accountant == "pld" else library.rdp.RdpAccountant()
 
 
