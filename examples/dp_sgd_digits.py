@@ -110,6 +110,7 @@ def main():
     rate = args.batch / examples
     is_private = args.epsilon < float("inf")
     budget = {"epsilon": args.epsilon, "delta": args.delta, "sampling_rate": rate, "steps": args.steps}
+    seed, noise_key = keys_of_run(args.folder, {name: str(value) for name, value in budget.items()})
     noise = privacy.noise_multiplier(**budget) if is_private else 0.0
     print(f"{examples} examples, {args.batch} in a batch on average, {args.steps} steps: noise multiplier {noise:.2f}")
 
@@ -123,7 +124,6 @@ def main():
         microbatch_size=args.microbatch,
         allow_no_noise=not is_private,
     )
-    seed, noise_key = keys_of_run(args.folder, {name: str(value) for name, value in budget.items()})
     batches = privacy.poisson_batches(examples, expected_batch_size=args.batch, steps=args.steps, seed=seed)
     state = step.init(init(jax.random.key(0)), noise_key)
 

@@ -54,13 +54,12 @@ def _begin(name):
 
 
 @pytest.mark.thorough
-def test_gpt_plans_learns_and_goes_on(tmp_path):
-    command = python(FOLDER / "gpt_huge_batch.py", "--batch", 64, "--memory", "16MiB", "--width", 32, "--steps")
-    text = ended_well([*command, "4"], tmp_path)
+def test_gpt_plans_and_learns(tmp_path):
+    small = ("--batch", 64, "--memory", "16MiB", "--width", 32, "--layers", 1, "--steps", 4)
+    text = ended_well(python(FOLDER / "gpt_huge_batch.py", *small), tmp_path)
     assert "<- chosen" in text and "64 sequences, 2,048 tokens in a step" in text
     first, last = number(r"loss ([\d.]+) at first", text), number(r"([\d.]+) after 4 steps", text)
     assert last < first - 0.5
-    assert "Going on after step 4" in ended_well([*command, "5"], tmp_path)
 
 
 @pytest.mark.thorough
