@@ -1,19 +1,21 @@
 """`train_step`: the gradient of a whole batch, and one update of an optimizer, as one compiled program."""
 
 import dataclasses
-import inspect
+import warnings
+import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 
 from anybatch.computation import Gradient, Way
-from anybatch.errors import InputError
+from anybatch.errors import InputError, user_stacklevel
 from anybatch.gradient import settings_of
 from anybatch.planning.planner import Planner
 from anybatch.planning.report import Plan
 from anybatch.settings import Settings
 from anybatch.training.arrays import put_batch, ready_to_donate
+from anybatch.training.feed import to_device
 from anybatch.training.fitting import FittingProgram
 from anybatch.training.kinds import kind_of
 from anybatch.training.state import Meter, Metrics, TrainState
@@ -26,6 +28,9 @@ MICROBATCHES_FOR_NOISE = 4
 # What an update holds beside the gradient: the updates; without donation also a new state, two moments in it.
 COPIES, COPIES_WITHOUT_DONATION = 1, 4
 
+# So many programs of one step are worth a word.
+MANY_PROGRAMS = 16
+
 
 class TrainStep:
     """A step of training; made by `anybatch.train_step`."""
@@ -37,8 +42,10 @@ class TrainStep:
         self._over, self._is_planned = settings.over, settings.microbatch_size == "auto"
         self._programs: dict[Any, tuple[Callable[..., Any], int]] = {}  # and the number of their examples
         self._ways: dict[str, Way] = {}  # that were decided, by the type of the batch
+        self._adopted: set[str] = set()
         self._meter = Meter()
-        self._last: Any = None  # a number of the state that was returned last
+        # The state that was returned last, if it is alive, and what was known of its arrays.
+        self._returned: tuple[Callable[[], Any], Any] = ((lambda: None), None)
 
     def init(self, params: Any, key: Any = None) -> TrainState:
         """The state before the first step, with copies of the parameters: your own arrays stay as they are.
@@ -57,7 +64,7 @@ class TrainStep:
                 given="optimizer=None",
                 remedy="Pass one, e.g. ab.train_step(loss, optax.adamw(3e-4)).",
             )
-        if inspect.isfunction(params):
+        if callable(params) and jax.tree.leaves(params) == [params]:  # not a model that can be called
             params = params()
         else:
             params = _copied(params)
@@ -67,18 +74,24 @@ class TrainStep:
         given = self._given(state, batch, kwargs)
         if any(isinstance(array, jax.core.Tracer) for array in (*given.arrays, *given.rows)):
             return self._traced(state, batch, given)
-        given = self._placed(given, copy=self._donate)
-        found = self._programs.get(given.signature)
-        if found is None:
-            found = self._programs[given.signature] = self._compiled(given)
-        program, examples = found
-        self._meter.begin()
+        returned, about_arrays = self._returned
+        if returned() is not state:  # else it is as it was returned, and need not be looked at again
+            given = given.with_arrays(ready_to_donate(given.arrays, self._over, copy=self._donate), given.rows)
+            about_arrays = given.about_arrays()
+        given = given.with_arrays(given.arrays, put_batch(given.rows, self._over))
+        signature = (given.kind, given.about_state, given.about_call, given.about_rows(), about_arrays)
+        found = self._found(signature)
+        program, examples = found or self._compiled(given)
         arrays, results = program(given.arrays, given.rows)
-        # Whoever goes on from what is returned here need not be looked at again.
-        self._last = next((array for array in arrays if not array.shape), None)
+        if found is None:
+            self._keep(signature, program, examples)
+            self._meter.begin()
         tokens = self._num_tokens(batch)
         metrics = Metrics(**results, examples=examples, tokens=tokens, _reading=self._meter.count(examples, tokens))
-        return given.kind.whole(state, arrays, given.about_state), metrics
+        state = given.kind.whole(state, arrays, given.about_state)
+        if not given.kind.changes_model:  # one that is changed in place tells nothing by being the same
+            self._returned = (weakref.ref(state), about_arrays)
+        return state, metrics
 
     def plan(self, state: Any, batch: Any, *, timed: bool = False, **kwargs: Any) -> Plan:
         """Which way the gradient of a step will be computed, as `anybatch.plan` has it. The step will go that way."""
@@ -98,14 +111,21 @@ class TrainStep:
 
     def put(self, batch: Any) -> Any:
         """A copy of a batch where the step wants it: on the device, or over those of its mesh."""
+        if self._over is None:
+            return to_device(batch)
         rows, constants = apart(batch)
         return together(put_batch(rows, self._over, copy=True), constants)
 
     def lower(self, state: Any, batch: Any, **kwargs: Any) -> Any:
         """The whole step before it is compiled, as `jax.jit(...).lower` has it: for its text, memory or cost."""
-        given = self._placed(self._given(state, batch, kwargs), copy=False)
+        given = self._placed(self._given(state, batch, kwargs))
         gradient = self._update.gradient(given)
         return self._jitted(given, gradient.settings, self._decided(given, gradient)).lower(given.arrays, given.rows)
+
+    @property
+    def donates(self) -> bool:
+        """Whether it uses up the states that it is given."""
+        return self._donate
 
     @property
     def decisions(self) -> dict[str, list[Any]]:
@@ -113,9 +133,12 @@ class TrainStep:
         return {name: [way.microbatch_size, *way.style] for name, way in self._ways.items()}
 
     def adopt(self, decisions: Mapping[str, Any]) -> None:
-        """Goes the ways that were chosen elsewhere, instead of planning anew."""
-        for name, (size, *style) in decisions.items():
-            self._ways.setdefault(name, Way(size, *style))
+        """Goes the ways that were chosen elsewhere, instead of planning anew, and whatever was planned before."""
+        ways = {name: Way(size, *style) for name, (size, *style) in decisions.items()}
+        if any(self._ways.get(name) != way for name, way in ways.items()):
+            self._programs.clear()
+        self._ways |= ways
+        self._adopted |= set(ways)
 
     def _given(self, state: Any, batch: Any, kwargs: dict[str, Any]) -> Given:
         kind = kind_of(state, self._update.optimizer)
@@ -123,11 +146,30 @@ class TrainStep:
         rows, about_call = apart((batch, kwargs))
         return Given(kind, arrays, about_state, rows, about_call)
 
-    def _placed(self, given: Given, *, copy: bool) -> Given:
-        arrays = given.arrays
-        if self._last is None or not any(array is self._last for array in arrays):
-            arrays = ready_to_donate(arrays, self._over, copy=copy)
+    def _placed(self, given: Given) -> Given:
+        """What is to be planned, where it belongs."""
+        arrays = ready_to_donate(given.arrays, self._over, copy=False)
         return given.with_arrays(arrays, put_batch(given.rows, self._over))
+
+    def _found(self, signature: Any) -> tuple[Callable[..., Any], int] | None:
+        try:
+            return self._programs.get(signature)
+        except TypeError as error:
+            raise InputError(
+                "What is no array in a state, a batch or a keyword argument is a constant, which must be hashable",
+                given=str(error),
+                remedy="Pass arrays, numbers, strings or functions; a list or a dict of them is fine.",
+            ) from error
+
+    def _keep(self, signature: Any, program: Callable[..., Any], examples: int) -> None:
+        self._programs[signature] = program, examples
+        if len(self._programs) == MANY_PROGRAMS:
+            warnings.warn(
+                f"This step was compiled {MANY_PROGRAMS} times, for as many shapes of batches or values of constants. "
+                "Pass numbers that change as arrays, e.g. jnp.asarray(0.1), and pad batches to a few sizes.",
+                RuntimeWarning,
+                stacklevel=user_stacklevel(),
+            )
 
     def _traced(self, state: Any, batch: Any, given: Given) -> tuple[Any, Metrics]:
         """A step that is part of a larger program."""
@@ -154,10 +196,11 @@ class TrainStep:
             return self._jitted(given, gradient.settings, way)
 
         def note(way: Way) -> None:
-            self._ways[given.batch_type] = way
+            self._ways[name] = way
 
+        name = given.name
         program = FittingProgram(make, way, gradient, memory, note)
-        program.compile(given.arrays, given.rows)
+        program.compile(given.arrays, given.rows, is_adopted=name in self._adopted)
         return program, gradient.examples
 
     def _jitted(self, given: Given, settings: Settings, way: Way) -> Any:
@@ -177,7 +220,7 @@ class TrainStep:
         settings = gradient.settings
         if not isinstance(settings.microbatch_size, str):
             return Way(settings.microbatch_size, settings.fixed_remat, settings.fixed_reduce)
-        way = self._ways.get(given.batch_type)
+        way = self._ways.get(given.name)
         if way is None:
             with gradient.context():
                 way = self._planner(gradient).decide().way
@@ -198,13 +241,19 @@ class TrainStep:
     def _planned(
         self, state: Any, batch: Any, kwargs: Any, *, timed: bool, thorough: bool = False, progress: Any = None
     ) -> Plan:
-        given = self._placed(self._given(state, batch, kwargs), copy=False)
+        given = self._placed(self._given(state, batch, kwargs))
         gradient = self._update.gradient(given)
         with gradient.context():
             plan = self._planner(gradient, progress).plan(timed=timed, thorough=thorough)
+        memory = self._update.options.get("memory")
+        if gradient.settings.memory != memory:
+            plan = dataclasses.replace(plan, budget_source=f"memory={memory!r}, less what the optimizer keeps")
         if plan.chosen is not None and self._is_planned:
             way = Way(plan.chosen.microbatch_size, plan.chosen.remat, plan.chosen.reduce, plan.chosen.method)
-            self._ways[given.batch_type] = self._with_noise(way, gradient)
+            way, before = self._with_noise(way, gradient), self._ways.get(given.name)
+            self._ways[given.name] = way
+            if before not in (None, way):
+                self._programs.clear()  # the next step goes this way
         return plan
 
 
