@@ -72,8 +72,14 @@ class Gradient:
         self.field = None if settings.over is None else Field(settings.over, arguments)
         self.settings = settings
         self.arguments = arguments if self.field is None else self.field.arguments
-        self._trace = functools.cache(self._trace_loss)
+        self._traced: dict[int, tuple[TracedLoss, Any]] = {}  # by the number of examples
         self._fun = fun
+
+    def _trace(self, num_examples: int) -> tuple[TracedLoss, Any]:
+        # Not by functools.cache of a method: a cycle would keep the arguments, the batch too, until it is collected.
+        if num_examples not in self._traced:
+            self._traced[num_examples] = self._trace_loss(num_examples)
+        return self._traced[num_examples]
 
     def _trace_loss(self, num_examples: int) -> tuple[TracedLoss, Any]:
         how: dict[str, Any] = {"weighted": self.settings.weighted, "has_aux": self.settings.has_aux}

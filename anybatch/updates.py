@@ -14,6 +14,7 @@ class Constants(NamedTuple):
 
     tree: Any
     fixed: tuple[Any, ...]  # leaves that are no arrays, in their places; None where an array was
+    told_apart: tuple[Any, ...]  # what tells constants that are equal from each other: True and 1, 0.0 and -0.0
 
 
 def apart(tree: Any) -> tuple[list[Any], Constants]:
@@ -25,9 +26,10 @@ def apart(tree: Any) -> tuple[list[Any], Constants]:
     """
     leaves, structure = jax.tree.flatten(tree)
     if all(map(is_array, leaves)):
-        return leaves, Constants(structure, (None,) * len(leaves))
+        return leaves, Constants(structure, (None,) * len(leaves), ())
     fixed = tuple(None if is_array(leaf) else leaf for leaf in leaves)
-    return [leaf for leaf in leaves if is_array(leaf)], Constants(structure, fixed)
+    told_apart = tuple((type(leaf), repr(leaf) if isinstance(leaf, (float, complex)) else None) for leaf in fixed)
+    return [leaf for leaf in leaves if is_array(leaf)], Constants(structure, fixed, told_apart)
 
 
 def together(arrays: Sequence[Any], constants: Constants) -> Any:

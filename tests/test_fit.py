@@ -394,3 +394,86 @@ def test_a_long_history_is_thinned(monkeypatch):
     monkeypatch.setattr(module, "MOST_ROWS", 8)
     run = fitted(steps=40)
     assert len(run.history) <= 8 and run.history[-1]["step"] == 40
+
+
+def test_a_resumed_run_holds_its_state_once(tmp_path):
+    def run(steps):
+        step = ab.train_step(lambda p, b: jnp.mean((b["x"] @ p["v"]) ** 2), optax.sgd(0.1), microbatch_size=4)
+        state = step.init({"v": jnp.zeros((4, 3571))})
+        seen = []
+
+        def evaluate(state):
+            seen.append(sum(array.shape == (4, 3571) for array in jax.live_arrays()))
+            return 0.0
+
+        ab.fit(step, state, [data(8)] * 2, steps=steps, checkpoints=tmp_path, evaluate=evaluate, progress=False)
+        return seen
+
+    assert run(2) == run(4) == [1]
+
+
+def test_numbers_in_the_state_of_a_step_of_ones_own_are_saved_as_they_are(tmp_path):
+    def step(state, batch):
+        return {"seen": state["seen"] + 2**31, "best": state["best"] / 3, "w": state["w"] + 1}, 0.0
+
+    def run(steps, folder):
+        first = {"seen": 0, "best": 0.1, "w": jnp.zeros(2)}
+        return ab.fit(step, first, [data(8)] * 4, steps=steps, checkpoints=folder, progress=False).state
+
+    run(2, tmp_path / "parts")
+    whole, parts = run(4, tmp_path / "whole"), run(4, tmp_path / "parts")
+    assert type(parts["seen"]) is int and type(parts["best"]) is float
+    chex.assert_trees_all_equal(whole, parts)
+
+
+def test_a_signal_during_the_last_evaluation_counts(tmp_path):
+    def evaluate(state):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return 1.0
+
+    run = fitted(steps=3, evaluate=evaluate)
+    assert (run.steps, run.stopped_by) == (3, "SIGTERM") and run.history[-1]["eval"] == 1
+
+
+def test_a_signal_to_a_run_within_a_run_stops_both():
+    inner = []
+
+    def evaluate(state):
+        inner.append(fitted(step=stop_after(2), steps=9))
+        return 1.0
+
+    run = fitted(steps=9, evaluate=evaluate, evaluate_every=3)
+    assert (inner[0].steps, inner[0].stopped_by, run.steps, run.stopped_by) == (2, "SIGTERM", 3, "SIGTERM")
+
+
+@pytest.mark.parametrize("source", ["list", "generator"])
+def test_the_last_row_has_the_loss_and_the_evaluation(tmp_path, source):
+    def batches():
+        made = [data(8, seed) for seed in range(4)]
+        return made if source == "list" else (batch for batch in made)
+
+    options = {"checkpoints": tmp_path / "c", "checkpoint_every": 2, "log": tmp_path / "run.csv"}
+    run = fitted(batches(), evaluate=lambda state: 7.0, **options)
+    assert [row["step"] for row in run.history] == [1, 2, 3, 4]
+    assert run.history[-1]["loss"] > 0 and run.history[-1]["eval"] == 7
+    rows = read_log(tmp_path / "run.csv")
+    assert rows[-1]["eval"] == 7 and rows[-1]["loss"] > 0
+    if source == "list":
+        again = fitted(batches(), evaluate=lambda state: 7.0, **options)
+        assert len(read_log(tmp_path / "run.csv")) == len(rows) and again.steps == 4
+
+
+def test_a_step_under_jit_and_names_with_brackets(monkeypatch, capsys):
+    step, state = fresh(donate=False)
+    monkeypatch.setenv("TERM", "xterm")
+    run = ab.fit(jax.jit(step), state, [data(8)] * 3, evaluate=lambda state: {"recall[/5]": 0.5}, progress="bar")
+    assert run.history[-1]["eval.recall[/5]"] == 0.5 and run.history[-1]["loss"] > 0
+    assert "recall[/5]" in capsys.readouterr().err
+
+
+def test_one_folder_has_one_run(tmp_path):
+    def evaluate(state):
+        fitted(steps=2, checkpoints=tmp_path)
+
+    with pytest.raises(ab.InputError, match="one writer only"):
+        fitted(steps=4, checkpoints=tmp_path, evaluate=evaluate, evaluate_every=2)

@@ -1,6 +1,7 @@
 """`train_step`: the step of the full batch, whatever the microbatches; nothing half done; one program."""
 
 import functools
+import math
 
 import chex
 import jax
@@ -235,8 +236,8 @@ def test_memory_that_runs_out_is_met_with_smaller_microbatches(monkeypatch):
     step = ab.train_step(loss, optax.sgd(0.1))
     made = fitting.FittingProgram.compile
 
-    def compiled(self, arrays, rows):
-        made(self, arrays, rows)
+    def compiled(self, arrays, rows, **options):
+        made(self, arrays, rows, **options)
         if not tries:
             self._program = functools.partial(failing, self)
 
@@ -346,3 +347,98 @@ def test_bad_input_is_refused_before_any_work():
     with pytest.raises(ab.InputError, match="same number"):
         step(state, {"x": np.ones((4, 6), np.float32), "y": np.ones(3, np.float32)})
     assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(state))  # nothing was lost
+
+
+def test_numbers_and_flags_in_the_parameters_stay_as_they_are():
+    params = {"w": jnp.ones(3), "scale": 2.0, "double": True, "layers": 2, "act": jnp.tanh}
+
+    def scaled(params, batch):
+        factor = params["scale"] if params["double"] else 1.0
+        return jnp.mean(params["act"](batch @ params["w"]) * factor) ** params["layers"]
+
+    step = ab.train_step(scaled, optax.adam(0.1), microbatch_size=2)
+    state, _ = step(step.init(params), np.ones((4, 3), np.float32))
+    assert {name: state.params[name] for name in params if name != "w"} == {
+        name: value for name, value in params.items() if name != "w"
+    }
+    assert type(state.params["double"]) is bool and not np.allclose(state.params["w"], 1)
+
+
+def test_constants_that_are_equal_and_not_the_same():
+    def powered(params, batch, power):
+        return jnp.mean(batch @ params) * (10.0 if power is True else power or math.copysign(5, power))
+
+    step = ab.train_step(powered, optax.sgd(0.0), microbatch_size=2, donate=False)
+    state, batch = step.init(jnp.ones(3)), np.ones((4, 3), np.float32)
+    losses = [float(step(state, batch, power=power)[1].loss) for power in (True, 1, 2, 2.0, 0.0, -0.0)]
+    assert losses == [30, 3, 6, 6, 15, -15]
+
+
+def test_complex_parameters_go_downhill(float64):
+    def distance(w, batch):
+        return jnp.mean(jnp.abs(w - batch) ** 2)
+
+    step = ab.train_step(distance, optax.sgd(0.2), microbatch_size=2)
+    state, losses = trained(step, step.init(jnp.zeros(2, complex)), [np.full((4, 2), 1 + 2j)] * 30)
+    np.testing.assert_allclose(state.params, 1 + 2j, rtol=1e-2)
+    assert losses[-1] < 1e-3 * losses[0]
+
+
+def test_one_step_for_two_models():
+    """Each is planned for itself, though their trees are alike."""
+    batch = jax.tree.map(lambda leaf: leaf.astype(np.float32), data(examples=512))
+    small, large = (jax.tree.map(lambda leaf: leaf.astype(jnp.float32), mlp(width=width)) for width in (8, 2048))
+    step = ab.train_step(loss, optax.sgd(0.1), memory="1MiB")
+    step(step.init(small), batch)
+    state, _ = step(step.init(large), batch)
+    sizes = [decision[0] for decision in step.decisions.values()]
+    assert len(sizes) == 2 and sizes[1] < sizes[0] == 512
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    over = ab.train_step(loss, optax.sgd(0.1), microbatch_size=8, mesh=mesh)
+    over(over.init(large), batch)
+    spread = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(None, "data"))
+    state, _ = over(over.init(large | {"a": jax.device_put(large["a"], spread)}), batch)
+    assert state.params["a"].sharding.is_equivalent_to(spread, 2)
+
+
+def test_a_state_that_was_changed_by_hand_goes_on():
+    step = ab.train_step(lambda p, x: jnp.mean(x @ p["a"] + x @ p["b"]), optax.sgd(0.1), microbatch_size=2)
+    batch = np.ones((4, 3), np.float32)
+    state, _ = step(step.init({"a": jnp.ones(3), "b": jnp.zeros(3)}), batch)
+    shared = jnp.ones(3)
+    state, _ = step(state.replace(params={"a": shared, "b": shared}), batch)  # one array, twice
+    state, _ = step(state.replace(params={"a": np.ones(3, np.float32), "b": np.ones(3, np.float32)}), batch)
+    np.testing.assert_allclose(state.params["a"], 0.9)
+
+
+def test_no_batch_is_kept():
+    step = ab.train_step(lambda w, x: jnp.mean(x @ w), optax.sgd(0.1))
+    batch = jnp.ones((64, 1237))
+    step(step.init(jnp.ones(1237)), batch)
+    del batch
+    assert not [array for array in jax.live_arrays() if array.shape == (64, 1237)]
+
+
+def test_a_plan_made_later_is_followed_and_one_that_is_adopted_wins():
+    batch = jax.tree.map(lambda leaf: leaf.astype(np.float32), data(examples=512))
+    params = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), mlp(width=256))
+    step = ab.train_step(loss, optax.sgd(0.1), donate=False)
+    state = step.init(params)
+    step(state, batch)
+    (name,) = step.decisions
+    step.adopt({name: [64, None, "once", None]})
+    step(state, batch)
+    assert step.decisions[name][0] == 64
+    plan = step.explain(state, batch, timed=False)
+    step(state, batch)
+    assert step.decisions[name][0] == plan.microbatch_size == 512
+
+
+def test_many_programs_are_worth_a_word():
+    step = ab.train_step(lambda w, x, rate: jnp.mean(x * w) * rate, optax.sgd(0.1), microbatch_size=2, donate=False)
+    state = step.init(1.0 * jnp.ones(()))
+    with pytest.warns(RuntimeWarning, match="as arrays"):
+        for number in range(16):
+            step(state, np.ones(2, np.float32), rate=0.1 * number)
+    with pytest.raises(ab.InputError, match="hashable"):
+        step(state, np.ones(2, np.float32), rate={1, 2})

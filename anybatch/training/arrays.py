@@ -24,12 +24,17 @@ def ready_to_donate(arrays: Sequence[Any], over: MeshSettings | None, *, copy: b
     """
     seen: set[int] = set()
     ready = []
+    # What comes out of a program is on its device for good if any of its arguments is.
+    fixed = [array for array in arrays if isinstance(array, jax.Array) and array.committed]
+    device = fixed[0].sharding if fixed and over is None and len(fixed[0].sharding.device_set) == 1 else None
     for array in arrays:
         if not isinstance(array, jax.Array):
             array = jnp.array(array, copy=True)
         elif array.aval.weak_type:
             array = jnp.asarray(array, array.dtype)
         array = _on_mesh(array, over)
+        if device is not None and not array.committed:
+            array = jax.device_put(array, device)
         if copy and _memory(array) in seen:
             array = array.copy()
         seen.add(_memory(array))

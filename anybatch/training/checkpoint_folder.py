@@ -9,11 +9,13 @@ Every name but that of a bare number is a leftover, which the next writer clears
     10.removed/                 being deleted
 """
 
+import contextlib
 import json
 import os
 import re
 import shutil
 import tempfile
+import threading
 import time
 import zlib
 from collections.abc import Iterable
@@ -21,6 +23,8 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
+from jax.experimental import multihost_utils
 
 from anybatch.errors import InputError
 
@@ -30,6 +34,9 @@ _LEFTOVER = re.compile(r"\d+\.(removed|orbax-checkpoint-tmp.*)")
 
 # Seconds that a writer waits for another one to leave, such as the job before this one that was told to end.
 _PATIENCE = 5.0
+
+_OPEN: set[str] = set()
+_OPENING = threading.Lock()
 
 
 class CheckpointFolder:
@@ -63,12 +70,42 @@ class CheckpointFolder:
                 given=f"{self.path} ({error.strerror})",
                 remedy="Name another folder, or see to its permissions and the space on its disk.",
             ) from error
-        self._lock = lock
-        self._acquire()
+        with _OPENING:
+            if str(self.path.resolve()) in _OPEN:  # a lock is the process's: it would let us in, and out of it
+                lock.close()
+                self._refuse("which this process has open already")
+            self._lock = lock
+            self._acquire()
+            _OPEN.add(str(self.path.resolve()))
+
+    def check_shared(self) -> None:
+        """Makes sure that all processes see one and the same folder; where they do not, all of them raise.
+
+        Raises:
+          InputError: if a process sees another folder. Orbax would wait for it, without an end.
+        """
+        if jax.process_count() == 1:
+            return
+        mark = int(multihost_utils.broadcast_one_to_all(np.asarray(time.time_ns() % 2**31, np.int32)))
+        if jax.process_index() == 0:
+            (self.path / _MARKER).write_text(str(mark))
+        end, sees = time.monotonic() + _PATIENCE, False
+        while not sees and time.monotonic() < end:  # file systems of a network take their time
+            with contextlib.suppress(OSError):
+                sees = (self.path / _MARKER).read_text() == str(mark)
+            time.sleep(0 if sees else 0.05)
+        everyone = np.asarray(multihost_utils.process_allgather(np.asarray(sees, np.int32))).reshape(-1)
+        if not everyone.all():
+            raise InputError(
+                "All processes must see one and the same folder for checkpoints",
+                given=f"{self.path}, which process {', '.join(map(str, np.flatnonzero(everyone == 0)))} does not share",
+                remedy="Name a folder on a file system that all machines have, by its full path.",
+            )
 
     def close(self) -> None:
         """Lets another writer in."""
         if self._lock is not None:
+            _OPEN.discard(str(self.path.resolve()))
             self._lock.close()
             self._lock = None
 
@@ -164,6 +201,13 @@ class CheckpointFolder:
                 remedy=f"Name a folder of its own, e.g. {str(self.path / 'checkpoints')!r}.",
             )
 
+    def _refuse(self, why: str, error: Exception | None = None) -> None:
+        raise InputError(
+            "A folder of checkpoints must have one writer only",
+            given=f"{self.path}, {why}",
+            remedy="Wait for it to end, end it, or use another folder.",
+        ) from error
+
     def _acquire(self) -> None:
         """Waits a little for the lock. It belongs to this process, not to its children, and goes when it ends."""
         try:
@@ -177,11 +221,7 @@ class CheckpointFolder:
             except (BlockingIOError, PermissionError) as error:
                 if time.monotonic() > end:
                     self.close()
-                    raise InputError(
-                        "A folder of checkpoints must have one writer only",
-                        given=f"{self.path}, which another process has open",
-                        remedy="Wait for it to end, end it, or use another folder.",
-                    ) from error
+                    self._refuse("which another process has open", error)
                 time.sleep(0.05)
             except OSError:
                 return  # a file system without locks

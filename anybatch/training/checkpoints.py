@@ -87,6 +87,7 @@ class Checkpoints:
             self._files.open()
             self._files.tidy(self._keep)
         self._agreed(0)
+        self._files.check_shared()
         self._silence = _Silence()
         logging.getLogger("absl").addFilter(self._silence)
         self._writer: Any = self._new_writer()

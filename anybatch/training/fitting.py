@@ -36,7 +36,9 @@ class FittingProgram:
         note: Callable[[Way], None] = lambda way: None,
     ) -> None:
         self.way = way
-        self._make, self._gradient, self._memory, self._note = make, gradient, memory, note
+        self._memory, self._note = memory, note
+        self._make: Any = make
+        self._gradient: Any = gradient
         self._program: Any = None
         self._has_run = False
 
@@ -45,8 +47,13 @@ class FittingProgram:
             return self._first(arrays, rows)
         return self._program(arrays, rows)
 
-    def compile(self, arrays: list[Any], rows: list[Any]) -> None:
+    def compile(self, arrays: list[Any], rows: list[Any], *, is_adopted: bool = False) -> None:
         """Compiles it, with smaller microbatches until it fits.
+
+        Args:
+          arrays: of the state.
+          rows: of the batch.
+          is_adopted: whether the way was chosen by another process, whose bits would be others.
 
         Raises:
           NothingFitsError: if not even the smallest fits the memory that somebody named.
@@ -66,6 +73,13 @@ class FittingProgram:
                     )
                 warnings.warn(excess, TightMemoryWarning, stacklevel=user_stacklevel())
                 break
+            if is_adopted:
+                warnings.warn(
+                    f"{excess}\nThe run that goes on here had more. Going on with {smaller}: the gradient is the same, "
+                    "but for the last bits.",
+                    TightMemoryWarning,
+                    stacklevel=user_stacklevel(),
+                )
             self.way = smaller
         self._note(self.way)
 
@@ -109,6 +123,7 @@ class FittingProgram:
             self._program = self._make(smaller)
         self._has_run = True
         self._note(self.way)
+        self._make = self._gradient = None  # they know the arrays of the first call, which may go now
         if self.way != begun_with:
             warnings.warn(
                 f"Memory ran out at {begun_with}, though it should have fit: another process may use the device, or no "

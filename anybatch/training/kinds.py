@@ -11,10 +11,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from anybatch.errors import InputError
 from anybatch.training.state import TrainState, frozen, joined, trainable
-from anybatch.trees import is_array, named_leaves
+from anybatch.trees import describe, is_array, named_leaves
 from anybatch.updates import Constants, add_updates, apart, together
 
 
@@ -34,8 +35,15 @@ class OwnState:
     changes_model = False  # whether calling a model may change what is not trained of it
 
     def apart(self, state: Any) -> tuple[list[Any], Any]:
-        """The arrays of a state, and what the program is compiled for. Numbers in it are arrays: they will change."""
-        return apart(jax.tree.map(lambda leaf: jnp.asarray(leaf) if _is_number(leaf) else leaf, state))
+        """The arrays of a state, and what the program is compiled for.
+
+        Numbers that will change, such as flax's count of steps, are arrays; those in the parameters are constants.
+        """
+        rest = state.replace(params=None)
+        if any(map(_is_number, jax.tree.leaves(rest))):
+            rest = jax.tree.map(lambda leaf: jnp.asarray(leaf) if _is_number(leaf) else leaf, rest)
+            state = rest.replace(params=state.params)
+        return apart(state)
 
     def whole(self, given: Any, arrays: list[Any], constants: Any) -> Any:
         """The state that a step returns."""
@@ -80,6 +88,18 @@ class FlaxState(OwnState):
     """
 
     name = "flax.training.train_state.TrainState"
+
+    def parts(self, arrays: list[Any], constants: Constants) -> Parts:
+        """As above."""
+        parts = super().parts(arrays, constants)
+        others = [f"{name} = {describe(leaf)}" for name, leaf in named_leaves("state.params", parts.rest)]
+        if others:
+            raise InputError(
+                "All parameters of a flax TrainState must be floating-point arrays: it updates every one of them",
+                given="\n".join(others[:10]),
+                remedy="Keep the others elsewhere, or use an anybatch.TrainState: step.init(params).",
+            )
+        return parts
 
     def updated(
         self, arrays: list[Any], constants: Constants, optimizer: Any, grads: Any, rest: Any, good: Any, extra: Any
@@ -139,6 +159,23 @@ class NnxState:
         return _nnx().merge(definition, together(arrays, of_values))
 
 
+class AnyState:
+    """Any tree, of a step of one's own: to be saved, and to go on from."""
+
+    def tree(self, state: Any) -> Any:
+        """As above."""
+        return state
+
+    def apart(self, state: Any) -> tuple[list[Any], Any]:
+        """As above, with numbers among the arrays."""
+        return apart(jax.tree.map(lambda leaf: np.asarray(leaf) if _is_number(leaf) else leaf, state))
+
+    def whole(self, given: Any, arrays: list[Any], constants: Any) -> Any:
+        """As above. What was a number is one again."""
+        state = together(arrays, constants)
+        return jax.tree.map(lambda old, new: type(old)(new.item()) if _is_number(old) else new, given, state)
+
+
 class _Hidden:
     """A constant in a tree of arguments that is not to be taken apart."""
 
@@ -165,7 +202,7 @@ def kind_of(state: Any, optimizer: Any) -> Any:
         return KINDS["own"]
     kind: Any = None
     own: Any = None
-    if hasattr(state, "apply_gradients") and hasattr(state, "params") and hasattr(state, "opt_state"):
+    if _is_flax(state):
         kind, own = KINDS["flax"], getattr(state, "tx", None)
     elif isinstance(state, tuple) and len(state) == 2 and _is_nnx(state):
         kind, own = KINDS["nnx"], getattr(state[1], "tx", None)
@@ -191,8 +228,9 @@ def named_arrays(state: Any) -> dict[str, Any]:
     ["['count']", "['w']"]
     """
     kind = _kind_to_save(state)
+    arrays, _ = kind.apart(state)
     leaves = [(name, leaf) for name, leaf in named_leaves("", kind.tree(state)) if is_array(leaf) or _is_number(leaf)]
-    return {name.lstrip(".") or "state": array for (name, _), array in zip(leaves, kind.apart(state)[0], strict=True)}
+    return {name.lstrip(".") or "state": array for (name, _), array in zip(leaves, arrays, strict=True)}
 
 
 def with_arrays(state: Any, arrays: Mapping[str, Any]) -> Any:
@@ -202,8 +240,13 @@ def with_arrays(state: Any, arrays: Mapping[str, Any]) -> Any:
 
 
 def _kind_to_save(state: Any) -> Any:
-    is_nnx = isinstance(state, tuple) and len(state) == 2 and _is_nnx(state)
-    return KINDS["nnx"] if is_nnx else KINDS["own"]
+    if isinstance(state, tuple) and len(state) == 2 and _is_nnx(state):
+        return KINDS["nnx"]
+    return KINDS["own"] if isinstance(state, TrainState) or _is_flax(state) else AnyState()
+
+
+def _is_flax(state: Any) -> bool:
+    return all(hasattr(state, name) for name in ("apply_gradients", "params", "opt_state", "replace"))
 
 
 def _is_nnx(state: tuple[Any, ...]) -> bool:

@@ -77,8 +77,9 @@ def fit(
     as one that was not: state, order of the data, random keys and the way the gradient is computed all go on.
 
     **Nothing lost.** SIGTERM and Ctrl-C end it after the step at hand, with the state saved. Killed outright, it loses
-    the steps since its last checkpoint; one that was half written is never loaded. If anything raises, the state after
-    the last good step is saved, and is `error.state`.
+    the steps since its last checkpoint; one that was half written is never loaded. If the data, an evaluation or the
+    disk fails, the state after the last good step is saved, and is `error.state`. (A step that fails while it computes
+    has used up the state that it was given, if it donates: then the last checkpoint counts.)
 
     **In the background.** Batches are drawn and transferred while a step computes, checkpoints are written while the
     next ones do, and metrics are read two steps late, so that the device does not wait.
@@ -130,9 +131,11 @@ def fit(
     shown = display(progress, is_first=jax.process_index() == 0)
     with contextlib.ExitStack() as stack:
         folder = None if checkpoints is None else stack.enter_context(Checkpoints(checkpoints, keep=keep))
-        run = Run(step, state, evaluate, schedule, folder, shown)
-        run.begin(log, resume=resume)
+        total = _total(batches, steps, epochs)
+        run = Run(step, state, evaluate, schedule, folder, shown, last_step=total)
+        del state  # the run has it, and replaces it
         stack.callback(run.close)
+        run.begin(log, resume=resume)
         if steps is not None and run.steps >= steps:
             shown.say(f"There is nothing left to do: {run.steps} of {steps} steps were taken.")
             return _fitted(run, None)
@@ -140,13 +143,13 @@ def fit(
         remaining = None if steps is None else steps - run.steps
         # Transfers of several processes are collective: in a thread they might meet those of a step in another order.
         ahead = prefetch if jax.process_count() == 1 else 0
-        stopper = stack.enter_context(Stopper())
+        stopper = stack.enter_context(Stopper(says_so=progress is not False))
         pulls = itertools.islice(pulls, remaining)
         if jax.process_count() > 1:
             pulls = stopper.together(pulls)
         feed = stack.enter_context(Feed(pulls, getattr(step, "put", to_device), ahead=ahead))
         stack.enter_context(shown)
-        shown.begin(run.steps, steps)
+        shown.begin(run.steps, total)
         stopped_by = run.through(feed, stopper)
         if stopped_by is None and steps is not None and run.steps < steps:
             warnings.warn(
@@ -184,9 +187,17 @@ def _length(steps: Any, epochs: Any) -> tuple[int | None, int | None]:
             given=f"steps={steps!r} and epochs={epochs!r}",
             remedy="Pass one of them.",
         )
-    if steps is not None and (not isinstance(steps, int) or isinstance(steps, bool) or steps < 0):
-        raise InputError("steps must be a whole number", given=f"steps={steps!r}", remedy="For example steps=1000.")
-    return steps, 1 if steps is None and epochs is None else epochs
+    return None if steps is None else whole("steps", steps, 0), 1 if steps is None and epochs is None else epochs
+
+
+def _total(batches: Any, steps: int | None, epochs: int | None) -> int | None:
+    """How many steps there will be, if that can be known."""
+    if steps is not None or epochs is None:
+        return steps
+    try:
+        return epochs * len(batches)
+    except (TypeError, OverflowError):  # it does not tell, or has no end
+        return None
 
 
 def _skipping(shown: Silent) -> Callable[[int, int], None]:

@@ -76,7 +76,7 @@ class Bar(Silent):
             TextColumn("{task.description}"),
             BarColumn(bar_width=None),
             MofNCompleteColumn(),
-            TextColumn("{task.fields[text]}"),
+            TextColumn("{task.fields[text]}", markup=False),
             TimeRemainingColumn(elapsed_when_finished=True),
             console=self._console,
             expand=True,

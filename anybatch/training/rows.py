@@ -64,13 +64,14 @@ class Rows:
         for leaf in jax.tree.leaves(figures):
             if isinstance(leaf, jax.Array):
                 leaf.copy_to_host_async()
-        self._waiting.append((step, figures, _num_examples(metrics, batch)))
+        examples = _num_examples(metrics, batch)
+        self._waiting.append((step, figures, examples))
         if not self._has_begun:  # the first step was compiled, which is not to count
-            self.go_on()
+            self._has_begun = True
+            self._throughput.go_on(examples=examples, tokens=_num_tokens(metrics))
 
     def go_on(self) -> None:
         """Work goes on from here, after everything before was done."""
-        self._has_begun = True
         self._throughput.go_on()
 
     def ready(self) -> Iterator[dict[str, Any]]:
@@ -121,7 +122,7 @@ class Rows:
         if self._in_a_row == WORRYING:
             warnings.warn(
                 f"The gradients of {WORRYING} steps in a row were not finite: nothing is being learned. A smaller "
-                "learning rate or a smaller loss scale may help; jax.debug_nans(True) finds where it begins.",
+                "learning rate or a smaller loss scale may help; so may a look at the batches.",
                 RuntimeWarning,
                 stacklevel=user_stacklevel(),
             )
@@ -152,9 +153,11 @@ def evaluation(result: Any) -> dict[str, float]:
 def _figures(metrics: Any) -> dict[str, Any]:
     """The numbers in what a step told, by name: ours, or whatever another step returns."""
     if isinstance(metrics, Metrics):
-        figures = {"loss": metrics.loss, "gradient_norm": metrics.gradient_norm} | _scalars("aux", metrics.aux)
-        figures |= {"skipped": metrics.skipped, "noise": metrics.noise, "tokens": metrics.tokens}
-        return {name: value for name, value in figures.items() if value is not None}
+        own = {"loss": metrics.loss, "gradient_norm": metrics.gradient_norm, "aux": metrics.aux}
+        figures = {key: value for name, part in own.items() for key, value in _scalars(name, part).items()}
+        figures |= _scalars("skipped", metrics.skipped) | _scalars("tokens", metrics.tokens)
+        is_one_step = metrics.noise is not None and np.ndim(metrics.noise.steps) == 0
+        return figures | ({"noise": metrics.noise} if is_one_step else {})
     if isinstance(metrics, Mapping):
         return {name: value for key, part in metrics.items() for name, value in _scalars(str(key), part).items()}
     if hasattr(metrics, "_asdict"):
@@ -165,17 +168,22 @@ def _figures(metrics: Any) -> dict[str, Any]:
 def _scalars(name: str, tree: Any) -> dict[str, Any]:
     found = {}
     for path, leaf in named_leaves(name, tree):
-        is_number = is_array(leaf) and leaf.ndim == 0 and np.dtype(leaf.dtype).kind in "biuf"
+        kinds = (np.bool_, np.integer, np.floating)
+        is_number = is_array(leaf) and leaf.ndim == 0 and any(jax.dtypes.issubdtype(leaf.dtype, each) for each in kinds)
         if is_number or isinstance(leaf, (int, float)):
             found[path.replace("['", ".").replace("']", "").replace("[", ".").replace("]", "")] = leaf
     return found
 
 
 def _num_examples(metrics: Any, batch: Any) -> int:
-    if isinstance(metrics, Metrics):
-        return int(metrics.examples)
+    if isinstance(metrics, Metrics) and isinstance(metrics.examples, int):
+        return metrics.examples
     shapes = [np.shape(leaf) for leaf in jax.tree.leaves(batch) if is_array(leaf)]
     return next((shape[0] for shape in shapes if shape), 0)
+
+
+def _num_tokens(metrics: Any) -> int:
+    return metrics.tokens if isinstance(metrics, Metrics) and isinstance(metrics.tokens, int) else 0
 
 
 def _number(value: Any) -> Any:

@@ -75,6 +75,7 @@ class Run:
       schedule: what is done when.
       checkpoints: where it is saved, or None.
       shown: what shows it.
+      last_step: after which it will end, if that is known.
     """
 
     def __init__(
@@ -85,16 +86,18 @@ class Run:
         schedule: Schedule,
         checkpoints: Checkpoints | None,
         shown: Silent,
+        last_step: int | None = None,
     ) -> None:
         self.step, self.state, self.evaluate, self.schedule = step, state, evaluate, schedule
-        self.checkpoints, self.shown = checkpoints, shown
+        self.checkpoints, self.shown, self.last_step = checkpoints, shown, last_step
         self.steps, self.resumed_from = 0, None  # type: int, int | None
         self.position: Position | None = None
         self.rows = Rows()
         self.history: list[dict[str, Any]] = []  # rows of the log
         self._log: Log | None = None
         self._keep_every = 1
-        self._evaluated: int | None = None
+        self._evaluated: int | None = None  # the step after which it was
+        self._last_row: dict[str, Any] = {}
         self._saved: tuple[int | None, float] = (None, time.monotonic())
 
     def begin(self, log: Any, *, resume: bool) -> None:
@@ -124,7 +127,11 @@ class Run:
                 remedy="Choose another folder, delete this one, or leave resume out to go on from there.",
             )
         self.steps, arrays, record = self.checkpoints.restore(named_arrays(self.state))
-        self.state = with_arrays(self.state, arrays)
+        given, self.state = named_arrays(self.state), with_arrays(self.state, arrays)
+        if getattr(self.step, "donates", False):  # the first step would have used it up: it is not to stay beside it
+            for array in given.values():
+                if isinstance(array, jax.Array):
+                    array.delete()
         self.resumed_from, self.position = self.steps, self._own_position(record["positions"])
         self._saved = (self.steps, time.monotonic())
         self.rows = Rows(record["rows"])
@@ -148,9 +155,11 @@ class Run:
         """Takes a step for each batch. Returns the signal that ended it, if one did."""
         try:
             stopped_by = self._through(feed, stopper)
-            self._write_rows(evaluated=self.evaluate is not None and self._evaluated != self.steps and not stopped_by)
+            is_new = self.steps != (self.resumed_from or 0) and self._evaluated != self.steps
+            self._write_rows(evaluated=is_new and not stopped_by)
             if self.checkpoints is not None:
                 self._save(is_last=True)
+            stopped_by = stopped_by or stopper.noted  # it may have come while that was done
         except BaseException as error:
             self._rescue(error)
             raise
@@ -179,7 +188,8 @@ class Run:
     def _look_around(self) -> None:
         """What there is to do after a step."""
         every = self.schedule.evaluate_every
-        is_evaluated, is_saved = every is not None and self.steps % every == 0, self._is_to_be_saved()
+        is_evaluated = self.steps == self.last_step or (every is not None and self.steps % every == 0)
+        is_saved = self._is_to_be_saved()
         if is_evaluated or is_saved:
             self._write_rows(evaluated=is_evaluated)
             if is_saved:
@@ -234,13 +244,16 @@ class Run:
             if evaluated and self.evaluate is not None:
                 found, self._evaluated = evaluation(self.evaluate(self.state)), self.steps
         finally:  # an evaluation that fails must not take the rows with it
+            if found and not rows:  # the row is written: once more, with what was found
+                rows = [self._last_row or {"step": self.steps}]
+                self.history = self.history[:-1] if self.history[-1:] == rows else self.history
             if found:
-                rows = rows or [{"step": self.steps}]
-                rows[-1] |= found
+                rows[-1] = rows[-1] | found
             for row in rows:
                 self._write(row, is_notable=bool(found) and row is rows[-1])
 
     def _write(self, row: dict[str, Any], *, is_notable: bool = False) -> None:
+        self._last_row = row
         self.shown.show(row, is_notable=is_notable)
         if not is_notable and row["step"] != 1 and row["step"] % self.schedule.log_every:
             return
@@ -253,8 +266,10 @@ class Run:
 
     def _rescue(self, error: BaseException) -> None:
         """Lets no state be lost to an error: whoever catches it has it, and so has the folder."""
-        if any(array.is_deleted() for array in named_arrays(self.state).values() if isinstance(array, jax.Array)):
-            error.add_note("The state was used up by the step that failed.")
+        leaves = jax.tree.leaves(self.state)
+        if any(leaf.is_deleted() for leaf in leaves if isinstance(leaf, jax.Array)):
+            saved = "" if self.checkpoints is None else f" What was saved last is in {self.checkpoints.folder}."
+            error.add_note(f"The state after step {self.steps} was used up by what failed.{saved}")
             return
         error.state = self.state  # type: ignore[attr-defined]
         note = f"The state after step {self.steps} is in this error's attribute `state`"
@@ -277,6 +292,7 @@ class Run:
         return f"Stopped by {stopped_by} after step {self.steps}, saved in {folder}: run it again to go on."
 
     def close(self) -> None:
-        """Closes the log."""
+        """Closes the log, and lets go of the state."""
         if self._log is not None:
             self._log.close()
+        self.state = None

@@ -24,9 +24,13 @@ class Stopper:
 
     A second one does what it would have done without us: it raises `KeyboardInterrupt`, or ends the process. Signals
     reach the main thread alone; elsewhere nothing is caught.
+
+    Args:
+      says_so: whether to say at once, on the standard error, that the wish was noted.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, says_so: bool = False) -> None:
+        self._says_so = says_so
         self._noted: str | None = None
         self._agreed: str | None = None
         self._before: dict[int, Any] = {}
@@ -78,6 +82,9 @@ class Stopper:
     def _note(self, number: int, frame: FrameType | None) -> None:
         if self._noted is None:
             self._noted = signal.Signals(number).name
+            if self._says_so:  # a step may take a while; print() may be in the middle of something
+                text = f"\n{self._noted}: stopping after this step. Once more ends it at once.\n"
+                os.write(2, text.encode())
             return
         before = self._before[number]
         signal.signal(number, before)
@@ -91,6 +98,9 @@ class Stopper:
     ) -> None:
         for number, before in self._before.items():
             signal.signal(number, before)
+            around = getattr(before, "__self__", None)
+            if isinstance(around, Stopper) and self._noted == signal.Signals(number).name:
+                around._noted = around._noted or self._noted  # a run within a run: both are to stop
         self._before.clear()
 
 

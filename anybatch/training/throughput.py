@@ -30,9 +30,15 @@ class Throughput:
         self._since: tuple[float, Amount] | None = None  # when work went on after everything had been done
         self._last = (math.nan, math.nan)
 
-    def go_on(self) -> None:
-        """Everything before is done, and work goes on from here."""
-        self._since = (time.perf_counter(), self._total)
+    def go_on(self, *, examples: int = 0, tokens: int = 0) -> None:
+        """Everything before is done, and work goes on from here.
+
+        Args:
+          examples: what is under way, and not to count: the first step, which was compiled.
+          tokens: likewise.
+        """
+        under_way = Amount(self._total.examples + examples, self._total.tokens + tokens)
+        self._since = (time.perf_counter(), under_way)
         self._read.clear()
 
     def add(self, examples: int, tokens: int) -> None:
@@ -51,7 +57,7 @@ class Throughput:
 
     def when_all_is_done(self) -> tuple[float, float]:
         """The rates since work went on last."""
-        if self._since is not None and self._total != self._since[1]:
+        if self._since is not None and self._total.examples > self._since[1].examples:
             self._last = self._between(self._since, (time.perf_counter(), self._total))
         return self._last
 

@@ -1,6 +1,7 @@
 """What a step computes: the gradient of the batch, and the state after it."""
 
 import dataclasses
+import hashlib
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +16,7 @@ from anybatch.memory import memory_budget, readable
 from anybatch.placement import local_bytes
 from anybatch.routes import squares
 from anybatch.settings import Settings
+from anybatch.trees import describe
 from anybatch.updates import together
 
 
@@ -29,17 +31,22 @@ class Given:
     about_call: Any
 
     def with_arrays(self, arrays: list[Any], rows: list[Any]) -> "Given":
+        """The same with other arrays."""
         return dataclasses.replace(self, arrays=arrays, rows=rows)
 
-    @property
-    def signature(self) -> Any:
-        """What a program is compiled for."""
-        return self.kind, self.about_state, self.about_call, tuple((row.shape, row.dtype) for row in self.rows)
+    def about_arrays(self) -> Any:
+        """What a program is compiled for, of the arrays of the state."""
+        return tuple((array.shape, array.dtype, array.sharding) for array in self.arrays)
+
+    def about_rows(self) -> Any:
+        """What a program is compiled for, of the batch."""
+        return tuple((row.shape, row.dtype) for row in self.rows)
 
     @property
-    def batch_type(self) -> str:
-        """The types of the batch in words, the same in every process."""
-        return ", ".join(f"{row.dtype}[{','.join(map(str, row.shape))}]" for row in self.rows)
+    def name(self) -> str:
+        """The types of the batch in words, and those of the state in short; the same in every process."""
+        state = "; ".join(map(describe, self.arrays))
+        return f"{', '.join(map(describe, self.rows))} ({hashlib.sha256(state.encode()).hexdigest()[:8]})"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,7 +100,7 @@ class Update:
         changes: dict[str, Any] = {}
         memory = self.options.get("memory")
         if memory is not None and not (isinstance(memory, str) and "%" in memory):
-            changes["memory"] = readable(max(1, (memory_budget(memory) or 0) - _beside(given, args)))
+            changes["memory"] = readable(max(1, (memory_budget(memory) or 0) - beside_gradient(given, args)))
         if self.options.get("mesh") is not None and self.options.get("param_specs") is None:
             changes["param_specs"] = jax.tree.map(_spec, args[0])
         settings = self.settings(fun, given, **changes)
@@ -107,6 +114,8 @@ class Update:
         noise = NoiseScale.of_step(*sums) if self.noise_scale else None
         leaves = jax.tree.leaves(grads)
         norm = jnp.sqrt(squares.square(leaves))
+        # Of a complex parameter, JAX returns the conjugate of the direction in which the loss rises.
+        grads = jax.tree.map(lambda leaf: jnp.conj(leaf) if jnp.iscomplexobj(leaf) else leaf, grads)
         good = jnp.ones((), bool)
         if self.skip_nonfinite:
             for leaf in leaves:
@@ -138,7 +147,7 @@ def _value_fn(
     return value_fn
 
 
-def _beside(given: Given, args: tuple[Any, ...]) -> int:
+def beside_gradient(given: Given, args: tuple[Any, ...]) -> int:
     """The bytes of a state on one device that its gradient does not see: what the optimizer keeps."""
     seen = {id(leaf) for leaf in jax.tree.leaves((args[0], args[2:]))}
     return sum(local_bytes(array) for array in given.arrays if id(array) not in seen)
