@@ -28,7 +28,9 @@ import anybatch as ab
 print(ab.distributed.initialize())
 print(jax.local_device_count(), "of", jax.device_count(), "devices")"""
 
-_GRACE = 3.0  # seconds from SIGTERM to SIGKILL: JAX takes the first for a notice, and goes on
+# Seconds from SIGTERM to SIGKILL: JAX takes the first for a notice, and goes on. Who asks for an end gives more, since a
+# run may have a state to save.
+_GRACE, _GRACE_WHEN_ASKED = 3.0, 10.0
 _TIMED_OUT, _NO_READER = 124, 128 + signal.SIGPIPE  # as the shell and `timeout` have it
 _PARENT_DEATH = 1  # PR_SET_PDEATHSIG
 
@@ -43,8 +45,9 @@ def launch(
 ) -> int:
     """Runs a script in several processes that find each other, and shows what they print, each line with its number.
 
-    When one fails, the others are ended, by SIGTERM and three seconds later by SIGKILL. So they are at Ctrl-C, at a
-    SIGTERM, after `timeout`, and if nobody reads the output any more. On Linux they also end if this process is killed.
+    When one fails, the others are ended, by SIGTERM and three seconds later by SIGKILL. So they are after `timeout`, and
+    if nobody reads the output any more. At Ctrl-C or a SIGTERM they have ten seconds, to save what they have, or until
+    the next such signal. On Linux they also end if this process is killed.
 
     Args:
       script: the file to run, with this Python.
@@ -75,14 +78,17 @@ def launch(
     events: queue.SimpleQueue[tuple[str, int]] = queue.SimpleQueue()
     children: list[subprocess.Popen] = []
     readers: list[threading.Thread] = []
+    status = 0
     with _signals(events):
         try:
             # All of them before the first thread, since what runs between fork and exec is Python.
             children += [_start(command, environment) for environment in environments]
             readers += _forward(children, events)
-            return _watch(children, events, timeout)
+            status = _watch(children, events, timeout)
+            return status
         finally:
-            _end(children)
+            was_asked = status in (128 + signal.SIGINT, 128 + signal.SIGTERM)
+            _end(children, events, _GRACE_WHEN_ASKED if was_asked else _GRACE)
             for reader in readers:
                 reader.join(timeout=1.0)  # a grandchild may hold the pipe for as long as it likes
 
@@ -228,14 +234,16 @@ def _watch(children: Sequence[subprocess.Popen], events: queue.SimpleQueue, time
     return 0
 
 
-def _end(children: Sequence[subprocess.Popen]) -> None:
-    """Ends what still runs; returns when nothing does."""
+def _end(children: Sequence[subprocess.Popen], events: queue.SimpleQueue, grace: float) -> None:
+    """Ends what still runs, after so many seconds or at the next signal by force; returns when nothing does."""
     running = [child for child in children if child.poll() is None]
     for child in running:
         _signal_group(child, signal.SIGTERM)
-    deadline = time.monotonic() + _GRACE
+    deadline = time.monotonic() + grace
     while time.monotonic() < deadline and any(child.poll() is None for child in running):
-        time.sleep(0.02)
+        with contextlib.suppress(queue.Empty):
+            if events.get(timeout=0.02)[0] == "signal":
+                break
     for child in running:
         _signal_group(child, signal.SIGKILL)
     for child in children:
