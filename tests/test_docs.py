@@ -26,7 +26,7 @@ def test_the_blocks_of_a_page_run(page, tmp_path, monkeypatch):
 
 
 def test_the_blocks_are_found():
-    assert len(blocks(ROOT / "README.md")) == 3
+    assert len(blocks(ROOT / "README.md")) == 4
     assert len(blocks(ROOT / "docs" / "guide.md")) >= 7
 
 
