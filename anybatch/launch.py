@@ -28,8 +28,8 @@ import anybatch as ab
 print(ab.distributed.initialize())
 print(jax.local_device_count(), "of", jax.device_count(), "devices")"""
 
-# Seconds from SIGTERM to SIGKILL: JAX takes the first for a notice, and goes on. Who asks for an end gives more, since a
-# run may have a state to save.
+# Seconds from SIGTERM to SIGKILL: JAX takes the first for a notice, and goes on. Who asks for an end gives more, since
+# a run may have a state to save.
 _GRACE, _GRACE_WHEN_ASKED = 3.0, 10.0
 _TIMED_OUT, _NO_READER = 124, 128 + signal.SIGPIPE  # as the shell and `timeout` have it
 _PARENT_DEATH = 1  # PR_SET_PDEATHSIG
@@ -45,9 +45,9 @@ def launch(
 ) -> int:
     """Runs a script in several processes that find each other, and shows what they print, each line with its number.
 
-    When one fails, the others are ended, by SIGTERM and three seconds later by SIGKILL. So they are after `timeout`, and
-    if nobody reads the output any more. At Ctrl-C or a SIGTERM they have ten seconds, to save what they have, or until
-    the next such signal. On Linux they also end if this process is killed.
+    When one fails, the others are ended, by SIGTERM and three seconds later by SIGKILL. So they are after `timeout`,
+    and if nobody reads the output any more. At Ctrl-C or a SIGTERM they have ten seconds, to save what they have, or
+    until the next such signal. On Linux they also end if this process is killed.
 
     Args:
       script: the file to run, with this Python.

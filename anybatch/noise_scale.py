@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from anybatch.arguments import Arguments, Roles
+from anybatch.arguments import Arguments
 from anybatch.computation import Gradient
 from anybatch.errors import InputError
 from anybatch.gradient import compute, settings_of, value_and_grad

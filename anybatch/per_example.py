@@ -9,13 +9,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from anybatch.checks import one_of
 from anybatch.computation import Way
 from anybatch.errors import InputError
 from anybatch.example_computation import ExampleGradient, Results
 from anybatch.example_settings import ExampleSettings
 from anybatch.planning.running import run_as_planned
 from anybatch.programs import PROGRAMS
-from anybatch.settings import one_of
 
 
 class PerExample(NamedTuple):

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from anybatch import auxiliary
 from anybatch.arguments import Roles
+from anybatch.checks import one_of
 from anybatch.errors import InputError
 from anybatch.memory import memory_budget
 from anybatch.mesh_settings import MeshSettings, mesh_settings
@@ -201,13 +202,3 @@ def _accumulator_dtype(given: Any) -> Any:
         given=f"accumulator_dtype={given!r}",
         remedy="Use accumulator_dtype=jnp.float32, or None to sum each gradient in its own dtype.",
     )
-
-
-def one_of(name: str, given: Any, choices: tuple[str, ...]) -> None:
-    """Raises an InputError for what is not one of the choices."""
-    if not isinstance(given, str) or given not in choices:
-        raise InputError(
-            f"{name} must be one of {', '.join(map(repr, choices))}",
-            given=f"{name}={given!r}",
-            remedy=f'Choose one of them, e.g. {name}="{choices[-1]}".',
-        )

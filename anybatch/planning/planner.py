@@ -80,7 +80,9 @@ class Planner:
         if self.copies and budget.allowed is not None and self.settings.memory is None:
             less = self.copies * self.gradient.local_bytes("wrt")
             budget = dataclasses.replace(
-                budget, allowed=max(1, budget.allowed - less), source=f"{budget.source}, less {readable(less)} to update"
+                budget,
+                allowed=max(1, budget.allowed - less),
+                source=f"{budget.source}, less {readable(less)} to update",
             )
         return agreed(budget) if self.is_shared else budget
 

@@ -4,8 +4,9 @@ import importlib
 import math
 from typing import Any
 
+from anybatch.checks import whole
 from anybatch.errors import InputError
-from anybatch.privacy.numbers import constant, count, positive, probability
+from anybatch.privacy.numbers import constant, positive, probability
 
 ACCOUNTANTS = ("pld", "rdp")
 
@@ -53,7 +54,7 @@ def epsilon(
             remedy="For example noise_multiplier=1.1.",
         )
     rate = probability("sampling_rate", sampling_rate, example="256 / 60_000", or_one=True)
-    taken = count("steps", steps, example="1000")
+    taken = whole("steps", steps, example="1000")
     delta = probability("delta", delta, example="1e-5")
     library = _library(accountant)
     if taken == 0:
@@ -86,7 +87,7 @@ def noise_multiplier(
     target = positive("epsilon", epsilon, example="3.0")
     delta = probability("delta", delta, example="1e-5")
     rate = probability("sampling_rate", sampling_rate, example="256 / 60_000", or_one=True)
-    planned = count("steps", steps, at_least=1, example="1000")
+    planned = whole("steps", steps, 1, example="1000")
     library = _library(accountant)
     start = 1.0
     if accountant == "pld":

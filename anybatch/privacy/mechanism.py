@@ -8,11 +8,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from anybatch.checks import whole
 from anybatch.clipping import clipped_grad
 from anybatch.errors import InputError
 from anybatch.privacy.keys import LEDGER
 from anybatch.privacy.noise import add_noise, at_least_float32, check_floating, check_key
-from anybatch.privacy.numbers import count, positive
+from anybatch.privacy.numbers import positive
 from anybatch.privacy.refusals import (
     check_batch_size,
     check_clip_norm,
@@ -59,7 +60,7 @@ class PrivateGrad:
             self.num_examples, self.sampling_rate = check_sampling(num_examples, expected_batch_size)
         self.max_batch_size = max_batch_size
         if max_batch_size is not None:
-            self.max_batch_size = count("max_batch_size", max_batch_size, at_least=1, example="512")
+            self.max_batch_size = whole("max_batch_size", max_batch_size, 1, example="512")
         self.allow_key_reuse = allow_key_reuse
         self._fun, self._argnums, self._has_aux = fun, argnums, has_aux
         self._options = check_options(options, self.expected_batch_size)

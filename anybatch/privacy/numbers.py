@@ -1,11 +1,9 @@
 """Numbers that a guarantee rests on, checked: known before anything runs, and the same whatever the data are."""
 
 import math
-import operator
 from typing import Any
 
 import jax
-import numpy as np
 
 from anybatch.errors import InputError
 
@@ -49,21 +47,6 @@ def probability(name: str, value: Any, *, example: str, or_one: bool = False) ->
     if not (0 < number < 1 or (or_one and number == 1)):
         raise InputError(
             f"{name} must be above 0 and {'at most' if or_one else 'below'} 1",
-            given=f"{name}={value!r}",
-            remedy=f"For example {name}={example}.",
-        )
-    return number
-
-
-def count(name: str, value: Any, *, at_least: int = 0, example: str) -> int:
-    """A whole number."""
-    try:
-        number = at_least - 1 if isinstance(value, (bool, np.bool_)) else operator.index(value)
-    except TypeError:
-        number = at_least - 1
-    if number < at_least:
-        raise InputError(
-            f"{name} must be a whole number of at least {at_least}",
             given=f"{name}={value!r}",
             remedy=f"For example {name}={example}.",
         )

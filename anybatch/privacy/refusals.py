@@ -7,9 +7,10 @@ from typing import Any
 import jax
 import numpy as np
 
+from anybatch.checks import whole
 from anybatch.errors import CoupledError, InputError
 from anybatch.privacy.keys import is_at_hand
-from anybatch.privacy.numbers import constant, count, most_of
+from anybatch.privacy.numbers import constant, most_of
 from anybatch.privacy.sampling import rate_of
 from anybatch.read import read
 
@@ -44,7 +45,7 @@ def check_clip_norm(clip_norm: Any, noise: float) -> float:
 
 def check_sampling(num_examples: Any, expected_batch_size: Any) -> tuple[int, float]:
     """The number of examples, and the rate at which they are sampled."""
-    number = count("num_examples", num_examples, at_least=1, example="60_000")
+    number = whole("num_examples", num_examples, 1, example="60_000")
     return number, rate_of(number, expected_batch_size)
 
 

@@ -7,10 +7,11 @@ from typing import Any
 
 import numpy as np
 
+from anybatch.checks import whole
 from anybatch.errors import InputError
 from anybatch.privacy.keys import LEDGER, value_of
 from anybatch.privacy.noise import check_key
-from anybatch.privacy.numbers import count, log_of_excess, most_of, positive, probability
+from anybatch.privacy.numbers import log_of_excess, most_of, positive, probability
 from anybatch.trees import is_array
 
 # The probability that any draw of a whole run has more examples than there is room for.
@@ -63,7 +64,7 @@ class PoissonBatches:
           InputError: if the draw has more examples than there is room for; with the size that was chosen for you, this
             has a probability below 1e-12 in a whole run. Examples are never left out.
         """
-        step = count("step", step, example="0")
+        step = whole("step", step, example="0")
         if step >= self.steps:
             raise InputError(
                 "step must be one of the run", given=f"step={step} of {self.steps}", remedy="Pass more steps=..."
@@ -124,9 +125,9 @@ def poisson_batches(
     Raises:
       InputError: for numbers that cannot be, or a `max_batch_size` that a draw may well exceed.
     """
-    num_examples = count("num_examples", num_examples, at_least=1, example="60_000")
-    steps = count("steps", steps, at_least=1, example="1000")
-    start = count("start", start, example="0")
+    num_examples = whole("num_examples", num_examples, 1, example="60_000")
+    steps = whole("steps", steps, 1, example="1000")
+    start = whole("start", start, example="0")
     rate = _sampling_rate(num_examples, sampling_rate, expected_batch_size)
     if start > steps:
         raise InputError(
@@ -135,7 +136,7 @@ def poisson_batches(
             remedy="steps= counts those that were taken before, too.",
         )
     smallest = most_of(num_examples, rate, failure=OVERFLOW / steps)
-    size = smallest if max_batch_size is None else count("max_batch_size", max_batch_size, at_least=1, example="512")
+    size = smallest if max_batch_size is None else whole("max_batch_size", max_batch_size, 1, example="512")
     if size < smallest and log_of_excess(num_examples, rate, size) > math.log(OVERFLOW / steps):
         raise InputError(
             "max_batch_size must have room for every draw: leaving examples out would void the guarantee",
@@ -181,7 +182,7 @@ def _entropy(seed: Any) -> tuple[int, ...]:
                 "seed must be known when batches are drawn", given="a key under jit", remedy="Draw batches outside jit."
             )
         return (_PURPOSE, *np.frombuffer(value, np.uint32).tolist())
-    return (_PURPOSE, count("seed", seed, example="privacy.secret_key()"))
+    return (_PURPOSE, whole("seed", seed, example="privacy.secret_key()"))
 
 
 def _dtype(array: Any) -> Any:

@@ -1,13 +1,13 @@
 """Batches of arrays in memory, and what all batches of one source have in common."""
 
 import dataclasses
-import operator
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 import jax
 import numpy as np
 
+from anybatch.checks import whole
 from anybatch.errors import InputError
 from anybatch.trees import describe, is_array, named_leaves
 
@@ -206,18 +206,3 @@ def _can_be_fetched(leaf: Any) -> bool:
     if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.extended):
         return False
     return not isinstance(leaf, jax.Array) or leaf.is_fully_addressable
-
-
-def whole(name: str, value: Any, at_least: int) -> int:
-    """A whole number, checked."""
-    try:
-        number = at_least - 1 if isinstance(value, (bool, np.bool_)) else operator.index(value)
-    except TypeError:
-        number = at_least - 1
-    if number < at_least:
-        raise InputError(
-            f"{name} must be a whole number of at least {at_least}",
-            given=f"{name}={value!r}",
-            remedy=f"For example {name}={max(at_least, 1)}.",
-        )
-    return number

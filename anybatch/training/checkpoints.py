@@ -11,7 +11,6 @@ import contextlib
 import importlib
 import json
 import logging
-import operator
 import os
 import sys
 import threading
@@ -24,6 +23,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from anybatch.checks import whole
 from anybatch.errors import AnybatchError, InputError
 from anybatch.memory import readable
 from anybatch.training.checkpoint_folder import CheckpointFolder
@@ -79,7 +79,7 @@ class Checkpoints:
     """
 
     def __init__(self, folder: str | os.PathLike[str], *, keep: int = 3) -> None:
-        self._keep = _whole("keep", keep, least=1)
+        self._keep = whole("keep", keep, 1)
         self._orbax = _orbax()
         self._files = CheckpointFolder(Path(os.path.abspath(folder)))
         self._saving: tuple[int, int] | None = None  # the step that is being written, and its bytes
@@ -116,7 +116,7 @@ class Checkpoints:
           CheckpointError: if the save before failed in the background, or there is no space for this one.
           InputError: for what cannot be saved.
         """
-        step = _whole("step", step, least=0)
+        step = whole("step", step, 0)
         descriptions = described(arrays)
         text = _as_json({"anybatch": 1, "arrays": descriptions, "record": record})
         self.wait()
@@ -259,7 +259,7 @@ class Checkpoints:
                 given=f"step={step!r}, and {self.folder} has {', '.join(map(str, self._files.steps()))}",
                 remedy=f"Pass one of these, or step=None for the newest, {newest}.",
             )
-        return _whole("step", step, least=0)
+        return whole("step", step, 0)
 
     def _check_order(self, step: int) -> None:
         newest = self.latest()
@@ -365,20 +365,6 @@ def _outside_of_loops(fun: Callable[[], Any]) -> Any:
 
 def _is_primary() -> bool:
     return jax.process_index() == 0
-
-
-def _whole(name: str, given: Any, *, least: int) -> int:
-    try:
-        number = -1 if isinstance(given, bool) else operator.index(given)
-    except TypeError:
-        number = -1
-    if number < least:
-        raise InputError(
-            f"{name} must be a whole number of at least {least}",
-            given=f"{name}={given!r}",
-            remedy=f"Pass one, e.g. {name}={max(least, 3)}.",
-        )
-    return number
 
 
 def _as_json(content: Any) -> str:

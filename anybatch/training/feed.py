@@ -12,7 +12,8 @@ import jax
 import numpy as np
 
 from anybatch import compat
-from anybatch.training.batches import Outline, check_dtypes, check_same_kind, whole
+from anybatch.checks import whole
+from anybatch.training.batches import Outline, check_dtypes, check_same_kind
 from anybatch.training.sources import Position
 from anybatch.trees import named_leaves
 

@@ -11,9 +11,9 @@ from typing import Any
 
 import jax
 
+from anybatch.checks import whole
 from anybatch.errors import InputError, user_stacklevel
 from anybatch.gradient_noise import NoiseScale
-from anybatch.training.batches import whole
 from anybatch.training.checkpoints import Checkpoints
 from anybatch.training.feed import Feed, to_device
 from anybatch.training.progress import Silent, display

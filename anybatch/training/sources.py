@@ -13,8 +13,9 @@ from typing import Any
 
 import numpy as np
 
+from anybatch.checks import whole
 from anybatch.errors import InputError
-from anybatch.training.batches import Batches, check_same_kind, whole
+from anybatch.training.batches import Batches, check_same_kind
 from anybatch.trees import describe, is_array
 
 __all__ = ["Batches", "check_same_kind", "open_source"]

@@ -1,0 +1,37 @@
+"""What options of many functions must be, checked the same way and said in the same words."""
+
+import operator
+from typing import Any
+
+import numpy as np
+
+from anybatch.errors import InputError
+
+
+def one_of(name: str, given: Any, choices: tuple[str, ...]) -> None:
+    """Raises an InputError for what is not one of the choices."""
+    if not isinstance(given, str) or given not in choices:
+        raise InputError(
+            f"{name} must be one of {', '.join(map(repr, choices))}",
+            given=f"{name}={given!r}",
+            remedy=f'Choose one of them, e.g. {name}="{choices[-1]}".',
+        )
+
+
+def whole(name: str, given: Any, at_least: int = 0, *, example: str | None = None) -> int:
+    """A whole number, as an int; an InputError for anything else.
+
+    >>> whole("steps", np.int64(3))
+    3
+    """
+    try:
+        number = at_least - 1 if isinstance(given, (bool, np.bool_)) else operator.index(given)
+    except TypeError:
+        number = at_least - 1
+    if number < at_least:
+        raise InputError(
+            f"{name} must be a whole number of at least {at_least}",
+            given=f"{name}={given!r}",
+            remedy=f"For example {name}={example or max(at_least, 1)}.",
+        )
+    return number
