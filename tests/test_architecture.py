@@ -14,17 +14,8 @@ PACKAGE = pathlib.Path(anybatch.__file__).parent
 # A module may import those of lower floors, and those before it in the list of its own floor.
 FLOORS = [
     [
-        "version",
-        "errors",
-        "trees",
-        "updates",
-        "compat",
-        "memory",
-        "placement",
-        "hints",
-        "mesh_settings",
-        "hlo",
-        "collectives",
+        *("version", "errors", "checks", "trees", "updates", "compat", "memory", "placement", "hints", "mesh_settings"),
+        *("hlo", "collectives"),
     ],
     ["batch", "arguments", "loss", "auxiliary", "gradient_noise", "process_rows", "distributed"],
     [
