@@ -20,7 +20,7 @@ from anybatch.training.fitting import FittingProgram
 from anybatch.training.kinds import kind_of
 from anybatch.training.state import Meter, Metrics, TrainState
 from anybatch.training.update import Given, Update
-from anybatch.updates import apart, together
+from anybatch.updates import Constants, apart, together
 
 # Without several of them the noise of a gradient cannot be told, and few tell little.
 MICROBATCHES_FOR_NOISE = 4
@@ -30,6 +30,24 @@ COPIES, COPIES_WITHOUT_DONATION = 1, 4
 
 # So many programs of one step are worth a word.
 MANY_PROGRAMS = 16
+
+
+@dataclasses.dataclass(frozen=True)
+class _Last:
+    """The state that was returned last, if it is alive, and what is known of it: most steps go on from that."""
+
+    state: Callable[[], Any]
+    kind: Any
+    about_state: Constants
+    about_arrays: Any
+    about_batch: Any  # that it was computed with
+    program: tuple[Callable[..., Any], int]
+
+    def arrays_of(self, state: Any) -> list[Any]:
+        leaves = jax.tree.leaves(state)
+        if not self.about_state.told_apart:  # there are no constants
+            return leaves
+        return [leaf for leaf, fixed in zip(leaves, self.about_state.fixed, strict=True) if fixed is None]
 
 
 class TrainStep:
@@ -44,8 +62,7 @@ class TrainStep:
         self._ways: dict[str, Way] = {}  # that were decided, by the type of the batch
         self._adopted: set[str] = set()
         self._meter = Meter()
-        # The state that was returned last, if it is alive, and what was known of its arrays.
-        self._returned: tuple[Callable[[], Any], Any] = ((lambda: None), None)
+        self._last: _Last | None = None
 
     def init(self, params: Any, key: Any = None) -> TrainState:
         """The state before the first step, with copies of the parameters: your own arrays stay as they are.
@@ -71,26 +88,36 @@ class TrainStep:
         return TrainState.create(params, self._update.optimizer, _copied(key))
 
     def __call__(self, state: Any, batch: Any, **kwargs: Any) -> tuple[Any, Metrics]:
-        given = self._given(state, batch, kwargs)
-        if any(isinstance(array, jax.core.Tracer) for array in (*given.arrays, *given.rows)):
+        last = self._last
+        if last is not None and last.state() is state:  # as it was returned: it need not be looked at again
+            given = Given(last.kind, last.arrays_of(state), last.about_state, *apart((batch, kwargs)))
+            about_arrays, is_traced = last.about_arrays, any(map(_is_traced, given.rows))
+        else:
+            last, given = None, self._given(state, batch, kwargs)
+            is_traced = any(map(_is_traced, (*given.arrays, *given.rows)))
+        if is_traced:
             return self._traced(state, batch, given)
-        returned, about_arrays = self._returned
-        if returned() is not state:  # else it is as it was returned, and need not be looked at again
-            given = given.with_arrays(ready_to_donate(given.arrays, self._over, copy=self._donate), given.rows)
+        rows = put_batch(given.rows, self._over)
+        if last is None:
+            given = given.with_arrays(ready_to_donate(given.arrays, self._over, copy=self._donate), rows)
             about_arrays = given.about_arrays()
-        given = given.with_arrays(given.arrays, put_batch(given.rows, self._over))
-        signature = (given.kind, given.about_state, given.about_call, given.about_rows(), about_arrays)
-        found = self._found(signature)
-        program, examples = found or self._compiled(given)
+        else:
+            given = given.with_arrays(given.arrays, rows)
+        about_batch = (given.about_call, given.about_rows())
+        if last is not None and last.about_batch == about_batch:
+            program, examples = last.program
+        else:
+            program, examples = self._program(given, (given.kind, given.about_state, about_arrays, *about_batch))
         arrays, results = program(given.arrays, given.rows)
-        if found is None:
-            self._keep(signature, program, examples)
-            self._meter.begin()
+        self._meter.begin()
         tokens = self._num_tokens(batch)
         metrics = Metrics(**results, examples=examples, tokens=tokens, _reading=self._meter.count(examples, tokens))
         state = given.kind.whole(state, arrays, given.about_state)
+        self._last = None
         if not given.kind.changes_model:  # one that is changed in place tells nothing by being the same
-            self._returned = (weakref.ref(state), about_arrays)
+            self._last = _Last(
+                weakref.ref(state), given.kind, given.about_state, about_arrays, about_batch, (program, examples)
+            )
         return state, metrics
 
     def plan(self, state: Any, batch: Any, *, timed: bool = False, **kwargs: Any) -> Plan:
@@ -136,7 +163,7 @@ class TrainStep:
         """Goes the ways that were chosen elsewhere, instead of planning anew, and whatever was planned before."""
         ways = {name: Way(size, *style) for name, (size, *style) in decisions.items()}
         if any(self._ways.get(name) != way for name, way in ways.items()):
-            self._programs.clear()
+            self._forget_programs()
         self._ways |= ways
         self._adopted |= set(ways)
 
@@ -151,18 +178,19 @@ class TrainStep:
         arrays = ready_to_donate(given.arrays, self._over, copy=False)
         return given.with_arrays(arrays, put_batch(given.rows, self._over))
 
-    def _found(self, signature: Any) -> tuple[Callable[..., Any], int] | None:
+    def _program(self, given: Given, signature: Any) -> tuple[Callable[..., Any], int]:
+        """The program for what is given, and the number of examples that it takes."""
         try:
-            return self._programs.get(signature)
+            found = self._programs.get(signature)
         except TypeError as error:
             raise InputError(
                 "What is no array in a state, a batch or a keyword argument is a constant, which must be hashable",
                 given=str(error),
                 remedy="Pass arrays, numbers, strings or functions; a list or a dict of them is fine.",
             ) from error
-
-    def _keep(self, signature: Any, program: Callable[..., Any], examples: int) -> None:
-        self._programs[signature] = program, examples
+        if found is not None:
+            return found
+        found = self._programs[signature] = self._compiled(given)
         if len(self._programs) == MANY_PROGRAMS:
             warnings.warn(
                 f"This step was compiled {MANY_PROGRAMS} times, for as many shapes of batches or values of constants. "
@@ -170,6 +198,11 @@ class TrainStep:
                 RuntimeWarning,
                 stacklevel=user_stacklevel(),
             )
+        return found
+
+    def _forget_programs(self) -> None:
+        self._programs.clear()
+        self._last = None
 
     def _traced(self, state: Any, batch: Any, given: Given) -> tuple[Any, Metrics]:
         """A step that is part of a larger program."""
@@ -253,8 +286,12 @@ class TrainStep:
             way, before = self._with_noise(way, gradient), self._ways.get(given.name)
             self._ways[given.name] = way
             if before not in (None, way):
-                self._programs.clear()  # the next step goes this way
+                self._forget_programs()  # the next step goes this way
         return plan
+
+
+def _is_traced(array: Any) -> bool:
+    return isinstance(array, jax.core.Tracer)
 
 
 def _copied(tree: Any) -> Any:
