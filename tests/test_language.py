@@ -17,6 +17,8 @@ from anybatch.language.gpt import GPT, count
 from anybatch.language.text import Corpus, Vocabulary, Windows, read_text
 from anybatch.training.sources import open_source
 
+pytestmark = pytest.mark.thorough  # what it tests does not depend on the version of JAX
+
 SHAPE = GPT(vocabulary=11, context=6, layers=2, heads=2, width=8)
 LOSS, LOGITS = jax.jit(SHAPE.loss), jax.jit(SHAPE.logits)
 TOKENS = np.random.default_rng(0).integers(0, 11, (12, 7)).astype(np.int32)

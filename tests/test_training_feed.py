@@ -301,6 +301,8 @@ class TestEnding:
         program = """
 import time, numpy as np
 from anybatch.training.feed import Feed
+
+pytestmark = pytest.mark.thorough  # what it tests does not depend on the version of JAX
 def hangs():
     yield np.zeros(2), {}
     time.sleep(600)

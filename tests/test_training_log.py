@@ -91,6 +91,8 @@ def test_a_run_that_goes_on_looks_as_if_it_had_never_stopped(tmp_path, suffix):
 KILLED = """\
 import sys
 from anybatch.training.log import Log
+
+pytestmark = pytest.mark.thorough  # what it tests does not depend on the version of JAX
 with Log(sys.argv[1:]) as log:
     print("begun", flush=True)
     for step in range(1, 10**9):
