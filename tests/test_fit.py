@@ -457,7 +457,7 @@ def test_the_last_row_has_the_loss_and_the_evaluation(tmp_path, source):
     assert [row["step"] for row in run.history] == [1, 2, 3, 4]
     assert run.history[-1]["loss"] > 0 and run.history[-1]["eval"] == 7
     rows = read_log(tmp_path / "run.csv")
-    assert rows[-1]["eval"] == 7 and rows[-1]["loss"] > 0
+    assert [row["step"] for row in rows] == [1, 2, 3, 4] and rows[-1]["eval"] == 7 and rows[-1]["loss"] > 0
     if source == "list":
         again = fitted(batches(), evaluate=lambda state: 7.0, **options)
         assert len(read_log(tmp_path / "run.csv")) == len(rows) and again.steps == 4

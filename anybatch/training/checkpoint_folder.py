@@ -88,7 +88,8 @@ class CheckpointFolder:
             return
         mark = int(multihost_utils.broadcast_one_to_all(np.asarray(time.time_ns() % 2**31, np.int32)))
         if jax.process_index() == 0:
-            (self.path / _MARKER).write_text(str(mark))
+            with contextlib.suppress(OSError):  # then nobody sees it, and all raise
+                (self.path / _MARKER).write_text(str(mark))
         end, sees = time.monotonic() + _PATIENCE, False
         while not sees and time.monotonic() < end:  # file systems of a network take their time
             with contextlib.suppress(OSError):

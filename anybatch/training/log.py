@@ -5,7 +5,7 @@ import io
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -86,10 +86,24 @@ class Log:
         Raises:
           LogError: if it could not be written.
         """
+        self._with_each(row, lambda file, checked: file.append(checked))
+
+    def amend(self, row: Mapping[str, Any]) -> None:
+        """Replaces the last row, as when something else became known of the same step.
+
+        Args:
+          row: as for `write`.
+
+        Raises:
+          LogError: if it could not be written.
+        """
+        self._with_each(row, lambda file, checked: file.amend(checked))
+
+    def _with_each(self, row: Mapping[str, Any], write: Callable[["_File", Row], None]) -> None:
         checked = _checked(row)
         for file in self._files:
             try:
-                file.append(checked)
+                write(file, checked)
             except OSError as error:
                 raise LogError(file.path, error) from error
 
@@ -164,6 +178,10 @@ class _File:
     def append(self, row: Row) -> None:
         """Adds a row: all of it, or an OSError and nothing."""
         raise NotImplementedError
+
+    def amend(self, row: Row) -> None:
+        """Replaces the last row."""
+        self._replace([*read_log(self.path)[:-1], row])
 
     def close(self) -> None:
         self._file.close()

@@ -98,6 +98,7 @@ class Run:
         self._keep_every = 1
         self._evaluated: int | None = None  # the step after which it was
         self._last_row: dict[str, Any] = {}
+        self._written: int | None = None  # the step of the last row in the log
         self._saved: tuple[int | None, float] = (None, time.monotonic())
 
     def begin(self, log: Any, *, resume: bool) -> None:
@@ -244,7 +245,7 @@ class Run:
             if evaluated and self.evaluate is not None:
                 found, self._evaluated = evaluation(self.evaluate(self.state)), self.steps
         finally:  # an evaluation that fails must not take the rows with it
-            if found and not rows:  # the row is written: once more, with what was found
+            if found and not rows:  # the row is written: it is replaced by one with what was found
                 rows = [self._last_row or {"step": self.steps}]
                 self.history = self.history[:-1] if self.history[-1:] == rows else self.history
             if found:
@@ -258,7 +259,9 @@ class Run:
         if not is_notable and row["step"] != 1 and row["step"] % self.schedule.log_every:
             return
         if self._log is not None:
-            self._log.write(row)
+            write = self._log.amend if row["step"] == self._written else self._log.write
+            write(row)
+            self._written = row["step"]
         if len(self.history) >= MOST_ROWS:
             self.history, self._keep_every = self.history[::2], 2 * self._keep_every
         if is_notable or row["step"] % self._keep_every == 0:
