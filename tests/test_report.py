@@ -248,16 +248,35 @@ def test_what_is_not_there_has_no_heading():
     assert "<svg" not in page  # one point is no curve
 
 
+def heads(page):
+    """The key figures by label: their style, value and note."""
+    pattern = (
+        r'<div(?: class="(\w+)")?><dt>(.*?)</dt><dd class="value">(.*?)</dd>(?:<dd class="note">(.*?)</dd>)?</div>'
+    )
+    return {label: (style, value, note) for style, label, value, note in re.findall(pattern, page)}
+
+
 def test_key_figures(report):
     plan, whole = report.plan, report.plan.candidates[0]
     assert whole.route == "all at once" and plan.microbatch_size < 64
     page = report.html()
-    figures = dict(re.findall(r'<dt>(.*?)</dt><dd class="value">(.*?)</dd>', page))
+    figures = {label: value for label, (_, value, _) in heads(page).items()}
     assert figures["Steps"] == "200" and "in 20 s, 140 skipped" not in page and "in 20 s, 1 skipped" in page
     assert figures["Effective batch"] == "64" and figures["Microbatch"] == str(plan.microbatch_size)
     assert figures["Loss"] == f"{report.history[-1]['loss']:.4g}" and figures["Throughput"] == "900"
     assert f"{whole.total / 1024:.1f} KiB for the full batch" in page
     assert figures["Gradient"] == "verified"
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, None], ids=str)
+def test_a_loss_that_is_not_finite_is_told_at_the_head(value):
+    finite = [{"step": step, "loss": 3 - step / 100} for step in range(1, 100)]
+    broken = [row | {"loss": value} if row["step"] >= 50 else row for row in finite]
+    assert heads(Report("Broken", broken).html())["Loss"] == ("wrong", "not finite", "last 2.51 at step 49")
+    never = [row | {"loss": value} for row in finite]
+    assert heads(Report("Never", never).html())["Loss"] == ("wrong", "not finite", "in all 99 rows")
+    once = [row | {"loss": value} if row["step"] == 50 else row for row in finite]  # the control: it went on
+    assert heads(Report("Once", once).html())["Loss"] == ("", "2.01", "from 2.99 at step 1")
 
 
 def test_a_wrong_gradient_is_told():
@@ -268,6 +287,33 @@ def test_a_wrong_gradient_is_told():
     page = Report("Wrong", [], verification=wrong).html()
     assert page.count('<tr class="bad">') == 2 and "All routes give the gradient" not in page
     assert html.escape("Pass reduction=", quote=False) in page
+    assert heads(page)["Gradient"] == ("wrong", "different", "differs by 3")
+    head = page[page.index("<header>") : page.index("</header>")]
+    alarm = re.search(r'<p class="alarm" role="alert">(.*?)</p>', head)[1]
+    assert alarm.startswith("Routes differ: 2 of 2 do not give the gradient of the full batch.")
+    assert "The worst, microbatch_size=1, differs by 3 at " in alarm
+
+
+def test_the_worst_route_is_one_that_fails_and_nan_is_worst_of_all(report):
+    same = report.verification.routes[0]
+    assert same.ok and '<p class="alarm"' not in report.html()
+
+    def alarm(*differences):
+        routes = [
+            dataclasses.replace(same, name=f"route {place}", ok=False, gradient=difference, leaves=())
+            for place, difference in enumerate(differences)
+        ]
+        coarse = dataclasses.replace(same, gradient=1e9)  # the control: far off, and allowed to be
+        failed = dataclasses.replace(report.verification, ok=False, routes=(coarse, *routes))
+        return re.search(r'<p class="alarm" role="alert">(.*?)</p>', Report("Wrong", [], verification=failed).html())[1]
+
+    assert "2 of 3" in alarm(0.5, 0.25) and "The worst, route 0, differs by 0.5" in alarm(0.5, 0.25)
+    rounded = dataclasses.replace(same, ok=False, rounding=0.75, expected_rounding=0.01)
+    narrow = dataclasses.replace(report.verification, ok=False, routes=(same, rounded), given_dtype="bfloat16")
+    page = Report("Rounded", [], verification=narrow).html()
+    assert "differs by 0.75 in bfloat16." in page and heads(page)["Gradient"][2] == "differs by 0.75"
+    for order in ([math.nan, 0.5, math.inf], [math.inf, 0.5, math.nan]):
+        assert f"The worst, route {[math.isnan(each) for each in order].index(True)}, is not finite" in alarm(*order)
 
 
 def test_the_noise_scale_is_compared_with_the_batch_in_its_own_units():
@@ -303,6 +349,49 @@ def test_values_that_are_no_numbers_leave_gaps():
     assert re.search(r'<path class="curve blue" d="([^"]*)"', whole)[1].count("M") == 1
 
 
+@pytest.mark.parametrize("unknown", [math.nan, None], ids=str)
+def test_the_first_step_has_no_rate_and_that_is_no_failure(unknown):
+    history = [{"step": step, "loss": 1.0, "examples_per_second": 900.0 + step} for step in range(1, 11)]
+    history[0]["examples_per_second"] = unknown
+    page = Report("First", history).html()
+    assert "no finite value" not in page and "not finite" not in page
+    assert "<tr><td>1</td><td>1.000</td><td></td></tr>" in page
+    history[5]["examples_per_second"] = unknown  # the control: in the midst it is a gap
+    assert "1 of 9 rows has no finite value here." in Report("Midst", history).html()
+
+
+def test_the_legend_names_every_curve_and_what_is_not_drawn_is_named():
+    def legend(page):
+        return re.findall(r'<li><svg[^>]*><\w+ class="\w+ ([^"]*)"[^>]*></svg>(.*?)</li>', page.replace("/>", ">"))
+
+    history = [{"step": step, "loss": 1 / step, "eval.loss": 2 / step} for step in range(1, 11)]
+    assert legend(Report("Few", history).html()) == [("blue", "training loss"), ("orange disc", "eval.loss")]
+    assert "in the log" not in Report("Few", history).html()
+    many = {f"eval.{place}.loss": float(place) for place in range(14)} | {f"aux.{place}": 1.0 for place in range(18)}
+    page = Report("Many", [{"step": step, "loss": 1 / step} | many for step in (1, 2, 3)]).html()
+    styles, names = zip(*legend(page)[:13], strict=True)
+    assert names == ("training loss", *list(many)[:12]) and len(set(styles)) == 13
+    assert "8 more columns are in the log: eval.12.loss, eval.13.loss, aux.12, " in page and "aux.17." in page
+    assert page.count('data-figure="aux.') == 12
+
+
+def test_large_numbers_read_the_same_everywhere():
+    history = [{"step": 1, "loss": 2.5e-120}, {"step": 2, "loss": 2.5e120}]
+    page = Report("Large", history).html()
+    assert heads(page)["Loss"] == ("", "2.5\u00d710¹²⁰", "from 2.5\u00d710⁻¹²⁰ at step 1")
+    assert "<td>2.5\u00d710¹²⁰</td>" in page and "highest 2.5\u00d710¹²⁰ at step 2" in page
+
+
+def test_what_turns_the_direction_of_writing_is_shown_as_its_code():
+    turns = [chr(code) for code in (*range(0x202A, 0x202F), *range(0x2066, 0x206A))]
+    history = [{"step": step, "loss": 1.0, f"aux.{''.join(turns)}": 1.0 * step} for step in (1, 2)]
+    page = Report("".join(turns), history, samples=[("".join(turns), "".join(turns))]).html()
+    assert not any(turn in page for turn in turns)
+    codes = "".join(f"\\u{ord(turn):04x}" for turn in turns)
+    assert f"<title>{codes}</title>" in page and f"<h3>{codes}</h3><pre>{codes}</pre>" in page
+    assert "<h1>\u0633\u0644\u0627\u0645</h1>" in Report("\u0633\u0644\u0627\u0645", []).html()  # letters stay
+
+
 @pytest.mark.parametrize(
     "losses",
     [
@@ -331,6 +420,22 @@ def test_smoothing_has_no_lag_and_less_noise():
     np.testing.assert_allclose(line[:900], 3 - steps[:900] / 500, rtol=1e-9)
     noise = np.random.default_rng(0).normal(size=1000)
     assert smoothed(Series(steps, noise)).values[100:900].std() < 0.25 * noise.std()
+
+
+@pytest.mark.parametrize("length", [100, 200_000])
+def test_the_smoothed_curve_begins_at_the_first_value_and_lies_on_steep_rows(length):
+    steps = np.arange(1.0, length + 1)
+    rows = Series(steps, 1 / steps)
+    smooth = smoothed(rows)
+    assert smooth.values[0] == rows.values[0]
+    assert np.max(smooth.values * steps) < 1.15  # windows back to the first value: 1.7 and 25 times
+    # What is drawn is that curve, with straight lines between some of its points.
+    drawn = thinned(smooth, 333)
+    between = np.exp(np.interp(steps, drawn.steps, np.log(drawn.values)))
+    assert np.max(between * steps) < 1.25
+    coarse = np.linspace(0, length - 1, 166).astype(int)  # the control: evenly apart
+    line = np.exp(np.interp(steps, steps[coarse], np.log(smooth.values[coarse])))
+    assert length == 100 or np.max(line * steps) > 10
 
 
 def test_the_same_report_is_the_same_page(report):
@@ -375,6 +480,12 @@ def test_write_is_all_or_nothing(tmp_path):
     assert "<h1>Third" in path.read_text("utf-8")
     assert [each.name for each in tmp_path.iterdir()] == ["report.html"]
     assert path.stat().st_mode & 0o777 == 0o666 & ~_umask()
+
+
+def test_write_knows_the_home_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert Report("Home", []).write("~/report.html") == tmp_path / "report.html"
+    assert [each.name for each in tmp_path.iterdir()] == ["report.html"]
 
 
 def _umask():

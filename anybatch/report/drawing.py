@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from anybatch.report.series import Series
+from anybatch.report.series import Series, drawable
 
 CHARACTER = 6.8  # the width of a digit of an axis, in pixels; see `svg text` of the page
 RIGHT, BOTTOM = 16, 42
@@ -26,6 +26,7 @@ class Axis:
 
     def place(self, values: np.ndarray) -> np.ndarray:
         """Where values are between both ends, from 0 to 1."""
+        values = drawable(values)
         if self.is_log:
             low, high = math.log(self.low), math.log(self.high)
             return (np.log(np.maximum(values, self.low)) - low) / (high - low)
@@ -36,6 +37,7 @@ def axis_of(
     values: np.ndarray, label: str, *, from_zero: bool = False, padding: float = 0.05, log_from: float = math.inf
 ) -> Axis:
     """The axis that shows all values; a logarithmic one, if they are positive and that many times apart."""
+    values = drawable(values)
     low, high = float(np.min(values)), float(np.max(values))
     if low > 0 and high / low >= log_from:
         stretch = (high / low) ** padding
@@ -92,6 +94,21 @@ def scientific(value: float, decimals: int) -> str:
 
 
 _SUPERSCRIPTS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
+
+
+# What has no shape of its own is shown as its code: a model that knows nothing yet writes such things. So is what turns
+# the direction of writing: after it, a line reads as another one than it is.
+_CODES = {code: f"\\x{code:02x}" for code in (*range(32), *range(0x7F, 0xA0)) if chr(code) not in "\t\n"}
+_CODES |= {code: f"\\u{code:04x}" for code in (*range(0x202A, 0x202F), *range(0x2066, 0x206A))}
+
+
+def visible(text: str) -> str:
+    r"""A text in which every character is seen.
+
+    >>> print(visible("a\x00b\u202ec"))
+    a\x00b\u202ec
+    """
+    return text.replace("\r\n", "\n").translate(_CODES)
 
 
 def _linear_ticks(low: float, high: float, most: int = 6) -> tuple[tuple[float, str], ...]:
@@ -201,4 +218,4 @@ class Plot:
             f'<text class="tick" text-anchor="end" x="{right}" y="{floor + 36}">{html.escape(self.x.label)}</text>'
         )
         head = f'<svg class="plot {style}" viewBox="0 0 {self.width} {self.height}" role="img"'
-        return f'{head} aria-label="{html.escape(self.text)}">{"".join(frame)}{"".join(self._parts)}</svg>'
+        return visible(f'{head} aria-label="{html.escape(self.text)}">{"".join(frame)}{"".join(self._parts)}</svg>')

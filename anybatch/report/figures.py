@@ -10,7 +10,7 @@ import numpy as np
 from anybatch.memory import readable
 from anybatch.planning.report import Candidate, Plan
 from anybatch.report.drawing import Axis, Plot, axis_of, short, size_axis
-from anybatch.report.series import MOST_POINTS, Series, column, smoothed, thinned
+from anybatch.report.series import MOST_POINTS, Series, column, drawable, is_rate, smoothed, thinned
 
 WIDE, NARROW = (940, 320), (450, 260)
 HOVERS = 60
@@ -62,8 +62,9 @@ class _Curves:
 def loss_figure(history: History) -> Figure | None:
     """The loss over the steps, with what evaluations say of it; None if there is no curve to be seen."""
     series = column(history, "loss")
-    evaluations = {name: column(history, name).known for name in _evaluated_losses(history)}
+    evaluations = {name: column(history, name).known for name in drawn_losses(history)[0]}
     evaluations = {name: found for name, found in evaluations.items() if len(found)}
+    styles = dict(zip(evaluations, _STYLES, strict=False))
     if not _is_curve(series):
         return None
     curves = _Curves.of(series)
@@ -75,15 +76,19 @@ def loss_figure(history: History) -> Figure | None:
         plot = Plot(x, y, width=width, height=height, text=_in_words("Loss", series))
         curves.draw(plot, most, "blue")
         curves.hover(plot, "loss")
-        for (name, found), color in zip(evaluations.items(), itertools.cycle(_COLORS), strict=False):
-            plot.curve(thinned(found, most), color)
-            _draw_points(plot, found, name, color)
+        for name, found in evaluations.items():
+            plot.curve(thinned(found, most), styles[name])
+            _draw_points(plot, found, name, styles[name].split()[0])
         drawings.append(plot.svg(style))
-    named = [(f"{color} disc", name) for name, color in zip(evaluations, itertools.cycle(_COLORS), strict=False)]
-    return Figure("loss", "Loss", tuple(drawings), (*_legend(curves, "blue"), *named), _gaps(series))
+    # As long as colours tell them apart, as discs; beyond, as lines, whose dashes are seen.
+    look = " disc" if len(evaluations) <= len(_COLORS) else ""
+    named = [(styles[name] + look, name) for name in evaluations]
+    own = _legend(curves, "blue") or ((("blue", "training loss"),) if named else ())
+    return Figure("loss", "Loss", tuple(drawings), (*own, *named), _gaps(series))
 
 
-_COLORS = ("orange", "green", "purple")
+_COLORS, _DASHES = ("orange", "green", "purple"), ("", "dashed", "dotted", "mixed")
+_STYLES = tuple(f"{color} {dash}".strip() for dash in _DASHES for color in _COLORS)
 
 
 def column_figure(
@@ -93,6 +98,8 @@ def column_figure(
     series = column(history, name)
     is_evaluation = name.split(".")[0] == "eval"
     series = series.known if is_evaluation else series  # most rows have none, and that is no gap
+    if is_rate(name) and not series.is_known[:1].all():
+        series = Series(series.steps[1:], series.values[1:])  # nor is it at the first step, before which there is none
     if not _is_curve(series):
         return None
     curves = _Curves(series, None) if is_evaluation else _Curves.of(series)
@@ -110,7 +117,7 @@ def noise_figure(history: History, batch: float | None, unit: str) -> Figure | N
     series = column(history, "noise_scale")
     if not _is_curve(series):
         return None
-    curves, values = _Curves(series, None), series.known.values  # it is smoothed already
+    curves, values = _Curves(series, None), drawable(series.known.values)  # it is smoothed already
     shown = batch is not None and batch <= FAR**2 * values.max() and batch >= values[values > 0].min(initial=1) / FAR**2
     y = axis_of(np.append(values, batch) if shown and batch is not None else values, unit, log_from=LOG_FROM / 3)
     text = _in_words("Gradient noise scale", series) + ("" if batch is None else f" The batch has {batch:,.0f} {unit}.")
@@ -205,13 +212,16 @@ def _candidates_figure(
     return Figure(title.lower(), title, (plot.svg(),), tuple(legend))
 
 
-_DASHES = ("", "dashed", "dotted", "mixed")
-
-
 def _evaluated_losses(history: History) -> list[str]:
     """The evaluations that belong beside the loss: one that has no name, and those called a loss."""
     names = dict.fromkeys(name for row in history for name in row if name.split(".")[0] == "eval")
     return [name for name in names if name == "eval" or name.endswith("loss")]
+
+
+def drawn_losses(history: History) -> tuple[list[str], list[str]]:
+    """The evaluations that are drawn beside the loss, and those for which there are no colours and dashes left."""
+    names = _evaluated_losses(history)
+    return names[: len(_STYLES)], names[len(_STYLES) :]
 
 
 def other_columns(history: History) -> list[str]:

@@ -13,10 +13,11 @@ from anybatch.gradient_noise import NoiseScale
 from anybatch.memory import readable
 from anybatch.planning.report import Plan
 from anybatch.reading.report import Reading
-from anybatch.report.drawing import short
+from anybatch.report.drawing import short, visible
 from anybatch.report.figures import (
     Figure,
     column_figure,
+    drawn_losses,
     loss_figure,
     memory_figure,
     noise_figure,
@@ -24,6 +25,7 @@ from anybatch.report.figures import (
     time_figure,
 )
 from anybatch.report.tables import (
+    alarm,
     found_environment,
     history_table,
     key_figures,
@@ -36,6 +38,7 @@ from anybatch.version import __version__
 
 MOST_CHARACTERS = 20_000  # of a sample
 MOST_COLUMNS = 12  # evaluations and scalars of aux that get a plot
+MOST_NAMES = 24  # of columns that get none
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,6 +91,7 @@ class Report:
           InputError: without jinja2.
         """
         numbers = key_figures(self.history, self.plan, self.verification, self._examples)
+        training, more_columns = self._training_figures()
         return _template().render(
             report=self,
             version=__version__,
@@ -95,7 +99,9 @@ class Report:
             # As many beside each other as leave the last row fullest.
             columns=min((4, 5, 3), key=lambda columns: -len(numbers) % columns),
             loss=loss_figure(self.history),
-            training=self._training_figures(),
+            training=training,
+            more_columns=more_columns,
+            alarm=alarm(self.verification) if self.verification else "",
             history_table=history_table(self.history),
             noise_words=self._noise_words(),
             plan=_told(self.plan) if self.plan else None,
@@ -109,13 +115,16 @@ class Report:
     def write(self, path: str | os.PathLike[str]) -> pathlib.Path:
         """Writes the page to a file, all of it or nothing: a page that is there already is replaced in one moment.
 
+        Args:
+          path: of the file. `~` is the home folder.
+
         Returns:
           Its path.
 
         Raises:
           InputError: for a folder that is not there or cannot be written, before anything is drawn.
         """
-        target = pathlib.Path(path)
+        target = pathlib.Path(os.path.expanduser(path))
         beside = target.with_name(f".{target.name}.{os.getpid()}.new") if target.name else target
         if not target.name or os.path.isdir(target) or not os.path.isdir(target.parent):
             raise InputError(
@@ -156,16 +165,22 @@ class Report:
             return units, "examples" if self._examples == units else "units"
         return (None, "units") if self._examples is None else (float(self._examples), "examples")
 
-    def _training_figures(self) -> list[Figure]:
+    def _training_figures(self) -> tuple[list[Figure], str]:
+        """The plots below that of the loss, and a sentence about the columns that have none for want of room."""
         batch, unit = self._batch_in_units()
-        others = other_columns(self.history)[:MOST_COLUMNS]
-        return _known(
+        others: list[Figure] = []
+        left = other_columns(self.history)
+        while left and len(others) < MOST_COLUMNS:
+            name = left.pop(0)
+            others += _known(column_figure(self.history, name, name, color="orange"))
+        figures = _known(
             noise_figure(self.history, batch, unit),
             column_figure(self.history, "gradient_norm", "Gradient norm", color="green"),
-            *(column_figure(self.history, name, name, color="orange") for name in others),
+            *others,
             column_figure(self.history, "tokens_per_second", "Tokens per second", from_zero=True)
             or column_figure(self.history, "examples_per_second", "Examples per second", from_zero=True),
         )
+        return figures, _more(drawn_losses(self.history)[1] + left)
 
     def _noise_words(self) -> str:
         """What the noise scale says about this batch."""
@@ -203,6 +218,13 @@ def _told(plan: Plan) -> dict[str, Any]:
     }
 
 
+def _more(names: Sequence[str]) -> str:
+    if not names:
+        return ""
+    listed = ", ".join(names[:MOST_NAMES]) + (", and so on" if len(names) > MOST_NAMES else "")
+    return f"{len(names):,} more {'column is' if len(names) == 1 else 'columns are'} in the log: {listed}."
+
+
 def _known(*found: Figure | None) -> list[Figure]:
     return [figure for figure in found if figure is not None]
 
@@ -217,12 +239,8 @@ def _cut(text: str) -> str:
     return text if left <= 0 else f"{text[:MOST_CHARACTERS]}\n[{left:,} more characters]"
 
 
-# What has no shape of its own is shown as its code: a model that knows nothing yet writes such things.
-_CODES = {code: f"\\x{code:02x}" for code in (*range(32), *range(0x7F, 0xA0)) if chr(code) not in "\t\n"}
-
-
 def _visible(value: Any) -> Any:
-    return value.replace("\r\n", "\n").translate(_CODES) if type(value) is str else value
+    return visible(value) if type(value) is str else value
 
 
 def _template() -> Any:

@@ -62,14 +62,28 @@ def column(history: Sequence[Mapping[str, Any]], name: str) -> Series:
             values.append(number(row[name]))
     order = np.argsort(steps, kind="stable")
     array = np.array(values, float)[order]
-    array[np.abs(array) < 1 / LARGEST] = 0.0
-    return Series(
-        np.array(steps, float)[order], np.where(np.isfinite(array), np.clip(array, -LARGEST, LARGEST), np.nan)
-    )
+    return Series(np.array(steps, float)[order], np.where(np.isfinite(array), array, np.nan))
+
+
+def drawable(values: np.ndarray) -> np.ndarray:
+    """The values that can be added and divided: what is too large is cut, what is too small is 0.
+
+    >>> drawable(np.array([1e300, 2.0, 1e-300])).tolist()
+    [1e+100, 2.0, 0.0]
+    """
+    return np.where(np.abs(values) < 1 / LARGEST, 0.0, np.clip(values, -LARGEST, LARGEST))
+
+
+def is_rate(name: str) -> bool:
+    """Whether a column is a speed. Nobody knows that of the first step, which is no failure."""
+    return name.endswith("_per_second")
 
 
 def thinned(series: Series, most: int = MOST_POINTS) -> Series:
     """At most about as many points: of each stretch the lowest and the highest, so that no spike is lost.
+
+    The first stretch is divided further, each part twice as long as the one before: a loss falls most steeply there,
+    and a straight line over all of it would lie above the values.
 
     >>> long = Series(np.arange(100_000.0), np.zeros(100_000))
     >>> long.values[777] = 5.0
@@ -80,7 +94,8 @@ def thinned(series: Series, most: int = MOST_POINTS) -> Series:
         return series
     kept = {0, len(series) - 1}
     known = series.is_known
-    edges = np.linspace(0, len(series), most // 2 + 1).astype(int)
+    parts = 2 ** np.arange(int(math.log2(2 * len(series) / most)))
+    edges = np.union1d(np.linspace(0, len(series), most // 2 + 1 - len(parts)).astype(int), parts)
     for start, stop in itertools.pairwise(edges):
         places = start + np.flatnonzero(known[start:stop])
         if len(places):
@@ -95,8 +110,9 @@ def thinned(series: Series, most: int = MOST_POINTS) -> Series:
 def smoothed(series: Series, share: float = 0.02) -> Series:
     """Moving averages of moving averages, almost a bell: without a lag, and gaps stay gaps.
 
-    At the start, where a loss falls most steeply, windows are symmetric as everywhere, hence small: a longer arm to
-    the right would let the curve begin too low.
+    It begins at the first value. From there windows grow in proportion to the place, and are symmetric: a longer arm to
+    the right would let the curve begin too low, and one that reaches back to the first values, where a loss falls most
+    steeply, would hold it above all others for long.
 
     Args:
       series: the curve.
@@ -104,10 +120,9 @@ def smoothed(series: Series, share: float = 0.02) -> Series:
     """
     length = len(series)
     places = np.arange(length)
-    radius = max(1, round(share * length))
-    first = np.maximum(places - radius, 0)
-    last = np.minimum(places + np.minimum(places, radius), length - 1)
-    values, known = series.values, series.is_known
+    radius = np.minimum(places // 4, max(1, round(share * length)))
+    first, last = places - radius, np.minimum(places + radius, length - 1)
+    values, known = drawable(series.values), series.is_known
     for _ in range(3):
         totals = np.concatenate([[0.0], np.cumsum(np.where(known, values, 0.0))])
         counts = np.concatenate([[0], np.cumsum(known)])

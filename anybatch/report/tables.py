@@ -14,11 +14,12 @@ from anybatch.memory import memory_limit, readable
 from anybatch.planning.report import Candidate, Plan
 from anybatch.reading.report import Reading
 from anybatch.report.drawing import scientific, short
-from anybatch.report.series import column, number
+from anybatch.report.series import Series, column, drawable, is_rate, number
 from anybatch.verify import RouteCheck, Verification
 from anybatch.version import __version__
 
 MOST_ROWS = 12
+MOST_EVALUATIONS = 3  # columns of the table
 
 History = Sequence[Mapping[str, Any]]
 
@@ -30,6 +31,7 @@ class KeyFigure:
     label: str
     value: str
     note: str = ""
+    style: str = ""  # "wrong" for a failure
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,10 +62,47 @@ def key_figures(
         figures += _of_plan(plan)
     figures += _throughput(history)
     if verification is not None:
-        worst = max(verification.routes, key=lambda route: route.gradient, default=None)
-        note = "" if worst is None else f"differs by {_difference(worst.gradient)} at most"
-        figures.append(KeyFigure("Gradient", "verified" if verification.ok else "different", note))
+        figures.append(_of_verification(verification))
     return figures
+
+
+def alarm(found: Verification) -> str:
+    """What the head of the page says of routes that differ; nothing if none does."""
+    if found.ok:
+        return ""
+    count, many = sum(not route.ok for route in found.routes), len(found.routes)
+    text = f"Routes differ: {count:,} of {many:,} do not give the gradient of the full batch."
+    worst = _worst(found)
+    if worst is None:
+        return text
+    name, place, difference = worst
+    return f"{text} The worst, {name}, {_differs(difference)} {place}."
+
+
+def _of_verification(found: Verification) -> KeyFigure:
+    worst = _worst(found)
+    if not found.ok:
+        return KeyFigure("Gradient", "different", "" if worst is None else _differs(worst[2]), "wrong")
+    return KeyFigure("Gradient", "verified", "" if worst is None else f"{_differs(worst[2])} at most")
+
+
+def _worst(found: Verification) -> tuple[str, str, float] | None:
+    """The route, where in it, and the difference that are furthest off: among those that fail, if any does.
+
+    What is not a number is further off than all that are.
+    """
+    routes = [route for route in found.routes if not route.ok] or found.routes
+    places = [(route.name, f"at {route.leaf}", route.gradient) for route in routes]
+    # A route may fail in its value, in aux or by its rounding alone, with a gradient that is right.
+    for route in routes:
+        places += [(route.name, f"at {leaf.name}", leaf.difference) for leaf in route.leaves if not leaf.ok]
+        if route.rounding is not None and not route.rounding <= (route.expected_rounding or 0.0):
+            places.append((route.name, f"in {found.given_dtype}", route.rounding))
+    return max(places, key=lambda place: (math.isnan(place[2]), place[2]), default=None)
+
+
+def _differs(difference: float) -> str:
+    return f"differs by {_difference(difference)}" if math.isfinite(difference) else "is not finite"
 
 
 def _of_history(history: History) -> list[KeyFigure]:
@@ -72,20 +111,30 @@ def _of_history(history: History) -> list[KeyFigure]:
     if steps:
         last = max((step for step in steps if math.isfinite(step)), default=float(len(steps)))
         skipped = max((count for row in history if math.isfinite(count := number(row.get("skipped")))), default=0.0)
-        seconds = column(history, "seconds").known.values
+        seconds = drawable(column(history, "seconds").known.values)
         took = f"in {duration(seconds[-1])}" if len(seconds) else ""
         notes = [took, f"{skipped:,.0f} skipped" if skipped else ""]
         figures.append(KeyFigure("Steps", f"{last:,.0f}", ", ".join(filter(None, notes))))
-    loss = column(history, "loss").known
-    if len(loss):
-        note = f"from {short(loss.values[0])} at step {loss.steps[0]:,.0f}" if len(loss) > 1 else ""
-        figures.append(KeyFigure("Loss", short(loss.values[-1]), note))
+    figures += _of_loss(column(history, "loss"))
     for name in ("eval.loss", "eval"):
         found = column(history, name).known
         if len(found):
             figures.append(KeyFigure("Evaluation", short(found.values[-1]), f"{name} at step {found.steps[-1]:,.0f}"))
             break
     return figures
+
+
+def _of_loss(series: Series) -> list[KeyFigure]:
+    """The last loss. One that is not finite is the end of a run, whatever it was before."""
+    if not len(series):
+        return []
+    known = series.known
+    if not series.is_known[-1]:
+        last = f"last {short(known.values[-1])} at step {known.steps[-1]:,.0f}" if len(known) else ""
+        note = last or f"in {f'all {len(series):,} rows' if len(series) > 1 else 'the only row'}"
+        return [KeyFigure("Loss", "not finite", note, "wrong")]
+    note = f"from {short(known.values[0])} at step {known.steps[0]:,.0f}" if len(known) > 1 else ""
+    return [KeyFigure("Loss", short(known.values[-1]), note)]
 
 
 def _of_plan(plan: Plan) -> list[KeyFigure]:
@@ -105,7 +154,7 @@ def _of_plan(plan: Plan) -> list[KeyFigure]:
 def _throughput(history: History) -> list[KeyFigure]:
     """The median, which does not see the steps that compile."""
     rates = {
-        unit: np.median(found.values)
+        unit: np.median(drawable(found.values))
         for unit in ("examples", "tokens")
         if len(found := column(history, f"{unit}_per_second").known)
     }
@@ -123,7 +172,8 @@ def history_table(history: History) -> Table | None:
         for name in ("loss", "gradient_norm", "noise_scale", "examples_per_second", "tokens_per_second")
         if any(name in row for row in history)
     ]
-    evaluations = list(dict.fromkeys(name for row in history for name in row if name.split(".")[0] == "eval"))[:3]
+    evaluated = list(dict.fromkeys(name for row in history for name in row if name.split(".")[0] == "eval"))
+    evaluations = evaluated[:MOST_EVALUATIONS]
     names += evaluations
     if not history or not names:
         return None
@@ -136,11 +186,13 @@ def history_table(history: History) -> Table | None:
     rows = []
     for place in (telling[int(each)] for each in chosen):
         row, step = history[place], number(history[place].get("step"))
-        # A log that was read back has NaN where there was no evaluation.
-        missing = {name for name in evaluations if not math.isfinite(number(row.get(name)))}
+        # A log that was read back has NaN where there was no evaluation; the first step has no rate.
+        may_miss = [*evaluations, *filter(is_rate, names)]
+        missing = {name for name in may_miss if not math.isfinite(number(row.get(name)))}
         cells = [_cell(row[name]) if name in row and name not in missing else "" for name in names]
         rows.append((f"{step:,.0f}" if math.isfinite(step) else str(place + 1), *cells))
     some = f"{len(rows)} of {len(history):,} rows" if len(rows) < len(history) else "All rows"
+    some += f", {len(evaluations)} of {len(evaluated)} evaluations" if len(evaluations) < len(evaluated) else ""
     header = ("step", *(name.replace("_", " ") for name in names))
     return Table(some, header, tuple(rows), ("",) * len(rows)).without_empty_columns()
 
