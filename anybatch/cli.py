@@ -23,6 +23,10 @@ app = typer.Typer(
 
 _EXAMPLE = "\n\n\b\n" + EXAMPLE + "\n\n"
 
+# module -> the extra that brings it
+_EXTRAS = {"optax": "train", "flax": "train", "orbax": "train", "dp_accounting": "privacy"}
+_EXTRAS |= dict.fromkeys(("typer", "rich", "matplotlib", "jinja2"), "cli")
+
 Target = Annotated[str, typer.Argument(help="package.module:function, or path/to/file.py:function.")]
 
 
@@ -53,9 +57,18 @@ def _run(command: Callable[[], bool | int]) -> None:
     try:
         result = command()
     except (ImportError, anybatch.AnybatchError) as error:
-        typer.echo(f"{type(error).__name__}: {error}" if isinstance(error, ImportError) else str(error), err=True)
+        text = f"{type(error).__name__}: {error}{_way_out(error)}" if isinstance(error, ImportError) else str(error)
+        typer.echo(text, err=True)
         raise typer.Exit(1 if isinstance(error, ImportError) else 2) from None
     raise typer.Exit(int(not result) if isinstance(result, bool) else result)
+
+
+def _way_out(error: ImportError) -> str:
+    """How to get the package that is missing, if one of our extras brings it."""
+    module = (error.name or "").partition(".")[0]
+    if not isinstance(error, ModuleNotFoundError) or module not in _EXTRAS:
+        return ""
+    return f'\nThis command needs the package {module}: pip install "anybatch[{_EXTRAS[module]}]"'
 
 
 @app.command()
@@ -77,18 +90,16 @@ def demo(
     _run(command)
 
 
-@app.command()
+@app.command(
+    help="Train a GPT on a text of your own, as the demo does."
+    "\n\n\b\n    anybatch train --example > run.toml\n    anybatch train --config run.toml"
+)
 def train(
     config: Annotated[pathlib.Path | None, typer.Option(help="The settings, in a file of TOML.")] = None,
     resume: Annotated[bool, typer.Option(help="Go on with the run in its folder, or insist on a new one.")] = True,
     example: Annotated[bool, typer.Option("--example", help="Print settings to begin with, and end.")] = False,
 ) -> None:
-    r"""Train a GPT on a text of your own, as the demo does.
-
-    \b
-        anybatch train --example > run.toml
-        anybatch train --config run.toml
-    """
+    """Train a GPT on a text of your own."""
 
     def command() -> int:
         from anybatch.language.config import RunConfig

@@ -1,14 +1,11 @@
 """`anybatch demo`: a GPT learns a few fables, in a small part of the memory that its batch would take."""
 
 import dataclasses
-import pathlib
 import shlex
-import shutil
 from typing import Any
 
 from anybatch.language import job
 from anybatch.language.config import RunConfig
-from anybatch.training.checkpoint_folder import CheckpointFolder
 
 SMALL = RunConfig(
     out="anybatch-demo",
@@ -57,21 +54,12 @@ def run(*, gpu_size: bool = False, resume: bool = True, **changes: Any) -> int:
 
     Returns:
       The exit code.
+
+    Raises:
+      InputError: if the folder has something else in it than a demonstration, which alone is replaced.
     """
     given = {name: value for name, value in changes.items() if value is not None}
     config = dataclasses.replace(GPU_SIZE if gpu_size else SMALL, **given)
     words = ["anybatch demo", *(["--gpu-size"] if gpu_size else [])]
     words += [f"--{name} {shlex.quote(str(value))}" for name, value in given.items()]
-    folder = pathlib.Path(config.out).expanduser()
-    if (folder / "checkpoints").is_dir():
-        steps = max(CheckpointFolder(folder / "checkpoints").steps(), default=0)
-        if not resume or steps >= config.steps:
-            _clear(folder)
-    return job.run(config, command=" ".join(words))
-
-
-def _clear(folder: pathlib.Path) -> None:
-    """Removes an earlier demonstration: what the job wrote, and nothing else."""
-    shutil.rmtree(folder / "checkpoints")
-    for name in ("log.csv", "vocabulary.json", "settings.json"):
-        (folder / name).unlink(missing_ok=True)
+    return job.run(config, command=" ".join(words), resume=resume, is_demo=True)

@@ -25,6 +25,7 @@ EXTRAS = {
     "typer": ("cli", "the command line"),
     "rich": ("cli", "tables and progress bars"),
     "matplotlib": ("cli", "plots"),
+    "jinja2": ("cli", "reports"),
 }
 
 

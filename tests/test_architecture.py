@@ -90,7 +90,7 @@ FLOORS = [
     ],
     [
         *("report.series", "report.drawing", "report.figures", "report.tables", "report.page", "report"),
-        *("language.text", "language.gpt", "language.config", "language.job", "language"),
+        *("language.text", "language.gpt", "language.config", "language.folder", "language.job", "language"),
         *("demo", "problem", "doctor", "launch", "commands"),
     ],
     ["cli", "__main__"],

@@ -4,7 +4,11 @@ import subprocess
 import sys
 import tomllib
 
+import pytest
+import typer
+
 import anybatch
+from anybatch import cli, doctor
 
 
 def run(*arguments):
@@ -49,3 +53,24 @@ def test_missing_packages_are_named():
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     assert result.returncode == 1
     assert 'pip install "anybatch[cli]"' in result.stderr
+
+
+@pytest.mark.parametrize("module, extra", [("rich.console", "cli"), ("jinja2", "cli"), ("optax", "train")])
+def test_a_command_names_the_extra_that_it_lacks(capsys, module, extra):
+    def command():
+        raise ModuleNotFoundError(f"No module named {module!r}", name=module)
+
+    with pytest.raises(typer.Exit) as ended:
+        cli._run(command)
+    assert ended.value.exit_code == 1 and f'pip install "anybatch[{extra}]"' in capsys.readouterr().err
+    assert cli._way_out(ModuleNotFoundError("mine", name="mine")) == ""  # the control
+
+
+def test_the_doctor_and_the_commands_know_the_same_extras():
+    modules = {name.removesuffix("-checkpoint").replace("-", "_"): extra for name, (extra, _) in doctor.EXTRAS.items()}
+    assert modules == cli._EXTRAS
+
+
+def test_the_help_of_train_can_be_pasted():
+    said = run("train", "--help").stdout
+    assert "anybatch train --example > run.toml\n" in said and "\\b" not in said and "\b" not in said

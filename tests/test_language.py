@@ -2,7 +2,9 @@
 
 import dataclasses
 import json
+import re
 import tomllib
+import types
 
 import jax
 import jax.numpy as jnp
@@ -13,8 +15,9 @@ import anybatch as ab
 from anybatch.language import gpt as gpt_module
 from anybatch.language import job
 from anybatch.language.config import RunConfig, example
+from anybatch.language.folder import RunFolder
 from anybatch.language.gpt import GPT, count
-from anybatch.language.text import Corpus, Vocabulary, Windows, read_text
+from anybatch.language.text import Corpus, Vocabulary, Windows, read_text, visible
 from anybatch.training.sources import open_source
 
 pytestmark = pytest.mark.thorough  # what it tests does not depend on the version of JAX
@@ -89,8 +92,30 @@ def test_texts_that_cannot_be_learned(tmp_path):
     assert Vocabulary.of(text, "bytes").encode(text).tobytes() == "Grüße".encode("latin1")
     with pytest.raises(ab.InputError, match=r"with 20 characters, of which 2 are held back .*context=8"):
         Corpus.of("x" * 20, level="characters", context=8, validation=0.1)
+    (tmp_path / "wide.txt").write_text("Grüße", "utf-16")
+    with pytest.raises(ab.InputError, match="iconv -f utf-16 -t utf-8"):
+        read_text(str(tmp_path / "wide.txt"))
     with pytest.raises(ab.InputError, match="got 'q'"):
         Vocabulary.of("banana", "characters").encode("qab")
+
+
+@pytest.mark.parametrize(
+    "length, context, validation", [(20, 8, 0.1), (20, 12, 0.9), (20, 30, 0.1), (2, 1, 0.5), (2, 9, 0.0), (1, 1, 0.1)]
+)
+def test_what_a_short_text_is_told_to_do_would_do(length, context, validation):
+    given = {"context": context, "validation": validation}
+    with pytest.raises(ab.InputError, match="Take a longer text") as error:
+        Corpus.of("x" * length, level="characters", **given)
+    ways = dict(re.findall(r"(context|validation) = ([\d.]+\d|\d)", error.value.remedy))
+    for name, value in ways.items():
+        Corpus.of("x" * length, level="characters", **given | {name: float(value) if "." in value else int(value)})
+    assert bool(ways) == (length > 1)
+
+
+def test_what_is_printed_does_nothing_to_a_terminal(capsys):
+    assert visible("a\r\nb\tc\x1b[2J\x07\x9b") == "a\nb\tc\\x1b[2J\\x07\\x9b"
+    job._Speaker(job._console()).text("a\x1b[2Jb")
+    assert capsys.readouterr().out == "a\\x1b[2Jb\n"
 
 
 def test_the_fables_are_there():
@@ -191,10 +216,19 @@ def test_the_example_has_the_defaults(tmp_path):
         ("[model]\nlayers = 2", "'model' in .*, line 1.\nThere are: text"),
         (
             "steps = 1.5",
-            r"steps must be a whole number of at least 1, got steps = 1.5 in .*line 1.\nFor example: steps",
+            r"steps must be a whole number of at least 1 and at most 1,000,000,000, got steps = 1.5 in .*line 1.\n"
+            "For example: steps",
         ),
         ("steps = true", "got steps = true"),
         ("\ndropout = 1.0", "dropout must be a number of at least 0 and below 1, got dropout = 1.0 in .*, line 2"),
+        ("steps = 1000000001", "steps must be .*, got steps = 1000000001"),
+        ("batch = 10000000000", "batch must be a whole number of at least 1 and at most 10,000,000, got"),
+        ("weight_decay = inf", "weight_decay must be a number of at least 0, got weight_decay = inf"),
+        ("temperature = nan", "got temperature = nan"),
+        ("learning_rate = inf", "got learning_rate = inf"),
+        (f"learning_rate = 1{'0' * 400}", "learning_rate must be a number above 0"),
+        (f"steps = 1{'0' * 5000}", "must be TOML"),
+        ('out = " "', 'out must be a text in quotes, and not empty, got out = " "'),
         ("clip = inf", "clip must be a number above 0, got clip = inf"),
         ('dtype = "float64"', 'dtype must be one of "float32", "bfloat16", got dtype = "float64"'),
         ("text = 3", "text must be a text in quotes, got text = 3"),
@@ -258,13 +292,120 @@ def test_a_run_from_its_beginning_to_its_report(config, tmp_path, capsys):
     out = tmp_path / "anybatch-run"
     assert json.loads((out / "vocabulary.json").read_text()) == {"level": "characters", "characters": " abc"}
     assert len((out / "log.csv").read_text().splitlines()) == 5
+    settings = (out / "settings.json").read_bytes()
+    assert json.loads(settings)["run"] == "train"
 
-    # What is there is not written over, and goes on with the same text alone.
+    # What is there is not written over, and goes on with the same model and the same text alone.
     with pytest.raises(ab.InputError, match=r"with a run of 4 steps\.\nLeave --no-resume out"):
         job.Job(config, resume=False)
-    (tmp_path / "text.txt").write_text("abcdab dcabca " * 20)
-    with pytest.raises(ab.InputError, match="must have the text it had before"):
-        job.Job(config)
+    for change, said in (
+        ({"width": 16}, "got width = 16, and width = 8 in .*\nGo on with width = 8, or .* rm -r"),
+        ({"dropout": 0.1}, "got dropout = 0.1, and dropout = 0.0 in"),
+        ({"level": "bytes"}, 'got level = "bytes", and level = "characters" in'),
+    ):
+        with pytest.raises(ab.InputError, match=said):
+            job.Job(dataclasses.replace(config, **change))
+    for text in ("abcdab dcabca " * 20, "acbab cabca " * 20):
+        (tmp_path / "other.txt").write_text(text)
+        with pytest.raises(ab.InputError, match="must have the text it had before"):
+            job.Job(dataclasses.replace(config, text="other.txt"))
+    # The demo is not to begin there, be it at its end or not.
+    for steps, resume in ((4, True), (9, True), (9, False)):
+        with pytest.raises(ab.InputError, match="a run of 4 steps that is not the demo's"):
+            job.Job(dataclasses.replace(config, steps=steps), resume=resume, is_demo=True)
+    # The control: what may change is told.
+    (tmp_path / "text.txt").rename(tmp_path / "moved.txt")
+    moved = dataclasses.replace(config, text="moved.txt", batch=32, seed=1, sample=5)
+    notes = ["It goes on with batch = 32, was 16.", "It goes on with seed = 1, was 0."]
+    going_on = job.Job(moved)
+    assert going_on.folder.changes() == notes and going_on.folder.steps_saved() == 4
+    assert (out / "settings.json").read_bytes() == settings
+
+
+def run_folder(config, **options):
+    return RunFolder(config, "abc", Vocabulary("abc"), name="it", **options)
+
+
+def checkpoint(folder, step):
+    """What is taken for one."""
+    (folder / str(step) / "record").mkdir(parents=True)
+    (folder / str(step) / "record" / "metadata").touch()
+    (folder / ".anybatch-checkpoints").touch()
+
+
+def test_the_demo_clears_its_own_run_and_nothing_else(tmp_path):
+    config = RunConfig(out=str(tmp_path / "run"), steps=5)
+    run_folder(config, is_demo=True).begin()
+    out, checkpoints = tmp_path / "run", tmp_path / "run" / "checkpoints"
+    checkpoint(checkpoints, 3)
+    checkpoint(checkpoints, 5)
+    (out / "log.csv").touch()
+    (out / "notes.txt").touch()
+    assert not run_folder(dataclasses.replace(config, steps=6), is_demo=True).is_replaced  # it goes on
+    (checkpoints / "thesis.tex").touch()
+    for resume in (True, False):
+        with pytest.raises(ab.InputError, match=r"nothing but checkpoints among its own, got .* with thesis.tex"):
+            run_folder(config, is_demo=True, resume=resume)
+    (checkpoints / "thesis.tex").unlink()
+    again = run_folder(config, is_demo=True)
+    assert again.steps_saved() is None and again.steps_on_disk() == 5 and (out / "log.csv").exists()
+    again.begin()
+    assert again.steps_on_disk() is None and not again.is_replaced
+    assert sorted(path.name for path in out.iterdir()) == [
+        "checkpoints",
+        "notes.txt",
+        "settings.json",
+        "vocabulary.json",
+    ]
+
+
+@pytest.mark.parametrize("name", ["log.csv", "settings.json", "vocabulary.json", "checkpoints/model.pt"])
+@pytest.mark.parametrize("resume", [True, False])
+def test_files_of_others_are_left_alone(tmp_path, name, resume):
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).write_text("{}")
+    for is_demo in (True, False):
+        with pytest.raises(ab.InputError, match=f"must be new, or one of a run, got .* with {name}"):
+            run_folder(RunConfig(out=str(tmp_path)), resume=resume, is_demo=is_demo)
+    assert (tmp_path / name).read_text() == "{}" and len(list(tmp_path.iterdir())) == 1
+
+
+def test_a_report_goes_home_or_into_the_folder(config, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert job.Job(dataclasses.replace(config, report="~/r.html")).report == tmp_path / "r.html"
+    job.Job(dataclasses.replace(config, out="new/run", report="new/run/r.html"))
+    with pytest.raises(ab.InputError, match=r"report = 'new/other/r\.html'"):
+        job.Job(dataclasses.replace(config, out="new/run", report="new/other/r.html"))
+
+
+@pytest.mark.parametrize(
+    "losses, said",
+    [
+        ([4.0, 3.0], "the loss fell from 4.00 to 3.00."),
+        ([3.0, 4.0], "the loss rose from 3.00 to 4.00."),
+        ([3.0, 9.0, 3.001], "the loss did not change, and is 3.00."),
+        ([3.0, float("nan"), 2.0, float("nan"), float("inf")], "the loss is not finite since step 4."),
+    ],
+)
+def test_what_became_of_the_loss(losses, said):
+    history = [{"step": step, "loss": loss, "eval.loss": loss} for step, loss in enumerate(losses, 1)]
+    notes = job._learned(types.SimpleNamespace(history=history, steps=len(losses), seconds=1.0))
+    assert notes[0].endswith(f": {said}")
+    assert ("not finite" in notes[1]) == ("not finite" in said)
+
+
+def test_a_signal_after_the_last_step_costs_no_report(config, tmp_path, monkeypatch, capsys):
+    def stopped(*arguments, steps, **options):
+        fitted = ab.fit(*arguments, steps=min(steps, 3), **options)
+        return dataclasses.replace(fitted, stopped_by="SIGTERM")
+
+    monkeypatch.setattr(job, "fit", stopped)
+    assert job.run(config, command="again") == 143
+    assert "To go on: again" in capsys.readouterr().out and not (tmp_path / "anybatch-report.html").exists()
+    assert job.run(dataclasses.replace(config, steps=3, batch=15), command="again") == 143
+    said = capsys.readouterr().out
+    assert "To go on" not in said and "It goes on with batch = 15, was 16." in said
+    assert (tmp_path / "anybatch-report.html").exists()
 
 
 def test_nothing_is_begun_that_cannot_be_written(config, tmp_path):

@@ -2,6 +2,8 @@
 
 import dataclasses
 import difflib
+import math
+import operator
 import pathlib
 import re
 import tomllib
@@ -23,38 +25,38 @@ class RunConfig:
 
     >>> RunConfig(steps=0)
     Traceback (most recent call last):
-    anybatch.errors.InputError: steps must be a whole number of at least 1, got steps = 0.
+    anybatch.errors.InputError: steps must be a whole number of at least 1 and at most 1,000,000,000, got steps = 0.
     For example: steps = 1000
     """
 
     text: str = _setting("", "a file of yours, as seen from where you are; empty for the fables of the demo")
     level: str = _setting("characters", "what a token is; bytes will do for any encoding", choices=LEVELS)
     validation: float = _setting(0.1, "the share at the end of the text that is held back", least=0.0, below=1.0)
-    out: str = _setting("anybatch-run", "the folder for checkpoints, the log and the vocabulary")
+    out: str = _setting("anybatch-run", "the folder for checkpoints, the log and the vocabulary", filled=True)
     report: str = _setting("anybatch-report.html", "where the report goes; empty for none")
 
-    layers: int = _setting(4, "of the GPT", least=1)
-    heads: int = _setting(4, "of attention, in each layer", least=1)
-    width: int = _setting(128, "a multiple of twice the heads", least=2)
-    context: int = _setting(64, "how many tokens it looks back on", least=1)
+    layers: int = _setting(4, "of the GPT", least=1, most=10**4)
+    heads: int = _setting(4, "of attention, in each layer", least=1, most=10**4)
+    width: int = _setting(128, "a multiple of twice the heads", least=2, most=10**6)
+    context: int = _setting(64, "how many tokens it looks back on", least=1, most=10**7)
     dropout: float = _setting(0.0, "the share of each layer's work that is left out in training", least=0.0, below=1.0)
     dtype: str = _setting("float32", "in which the layers compute", choices=("float32", "bfloat16"))
 
-    batch: int = _setting(256, "windows of the text in each step, however many fit at once", least=1)
+    batch: int = _setting(256, "windows of the text in each step, however many fit at once", least=1, most=10**7)
     memory: str = _setting("", 'what a step may take: "64MiB", "8GiB", "80%" of what is left; empty for what there is')
     remat: str = _setting("", "computes activations twice, to save memory", choices=("", "auto", *POLICIES))
-    steps: int = _setting(1000, "how many", least=1)
+    steps: int = _setting(1000, "how many", least=1, most=10**9)
     learning_rate: float = _setting(3e-3, "at its highest; it rises first, and falls to a tenth", above=0.0)
-    warmup: int = _setting(20, "steps in which it rises", least=0)
+    warmup: int = _setting(20, "steps in which it rises", least=0, most=10**9)
     weight_decay: float = _setting(0.1, "of AdamW", least=0.0)
     clip: float = _setting(1.0, "the largest norm of a gradient that is not scaled down", above=0.0)
     seed: int = _setting(0, "of everything that is drawn", least=0, below=2**32)
 
-    evaluate_every: int = _setting(50, "steps", least=1)
-    checkpoint_every: int = _setting(100, "steps", least=1)
+    evaluate_every: int = _setting(50, "steps", least=1, most=10**9)
+    checkpoint_every: int = _setting(100, "steps", least=1, most=10**9)
     verify: bool = _setting(True, "compare the gradient of some windows with that of the full batch, first")
     prompt: str = _setting("", "what the samples begin with; empty for the beginning of the text")
-    sample: int = _setting(400, "how many tokens they have", least=0)
+    sample: int = _setting(400, "how many tokens they have", least=0, most=10**7)
     temperature: float = _setting(0.6, "of the samples: below 1, it prefers what is likely", least=0.0)
 
     def __post_init__(self) -> None:
@@ -88,7 +90,7 @@ class RunConfig:
             ) from None
         try:
             given = tomllib.loads(text)
-        except tomllib.TOMLDecodeError as error:
+        except ValueError as error:
             raise InputError(
                 "The settings must be TOML: one `name = value` in each line, texts in quotes",
                 given=f"{path}: {error}",
@@ -123,49 +125,61 @@ def example() -> str:
         choices = " | ".join(f'"{choice}"' for choice in field.metadata.get("choices", ()))
         about = field.metadata["about"] + (f"; {choices}" if choices else "")
         lines += [""] if field.name in gaps else []
-        lines.append(f"{f'{field.name} = {_written(field.default)}':<34}# {about}")
+        lines.append(f"{f'{field.name} = {written(field.default)}':<34}# {about}")
     return "\n".join(lines) + "\n"
 
 
 def _checked(field: "dataclasses.Field[Any]", value: Any) -> Any:
     """A value of a setting, if it is allowed."""
     allowed, kind = field.metadata, type(field.default)
-    if kind is float and type(value) is int:
+    if kind is float and type(value) is int and abs(value) < 2**63:
         value = float(value)
     limits = (
         allowed.get("least") is None or _is_so(value, ">=", allowed["least"]),
         allowed.get("above") is None or _is_so(value, ">", allowed["above"]),
+        allowed.get("most") is None or _is_so(value, "<=", allowed["most"]),
         allowed.get("below") is None or _is_so(value, "<", allowed["below"]),
         allowed.get("choices") is None or value in allowed["choices"],
+        not allowed.get("filled") or bool(str(value).strip()),
     )
     if type(value) is kind and all(limits):
         return value
-    given = _written(value) if isinstance(value, (bool, int, float, str)) else repr(value)
+    given = written(value) if isinstance(value, (bool, int, float, str)) else repr(value)
     raise InputError(
         f"{field.name} must be {_requirement(kind, allowed)}",
         given=f"{field.name} = {given}",
-        remedy=f"For example: {field.name} = {_written(field.default)}",
+        remedy=f"For example: {field.name} = {written(field.default)}",
     )
 
 
 def _is_so(value: Any, relation: str, limit: Any) -> bool:
-    """Whether a number is on the right side of a limit; of what is no number, it is not."""
-    if not isinstance(value, (int, float)):
+    """Whether a number is on the right side of a limit; what is no number, or not finite, is not."""
+    if not isinstance(value, (int, float)) or (isinstance(value, float) and not math.isfinite(value)):
         return False
-    return {">=": value >= limit, ">": limit < value < float("inf"), "<": value < limit}[relation]
+    return bool({">=": operator.ge, ">": operator.gt, "<=": operator.le, "<": operator.lt}[relation](value, limit))
 
 
 def _requirement(kind: type, allowed: Any) -> str:
     if "choices" in allowed:
         return "one of " + ", ".join(f'"{choice}"' for choice in allowed["choices"])
     words = {int: "a whole number", float: "a number", str: "a text in quotes", bool: "true or false"}[kind]
-    bounds = [("least", "of at least"), ("above", "above"), ("below", "below")]
-    told = [f"{text} {allowed[name]:g}" for name, text in bounds if name in allowed]
+    if allowed.get("filled"):
+        return f"{words}, and not empty"
+    bounds = [("least", "of at least"), ("above", "above"), ("most", "at most"), ("below", "below")]
+    told = [f"{text} {_number(allowed[name])}" for name, text in bounds if name in allowed]
     return " ".join([words, " and ".join(told)]).strip()
 
 
-def _written(value: Any) -> str:
-    """As TOML has it."""
+def _number(value: float) -> str:
+    return f"{value:,}" if isinstance(value, int) else f"{value:g}"
+
+
+def written(value: Any) -> str:
+    """A value as TOML has it.
+
+    >>> written("a"), written(True), written(0.5)
+    ('"a"', 'true', '0.5')
+    """
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, str):

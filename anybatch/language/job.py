@@ -4,10 +4,7 @@ import contextlib
 import dataclasses
 import functools
 import importlib.util
-import json
-import os
-import pathlib
-import tempfile
+import math
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -18,13 +15,13 @@ import jax.numpy as jnp
 from anybatch import compat
 from anybatch.errors import InputError, NothingFitsError
 from anybatch.language.config import RunConfig
+from anybatch.language.folder import RunFolder, check_report, expanded
 from anybatch.language.gpt import GPT, count
-from anybatch.language.text import Corpus, Vocabulary, Windows, read_text
+from anybatch.language.text import Corpus, Windows, read_text, visible
 from anybatch.memory import readable
 from anybatch.planning.report import Plan
 from anybatch.read import read
 from anybatch.report import Report
-from anybatch.training.checkpoint_folder import CheckpointFolder
 from anybatch.training.loop import Fitted, fit
 from anybatch.training.step import train_step
 from anybatch.verify import Verification, verify
@@ -39,13 +36,14 @@ VERIFIED, VERIFIED_AT_ONCE = 8, 4
 BY_HEART = 1.01
 
 
-def run(config: RunConfig, *, command: str, resume: bool = True, console: Any = None) -> int:
+def run(config: RunConfig, *, command: str, resume: bool = True, is_demo: bool = False, console: Any = None) -> int:
     """Runs the job, and prints what it does.
 
     Args:
       config: what it was told.
       command: that runs it again, to be shown where that is of use.
       resume: whether to go on from a run that is in the folder. If not, there must be none.
+      is_demo: whether it is the demonstration: its folder is marked, and it replaces one that came to its end.
       console: of rich, to print to.
 
     Returns:
@@ -54,11 +52,11 @@ def run(config: RunConfig, *, command: str, resume: bool = True, console: Any = 
     Raises:
       InputError: for what cannot be worked with, before any work is done.
     """
-    job = Job(config, resume=resume)
+    job = Job(config, resume=resume, is_demo=is_demo)
     try:
         return job.run(command, console or _console())
     except KeyboardInterrupt:
-        before = job.steps_saved()
+        before = job.folder.steps_saved()
         where = "before the first step" if before is None else f"what was saved last is step {before}"
         (console or _console()).print(f"\nStopped: {where}. To go on: {command}", highlight=False, soft_wrap=True)
         return 130
@@ -67,8 +65,8 @@ def run(config: RunConfig, *, command: str, resume: bool = True, console: Any = 
 class Job:
     """A text, a model and a folder, checked."""
 
-    def __init__(self, config: RunConfig, *, resume: bool = True) -> None:
-        self.config, self.resume = config, resume
+    def __init__(self, config: RunConfig, *, resume: bool = True, is_demo: bool = False) -> None:
+        self.config = config
         _check_packages()
         name = config.text or "the fables that come with anybatch"
         text = read_text(config.text, config.level)
@@ -77,9 +75,11 @@ class Job:
         )
         self.name = name
         self.prompt = self.corpus.vocabulary.encode(config.prompt) if config.prompt else self.corpus.training[:8]
-        self.out = pathlib.Path(config.out).expanduser()
-        _check_report(config.report)
-        self._open_folder()
+        # First the folder: the report may lie in it.
+        self.folder = RunFolder(config, text, self.corpus.vocabulary, name=name, resume=resume, is_demo=is_demo)
+        self.report = expanded(config.report) if config.report else None
+        if self.report is not None:
+            check_report(self.report)
         self.model = GPT(
             vocabulary=self.corpus.vocabulary.size,
             context=config.context,
@@ -146,10 +146,19 @@ class Job:
         seed, dropout_key = jax.random.split(jax.random.key(config.seed))
         params = self.model.init(seed)
         key = dropout_key if config.dropout else None
-        windows = Windows(self.corpus.training, context=config.context, batch_size=config.batch, seed=config.seed)
+        windows = Windows(
+            self.corpus.training,
+            context=config.context,
+            batch_size=config.batch,
+            seed=config.seed,
+            # Batches are asked for when what was saved is found to be of this run: a refused one writes nothing.
+            opened=self.folder.write_settings,
+        )
         first = windows.batch(0)
         keys = () if key is None else (key,)
         self._introduce(say, params)
+        for change in self.folder.changes():
+            say.text(change)
 
         say.heading("The loss")
         reading = read(self.loss, params, first, *keys)
@@ -188,7 +197,8 @@ class Job:
 
         say.heading("Training")
         del params
-        self._write_settings()
+        self.folder.begin()
+        out = self.folder.path
         result = fit(
             step,
             state,
@@ -196,12 +206,12 @@ class Job:
             steps=config.steps,
             evaluate=(evaluate := self.evaluation(plan.microbatch_size or 1)),
             evaluate_every=config.evaluate_every if evaluate else None,
-            log=self.out / "log.csv",
-            checkpoints=self.out / "checkpoints",
+            log=out / "log.csv",
+            checkpoints=out / "checkpoints",
             checkpoint_every=config.checkpoint_every,
-            resume=self.resume,
+            resume=self.folder.goes_on,
         )
-        if result.stopped_by is not None:
+        if result.stopped_by is not None and result.steps < config.steps:
             say.text(f"To go on: {command}")
             return result.exit_code
 
@@ -214,7 +224,7 @@ class Job:
         notes = _learned(result)
         for note in [*notes, *_noise(result, config.batch)]:
             say.text(note)
-        if config.report:
+        if self.report is not None:
             settings = {"parameters": f"{count(result.state.params):,}", **dataclasses.asdict(config)}
             report = Report(
                 title=f"A GPT learns {self.name}",
@@ -227,9 +237,9 @@ class Job:
                 settings=settings,
                 notes=notes,
             )
-            say.text(f"The report: {report.write(config.report)}")
-        say.text(f"Checkpoints and log: {self.out}. All of it took {time.perf_counter() - begun:.0f} s.")
-        return 0
+            say.text(f"The report: {report.write(self.report)}")
+        say.text(f"Checkpoints and log: {out}. All of it took {time.perf_counter() - begun:.0f} s.")
+        return result.exit_code
 
     def _introduce(self, say: "_Speaker", params: Any) -> None:
         config, corpus, device = self.config, self.corpus, jax.local_devices()[0]
@@ -250,63 +260,21 @@ class Job:
             self.loss, params, batch, *keys, sample=examples, microbatch_sizes=min(VERIFIED_AT_ONCE, examples)
         )
 
-    # The folder.
-
-    def steps_saved(self) -> int | None:
-        """The newest step that is saved there, if any."""
-        folder = self.out / "checkpoints"
-        return max(CheckpointFolder(folder).steps(), default=None) if folder.is_dir() else None
-
-    def _open_folder(self) -> None:
-        """Sees whether the folder can be written, and whether what is in it is of this text."""
-        try:
-            self.out.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryFile(dir=self.out):
-                pass
-        except OSError as error:
-            raise InputError(
-                "The folder of a run must be one that can be written",
-                given=f"out = {str(self.out)!r} ({error.strerror})",
-                remedy='Name another one, e.g. out = "runs/first".',
-            ) from None
-        saved = self.steps_saved()
-        if saved is None:
-            return
-        if not self.resume:
-            raise InputError(
-                "A run that begins anew needs a folder without one",
-                given=f"{self.out}, with a run of {saved} steps",
-                remedy=f"Leave --no-resume out to go on with it. Or name another folder; or: rm -r '{self.out}'",
-            )
-        stored = _stored_vocabulary(self.out / "vocabulary.json")
-        if stored is not None and stored != self.corpus.vocabulary:
-            raise InputError(
-                "A run that goes on must have the text it had before",
-                given=f"{self.name}, of {self.corpus.vocabulary.size} tokens, and a run of {stored.size} in {self.out}",
-                remedy='Name the text of that run, or another folder, e.g. out = "runs/second".',
-            )
-
-    def _write_settings(self) -> None:
-        """The vocabulary, without which the parameters would mean nothing, and what the run was told."""
-        vocabulary = {"level": self.config.level, "characters": self.corpus.vocabulary.characters}
-        (self.out / "vocabulary.json").write_text(json.dumps(vocabulary) + "\n", "utf-8")
-        (self.out / "settings.json").write_text(json.dumps(dataclasses.asdict(self.config), indent=2) + "\n", "utf-8")
-
 
 class _Speaker:
-    """Prints to a console; what is computed may have brackets in it, which are no markup."""
+    """Prints to a console. Brackets in what is computed are no markup, and control characters control nothing."""
 
     def __init__(self, console: Any) -> None:
         self._console = console
 
     def title(self, text: str) -> None:
-        self._console.print(text, style="bold", markup=False, highlight=False, soft_wrap=True)
+        self._console.print(visible(text), style="bold", markup=False, highlight=False, soft_wrap=True)
 
     def heading(self, text: str) -> None:
         self._console.print(f"\n{text}", style="bold cyan", markup=False, highlight=False)
 
     def text(self, text: Any) -> None:
-        self._console.print(str(text), markup=False, highlight=False, soft_wrap=True)
+        self._console.print(visible(str(text)), markup=False, highlight=False, soft_wrap=True)
 
     @contextlib.contextmanager
     def busy(self, text: str) -> Iterator[Callable[[str], None]]:
@@ -333,14 +301,17 @@ def _in_words(plan: Plan) -> str:
 
 
 def _learned(result: Fitted) -> list[str]:
-    """How the losses fell, and whether what was learned is more than the text by heart."""
-    losses = [row["loss"] for row in result.history if row.get("loss") is not None]
+    """How the losses changed, and whether what was learned is more than the text by heart."""
+    losses = [(row["step"], row["loss"]) for row in result.history if row.get("loss") is not None]
     held_back = [(row["eval.loss"], row["step"]) for row in result.history if row.get("eval.loss") is not None]
     if not losses:
         return []
-    notes = [f"{result.steps} steps in {result.seconds:.0f} s: the loss fell from {losses[0]:.2f} to {losses[-1]:.2f}."]
-    if held_back:
-        last, (best, at) = held_back[-1][0], min(held_back)
+    notes = [f"{result.steps} steps in {result.seconds:.0f} s: {_changed(losses)}."]
+    finite = [each for each in held_back if math.isfinite(each[0])]
+    if held_back and not math.isfinite(held_back[-1][0]):
+        notes.append("On the text that was held back it is not finite.")
+    elif held_back:
+        last, (best, at) = held_back[-1][0], min(finite)
         notes.append(f"On the text that was held back it is {last:.2f}.")
         if last > BY_HEART * best:
             notes[-1] = (
@@ -348,6 +319,21 @@ def _learned(result: Fitted) -> list[str]:
                 "text is learned by heart, as a small text is by a model that is large for it."
             )
     return notes
+
+
+def _changed(losses: list[tuple[int, float]]) -> str:
+    """What became of the loss, from the first step to the last."""
+    if not math.isfinite(losses[-1][1]):
+        since = losses[-1][0]
+        for step, loss in reversed(losses):
+            if math.isfinite(loss):
+                break
+            since = step
+        return f"the loss is not finite since step {since}"
+    first, last = next(loss for _, loss in losses if math.isfinite(loss)), losses[-1][1]
+    if f"{first:.2f}" == f"{last:.2f}":
+        return f"the loss did not change, and is {last:.2f}"
+    return f"the loss {'fell' if last < first else 'rose'} from {first:.2f} to {last:.2f}"
 
 
 def _noise(result: Fitted, batch: int) -> list[str]:
@@ -363,23 +349,6 @@ def _noise(result: Fitted, batch: int) -> list[str]:
         f"The gradient noise scale at the end is {scale:.3g} windows: to first order, a step of {batch} makes "
         f"{share:.0%} of the progress of one without noise."
     ]
-
-
-def _stored_vocabulary(path: pathlib.Path) -> Vocabulary | None:
-    try:
-        return Vocabulary(json.loads(path.read_text("utf-8"))["characters"])
-    except (OSError, ValueError, KeyError):
-        return None
-
-
-def _check_report(path: str) -> None:
-    target = pathlib.Path(path).expanduser()
-    if path and (target.is_dir() or not target.parent.is_dir() or not os.access(target.parent, os.W_OK)):
-        raise InputError(
-            "The report must be a file in a folder that is there and can be written",
-            given=f"report = {path!r}",
-            remedy=f'For example report = "anybatch-report.html", or first: mkdir -p "{target.parent}"',
-        )
 
 
 def _check_packages() -> None:

@@ -3,7 +3,7 @@
 import dataclasses
 import importlib.resources
 import pathlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -93,12 +93,10 @@ class Corpus:
         least = len(ids) - held_back if not held_back else min(held_back, len(ids) - held_back)
         if least < context + 1:
             part = "" if not held_back else f", of which {held_back:,} are held back to validate"
-            shorter = f"Take a longer text, or a shorter context, e.g. context = {max(least - 1, 1)}."
-            other = f" Or hold back another share: validation = {0.5 if validation < 0.5 else 0.0}." if part else ""
             raise InputError(
                 f"A text must have more {level} than the context, in each part of it",
                 given=f"{name} with {len(ids):,} {level}{part}, and context={context}",
-                remedy=shorter + other,
+                remedy=_ways_out(len(ids), context, least),
             )
         return cls(vocabulary, ids[: len(ids) - held_back], ids[len(ids) - held_back :])
 
@@ -122,8 +120,17 @@ class Windows:
     ((2, 5), True)
     """
 
-    def __init__(self, ids: np.ndarray, *, context: int, batch_size: int, seed: int) -> None:
+    def __init__(
+        self,
+        ids: np.ndarray,
+        *,
+        context: int,
+        batch_size: int,
+        seed: int,
+        opened: Callable[[], None] | None = None,
+    ) -> None:
         self._ids, self._context, self._batch_size, self._seed = ids, context, batch_size, seed
+        self._opened = opened  # called when somebody begins to go through them
 
     def batch(self, number: int) -> dict[str, np.ndarray]:
         """One of them."""
@@ -133,6 +140,8 @@ class Windows:
         return {"tokens": _windows(self._ids, starts, self._context)}
 
     def __iter__(self) -> "_WindowsIterator":
+        if self._opened is not None:
+            self._opened()
         return _WindowsIterator(self)
 
 
@@ -178,8 +187,42 @@ def read_text(path: str, level: str = "characters") -> str:
         raise InputError(
             "A text of characters must be in UTF-8",
             given=f"{path}, whose byte {error.start:,} is 0x{data[error.start]:02x}",
-            remedy=f'Convert it: iconv -f latin1 -t utf-8 "{path}" > text.txt. Or learn its bytes: level = "bytes".',
+            remedy=f'Convert it: iconv -f {_encoding(data)} -t utf-8 "{path}" > text.txt. '
+            'Or learn its bytes: level = "bytes".',
         ) from None
+
+
+# What has no shape of its own, or would have a terminal do something.
+_CONTROLS = {code: f"\\x{code:02x}" for code in (*range(32), *range(0x7F, 0xA0)) if chr(code) not in "\t\n"}
+
+
+def visible(text: str) -> str:
+    r"""A text that can be printed: control characters are shown as their codes, but for newlines and tabs.
+
+    >>> visible("a\x1b[2J\tb")
+    'a\\x1b[2J\tb'
+    """
+    return text.replace("\r\n", "\n").translate(_CONTROLS)
+
+
+def _ways_out(length: int, context: int, least: int) -> str:
+    """What to do about a text that is too short: what is named would do."""
+    ways = ["Take a longer text"]
+    if least >= 2:
+        ways.append(f"or a shorter context: context = {least - 1}")
+    for share in (0.1, 0.25, 0.5, 0.0):
+        held_back = round(length * share)
+        if min(held_back or length, length - held_back) > context:
+            ways.append(f"or hold back another share: validation = {share}")
+            break
+    return ", ".join(ways) + "."
+
+
+def _encoding(data: bytes) -> str:
+    """What a text that is not UTF-8 may be in: the marks at its beginning tell, if it has one."""
+    if data.startswith((b"\xff\xfe\0\0", b"\0\0\xfe\xff")):
+        return "utf-32"
+    return "utf-16" if data.startswith((b"\xff\xfe", b"\xfe\xff")) else "latin1"
 
 
 def _codes(text: str) -> np.ndarray:
