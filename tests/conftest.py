@@ -15,7 +15,7 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 
-# One more of its kind each, and among the longest: they run with those behind the marker `slow`, so that CI stays short.
+# One more of its kind each, and among the longest: they run with those behind the marker `slow`, so that CI is short.
 LONG = (
     "test_auto.py::test_a_tight_budget_is_kept_and_changes_nothing_but_memory[contrastive-256-infer-jit]",
     "test_demo.py::test_a_run_that_is_stopped_goes_on",
