@@ -17,7 +17,8 @@ from anybatch.language import job
 from anybatch.language.config import RunConfig, example
 from anybatch.language.folder import RunFolder
 from anybatch.language.gpt import GPT, count
-from anybatch.language.text import Corpus, Vocabulary, Windows, read_text, visible
+from anybatch.language.text import Corpus, Vocabulary, Windows, read_text
+from anybatch.report.drawing import visible
 from anybatch.training.sources import open_source
 
 pytestmark = pytest.mark.thorough  # what it tests does not depend on the version of JAX

@@ -17,11 +17,12 @@ from anybatch.errors import InputError, NothingFitsError
 from anybatch.language.config import RunConfig
 from anybatch.language.folder import RunFolder, check_report, expanded
 from anybatch.language.gpt import GPT, count
-from anybatch.language.text import Corpus, Windows, read_text, visible
+from anybatch.language.text import Corpus, Windows, read_text
 from anybatch.memory import readable
 from anybatch.planning.report import Plan
 from anybatch.read import read
 from anybatch.report import Report
+from anybatch.report.drawing import visible
 from anybatch.training.loop import Fitted, fit
 from anybatch.training.step import train_step
 from anybatch.verify import Verification, verify

@@ -192,19 +192,6 @@ def read_text(path: str, level: str = "characters") -> str:
         ) from None
 
 
-# What has no shape of its own, or would have a terminal do something.
-_CONTROLS = {code: f"\\x{code:02x}" for code in (*range(32), *range(0x7F, 0xA0)) if chr(code) not in "\t\n"}
-
-
-def visible(text: str) -> str:
-    r"""A text that can be printed: control characters are shown as their codes, but for newlines and tabs.
-
-    >>> visible("a\x1b[2J\tb")
-    'a\\x1b[2J\tb'
-    """
-    return text.replace("\r\n", "\n").translate(_CONTROLS)
-
-
 def _ways_out(length: int, context: int, least: int) -> str:
     """What to do about a text that is too short: what is named would do."""
     ways = ["Take a longer text"]
