@@ -20,6 +20,8 @@ from anybatch.errors import InputError
 from anybatch.training.feed import Feed, to_device
 from anybatch.training.sources import Batches, open_source
 
+pytestmark = pytest.mark.thorough  # what it tests does not depend on the version of JAX
+
 SHAPE = (64, 64)
 
 
@@ -301,8 +303,6 @@ class TestEnding:
         program = """
 import time, numpy as np
 from anybatch.training.feed import Feed
-
-pytestmark = pytest.mark.thorough  # what it tests does not depend on the version of JAX
 def hangs():
     yield np.zeros(2), {}
     time.sleep(600)

@@ -16,6 +16,8 @@ import pytest
 from anybatch.errors import InputError
 from anybatch.training.log import Log, LogError, read_log
 
+pytestmark = pytest.mark.thorough  # what it tests does not depend on the version of JAX
+
 SUFFIXES = ["csv", "jsonl"]
 
 ROWS = [
@@ -91,8 +93,6 @@ def test_a_run_that_goes_on_looks_as_if_it_had_never_stopped(tmp_path, suffix):
 KILLED = """\
 import sys
 from anybatch.training.log import Log
-
-pytestmark = pytest.mark.thorough  # what it tests does not depend on the version of JAX
 with Log(sys.argv[1:]) as log:
     print("begun", flush=True)
     for step in range(1, 10**9):
