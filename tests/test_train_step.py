@@ -421,6 +421,50 @@ def test_a_state_that_was_changed_by_hand_goes_on():
     np.testing.assert_allclose(state.params["a"], 0.9)
 
 
+def test_a_state_that_was_changed_in_place_is_not_taken_for_the_old_one():
+    def scaled(params, batch):
+        return jnp.mean(batch @ params["w"]) * params["scale"] + jnp.sum(params.get("a", jnp.zeros(3)))
+
+    step = ab.train_step(scaled, optax.sgd(0.0), microbatch_size=2)
+    batch = np.ones((4, 3), np.float32)
+    state, metrics = step(step.init({"w": jnp.ones(3), "scale": 2.0}), batch)
+    state, metrics = step(state, batch)
+    assert metrics.loss == 6
+    state.params["scale"] = 5.0
+    state, metrics = step(state, batch)
+    assert metrics.loss == 15 and state.params["scale"] == 5
+    plain = ab.train_step(lambda p, x: jnp.mean(x @ p["w"]) + jnp.sum(p.get("a", 0.0)), optax.sgd(0.0))
+    state, _ = plain(plain.init({"w": jnp.ones(3)}), batch)
+    state, _ = plain(state, batch)
+    state.params["a"] = jnp.full(3, 10.0)  # comes before w
+    _, metrics = plain(state, batch)
+    assert metrics.loss == 33
+
+
+@pytest.mark.parametrize("examples", [1, 2, 3])
+def test_a_few_examples_in_low_precision_on_two_devices(examples):
+    """What is left over at the end of a dataset, with a loss that couples its examples too."""
+    mesh = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2], axis_types=(jax.sharding.AxisType.Auto,))
+    batch = jax.tree.map(lambda leaf: leaf.astype(np.float32), data(examples))
+    params = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), mlp())
+
+    def coupled(params, batch):
+        hidden = jnp.tanh(batch["x"].astype(jnp.bfloat16) @ params["a"]).astype(jnp.float32)
+        return jnp.mean(hidden**2) + jnp.mean(jnp.abs(hidden @ hidden.T))
+
+    full = ab.train_step(coupled, optax.sgd(0.1), microbatch_size=None)
+    expected, told = full(full.init(params), batch)
+    step = ab.train_step(coupled, optax.sgd(0.1), microbatch_size=1, mesh=mesh)
+    state, metrics = step(step.init(params), batch)
+    np.testing.assert_allclose(metrics.loss, told.loss, rtol=1e-2)
+    chex.assert_trees_all_close(
+        jax.device_get(jax.tree.map(lambda leaf: leaf.astype(np.float32), state.params)),
+        jax.device_get(jax.tree.map(lambda leaf: leaf.astype(np.float32), expected.params)),
+        atol=2e-2,
+    )
+    assert state.params["a"].dtype == jnp.bfloat16
+
+
 def test_no_batch_is_kept():
     step = ab.train_step(lambda w, x: jnp.mean(x @ w), optax.sgd(0.1))
     batch = jnp.ones((64, 1237))

@@ -19,8 +19,7 @@ def ready_to_donate(arrays: Sequence[Any], over: MeshSettings | None, *, copy: b
     """The arrays of a state, such that a program may take their memory and the next step need not be compiled anew.
 
     On the mesh, if there is one; with types that do not change from step to step; and, if they are to be used up
-    (`copy`), each with memory of its own: optimizers such as `optax.contrib.schedule_free` keep the parameters twice,
-    and a numpy array is the user's.
+    (`copy`), each with memory of its own: a state may have an array twice, and a numpy array is the user's.
     """
     seen: set[int] = set()
     ready = []

@@ -1,5 +1,6 @@
 """The log of a run: one row for each step, in CSV or in JSON lines, whole whenever the process is killed."""
 
+import abc
 import csv
 import io
 import json
@@ -150,7 +151,7 @@ def read_log(path: str | os.PathLike[str]) -> list[Row]:
     return rows
 
 
-class _File:
+class _File(abc.ABC):
     """A file that grows by whole lines, or is replaced as a whole."""
 
     name = ""
@@ -171,13 +172,13 @@ class _File:
             ) from error
 
     @staticmethod
+    @abc.abstractmethod
     def parsed(text: str) -> Iterator[dict[str, Any]]:
         """The rows of whole lines, not checked."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def append(self, row: Row) -> None:
         """Adds a row: all of it, or an OSError and nothing."""
-        raise NotImplementedError
 
     def amend(self, row: Row) -> None:
         """Replaces the last row."""
@@ -186,8 +187,9 @@ class _File:
     def close(self) -> None:
         self._file.close()
 
+    @abc.abstractmethod
     def _text(self, rows: list[Row]) -> str:
-        raise NotImplementedError
+        """All lines of a file with these rows."""
 
     def _write(self, text: str) -> None:
         size = os.fstat(self._file.fileno()).st_size

@@ -276,12 +276,13 @@ class Run:
             return
         error.state = self.state  # type: ignore[attr-defined]
         note = f"The state after step {self.steps} is in this error's attribute `state`"
-        is_ours_to_save = self.checkpoints is not None and isinstance(error, Exception)
-        if is_ours_to_save and not isinstance(error, CheckpointError) and jax.process_count() == 1:
+        checkpoints = self.checkpoints
+        is_to_be_saved = isinstance(error, Exception) and not isinstance(error, CheckpointError)
+        if checkpoints is not None and is_to_be_saved and jax.process_count() == 1:
             try:
                 self._write_rows(evaluated=False)
                 self._save(is_last=True)
-                note += f", and saved in {self.checkpoints.folder}"  # type: ignore[union-attr]
+                note += f", and saved in {checkpoints.folder}"
             except Exception as another:
                 note += f". It could not be saved: {another}"
         error.add_note(note + ".")

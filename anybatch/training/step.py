@@ -42,12 +42,21 @@ class _Last:
     about_arrays: Any
     about_batch: Any  # that it was computed with
     program: tuple[Callable[..., Any], int]
+    types: frozenset[type]  # of its arrays
 
-    def arrays_of(self, state: Any) -> list[Any]:
-        leaves = jax.tree.leaves(state)
-        if not self.about_state.told_apart:  # there are no constants
-            return leaves
-        return [leaf for leaf, fixed in zip(leaves, self.about_state.fixed, strict=True) if fixed is None]
+    def arrays_of(self, state: Any) -> list[Any] | None:
+        """The arrays of the state; None if it is another one, or was changed in place: a dict in it can be."""
+        if self.state() is not state:
+            return None
+        leaves, structure = jax.tree.flatten(state)
+        if structure != self.about_state.tree:
+            return None
+        if self.about_state.told_apart:  # there are constants
+            pairs = list(zip(leaves, self.about_state.fixed, strict=True))
+            if any(fixed is not None and leaf is not fixed for leaf, fixed in pairs):
+                return None
+            leaves = [leaf for leaf, fixed in pairs if fixed is None]
+        return leaves if self.types.issuperset(map(type, leaves)) else None
 
 
 class TrainStep:
@@ -89,8 +98,9 @@ class TrainStep:
 
     def __call__(self, state: Any, batch: Any, **kwargs: Any) -> tuple[Any, Metrics]:
         last = self._last
-        if last is not None and last.state() is state:  # as it was returned: it need not be looked at again
-            given = Given(last.kind, last.arrays_of(state), last.about_state, *apart((batch, kwargs)))
+        known = None if last is None else last.arrays_of(state)
+        if last is not None and known is not None:  # as it was returned: it need not be looked at again
+            given = Given(last.kind, known, last.about_state, *apart((batch, kwargs)))
             about_arrays, is_traced = last.about_arrays, any(map(_is_traced, given.rows))
         else:
             last, given = None, self._given(state, batch, kwargs)
@@ -116,7 +126,13 @@ class TrainStep:
         self._last = None
         if not given.kind.changes_model:  # one that is changed in place tells nothing by being the same
             self._last = _Last(
-                weakref.ref(state), given.kind, given.about_state, about_arrays, about_batch, (program, examples)
+                weakref.ref(state),
+                given.kind,
+                given.about_state,
+                about_arrays,
+                about_batch,
+                (program, examples),
+                frozenset(map(type, arrays)),
             )
         return state, metrics
 
