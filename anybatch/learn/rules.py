@@ -1,0 +1,71 @@
+"""Rules on the program of a function, to be named in `Check.program`; each takes the sentence that a learner reads."""
+
+from collections.abc import Callable
+
+from anybatch.learn.check import Arguments, Rule
+from anybatch.learn.program import Program
+
+# These move numbers or make constants; everything else computes.
+MOVES = frozenset(
+    (
+        *("reshape", "broadcast_in_dim", "transpose", "squeeze", "expand_dims", "slice", "dynamic_slice", "copy", "pad"),
+        *("convert_element_type", "concatenate", "rev", "iota", "device_put", "sharding_constraint", "copy_p", "gather"),
+        *("dynamic_update_slice", "split", "stop_gradient", "optimization_barrier", "select_n", "pvary", "pbroadcast"),
+    )
+)
+
+
+def needs(name: str, says: str, *, inside: str | None = None, at_least: int = 1, at_most: int | None = None) -> Rule:
+    """The operation must be in the program, and so many times."""
+
+    def rule(program: Program, args: Arguments) -> str | None:
+        found = program.count(name, inside=inside)
+        return says if found < at_least or (at_most is not None and found > at_most) else None
+
+    return rule
+
+
+def forbids(*names: str, says: str, inside: str | None = None, outside: str | None = None) -> Rule:
+    """None of the operations may be in the program."""
+
+    def rule(program: Program, args: Arguments) -> str | None:
+        return says if program.count(*names, inside=inside, outside=outside) else None
+
+    return rule
+
+
+def scans(length: Callable[..., int], says: str) -> Rule:
+    """One scan, at least, must take as many turns as the function of the arguments says."""
+
+    def rule(program: Program, args: Arguments) -> str | None:
+        turns = length(*args)
+        return None if any(scan.params["length"] == turns for scan in program.find("scan")) else says
+
+    return rule
+
+
+def computes_in(name: str, size: Callable[..., int], says: str) -> Rule:
+    """Outside of the operation (a scan, a shard_map) nothing is computed from so many numbers, or more, at once.
+
+    Reshapes, slices, casts and copies are not computations.
+    """
+
+    def rule(program: Program, args: Arguments) -> str | None:
+        large = size(*args)
+        for operation in program.find(outside=name):
+            if operation.name != name and operation.name not in MOVES and operation.size >= large:
+                return says
+        return None
+
+    return rule
+
+
+def stacks_less_than(size: Callable[..., int], says: str) -> Rule:
+    """No scan may put out, for all of its turns together, so many numbers or more beside what it carries."""
+
+    def rule(program: Program, args: Arguments) -> str | None:
+        large = size(*args)
+        stacked = (sum(array.size for array in scan.stacked) for scan in program.find("scan"))
+        return says if any(total >= large for total in stacked) else None
+
+    return rule
