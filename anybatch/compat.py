@@ -9,8 +9,11 @@ from typing import Any
 import jax
 import jax.extend.core as jex_core
 import jax.numpy as jnp
+import jaxlib
 from jax.extend import source_info_util
 from jax.interpreters import partial_eval
+
+_CONFIG: Any = jax.config  # unannotated, some of it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -195,8 +198,7 @@ def is_threefry(key_dtype: Any) -> bool:
 
 def draws_by_counter(key_dtype: Any) -> bool:
     """Whether a key's random bits depend, each of them, on the key and on its own position alone."""
-    config: Any = jax.config
-    return is_threefry(key_dtype) and bool(config.jax_threefry_partitionable)
+    return is_threefry(key_dtype) and bool(_CONFIG.jax_threefry_partitionable)
 
 
 def has_keys(array: Any) -> bool:
@@ -327,8 +329,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 def elsewhere(fun: Callable[[], Any]) -> Any:
     """Calls a function outside of the trace around us and its mesh: a new thread is inside nothing."""
-    config: Any = jax.config
-    double, device = config.jax_enable_x64, config.jax_default_device
+    double, device = _CONFIG.jax_enable_x64, _CONFIG.jax_default_device
     results: list[Any] = []
     errors: list[BaseException] = []
 
@@ -357,20 +358,16 @@ _CLEAN = elsewhere(_trace_state)
 
 def is_eager() -> bool:
     """Whether we are outside every `jit`, `grad` and `vmap`, so that a call computes its result."""
-    config: Any = jax.config
-    return not config.jax_disable_jit and _trace_state() == _CLEAN
+    return not _CONFIG.jax_disable_jit and _trace_state() == _CLEAN
 
 
 def is_jit_disabled() -> bool:
     """Whether we are under `jax.disable_jit()`, where nothing is compiled."""
-    config: Any = jax.config
-    return bool(config.jax_disable_jit)
+    return bool(_CONFIG.jax_disable_jit)
 
 
 def versions() -> list[str]:
     """The versions of JAX, and of the compiler and runtime underneath it."""
-    import jaxlib
-
     return [str(jax.__version__), str(jaxlib.__version__)]
 
 
@@ -379,16 +376,25 @@ def is_supported() -> bool:
     return (0, 10) <= jax.__version_info__[:2] < (0, 13)
 
 
+def quick_compilation_flags() -> str:
+    """XLA's flags for small programs on the CPU that run only a few times; they change no buffer that it plans."""
+    flags = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+    return flags + (" --xla_cpu_use_fusion_emitters=false" if jax.__version_info__[:2] < (0, 11) else "")
+
+
+def used_part(closed: Any) -> Any:
+    """A jaxpr without the equations whose results nobody uses."""
+    return partial_eval.dce_jaxpr(closed.jaxpr, [True] * len(closed.jaxpr.outvars))[0]
+
+
 def default_device() -> Any:
     """Where arrays go that say nothing themselves: that of `jax.default_device(...)`, or None."""
-    config: Any = jax.config
-    return config.jax_default_device
+    return _CONFIG.jax_default_device
 
 
 def program_key(lowered: Any) -> str | None:
     """A text that spells out all that a lowered program computes, or None where something is hidden from it."""
-    config: Any = jax.config
     text = lowered.as_text()
     # A callback is a number in the text, and with this flag the arrays that a nested jit closes over are absent.
-    hidden = "callback" in text or getattr(config, "jax_use_simplified_jaxpr_constants", False)
+    hidden = "callback" in text or getattr(_CONFIG, "jax_use_simplified_jaxpr_constants", False)
     return None if hidden else text
