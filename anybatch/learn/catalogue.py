@@ -1,0 +1,388 @@
+"""A course: a folder with a `catalogue.toml` and one folder for each exercise. Ours is one of them, and so is yours.
+
+What is wrong with a course is said with its file, its key and a way out. `anybatch learn dev new` writes a small
+course that is complete, and `anybatch learn dev check` proves one.
+"""
+
+import ast
+import dataclasses
+import difflib
+import functools
+import pathlib
+import re
+import textwrap
+import tomllib
+import traceback
+import types
+from typing import Any, NoReturn
+
+from anybatch.errors import InputError
+from anybatch.learn.check import Check
+from anybatch.learn.verdict import STAGES
+
+COURSES = pathlib.Path(__file__).parent / "courses"
+FILES = ("page.md", "exercise.py", "hints.md", "solution.py", "check.py", "with_anybatch.py")
+
+_COURSE_KEYS = {"name": str, "title": str, "description": str, "exercise": list}
+_EXERCISE_KEYS = {"folder": str, "title": str}
+
+
+@dataclasses.dataclass(frozen=True)
+class KnownWrong:
+    """A submission that must fail, and how.
+
+    Args:
+      name: of its file, without the suffix.
+      source: all of it.
+      caught_by: the stage in which it fails.
+      says: words that the title or the text of the verdict must have.
+    """
+
+    name: str
+    source: str
+    caught_by: str
+    says: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Exercise:
+    """One exercise. Its files are read when they are asked for.
+
+    Args:
+      number: its own, from the name of its folder.
+      name: without the number.
+      title: for people.
+      folder: where its files are.
+    """
+
+    number: int
+    name: str
+    title: str
+    folder: pathlib.Path
+
+    @property
+    def full_name(self) -> str:
+        """With the number: "05_accumulate_in_a_scan"."""
+        return self.folder.name
+
+    @property
+    def file_name(self) -> str:
+        """What the learner edits: "05_accumulate_in_a_scan.py"."""
+        return f"{self.full_name}.py"
+
+    @functools.cached_property
+    def page(self) -> str:
+        """Why it matters, a worked example, pitfalls, the problem: in markdown."""
+        return self._read("page.md")
+
+    @functools.cached_property
+    def starter(self) -> str:
+        """The file as the learner gets it."""
+        return self._read("exercise.py")
+
+    @functools.cached_property
+    def solution(self) -> str:
+        """The file as it could be."""
+        return self._read("solution.py")
+
+    @functools.cached_property
+    def with_anybatch(self) -> str:
+        """The same with the library."""
+        return self._read("with_anybatch.py")
+
+    @functools.cached_property
+    def hints(self) -> tuple[str, str, str]:
+        """A direction; the primitive to use; nearly the code."""
+        sections: dict[str, list[str]] = {}
+        current, is_code = None, False
+        for line in self._read("hints.md").splitlines():
+            is_code ^= line.lstrip().startswith("```")
+            heading = None if is_code else re.fullmatch(r"##\s+(.*?)\s*", line)
+            if heading:
+                current = sections.setdefault(heading[1], [])
+            elif current is not None:
+                current.append(line)
+        texts = {name: "\n".join(lines).strip() for name, lines in sections.items()}
+        if list(texts) != ["1", "2", "3"] or not all(texts.values()):
+            raise InputError(
+                "An exercise needs three hints, under the headings ## 1, ## 2 and ## 3",
+                given=f"{self.folder / 'hints.md'} with {', '.join(f'## {name}' for name in texts) or 'no heading'}"
+                + "".join(f"; nothing under ## {name}" for name, text in texts.items() if not text),
+                remedy="Write a direction, then the primitive to use, then nearly the code.",
+            )
+        return texts["1"], texts["2"], texts["3"]
+
+    @functools.cached_property
+    def why(self) -> str:
+        """Why the solution is right: its docstring."""
+        return " ".join((ast.get_docstring(self._parsed("solution.py")) or "").split())
+
+    @functools.cached_property
+    def one_line(self) -> str:
+        """What of `with_anybatch.py` is done by the library, to be shown beside the long way; "" if nothing is.
+
+        These are the statements of the function that speak of `ab`, or, where it has none, those of the file.
+        """
+        source = self.with_anybatch
+        tree = self._parsed("with_anybatch.py")
+        functions = [node for node in tree.body if _defines(node, self.check.function)]
+        for body in (*(getattr(node, "body", []) for node in functions), tree.body):
+            found = [node for node in _statements(body) if _speaks_of_anybatch(node)]
+            if found:
+                return "\n".join(_source_of(source, node) for node in found)
+        return ""
+
+    @functools.cached_property
+    def check(self) -> Check:
+        """What is checked. It is the author's code, and is run here."""
+        path = self.folder / "check.py"
+        module = types.ModuleType(f"{self.full_name}.check")
+        module.__file__ = str(path)
+        try:
+            exec(compile(self._read("check.py"), path, "exec"), module.__dict__)
+        except Exception as error:
+            self._refuse_check(path, error)
+        found = getattr(module, "check", None)
+        if not isinstance(found, Check):
+            raise InputError(
+                "check.py must define check, a Check",
+                given=f"check = {found!r} in {path}",
+                remedy="from anybatch.learn.check import Check, and then: check = Check(function=..., ...)",
+            )
+        return found
+
+    @functools.cached_property
+    def mistakes(self) -> tuple[KnownWrong, ...]:
+        """Submissions that must fail, by name."""
+        return tuple(_known_wrong(path) for path in sorted((self.folder / "mistakes").glob("*.py")))
+
+    def _read(self, name: str) -> str:
+        return _read(self.folder / name)
+
+    def _parsed(self, name: str) -> ast.Module:
+        return _parse(self.folder / name, self._read(name))
+
+    @staticmethod
+    def _refuse_check(path: pathlib.Path, error: Exception) -> NoReturn:
+        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
+        line = error.lineno if isinstance(error, SyntaxError) else lines[-1] if lines else None
+        raise InputError(
+            "check.py must run, and define check",
+            given=f"{type(error).__name__}: {error} ({path}" + (f", line {line})" if line else ")"),
+            remedy=f"See all of it: python {path}",
+        ) from error
+
+
+@dataclasses.dataclass(frozen=True)
+class Course:
+    """Exercises, in order.
+
+    >>> course = Course.builtin()
+    >>> course.name
+    'gradients'
+    """
+
+    name: str
+    title: str
+    description: str
+    folder: pathlib.Path
+    exercises: tuple[Exercise, ...]
+
+    @classmethod
+    def builtin(cls) -> "Course":
+        """Ours."""
+        return cls.read(COURSES / "gradients")
+
+    @classmethod
+    def read(cls, folder: str | pathlib.Path) -> "Course":
+        """The course in a folder.
+
+        Raises:
+          InputError: for whatever is wrong with its catalogue, or missing of its files.
+        """
+        folder = pathlib.Path(folder).expanduser()
+        path = folder / "catalogue.toml"
+        if not path.is_file():
+            raise InputError(
+                "A course is a folder with a catalogue.toml",
+                given=f"{folder} (which has none)" if folder.is_dir() else f"{folder} (no such folder)",
+                remedy=f"Write a small one to begin with: anybatch learn dev new {folder}",
+            )
+        try:
+            given = tomllib.loads(_read(path))
+        except tomllib.TOMLDecodeError as error:
+            raise InputError(
+                "A catalogue must be TOML: one `name = value` in each line, texts in quotes",
+                given=f"{path}: {error}",
+                remedy="anybatch learn dev new FOLDER writes one to look at.",
+            ) from None
+        _check_keys(given, _COURSE_KEYS, path, "")
+        if not given["name"].isidentifier():
+            raise InputError(
+                "The name of a course must be an identifier",
+                given=f"name = {given['name']!r} in {path}",
+                remedy=f'For example: name = "{_identifier(given["name"])}"',
+            )
+        exercises = tuple(_exercise(entry, index, folder, path) for index, entry in enumerate(given["exercise"], 1))
+        _check_order(exercises, path)
+        return cls(given["name"], given["title"], given["description"], folder, exercises)
+
+    def find(self, wanted: str) -> Exercise:
+        """The exercise of a number, a name, or both: "5", "05", "accumulate_in_a_scan", or the path of its file.
+
+        Raises:
+          InputError: if there is none; it names those that are near.
+        """
+        name = pathlib.PurePath(wanted.strip()).name.removesuffix(".py")
+        for exercise in self.exercises:
+            if name in (exercise.name, exercise.full_name) or (name.isdecimal() and int(name) == exercise.number):
+                return exercise
+        names = [exercise.name for exercise in self.exercises]
+        near = difflib.get_close_matches(re.sub(r"^\d+_", "", name), names, n=3, cutoff=0.5)
+        near = near or [known for known in names if name and name in known][:3]
+        first, last = self.exercises[0].number, self.exercises[-1].number
+        raise InputError(
+            f"An exercise is named by its number, {first} to {last}, or by its name",
+            given=repr(wanted),
+            remedy=(f"Did you mean {' or '.join(near)}? " if near else "") + "See them all: anybatch learn list",
+        )
+
+    def after(self, exercise: Exercise) -> Exercise | None:
+        """The next one, or None after the last."""
+        following = self.exercises[self.exercises.index(exercise) + 1 :]
+        return following[0] if following else None
+
+    def before(self, exercise: Exercise) -> Exercise | None:
+        """The one before, or None at the first."""
+        index = self.exercises.index(exercise)
+        return self.exercises[index - 1] if index else None
+
+
+def _exercise(entry: Any, index: int, folder: pathlib.Path, path: pathlib.Path) -> Exercise:
+    """The exercise of one entry of a catalogue, whose files are there."""
+    where = f"[[exercise]] {index}: "
+    if not isinstance(entry, dict):
+        raise InputError(
+            "An exercise is a table in the catalogue",
+            given=f"{where}{entry!r} in {path}",
+            remedy='[[exercise]], and under it: folder = "01_name" and title = "..."',
+        )
+    _check_keys(entry, _EXERCISE_KEYS, path, where)
+    form = re.fullmatch(r"(\d\d)_([a-z][a-z0-9_]*)", entry["folder"])
+    if form is None:
+        raise InputError(
+            "The folder of an exercise is two digits and a name in small letters",
+            given=f"{where}folder = {entry['folder']!r} in {path}",
+            remedy=f'For example: folder = "{index:02}_{_identifier(entry["folder"])}"',
+        )
+    home = folder / entry["folder"]
+    missing = [name for name in FILES if not (home / name).is_file()]
+    if missing:
+        raise InputError(
+            f"An exercise has the files {', '.join(FILES)}",
+            given=f"{where}{home} without {', '.join(missing)}" if home.is_dir() else f"{where}{home} (no such folder)",
+            remedy=f"Write a whole one, to be edited: anybatch learn dev new {folder} --exercise {form[2]}",
+        )
+    return Exercise(int(form[1]), form[2], entry["title"], home)
+
+
+def _check_keys(given: dict[str, Any], known: dict[str, type], path: pathlib.Path, where: str) -> None:
+    """Refuses keys that are not known, are missing, or have values of another kind."""
+    kinds = {str: "a text that is not empty", list: "one [[exercise]] or more"}
+    for key in given:
+        if key not in known:
+            near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
+            raise InputError(
+                f"Every key in a catalogue must be one of {', '.join(known)}",
+                given=f"{where}{key!r} in {path}",
+                remedy=f"Did you mean {near[0]}?" if near else "Leave it out; a newer anybatch may know it.",
+            )
+    for key, kind in known.items():
+        if not isinstance(given.get(key), kind) or not (given[key].strip() if kind is str else given[key]):
+            written = f"{key} = {given[key]!r}" if key in given else f"no {key}"
+            example = f'{key} = "..."' if kind is str else '[[exercise]]\nfolder = "01_name"\ntitle = "..."'
+            raise InputError(
+                f"{key} must be {kinds[kind]}", given=f"{where}{written} in {path}", remedy=f"Write: {example}"
+            )
+
+
+def _check_order(exercises: tuple[Exercise, ...], path: pathlib.Path) -> None:
+    names: set[str] = set()
+    number = 0
+    for exercise in exercises:
+        if exercise.name in names:
+            raise InputError(
+                "Every exercise needs a name of its own",
+                given=f"{exercise.name!r} twice in {path}",
+                remedy="Rename one of the folders, and its entry.",
+            )
+        if exercise.number <= number:
+            raise InputError(
+                "Exercises stand in the order of their numbers",
+                given=f"{exercise.full_name!r} after number {number:02} in {path}",
+                remedy="Reorder the entries, or rename the folder.",
+            )
+        names.add(exercise.name)
+        number = exercise.number
+
+
+def _known_wrong(path: pathlib.Path) -> KnownWrong:
+    source = _read(path)
+    docstring = ast.get_docstring(_parse(path, source)) or ""
+    caught_by = re.search(r"^caught by:\s*(\S+)\s*$", docstring, re.MULTILINE)
+    says = re.search(r"^says:\s*(\S.*?)\s*$", docstring, re.MULTILINE)
+    if caught_by is None or says is None or caught_by[1] not in STAGES:
+        raise InputError(
+            "The docstring of a mistake has the lines `caught by: <stage>` and `says: <words>`",
+            given=f"{path} with " + (f"caught by: {caught_by[1]}" if caught_by and says else "one of them missing"),
+            remedy=f"The stages are: {', '.join(STAGES)}.",
+        )
+    return KnownWrong(path.stem, source, caught_by[1], says[1])
+
+
+def _defines(node: ast.stmt, name: str) -> bool:
+    return isinstance(node, ast.FunctionDef) and node.name == name
+
+
+def _statements(body: list[ast.stmt]) -> list[ast.stmt]:
+    """The statements of a body, those inside of others instead of them."""
+    found: list[ast.stmt] = []
+    for node in body:
+        inner = [child for child in ast.iter_child_nodes(node) if isinstance(child, ast.stmt)]
+        found += _statements(inner) if inner else [node]
+    return found
+
+
+def _speaks_of_anybatch(node: ast.stmt) -> bool:
+    if isinstance(node, (ast.Import, ast.ImportFrom)):
+        return False
+    return any(isinstance(child, ast.Name) and child.id == "ab" for child in ast.walk(node))
+
+
+def _source_of(source: str, node: ast.stmt) -> str:
+    lines = source.splitlines()[node.lineno - 1 : node.end_lineno]
+    return textwrap.dedent("\n".join(lines))
+
+
+def _parse(path: pathlib.Path, source: str) -> ast.Module:
+    try:
+        return ast.parse(source)
+    except SyntaxError as error:
+        raise InputError(
+            "A file of a course must be Python", given=f"{path}, line {error.lineno}: {error.msg}", remedy="Mend it."
+        ) from None
+
+
+def _read(path: pathlib.Path) -> str:
+    try:
+        return path.read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = "not UTF-8" if isinstance(error, UnicodeDecodeError) else error.strerror
+        raise InputError(
+            "A file of a course must be there, and be text in UTF-8", given=f"{path} ({reason})", remedy="Mend it."
+        ) from None
+
+
+def _identifier(text: str) -> str:
+    """Something like the text that can be a name."""
+    return re.sub(r"\W+", "_", text.lower()).strip("_0123456789") or "mine"
