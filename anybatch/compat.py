@@ -384,7 +384,7 @@ def quick_compilation_flags() -> str:
 
 def used_part(closed: Any) -> Any:
     """A jaxpr without the equations whose results nobody uses."""
-    return partial_eval.dce_jaxpr(closed.jaxpr, [True] * len(closed.jaxpr.outvars))[0]
+    return partial_eval.dce_jaxpr(opened(closed), [True] * len(opened(closed).outvars))[0]
 
 
 def default_device() -> Any:

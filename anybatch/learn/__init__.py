@@ -1,0 +1,27 @@
+"""`anybatch learn`: practice with JAX's own primitives, graded on value, memory and collectives.
+
+What an author of exercises needs is here: a `Check` and its parts, and the rules on programs.
+"""
+
+from anybatch.learn.check import Case, Check, Collectives, Differences, Mistake, Raises, Same, Slope
+from anybatch.learn.program import Array, Operation, Program
+from anybatch.learn.rules import computes_in, forbids, needs, scans, stacks_less_than
+
+__all__ = [
+    "Array",
+    "Case",
+    "Check",
+    "Collectives",
+    "Differences",
+    "Mistake",
+    "Operation",
+    "Program",
+    "Raises",
+    "Same",
+    "Slope",
+    "computes_in",
+    "forbids",
+    "needs",
+    "scans",
+    "stacks_less_than",
+]

@@ -63,6 +63,10 @@ class Operation:
 class Program:
     """The operations of a function, in order, with those inside of others.
 
+    Args:
+      operations: the outermost.
+      devices: how many there were when it was traced.
+
     >>> inner = Operation("add", (), (), {}, (), ("scan",))
     >>> program = Program((Operation("scan", (), (), {"num_carry": 0}, (Program((inner,)),), ()),))
     >>> program.count("add"), program.count("add", inside="scan"), program.count("add", outside="scan")
@@ -70,6 +74,12 @@ class Program:
     """
 
     operations: tuple[Operation, ...]
+    devices: int = 1
+
+    @classmethod
+    def read(cls, record: Any, devices: int = 1, inside: tuple[str, ...] = ()) -> "Program":
+        """The program that was reported in plain data."""
+        return cls(tuple(_operation(each, devices, inside) for each in record), devices)
 
     def __iter__(self) -> Iterator[Operation]:
         """All operations, each before those inside of it."""
@@ -92,3 +102,13 @@ class Program:
     def count(self, *names: str, inside: str | None = None, outside: str | None = None) -> int:
         """How many there are."""
         return len(self.find(*names, inside=inside, outside=outside))
+
+
+def _operation(record: Any, devices: int, inside: tuple[str, ...]) -> Operation:
+    name = record["name"]
+    within = inside if name in TRANSPARENT else (*inside, name)
+    inputs, outputs = (
+        tuple(Array(tuple(shape), dtype) for shape, dtype in record[which]) for which in ("inputs", "outputs")
+    )
+    bodies = tuple(Program.read(body, devices, within) for body in record["bodies"])
+    return Operation(name, inputs, outputs, record["params"], bodies, inside)

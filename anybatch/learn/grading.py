@@ -1,0 +1,364 @@
+"""The checks of an exercise, in order, up to the first that fails.
+
+The learner's code runs elsewhere (`anybatch.learn.runner`), and sends what it found out; here it is judged.
+"""
+
+import concurrent.futures
+import contextlib
+import dataclasses
+import difflib
+import secrets
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from anybatch.learn.catalogue import Exercise
+from anybatch.learn.check import Arguments, Case, Check, Raises
+from anybatch.learn.program import Program
+from anybatch.learn.runner import Ended, Runner, Submission
+from anybatch.learn.values import Answer, Difference, Expected, compare, expected, in_double, matches
+from anybatch.learn.verdict import Verdict
+from anybatch.memory import readable
+
+
+class _Failed(Exception):
+    """The first thing that is wrong."""
+
+    def __init__(self, stage: str, title: str, text: str = "", **more: Any) -> None:
+        self.verdict = {"stage": stage, "title": title, "text": text, **more}
+
+
+def grade(
+    exercise: Exercise,
+    source: str,
+    runner: Runner,
+    *,
+    path: str | None = None,
+    seed: int | None = None,
+    anybatch: bool = False,
+) -> Verdict:
+    """Checks what a learner wrote for an exercise. Whatever that does, a verdict comes back.
+
+    Args:
+      exercise: which one.
+      source: the text of the file.
+      runner: where it is run.
+      path: of the file, as it is named in messages.
+      seed: of the cases; a new one each time if it is left out, so that answers cannot be known beforehand.
+      anybatch: whether the file may import it.
+    """
+    begin = time.perf_counter()
+    seed = secrets.randbelow(10**6) if seed is None else seed
+    check, done = exercise.check, []
+    counts = sorted({*check.devices, *([check.collectives.devices] if check.collectives else [])})
+    submissions: dict[int, Submission] = {}
+    with contextlib.ExitStack() as stack:
+        result: dict[str, Any] = {}
+        try:
+            for count in counts:
+                submission = runner.open(source, path or exercise.file_name, devices=count, anybatch=anybatch)
+                submissions[count] = stack.enter_context(submission)
+            for stage, seen in _Grading(check, submissions, seed).stages():
+                done.append((stage, seen))
+        except _Failed as failed:
+            result = failed.verdict
+        except Ended as ended:
+            line, text = ended.where or (None, None)
+            result = {"stage": "limits", "title": ended.message, "line": line, "source_line": text}
+        prints = next((each for each in submissions.values() if each.prints), None)
+        printed = {"prints": prints.prints, "prints_dropped": prints.prints_dropped} if prints else {}
+    return Verdict(
+        exercise=exercise.name,
+        passed=not result,
+        done=tuple(done),
+        seed=seed,
+        seconds=time.perf_counter() - begin,
+        **printed,
+        **result,
+    )
+
+
+def examine_check(exercise: Exercise, seed: int = 0) -> list[str]:
+    """What is wrong with the check of an exercise itself, whatever a learner writes."""
+    check, defects = exercise.check, []
+    rng = np.random.default_rng(seed)
+    cases = [case for case in check.cases(rng) if isinstance(case, Case)]
+    if not cases:
+        return ["check.py has no Case"]
+    is_strict, told_apart = False, dict.fromkeys((mistake.name for mistake in check.mistakes), False)
+    for case in cases:
+        right = expected(check.reference, case.args, rng)
+        if not all(np.all(np.isfinite(leaf)) for leaf in right.answer.leaves):
+            defects.append(f"the reference is not finite for {case.note or 'a case'}")
+        for leaf, tolerance in zip(right.answer.leaves, right.tolerances, strict=True):
+            narrow = leaf.astype("bfloat16").astype(np.float64)
+            is_strict |= not np.issubdtype(leaf.dtype, np.inexact) or bool(np.any(np.abs(narrow - leaf) > tolerance))
+        for mistake in check.mistakes:
+            wrong = mistake.answer(*in_double(case.args))
+            if wrong is not None:
+                told_apart[mistake.name] |= not matches(right.answer, wrong, right.tolerances)
+    if not is_strict:
+        defects.append("the tolerance is so wide that an answer in bfloat16 would pass")
+    unseen = [name for name, apart in told_apart.items() if not apart]
+    return defects + [f"the mistake {name!r} gives the right answer in every case" for name in unseen]
+
+
+class _Grading:
+    def __init__(self, check: Check, submissions: Mapping[int, Submission], seed: int) -> None:
+        self.check, self.submissions, self.seed = check, submissions, seed
+        self.rng = np.random.default_rng(seed)
+        self.cases = list(check.cases(self.rng))
+        self.programs: list[tuple[Program, Arguments]] = []
+        self.first: tuple[Case, Answer, Expected] | None = None
+
+    def stages(self) -> Any:
+        """Goes through the stages; yields each that was passed, and what was seen there."""
+        self._file()
+        yield "signature", f"{self.check.function}({', '.join(self.check.parameters)})"
+        yield "value", self._values()
+        refused = [case for case in self.cases if isinstance(case, Raises)]
+        for case in refused:
+            self._refusal(case)
+        if refused:
+            yield "errors", _count(len(refused), "bad input", "bad inputs") + " refused"
+        for same in self.check.same:
+            self._same(same)
+        if self.check.same:
+            yield "invariance", ", ".join(same.what for same in self.check.same) + ": no difference"
+        if self.check.differences:
+            self._differences()
+            yield "differences", "the gradient is the slope of the value"
+        for program, args in self.programs:
+            for rule in self.check.program:
+                if says := rule(program, args):
+                    raise _Failed("program", *_title(says))
+        if self.check.program:
+            yield "program", _count(len(self.check.program), "rule", "rules") + " on the jaxpr"
+        if self.check.memory:
+            yield "memory", self._memory()
+        if self.check.collectives:
+            yield "collectives", self._collectives()
+
+    def _file(self) -> None:
+        for submission in self.submissions.values():
+            loaded = submission.loaded
+            if error := loaded.get("error"):
+                raise _failure("file", error)
+            self._untouched(loaded)
+            name, needed = self.check.function, len(self.check.parameters)
+            wanted = f"def {name}({', '.join(self.check.parameters)}):"
+            if name not in loaded["functions"]:
+                near = difflib.get_close_matches(name, list(loaded["functions"]), n=1)
+                hint = f" Was `{near[0]}` meant?" if near else ""
+                raise _Failed("signature", f"There is no function `{name}` in the file.{hint}", f"It begins with\n{wanted}")
+            arity = loaded["functions"][name]
+            if arity is not None and not arity[0] <= needed <= arity[1]:
+                takes = str(arity[0]) if arity[0] == arity[1] else f"{arity[0]} to {arity[1]}"
+                title = f"`{name}` must take {_count(needed, 'argument', 'arguments')}; it takes {takes}."
+                raise _Failed("signature", title, f"It begins with\n{wanted}")
+
+    def _untouched(self, reply: Mapping[str, Any]) -> None:
+        if reply.get("replaced"):
+            name = reply["replaced"][0]
+            text = "Answers are compared in another process, where this changes nothing. Take it out of the file."
+            raise _Failed("file", f"The file puts something else in place of {name}.", text)
+
+    def _ask(self, count: int, args: Arguments, *want: str, note: str = "") -> dict[str, Any]:
+        reply = self.submissions[count].ask(
+            {
+                "do": "call",
+                "function": self.check.function,
+                "args": args,
+                "want": want,
+                "compiled": self.check.is_compiled,
+            }
+        )
+        if error := reply.get("error"):
+            raise _failure("run", error, note)
+        self._untouched(reply)
+        return reply
+
+    def _values(self) -> str:
+        cases = [case for case in self.cases if isinstance(case, Case)]
+        rights = [expected(self.check.reference, case.args, self.rng) for case in cases]
+        want = ("value", "program") if self.check.is_compiled else ("value",)
+
+        def run(count: int) -> None:
+            for case, right in zip(cases, rights, strict=True):
+                if count not in (case.devices or self.check.devices):
+                    continue
+                reply = self._ask(count, case.args, *want, note=case.note)
+                answer = Answer.read(reply["value"])
+                found[count].append((case, answer, right, reply.get("program", [])))
+                if difference := compare(answer, right, self.check.dtypes):
+                    raise self._named(difference, case, answer, right, count)
+
+        found: dict[int, list[Any]] = {count: [] for count in self.check.devices}
+        with concurrent.futures.ThreadPoolExecutor(len(self.check.devices)) as pool:
+            running = [pool.submit(run, count) for count in self.check.devices]
+            for each in running:
+                each.result()
+        for count, ran in found.items():
+            self.programs += [(Program.read(program, count), case.args) for case, _, _, program in ran]
+        self.first = found[self.check.devices[0]][0][:3]
+        devices = f" on {' and '.join(str(count) for count in self.check.devices)} devices"
+        return _count(len(cases), "case", "cases") + (devices if len(self.check.devices) > 1 else "")
+
+    def _named(self, difference: Difference, case: Case, answer: Answer, right: Expected, count: int) -> _Failed:
+        """What is wrong with an answer, by its name if it is a known mistake."""
+        where = f"{case.note}\n" if case.note else ""
+        if len(self.check.devices) > 1:
+            where += f"on {_count(count, 'device', 'devices')}\n"
+        text = where + difference.text
+        for mistake in self.check.mistakes:
+            args = in_double(case.args)
+            wrong = mistake.answer(*args)
+            if wrong is None or not matches(answer, wrong, right.tolerances):
+                continue
+            if not matches(right.answer, wrong, right.tolerances):
+                says = mistake.says if isinstance(mistake.says, str) else mistake.says(*args)
+                title, rest = _title(says)
+                return _Failed(difference.stage, title, "\n".join(filter(None, (rest, text))), mistake=mistake.name)
+        return _Failed(difference.stage, difference.title, text)
+
+    def _refusal(self, case: Raises) -> None:
+        count = self.check.devices[0]
+        try:
+            self._ask(count, case.args, *(("program",) if self.check.is_compiled else ("value",)))
+        except _Refused as refused:
+            error = refused.error
+            if case.error not in error["bases"]:
+                title = f"It must raise {case.error}; it raises {error['type']}."
+                raise _Failed("errors", title, f"for {case.note}\n{error['message']}") from None
+            missing = [text for text in case.mentions if text not in error["message"]]
+            if missing:
+                title = f"The error does not mention {' and '.join(missing)}."
+                raise _Failed("errors", title, f"for {case.note}\nyours: {error['message']}") from None
+            return
+        raise _Failed("errors", f"It must raise {case.error}, and does not.", f"for {case.note}")
+
+    def _same(self, same: Any) -> None:
+        assert self.first is not None
+        case, answer, right = self.first
+        args = same.change(self.rng, case.args)
+        other = Answer.read(self._ask(self.check.devices[0], args, "value", note=same.what)["value"])
+        wanted = answer
+        if same.then:
+            tree = jax.tree.unflatten(jax.tree.structure(right.tree), answer.leaves)
+            wanted = Answer.of(same.then(tree, case.args, args))
+        doubled = tuple(2 * each for each in right.tolerances)
+        double = Expected(right.tree, wanted, doubled)
+        if difference := compare(other, double, self.check.dtypes):
+            text = "\n".join(filter(None, (same.says, "('expected' is your answer before the change)", difference.text)))
+            raise _Failed("invariance", f"The answer changes with {same.what}, and must not.", text)
+
+    def _differences(self) -> None:
+        assert self.first is not None and self.check.differences is not None
+        (case, answer, right), rule, step = self.first, self.check.differences, 2.0**-7
+        structure = jax.tree.structure(right.tree)
+        at = rule.argument
+
+        def value(sign: int) -> tuple[float, float]:
+            """The value a step away, as the learner has it and in float64."""
+            moved = jax.tree.map(
+                lambda leaf, along: (leaf + sign * step * along).astype(leaf.dtype), case.args[at], direction
+            )
+            args = (*case.args[:at], moved, *case.args[at + 1 :])
+            reply = Answer.read(self._ask(self.check.devices[0], args, "value")["value"])
+            theirs = rule.value(jax.tree.unflatten(structure, reply.leaves))
+            return float(theirs), float(rule.value(self.check.reference(*in_double(args))))
+
+        direction = jax.tree.map(lambda leaf: self.rng.choice((-1.0, 1.0), leaf.shape), case.args[at])
+        (up, exact_up), (down, exact_down) = value(1), value(-1)
+        slope, exact = (up - down) / (2 * step), (exact_up - exact_down) / (2 * step)
+        mine, theirs = (
+            sum(float(np.vdot(one, other)) for one, other in zip(*map(jax.tree.leaves, pair), strict=True))
+            for pair in (
+                (rule.gradient(jax.tree.unflatten(structure, answer.leaves)), direction),
+                (rule.gradient(right.tree), direction),
+            )
+        )
+        # What a step of this size does to the right answer, and what float32 does to a value.
+        allowed = 2 * abs(theirs - exact) + (sum(right.tolerances) + 1e-6 * abs(up)) / step
+        if not abs(mine - slope) <= allowed:
+            text = f"along a random direction: gradient {mine:.6g}, slope {slope:.6g}, allowed off {allowed:.2g}"
+            raise _Failed("differences", "The gradient is not the slope of the value.", text)
+
+    def _memory(self) -> str:
+        slope, count = self.check.memory, self.check.devices[0]
+        assert slope is not None
+        found = []
+        for times in (1, slope.times):
+            args = slope.args(self.rng, times)
+            reply = self._ask(count, args, "temporaries", "value", note=f"a batch {times} times as large")
+            found.append(reply["temporaries"])
+        right = expected(self.check.reference, args, self.rng, draws=1)
+        answer = Answer.read(reply["value"])
+        if difference := compare(answer, right, self.check.dtypes):
+            note = f"a batch {slope.times} times as large"
+            raise self._named(difference, Case(args, note), answer, right, count)
+        small, large = found
+        seen = f"{readable(small)} to {readable(large)} for a batch {slope.times} times as large"
+        if large > slope.limit * small and large - small > slope.floor:
+            title = f"Memory grows with the batch: {seen}."
+            raise _Failed("memory", title, f"In microbatches of the same size it should not grow.\n{slope.says}")
+        return seen
+
+    def _collectives(self) -> str:
+        rule = self.check.collectives
+        assert rule is not None
+        case = next(case for case in self.cases if isinstance(case, Case))
+        args = rule.args(self.rng) if rule.args else case.args
+        reply = self._ask(rule.devices, args, "collectives")
+        counts: dict[str, int] = {}
+        for kind, times, _ in reply["collectives"]:
+            # A loop whose turns are not known is as bad as it can be.
+            counts[kind] = counts.get(kind, 0) + (times if times >= 0 else 10**6)
+        seen = ", ".join(_count(times, kind, kind + "s") for kind, times in sorted(counts.items())) or "none"
+        total = sum(times * size for _, times, size in reply["collectives"])
+        if counts != {kind: times for kind, times in rule.exactly.items() if times}:
+            says = rule.says if isinstance(rule.says, str) else rule.says(counts)
+            wanted = ", ".join(_count(times, kind, kind + "s") for kind, times in rule.exactly.items()) or "none"
+            raise _Failed("collectives", f"Executed on {rule.devices} devices: {seen}; it must be {wanted}.", says)
+        if rule.largest is not None and total > rule.largest:
+            says = rule.says if isinstance(rule.says, str) else rule.says(counts)
+            title = f"The collectives carry {readable(total)} on each device; {readable(rule.largest)} are enough."
+            raise _Failed("collectives", title, says)
+        return f"{seen} executed on {rule.devices} devices"
+
+
+def _failure(stage: str, error: Mapping[str, Any], note: str = "") -> Any:
+    """What became of an exception in the learner's file."""
+    where = {"line": error["line"], "source_line": error["source_line"]}
+    if error["type"] == "NotImplementedError":
+        return _Refused(error, stage, "Not written yet.", error["message"], started=False, **where)
+    if error["type"] == "SystemExit":
+        text = "A function ends with `return`; the process is not its own."
+        return _Refused(error, stage, f"The file calls sys.exit({error['message']}).", text, **where)
+    title, text = _title(f"{error['type']}: {error['message']}".strip())
+    if error["type"] == "SyntaxError" and error["source_line"] and error["column"]:
+        text = f"{error['source_line']}\n{' ' * (error['column'] - 1)}^"
+    if "MemoryError" in error["bases"] or "RESOURCE_EXHAUSTED" in error["message"]:
+        text = "\n".join(filter(None, ("A check has little memory, on purpose: 2 GiB.", text)))
+    return _Refused(error, stage, title, "\n".join(filter(None, (f"for {note}" if note else "", text))), **where)
+
+
+class _Refused(_Failed):
+    """An exception of the learner's code, which may be what is asked for."""
+
+    def __init__(self, error: Mapping[str, Any], *rest: Any, **more: Any) -> None:
+        super().__init__(*rest, **more)
+        self.error = error
+
+
+def _title(text: str) -> tuple[str, str]:
+    """A title of one line, and the rest."""
+    first, _, rest = text.strip().partition("\n")
+    return first, rest.strip("\n")
+
+
+def _count(number: int, one: str, many: str) -> str:
+    return f"{number} {one if number == 1 else many}"
