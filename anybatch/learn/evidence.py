@@ -45,8 +45,7 @@ class Evidence:
         if request["do"] == "load":
             return self._loaded
         try:
-            function = getattr(self.module, request["function"])
-            reply = self._call(function, request["args"], request["want"], request["compiled"])
+            reply = self._call(request["function"], request["args"], request["want"], request["compiled"])
         except BaseException as error:
             reply = {"error": describe(error, self.path)}
         return reply | {"replaced": self._replaced()}
@@ -74,12 +73,13 @@ class Evidence:
             if callable(value) and vars(module).get(name, value) is not value
         ]
 
-    def _call(self, function: Callable, args: Any, want: Sequence[str], compiled: bool) -> dict[str, Any]:
+    def _call(self, name: str, args: Any, want: Sequence[str], compiled: bool) -> dict[str, Any]:
+        function = getattr(self.module, name)
         if not compiled:
             return {"value": _tree(function(*jax.tree.map(_on_device, args)))}
         leaves, structure = jax.tree.flatten(args)
         kinds = tuple((x.shape, x.dtype.name) if _is_array(x) else (type(x).__name__, repr(x)) for x in leaves)
-        key = (function.__name__, structure, kinds)
+        key = (name, structure, kinds)
         if key not in self._programs:
             self._programs[key] = _Compiled(function, leaves, structure)
         program = self._programs[key]
@@ -224,4 +224,3 @@ def describe(error: BaseException, path: str) -> dict[str, Any]:
         "source_line": linecache.getline(path, line).rstrip() if line else None,
         "column": error.offset if isinstance(error, SyntaxError) else None,
     }
-

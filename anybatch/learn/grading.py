@@ -9,18 +9,29 @@ import dataclasses
 import difflib
 import secrets
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import numpy as np
 
 from anybatch.learn.catalogue import Exercise
-from anybatch.learn.check import Arguments, Case, Check, Raises
+from anybatch.learn.check import Arguments, Case, Check, Mistake, Raises
 from anybatch.learn.program import Program
 from anybatch.learn.runner import Ended, Runner, Submission
-from anybatch.learn.values import Answer, Difference, Expected, compare, expected, in_double, matches
+from anybatch.learn.values import (
+    EPSILON,
+    ROUNDINGS,
+    Answer,
+    Difference,
+    Expected,
+    compare,
+    expected,
+    in_double,
+    matches,
+)
 from anybatch.learn.verdict import Verdict
+from anybatch.learn.wire import BrokenWire
 from anybatch.memory import readable
 
 
@@ -65,6 +76,13 @@ def grade(
                 done.append((stage, seen))
         except _Failed as failed:
             result = failed.verdict
+        except BrokenWire as broken:
+            text = f"Only the grader writes there. ({broken})"
+            result = {
+                "stage": "limits",
+                "title": "What came back from your code's process makes no sense.",
+                "text": text,
+            }
         except Ended as ended:
             line, text = ended.where or (None, None)
             result = {"stage": "limits", "title": ended.message, "line": line, "source_line": text}
@@ -93,11 +111,12 @@ def examine_check(exercise: Exercise, seed: int = 0) -> list[str]:
         right = expected(check.reference, case.args, rng)
         if not all(np.all(np.isfinite(leaf)) for leaf in right.answer.leaves):
             defects.append(f"the reference is not finite for {case.note or 'a case'}")
+            continue
         for leaf, tolerance in zip(right.answer.leaves, right.tolerances, strict=True):
             narrow = leaf.astype("bfloat16").astype(np.float64)
             is_strict |= not np.issubdtype(leaf.dtype, np.inexact) or bool(np.any(np.abs(narrow - leaf) > tolerance))
         for mistake in check.mistakes:
-            wrong = mistake.answer(*in_double(case.args))
+            wrong = _wrong(mistake, case)
             if wrong is not None:
                 told_apart[mistake.name] |= not matches(right.answer, wrong, right.tolerances)
     if not is_strict:
@@ -153,7 +172,9 @@ class _Grading:
             if name not in loaded["functions"]:
                 near = difflib.get_close_matches(name, list(loaded["functions"]), n=1)
                 hint = f" Was `{near[0]}` meant?" if near else ""
-                raise _Failed("signature", f"There is no function `{name}` in the file.{hint}", f"It begins with\n{wanted}")
+                raise _Failed(
+                    "signature", f"There is no function `{name}` in the file.{hint}", f"It begins with\n{wanted}"
+                )
             arity = loaded["functions"][name]
             if arity is not None and not arity[0] <= needed <= arity[1]:
                 takes = str(arity[0]) if arity[0] == arity[1] else f"{arity[0]} to {arity[1]}"
@@ -191,7 +212,7 @@ class _Grading:
                 if count not in (case.devices or self.check.devices):
                     continue
                 reply = self._ask(count, case.args, *want, note=case.note)
-                answer = Answer.read(reply["value"])
+                answer = _read(Answer.read, reply["value"])
                 found[count].append((case, answer, right, reply.get("program", [])))
                 if difference := compare(answer, right, self.check.dtypes):
                     raise self._named(difference, case, answer, right, count)
@@ -202,7 +223,7 @@ class _Grading:
             for each in running:
                 each.result()
         for count, ran in found.items():
-            self.programs += [(Program.read(program, count), case.args) for case, _, _, program in ran]
+            self.programs += [(_read(Program.read, program, count), case.args) for case, _, _, program in ran]
         self.first = found[self.check.devices[0]][0][:3]
         devices = f" on {' and '.join(str(count) for count in self.check.devices)} devices"
         return _count(len(cases), "case", "cases") + (devices if len(self.check.devices) > 1 else "")
@@ -214,12 +235,11 @@ class _Grading:
             where += f"on {_count(count, 'device', 'devices')}\n"
         text = where + difference.text
         for mistake in self.check.mistakes:
-            args = in_double(case.args)
-            wrong = mistake.answer(*args)
+            wrong = _wrong(mistake, case)
             if wrong is None or not matches(answer, wrong, right.tolerances):
                 continue
             if not matches(right.answer, wrong, right.tolerances):
-                says = mistake.says if isinstance(mistake.says, str) else mistake.says(*args)
+                says = mistake.says if isinstance(mistake.says, str) else mistake.says(*case.args)
                 title, rest = _title(says)
                 return _Failed(difference.stage, title, "\n".join(filter(None, (rest, text))), mistake=mistake.name)
         return _Failed(difference.stage, difference.title, text)
@@ -244,7 +264,7 @@ class _Grading:
         assert self.first is not None
         case, answer, right = self.first
         args = same.change(self.rng, case.args)
-        other = Answer.read(self._ask(self.check.devices[0], args, "value", note=same.what)["value"])
+        other = _read(Answer.read, self._ask(self.check.devices[0], args, "value", note=same.what)["value"])
         wanted = answer
         if same.then:
             tree = jax.tree.unflatten(jax.tree.structure(right.tree), answer.leaves)
@@ -252,7 +272,9 @@ class _Grading:
         doubled = tuple(2 * each for each in right.tolerances)
         double = Expected(right.tree, wanted, doubled)
         if difference := compare(other, double, self.check.dtypes):
-            text = "\n".join(filter(None, (same.says, "('expected' is your answer before the change)", difference.text)))
+            text = "\n".join(
+                filter(None, (same.says, "('expected' is your answer before the change)", difference.text))
+            )
             raise _Failed("invariance", f"The answer changes with {same.what}, and must not.", text)
 
     def _differences(self) -> None:
@@ -261,28 +283,28 @@ class _Grading:
         structure = jax.tree.structure(right.tree)
         at = rule.argument
 
-        def value(sign: int) -> tuple[float, float]:
-            """The value a step away, as the learner has it and in float64."""
-            moved = jax.tree.map(
-                lambda leaf, along: (leaf + sign * step * along).astype(leaf.dtype), case.args[at], direction
+        def moved(steps: int) -> Arguments:
+            other = jax.tree.map(
+                lambda leaf, along: (leaf + steps * step * along).astype(leaf.dtype), case.args[at], direction
             )
-            args = (*case.args[:at], moved, *case.args[at + 1 :])
-            reply = Answer.read(self._ask(self.check.devices[0], args, "value")["value"])
-            theirs = rule.value(jax.tree.unflatten(structure, reply.leaves))
-            return float(theirs), float(rule.value(self.check.reference(*in_double(args))))
+            return (*case.args[:at], other, *case.args[at + 1 :])
+
+        def value(steps: int) -> float:
+            reply = _read(Answer.read, self._ask(self.check.devices[0], moved(steps), "value")["value"])
+            return float(rule.value(jax.tree.unflatten(structure, reply.leaves)))
+
+        def exact(steps: int) -> float:
+            up, down = (rule.value(self.check.reference(*in_double(moved(each)))) for each in (steps, -steps))
+            return float(up - down) / (2 * steps * step)
 
         direction = jax.tree.map(lambda leaf: self.rng.choice((-1.0, 1.0), leaf.shape), case.args[at])
-        (up, exact_up), (down, exact_down) = value(1), value(-1)
-        slope, exact = (up - down) / (2 * step), (exact_up - exact_down) / (2 * step)
-        mine, theirs = (
-            sum(float(np.vdot(one, other)) for one, other in zip(*map(jax.tree.leaves, pair), strict=True))
-            for pair in (
-                (rule.gradient(jax.tree.unflatten(structure, answer.leaves)), direction),
-                (rule.gradient(right.tree), direction),
-            )
-        )
-        # What a step of this size does to the right answer, and what float32 does to a value.
-        allowed = 2 * abs(theirs - exact) + (sum(right.tolerances) + 1e-6 * abs(up)) / step
+        up, down = value(1), value(-1)
+        slope = (up - down) / (2 * step)
+        gradient = rule.gradient(jax.tree.unflatten(structure, answer.leaves))
+        along = zip(jax.tree.leaves(gradient), jax.tree.leaves(direction), strict=True)
+        mine = sum(float(np.vdot(one, other)) for one, other in along)
+        # What a step of this size does to a slope, and what float32 does to a value.
+        allowed = abs(exact(2) - exact(1)) + ROUNDINGS * EPSILON * max(abs(up), abs(down)) / step
         if not abs(mine - slope) <= allowed:
             text = f"along a random direction: gradient {mine:.6g}, slope {slope:.6g}, allowed off {allowed:.2g}"
             raise _Failed("differences", "The gradient is not the slope of the value.", text)
@@ -296,7 +318,7 @@ class _Grading:
             reply = self._ask(count, args, "temporaries", "value", note=f"a batch {times} times as large")
             found.append(reply["temporaries"])
         right = expected(self.check.reference, args, self.rng, draws=1)
-        answer = Answer.read(reply["value"])
+        answer = _read(Answer.read, reply["value"])
         if difference := compare(answer, right, self.check.dtypes):
             note = f"a batch {slope.times} times as large"
             raise self._named(difference, Case(args, note), answer, right, count)
@@ -328,6 +350,19 @@ class _Grading:
             title = f"The collectives carry {readable(total)} on each device; {readable(rule.largest)} are enough."
             raise _Failed("collectives", title, says)
         return f"{seen} executed on {rule.devices} devices"
+
+
+def _read(reader: Callable[..., Any], *record: Any) -> Any:
+    """What another process reported, if it is what it should be."""
+    try:
+        return reader(*record)
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError, RecursionError) as error:
+        raise BrokenWire(f"{type(error).__name__}: {error}") from None
+
+
+def _wrong(mistake: Mistake, case: Case) -> Any:
+    with np.errstate(all="ignore"):  # a division by zero may be the mistake
+        return mistake.answer(*in_double(case.args))
 
 
 def _failure(stage: str, error: Mapping[str, Any], note: str = "") -> Any:

@@ -34,7 +34,10 @@ class Answer:
     @classmethod
     def read(cls, reply: Mapping[str, Any]) -> "Answer":
         """That of a reply."""
-        return cls(reply["structure"], tuple(reply["paths"]), tuple(reply["leaves"]))
+        answer = cls(str(reply["structure"]), tuple(map(str, reply["paths"])), tuple(reply["leaves"]))
+        if len(answer.paths) != len(answer.leaves) or not all(isinstance(leaf, np.ndarray) for leaf in answer.leaves):
+            raise ValueError("no answer")
+        return answer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,7 +140,9 @@ def _values(answer: Answer, right: Expected) -> Difference | None:
             *_ratio(answer, right),
         )
     )
-    return Difference("value", "The answer is wrong." if wrong == total else f"{wrong} of {total} numbers are off.", text)
+    return Difference(
+        "value", "The answer is wrong." if wrong == total else f"{wrong} of {total} numbers are off.", text
+    )
 
 
 def _ratio(answer: Answer, right: Expected) -> list[str]:
@@ -183,7 +188,8 @@ def _is_floating(leaf: Any) -> bool:
 
 
 def _largest(one: np.ndarray, other: np.ndarray) -> float:
-    difference = np.abs(one.astype(np.float64) - other.astype(np.float64))
+    with np.errstate(invalid="ignore"):  # two infinities that are the same
+        difference = np.abs(one.astype(np.float64) - other.astype(np.float64))
     return float(np.max(difference[~np.isnan(difference)], initial=0.0))
 
 

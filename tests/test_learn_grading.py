@@ -1,0 +1,298 @@
+"""The checks of an exercise: their order, what each notices, and what a learner reads. The runner is a stand-in here."""
+
+import dataclasses
+import types
+
+import numpy as np
+import pytest
+
+from anybatch.learn import (
+    Case,
+    Check,
+    Collectives,
+    Differences,
+    Mistake,
+    Raises,
+    Same,
+    Slope,
+    computes_in,
+    forbids,
+    needs,
+    scans,
+    stacks_less_than,
+)
+from anybatch.learn.evidence import Evidence
+from anybatch.learn.grading import examine_check, grade
+from anybatch.learn.values import EPSILON, expected
+
+IMPORTS = "import jax\nimport jax.numpy as jnp\nimport numpy as np\nfrom jax import lax\n"
+
+
+class Here:
+    """Runs a submission in this process, without any protection."""
+
+    def __init__(self, source, path, devices, anybatch):
+        self.evidence = Evidence(source, path, anybatch=True)
+        self.loaded = self.evidence.answer({"do": "load"})
+        self.prints, self.prints_dropped = "", 0
+
+    def ask(self, request):
+        return self.evidence.answer(request)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *details):
+        pass
+
+
+class Runner:
+    def open(self, source, path, *, devices=1, anybatch=False):
+        return Here(source, path, devices, anybatch)
+
+
+def cases(rng):
+    yield Case((rng.normal(size=3).astype(np.float32), rng.normal(size=(8, 3)).astype(np.float32), 2), "8 in 2")
+    yield Case((rng.normal(size=3).astype(np.float32), rng.normal(size=(8, 3)).astype(np.float32), 4.0), "8 in 4")
+
+
+def reference(w, x, n):
+    """The gradient of the sum of squares of x @ w."""
+    return 2 * x.T @ (x @ w)
+
+
+def with_more(rng, times):
+    return rng.normal(size=512).astype(np.float32), rng.normal(size=(16 * times, 512)).astype(np.float32), 4 * times
+
+
+CHECK = Check(
+    function="total",
+    parameters=("w", "x", "n"),
+    cases=cases,
+    reference=reference,
+    mistakes=[Mistake("mean", lambda w, x, n: reference(w, x, n) / n, lambda w, x, n: f"Averaged over {n} parts.")],
+)
+RIGHT = "def total(w, x, n):\n    return jax.grad(lambda w: jnp.sum((x @ w) ** 2))(w)\n"
+SCAN = """
+def total(w, x, n):
+    def add(total, part):
+        return total + jax.grad(lambda w: jnp.sum(jnp.tanh(part @ w) * 0 + (part @ w) ** 2))(w), None
+    return lax.scan(add, jnp.zeros_like(w), x.reshape(int(n), -1, x.shape[-1]))[0]
+"""
+LOOP = """
+def total(w, x, n):
+    return sum(jax.grad(lambda w: jnp.sum((part @ w) ** 2))(w) for part in jnp.split(x, int(n)))
+"""
+DUMMY = """
+def total(w, x, n):
+    waste = lax.scan(lambda total, part: (total + part.sum(), None), 0.0, x.reshape(int(n), -1))[0]
+    return jax.grad(lambda w: jnp.sum((x @ w) ** 2))(w) + 0 * waste
+"""
+STACK = """
+def total(w, x, n):
+    def one(_, part):
+        return None, jax.grad(lambda w: jnp.sum((part @ w) ** 2))(w)
+    return lax.scan(one, None, x.reshape(int(n), -1, x.shape[-1]))[1].sum(0)
+"""
+
+
+def graded(source, check=CHECK, seed=0, **changes):
+    exercise = types.SimpleNamespace(name="total", file_name="01_total.py", check=dataclasses.replace(check, **changes))
+    return grade(exercise, IMPORTS + source, Runner(), seed=seed)
+
+
+def test_a_right_answer_passes():
+    verdict = graded(RIGHT)
+    assert verdict.passed and verdict.stage == "" and dict(verdict.done)["value"] == "2 cases", verdict
+
+
+@pytest.mark.parametrize(
+    "source, stage, title",
+    [
+        ("def total(w, x, n)\n    return 0", "file", "SyntaxError: expected ':'"),
+        ("1 / 0", "file", "ZeroDivisionError: division by zero"),
+        ("import sys; sys.exit(0)", "file", "The file calls sys.exit(0)."),
+        ("np.allclose = lambda *a, **k: True\n" + RIGHT, "file", "in place of numpy.allclose"),
+        ("def totals(w, x, n): pass", "signature", "no function `total` in the file. Was `totals` meant?"),
+        ("total = 3", "signature", "There is no function `total`"),
+        ("def total(w, x): pass", "signature", "`total` must take 3 arguments; it takes 2."),
+        ("def total(w, x, n): raise NotImplementedError('Write it.')", "run", "Not written yet."),
+        ("def total(w, x, n): return x @ x", "run", "TypeError"),
+        ("def total(w, x, n): raise SystemExit(0)", "run", "The file calls sys.exit(0)."),
+        ("def total(w, x, n): pass", "structure", "The function returns None: is a `return` missing?"),
+        ("def total(w, x, n): return [w]", "structure", "The answer has another structure"),
+        ("def total(w, x, n): return w[:1]", "shape", "has shape (1,); it must have (3,)"),
+        ("def total(w, x, n): return w[None]", "shape", "has shape (1, 3); it must have (3,)"),
+        ("def total(w, x, n): return w.astype(jnp.bfloat16)", "shape", "is bfloat16; it must be float32"),
+        ("def total(w, x, n): return w * jnp.nan", "value", "is NaN in 3 of 3 places"),
+        ("def total(w, x, n): return w * 0", "value", "The answer is wrong."),
+        (RIGHT.replace("(w)\n", "(w) / n\n"), "value", "Averaged over 2 parts."),
+    ],
+)
+def test_what_is_wrong_is_said_at_the_first_stage_that_sees_it(source, stage, title):
+    saved = np.allclose
+    try:
+        verdict = graded(source)
+    finally:
+        np.allclose = saved
+    assert not verdict.passed and verdict.stage == stage and title in verdict.title, verdict
+    assert verdict.started == (verdict.title != "Not written yet.")
+
+
+def test_a_known_mistake_has_its_name_and_others_a_factor():
+    assert graded(RIGHT.replace("(w)\n", "(w) / n\n")).mistake == "mean"
+    verdict = graded(RIGHT.replace("(w)\n", "(w) * 3\n"))
+    assert verdict.mistake is None and "Every number is 3 times the expected one." in verdict.text
+
+
+def test_the_line_of_an_exception_is_the_learners():
+    verdict = graded("\ndef total(w, x, n):\n    y = x + 1\n    return y @ jnp.ones(7)\n")
+    assert (verdict.stage, verdict.line, verdict.source_line) == ("run", 8, "    return y @ jnp.ones(7)")
+
+
+def test_a_tolerance_follows_from_the_data_and_refuses_bfloat16():
+    rng = np.random.default_rng(0)
+    for _ in range(20):
+        w, x, n = next(iter(cases(rng))).args
+        right = expected(reference, (w, x, n), rng)
+        (tolerance,) = right.tolerances
+        size = np.abs(right.tree).max()
+        assert 32 * EPSILON * size <= tolerance <= 1e-3 * size
+        in_float32 = 2 * x.T @ (x @ w)
+        assert in_float32.dtype == np.float32 and np.abs(in_float32 - right.tree).max() <= tolerance / 2
+        assert np.abs(right.tree.astype("bfloat16").astype(float) - right.tree).max() > 4 * tolerance
+
+
+def test_what_is_wrong_with_a_check_is_found():
+    def defects(**changes):
+        check = dataclasses.replace(CHECK, **changes)
+        return examine_check(types.SimpleNamespace(check=check))
+
+    assert defects() == []
+    same = Mistake("none", reference, "")
+    assert defects(mistakes=[same]) == ["the mistake 'none' gives the right answer in every case"]
+    assert defects(cases=lambda rng: []) == ["check.py has no Case"]
+    cancels = lambda w, x, n: (w + 1e6) - 1e6 + (x.sum() * 1e4 - x.sum() * 1e4) + 1e4 * (np.cos(1e6 * w))  # noqa: E731
+    assert "bfloat16 would pass" in defects(reference=cancels, mistakes=[])[0]
+    assert "not finite" in defects(reference=lambda w, x, n: w * np.inf, mistakes=[])[0]
+
+
+REFUSAL = "def total(w, x, n):\n    if len(x) % n:\n        raise ValueError(f'{n} of {len(x)}')\n" + "".join(
+    RIGHT.splitlines(keepends=True)[1:]
+)
+
+
+@pytest.mark.parametrize(
+    "source, title",
+    [
+        (REFUSAL, None),
+        (RIGHT, "It must raise ValueError, and does not."),
+        (REFUSAL.replace("ValueError", "KeyError"), "It must raise ValueError; it raises KeyError."),
+        (REFUSAL.replace(" of {len(x)}", ""), "The error does not mention 8."),
+    ],
+)
+def test_bad_input_must_be_refused_with_its_numbers(source, title):
+    def with_bad(rng):
+        args = (np.ones(3, np.float32), np.ones((8, 3), np.float32), 3)
+        return [*cases(rng), Raises(args, ("3", "8"), "8 in 3")]
+
+    verdict = graded(source, cases=with_bad)
+    assert verdict.title == (title or "") and verdict.stage == ("errors" if title else "")
+
+
+def test_an_answer_must_not_change_with_what_makes_no_difference():
+    permuted = Same("the order of the examples", lambda rng, args: (args[0], rng.permutation(args[1]), args[2]))
+    scaled = Same(
+        "nothing at all", lambda rng, args: (2 * args[0], *args[1:]), then=lambda answer, old, new: 2 * answer
+    )
+    assert dict(graded(RIGHT, same=[permuted, scaled]).done)["invariance"].endswith("no difference")
+    # By value alone it passes: the order of the cases was that of the reference.
+    weighted = "def total(w, x, n):\n    k = jnp.arange(1.0, 9.0)[:, None]\n    return (k * (2 * x * (x @ w)[:, None])).sum(0)\n"
+    of_rows = lambda w, x, n: (np.arange(1, 9)[:, None] * (2 * x * (x @ w)[:, None])).sum(0)  # noqa: E731
+    verdict = graded(weighted, reference=of_rows, mistakes=[], same=[permuted])
+    assert verdict.stage == "invariance" and "changes with the order of the examples" in verdict.title
+
+
+@pytest.mark.parametrize("factor, passes", [(1.0, True), (1.03, False)])
+def test_a_gradient_must_be_the_slope_of_its_value(factor, passes):
+    both = f"def total(w, x, n):\n    f = lambda w: jnp.sum((x @ w) ** 2)\n    return f(w), {factor} * jax.grad(f)(w)\n"
+    verdict = graded(
+        both,
+        # A reference that has the same mistake: only the slope tells.
+        reference=lambda w, x, n: (np.sum((x @ w) ** 2), factor * reference(w, x, n)),
+        mistakes=[],
+        differences=Differences(lambda answer: answer[0], lambda answer: answer[1]),
+    )
+    assert verdict.stage == ("" if passes else "differences"), verdict
+
+
+SCANNED = scans(lambda w, x, n: int(n), "There is no scan over the microbatches.")
+INSIDE = computes_in("scan", lambda w, x, n: len(x), "Something is computed from the whole batch.")
+
+
+@pytest.mark.parametrize(
+    "source, rules, says",
+    [
+        (SCAN, [SCANNED, INSIDE, needs("scan", "x"), forbids("psum", says="x")], ""),
+        (LOOP, [SCANNED], "There is no scan over the microbatches."),
+        (RIGHT, [SCANNED], "There is no scan over the microbatches."),
+        (DUMMY, [SCANNED], ""),
+        (DUMMY, [INSIDE], "Something is computed from the whole batch."),
+        (STACK, [SCANNED, INSIDE], "Something is computed from the whole batch."),
+        (STACK, [stacks_less_than(lambda w, x, n: int(n) * len(w), "It stacks.")], "It stacks."),
+        (DUMMY.replace(" + 0 * waste", ""), [needs("scan", "A scan is unused.")], "A scan is unused."),
+        (SCAN, [forbids("tanh", says="No tanh.", inside="scan")], "No tanh."),
+        (SCAN, [forbids("tanh", says="No tanh.", outside="scan")], ""),
+        (SCAN, [needs("dot_general", "Too often.", inside="scan", at_most=1)], "Too often."),
+    ],
+)
+def test_rules_on_the_program(source, rules, says):
+    verdict = graded(source, program=rules)
+    assert (verdict.stage, verdict.title) == (("program", says) if says else ("", "")), verdict
+
+
+@pytest.mark.parametrize("source, passes", [(SCAN, True), (RIGHT, True), (LOOP, False), (STACK, False)])
+def test_memory_must_be_flat_in_the_batch(source, passes):
+    check = dataclasses.replace(CHECK, memory=Slope(with_more, "Add into a carry.", floor=1000))
+    verdict = graded(source, check)
+    assert verdict.stage == ("" if passes else "memory"), verdict
+    assert passes or verdict.text.endswith("Add into a carry.")
+
+
+PSUM = """
+from jax.sharding import PartitionSpec as P
+def total(w, x, n):
+    mesh = jax.make_mesh((8,), ("data",), (jax.sharding.AxisType.Auto,))
+    def local(w, x):
+        def add(total, row):
+            return total + AROUND(2 * row * (row @ w)), None
+        return BEHIND(lax.scan(add, jnp.zeros_like(w), x)[0])
+    rows = jax.shard_map(local, mesh=mesh, in_specs=(P(), P("data")), out_specs=P(), check_vma=False)
+    return rows(w, x)
+"""
+
+
+@pytest.mark.parametrize("where, counted", [("BEHIND", 1), ("AROUND", 2)])
+def test_collectives_are_counted_as_often_as_they_run(where, counted):
+    source = PSUM.replace(where, "(lambda x: lax.psum(x, 'data'))").replace("AROUND", "").replace("BEHIND", "")
+    rule = Collectives({"all-reduce": 1}, lambda counts: f"{counts['all-reduce']} of them.")
+    sixteen = lambda rng: [Case((np.ones(3, np.float32), rng.normal(size=(16, 3)).astype(np.float32), 2))]  # noqa: E731
+    verdict = graded(source, cases=sixteen, collectives=rule, devices=(8,))
+    assert verdict.stage == ("" if counted == 1 else "collectives"), verdict
+    assert counted == 1 or verdict.text == "2 of them."
+
+
+def test_an_answer_that_comes_from_the_first_trace_alone_is_no_way_out():
+    """Constants that are right for one seed are wrong for the next."""
+    w, x, n = next(iter(cases(np.random.default_rng(0)))).args
+    right = reference(w.astype(float), x.astype(float), n)
+    source = f"def total(w, x, n): return jnp.array({right.tolist()}, jnp.float32)\n"
+    one = lambda rng: [next(iter(cases(rng)))]  # noqa: E731
+    assert graded(source, cases=one).passed
+    assert graded(source, cases=one, seed=1).stage == "value"
+
+
+def test_a_verdict_is_plain_data():
+    import json
+
+    assert json.loads(json.dumps(graded(RIGHT).as_json()))["passed"] is True
