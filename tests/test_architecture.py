@@ -10,6 +10,7 @@ import pytest
 import anybatch
 
 PACKAGE = pathlib.Path(anybatch.__file__).parent
+COURSES = PACKAGE / "learn" / "courses"  # no modules: what learners read and write
 
 # A module may import those of lower floors, and those before it in the list of its own floor.
 FLOORS = [
@@ -93,13 +94,18 @@ FLOORS = [
         *("language.text", "language.gpt", "language.config", "language.folder", "language.job", "language"),
         *("demo", "problem", "doctor", "launch", "commands"),
     ],
-    ["cli", "__main__"],
+    [
+        *("learn.program", "learn.check", "learn.rules", "learn", "learn.wire", "learn.evidence", "learn.verdict"),
+        *("learn.seccomp", "learn.isolation", "learn.nursery", "learn.runner", "learn.catalogue", "learn.values"),
+        *("learn.findings", "learn.grading", "learn.progress", "learn.pages", "learn.watch", "learn.commands"),
+        *("learn.development", "learn.cli", "cli", "__main__"),
+    ],
 ]
 ORDER = [module for floor in FLOORS for module in floor]
 
 
 def modules():
-    paths = sorted(PACKAGE.rglob("*.py"))
+    paths = sorted(path for path in PACKAGE.rglob("*.py") if COURSES not in path.parents)
     names = [".".join(path.relative_to(PACKAGE).with_suffix("").parts).removesuffix(".__init__") for path in paths]
     return list(zip(names, paths, strict=True))
 

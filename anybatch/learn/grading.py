@@ -5,11 +5,10 @@ The learner's code runs elsewhere (`anybatch.learn.runner`), and sends what it f
 
 import concurrent.futures
 import contextlib
-import dataclasses
 import difflib
 import secrets
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -17,6 +16,7 @@ import numpy as np
 
 from anybatch.learn.catalogue import Exercise
 from anybatch.learn.check import Arguments, Case, Check, Mistake, Raises
+from anybatch.learn.findings import Failed, Refused, counted, failure, read, title_of
 from anybatch.learn.program import Program
 from anybatch.learn.runner import Ended, Runner, Submission
 from anybatch.learn.values import (
@@ -33,13 +33,6 @@ from anybatch.learn.values import (
 from anybatch.learn.verdict import Verdict
 from anybatch.learn.wire import BrokenWire
 from anybatch.memory import readable
-
-
-class _Failed(Exception):
-    """The first thing that is wrong."""
-
-    def __init__(self, stage: str, title: str, text: str = "", **more: Any) -> None:
-        self.verdict = {"stage": stage, "title": title, "text": text, **more}
 
 
 def grade(
@@ -74,7 +67,7 @@ def grade(
                 submissions[count] = stack.enter_context(submission)
             for stage, seen in _Grading(check, submissions, seed).stages():
                 done.append((stage, seen))
-        except _Failed as failed:
+        except Failed as failed:
             result = failed.verdict
         except BrokenWire as broken:
             text = f"Only the grader writes there. ({broken})"
@@ -142,7 +135,7 @@ class _Grading:
         for case in refused:
             self._refusal(case)
         if refused:
-            yield "errors", _count(len(refused), "bad input", "bad inputs") + " refused"
+            yield "errors", counted(len(refused), "bad input", "bad inputs") + " refused"
         for same in self.check.same:
             self._same(same)
         if self.check.same:
@@ -153,9 +146,9 @@ class _Grading:
         for program, args in self.programs:
             for rule in self.check.program:
                 if says := rule(program, args):
-                    raise _Failed("program", *_title(says))
+                    raise Failed("program", *title_of(says))
         if self.check.program:
-            yield "program", _count(len(self.check.program), "rule", "rules") + " on the jaxpr"
+            yield "program", counted(len(self.check.program), "rule", "rules") + " on the jaxpr"
         if self.check.memory:
             yield "memory", self._memory()
         if self.check.collectives:
@@ -165,27 +158,27 @@ class _Grading:
         for submission in self.submissions.values():
             loaded = submission.loaded
             if error := loaded.get("error"):
-                raise _failure("file", error)
+                raise failure("file", error)
             self._untouched(loaded)
             name, needed = self.check.function, len(self.check.parameters)
             wanted = f"def {name}({', '.join(self.check.parameters)}):"
             if name not in loaded["functions"]:
                 near = difflib.get_close_matches(name, list(loaded["functions"]), n=1)
                 hint = f" Was `{near[0]}` meant?" if near else ""
-                raise _Failed(
+                raise Failed(
                     "signature", f"There is no function `{name}` in the file.{hint}", f"It begins with\n{wanted}"
                 )
             arity = loaded["functions"][name]
             if arity is not None and not arity[0] <= needed <= arity[1]:
                 takes = str(arity[0]) if arity[0] == arity[1] else f"{arity[0]} to {arity[1]}"
-                title = f"`{name}` must take {_count(needed, 'argument', 'arguments')}; it takes {takes}."
-                raise _Failed("signature", title, f"It begins with\n{wanted}")
+                title = f"`{name}` must take {counted(needed, 'argument', 'arguments')}; it takes {takes}."
+                raise Failed("signature", title, f"It begins with\n{wanted}")
 
     def _untouched(self, reply: Mapping[str, Any]) -> None:
         if reply.get("replaced"):
             name = reply["replaced"][0]
             text = "Answers are compared in another process, where this changes nothing. Take it out of the file."
-            raise _Failed("file", f"The file puts something else in place of {name}.", text)
+            raise Failed("file", f"The file puts something else in place of {name}.", text)
 
     def _ask(self, count: int, args: Arguments, *want: str, note: str = "") -> dict[str, Any]:
         reply = self.submissions[count].ask(
@@ -198,7 +191,7 @@ class _Grading:
             }
         )
         if error := reply.get("error"):
-            raise _failure("run", error, note)
+            raise failure("run", error, note)
         self._untouched(reply)
         return reply
 
@@ -212,7 +205,7 @@ class _Grading:
                 if count not in (case.devices or self.check.devices):
                     continue
                 reply = self._ask(count, case.args, *want, note=case.note)
-                answer = _read(Answer.read, reply["value"])
+                answer = read(Answer.read, reply["value"])
                 found[count].append((case, answer, right, reply.get("program", [])))
                 if difference := compare(answer, right, self.check.dtypes):
                     raise self._named(difference, case, answer, right, count)
@@ -223,16 +216,16 @@ class _Grading:
             for each in running:
                 each.result()
         for count, ran in found.items():
-            self.programs += [(_read(Program.read, program, count), case.args) for case, _, _, program in ran]
+            self.programs += [(read(Program.read, program, count), case.args) for case, _, _, program in ran]
         self.first = found[self.check.devices[0]][0][:3]
         devices = f" on {' and '.join(str(count) for count in self.check.devices)} devices"
-        return _count(len(cases), "case", "cases") + (devices if len(self.check.devices) > 1 else "")
+        return counted(len(cases), "case", "cases") + (devices if len(self.check.devices) > 1 else "")
 
-    def _named(self, difference: Difference, case: Case, answer: Answer, right: Expected, count: int) -> _Failed:
+    def _named(self, difference: Difference, case: Case, answer: Answer, right: Expected, count: int) -> Failed:
         """What is wrong with an answer, by its name if it is a known mistake."""
         where = f"{case.note}\n" if case.note else ""
         if len(self.check.devices) > 1:
-            where += f"on {_count(count, 'device', 'devices')}\n"
+            where += f"on {counted(count, 'device', 'devices')}\n"
         text = where + difference.text
         for mistake in self.check.mistakes:
             wrong = _wrong(mistake, case)
@@ -240,31 +233,31 @@ class _Grading:
                 continue
             if not matches(right.answer, wrong, right.tolerances):
                 says = mistake.says if isinstance(mistake.says, str) else mistake.says(*case.args)
-                title, rest = _title(says)
-                return _Failed(difference.stage, title, "\n".join(filter(None, (rest, text))), mistake=mistake.name)
-        return _Failed(difference.stage, difference.title, text)
+                title, rest = title_of(says)
+                return Failed(difference.stage, title, "\n".join(filter(None, (rest, text))), mistake=mistake.name)
+        return Failed(difference.stage, difference.title, text)
 
     def _refusal(self, case: Raises) -> None:
         count = self.check.devices[0]
         try:
             self._ask(count, case.args, *(("program",) if self.check.is_compiled else ("value",)))
-        except _Refused as refused:
+        except Refused as refused:
             error = refused.error
             if case.error not in error["bases"]:
                 title = f"It must raise {case.error}; it raises {error['type']}."
-                raise _Failed("errors", title, f"for {case.note}\n{error['message']}") from None
+                raise Failed("errors", title, f"for {case.note}\n{error['message']}") from None
             missing = [text for text in case.mentions if text not in error["message"]]
             if missing:
                 title = f"The error does not mention {' and '.join(missing)}."
-                raise _Failed("errors", title, f"for {case.note}\nyours: {error['message']}") from None
+                raise Failed("errors", title, f"for {case.note}\nyours: {error['message']}") from None
             return
-        raise _Failed("errors", f"It must raise {case.error}, and does not.", f"for {case.note}")
+        raise Failed("errors", f"It must raise {case.error}, and does not.", f"for {case.note}")
 
     def _same(self, same: Any) -> None:
         assert self.first is not None
         case, answer, right = self.first
         args = same.change(self.rng, case.args)
-        other = _read(Answer.read, self._ask(self.check.devices[0], args, "value", note=same.what)["value"])
+        other = read(Answer.read, self._ask(self.check.devices[0], args, "value", note=same.what)["value"])
         wanted = answer
         if same.then:
             tree = jax.tree.unflatten(jax.tree.structure(right.tree), answer.leaves)
@@ -275,7 +268,7 @@ class _Grading:
             text = "\n".join(
                 filter(None, (same.says, "('expected' is your answer before the change)", difference.text))
             )
-            raise _Failed("invariance", f"The answer changes with {same.what}, and must not.", text)
+            raise Failed("invariance", f"The answer changes with {same.what}, and must not.", text)
 
     def _differences(self) -> None:
         assert self.first is not None and self.check.differences is not None
@@ -290,7 +283,7 @@ class _Grading:
             return (*case.args[:at], other, *case.args[at + 1 :])
 
         def value(steps: int) -> float:
-            reply = _read(Answer.read, self._ask(self.check.devices[0], moved(steps), "value")["value"])
+            reply = read(Answer.read, self._ask(self.check.devices[0], moved(steps), "value")["value"])
             return float(rule.value(jax.tree.unflatten(structure, reply.leaves)))
 
         def exact(steps: int) -> float:
@@ -307,7 +300,7 @@ class _Grading:
         allowed = abs(exact(2) - exact(1)) + ROUNDINGS * EPSILON * max(abs(up), abs(down)) / step
         if not abs(mine - slope) <= allowed:
             text = f"along a random direction: gradient {mine:.6g}, slope {slope:.6g}, allowed off {allowed:.2g}"
-            raise _Failed("differences", "The gradient is not the slope of the value.", text)
+            raise Failed("differences", "The gradient is not the slope of the value.", text)
 
     def _memory(self) -> str:
         slope, count = self.check.memory, self.check.devices[0]
@@ -318,7 +311,7 @@ class _Grading:
             reply = self._ask(count, args, "temporaries", "value", note=f"a batch {times} times as large")
             found.append(reply["temporaries"])
         right = expected(self.check.reference, args, self.rng, draws=1)
-        answer = _read(Answer.read, reply["value"])
+        answer = read(Answer.read, reply["value"])
         if difference := compare(answer, right, self.check.dtypes):
             note = f"a batch {slope.times} times as large"
             raise self._named(difference, Case(args, note), answer, right, count)
@@ -326,7 +319,7 @@ class _Grading:
         seen = f"{readable(small)} to {readable(large)} for a batch {slope.times} times as large"
         if large > slope.limit * small and large - small > slope.floor:
             title = f"Memory grows with the batch: {seen}."
-            raise _Failed("memory", title, f"In microbatches of the same size it should not grow.\n{slope.says}")
+            raise Failed("memory", title, f"In microbatches of the same size it should not grow.\n{slope.says}")
         return seen
 
     def _collectives(self) -> str:
@@ -339,61 +332,19 @@ class _Grading:
         for kind, times, _ in reply["collectives"]:
             # A loop whose turns are not known is as bad as it can be.
             counts[kind] = counts.get(kind, 0) + (times if times >= 0 else 10**6)
-        seen = ", ".join(_count(times, kind, kind + "s") for kind, times in sorted(counts.items())) or "none"
+        seen = ", ".join(counted(times, kind, kind + "s") for kind, times in sorted(counts.items())) or "none"
         total = sum(times * size for _, times, size in reply["collectives"])
         if counts != {kind: times for kind, times in rule.exactly.items() if times}:
             says = rule.says if isinstance(rule.says, str) else rule.says(counts)
-            wanted = ", ".join(_count(times, kind, kind + "s") for kind, times in rule.exactly.items()) or "none"
-            raise _Failed("collectives", f"Executed on {rule.devices} devices: {seen}; it must be {wanted}.", says)
+            wanted = ", ".join(counted(times, kind, kind + "s") for kind, times in rule.exactly.items()) or "none"
+            raise Failed("collectives", f"Executed on {rule.devices} devices: {seen}; it must be {wanted}.", says)
         if rule.largest is not None and total > rule.largest:
             says = rule.says if isinstance(rule.says, str) else rule.says(counts)
             title = f"The collectives carry {readable(total)} on each device; {readable(rule.largest)} are enough."
-            raise _Failed("collectives", title, says)
+            raise Failed("collectives", title, says)
         return f"{seen} executed on {rule.devices} devices"
-
-
-def _read(reader: Callable[..., Any], *record: Any) -> Any:
-    """What another process reported, if it is what it should be."""
-    try:
-        return reader(*record)
-    except (KeyError, TypeError, ValueError, AttributeError, IndexError, RecursionError) as error:
-        raise BrokenWire(f"{type(error).__name__}: {error}") from None
 
 
 def _wrong(mistake: Mistake, case: Case) -> Any:
     with np.errstate(all="ignore"):  # a division by zero may be the mistake
         return mistake.answer(*in_double(case.args))
-
-
-def _failure(stage: str, error: Mapping[str, Any], note: str = "") -> Any:
-    """What became of an exception in the learner's file."""
-    where = {"line": error["line"], "source_line": error["source_line"]}
-    if error["type"] == "NotImplementedError":
-        return _Refused(error, stage, "Not written yet.", error["message"], started=False, **where)
-    if error["type"] == "SystemExit":
-        text = "A function ends with `return`; the process is not its own."
-        return _Refused(error, stage, f"The file calls sys.exit({error['message']}).", text, **where)
-    title, text = _title(f"{error['type']}: {error['message']}".strip())
-    if error["type"] == "SyntaxError" and error["source_line"] and error["column"]:
-        text = f"{error['source_line']}\n{' ' * (error['column'] - 1)}^"
-    if "MemoryError" in error["bases"] or "RESOURCE_EXHAUSTED" in error["message"]:
-        text = "\n".join(filter(None, ("A check has little memory, on purpose: 2 GiB.", text)))
-    return _Refused(error, stage, title, "\n".join(filter(None, (f"for {note}" if note else "", text))), **where)
-
-
-class _Refused(_Failed):
-    """An exception of the learner's code, which may be what is asked for."""
-
-    def __init__(self, error: Mapping[str, Any], *rest: Any, **more: Any) -> None:
-        super().__init__(*rest, **more)
-        self.error = error
-
-
-def _title(text: str) -> tuple[str, str]:
-    """A title of one line, and the rest."""
-    first, _, rest = text.strip().partition("\n")
-    return first, rest.strip("\n")
-
-
-def _count(number: int, one: str, many: str) -> str:
-    return f"{number} {one if number == 1 else many}"

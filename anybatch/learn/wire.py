@@ -90,7 +90,7 @@ def _read(fd: int, length: int) -> bytes:
 
 
 def _plain(value: Any, buffers: list[bytes]) -> Any:
-    if value is None or isinstance(value, (bool, int, float, str)) and not isinstance(value, np.generic):
+    if value is None or (isinstance(value, (bool, int, float, str)) and not isinstance(value, np.generic)):
         return value
     if isinstance(value, dict):
         return {_text(key): _plain(each, buffers) for key, each in value.items()}
