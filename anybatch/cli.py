@@ -4,12 +4,14 @@ import enum
 import pathlib
 import shlex
 from collections.abc import Callable
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+import typer.core
 
 import anybatch
 from anybatch.launch import EXAMPLE as SCRIPT
+from anybatch.learn import cli as learning
 from anybatch.problem import EXAMPLE
 
 # Plain help: an example in it must come out as it was written, to be pasted.
@@ -209,3 +211,13 @@ def launch(
         )
 
     _run(command)
+
+
+class _Learning(typer.core.TyperGroup):
+    """Commands that return their result, for `_run` to make an exit status of it."""
+
+    def invoke(self, context: Any) -> None:
+        _run(lambda: typer.core.TyperGroup.invoke(self, context))
+
+
+app.add_typer(learning.app, name="learn", cls=_Learning)

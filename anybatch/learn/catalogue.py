@@ -21,10 +21,11 @@ from anybatch.learn.check import Check
 from anybatch.learn.verdict import STAGES
 
 COURSES = pathlib.Path(__file__).parent / "courses"
+BUILTIN = COURSES / "gradients"
 FILES = ("page.md", "exercise.py", "hints.md", "solution.py", "check.py", "with_anybatch.py")
 
-_COURSE_KEYS = {"name": str, "title": str, "description": str, "exercise": list}
-_EXERCISE_KEYS = {"folder": str, "title": str}
+_COURSE_KEYS: dict[str, type] = {"name": str, "title": str, "description": str, "exercise": list}
+_EXERCISE_KEYS: dict[str, type] = {"folder": str, "title": str}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -191,7 +192,7 @@ class Course:
     @classmethod
     def builtin(cls) -> "Course":
         """Ours."""
-        return cls.read(COURSES / "gradients")
+        return cls.read(BUILTIN)
 
     @classmethod
     def read(cls, folder: str | pathlib.Path) -> "Course":
@@ -288,7 +289,7 @@ def _exercise(entry: Any, index: int, folder: pathlib.Path, path: pathlib.Path) 
 
 def _check_keys(given: dict[str, Any], known: dict[str, type], path: pathlib.Path, where: str) -> None:
     """Refuses keys that are not known, are missing, or have values of another kind."""
-    kinds = {str: "a text that is not empty", list: "one [[exercise]] or more"}
+    kinds: dict[type, str] = {str: "a text that is not empty", list: "one [[exercise]] or more"}
     for key in given:
         if key not in known:
             near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)

@@ -1,12 +1,13 @@
-"""What a learner sees: pages, verdicts and lists. With colours in a terminal; as plain lines where they are read by
-another program, or kept in a file.
+"""What a learner sees: pages, verdicts and lists.
+
+With colours in a terminal; as plain lines where they are read by another program, or kept in a file.
 """
 
 import codecs
 import re
 import sys
 import unicodedata
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import IO, Any, ClassVar
 
 from rich.console import Console, ConsoleOptions, RenderResult
@@ -15,12 +16,21 @@ from rich.padding import Padding
 from rich.syntax import Syntax
 from rich.table import Table
 from rich.text import Text
+from rich.theme import Theme
 
 from anybatch.learn.catalogue import Course, Exercise
 from anybatch.learn.progress import Progress
 from anybatch.learn.verdict import Verdict
 
 WIDEST = 100
+_STYLES = Theme(
+    {
+        "markdown.h1": "bold underline",
+        "markdown.h2": "bold cyan",
+        "markdown.code": "cyan",
+        "markdown.code_block": "cyan",
+    }
+)
 _THEME = "monokai"  # it brings its background, so that it can be read on any
 
 # state -> what a list says of it, and in which style
@@ -35,7 +45,7 @@ _ASCII = {"solved": "x", "changed": "x", "begun": "~", "open": ".", "failed": "!
 
 # What a terminal that knows no more than ASCII shows instead; anything else without its accents, or as a question mark.
 _SPELLED = str.maketrans(
-    {"→": "->", "←": "<-", "×": "x", "·": ".", "•": "*", "…": "...", "−": "-", "–": "-", "—": "-", "’": "'", "‘": "'"}
+    {"→": "->", "←": "<-", "×": "x", "·": ".", "•": "*", "…": "...", "−": "-", "–": "-", "—": "-", "’": "'"}  # noqa: RUF001
     | {"“": '"', "”": '"', "≤": "<=", "≥": ">=", "≠": "!=", "≈": "~", "─": "-", "│": "|", "█": "#", "░": "-"}
     | {"✓": "x", "✗": "!", "▸": ">", "Σ": "sum", "∇": "grad ", "²": "^2"}
 )
@@ -72,7 +82,6 @@ class _LeftHeading(Heading):
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         text = self.text.copy()
         text.justify = "left"
-        text.stylize({"h1": "bold underline", "h2": "bold cyan"}.get(self.tag, "bold"))
         yield text
 
 
@@ -95,9 +104,7 @@ class Screen:
         self.marks = _MARKS if encoding.startswith("utf") else _ASCII
         if not encoding.startswith("utf") and hasattr(file, "reconfigure"):
             file.reconfigure(errors="anybatch_spelled")
-        self.console = console or Console(
-            file=file, force_terminal=not self.is_plain, highlight=False, soft_wrap=self.is_plain
-        )
+        self.console = console or Console(file=file, force_terminal=not self.is_plain, highlight=False, theme=_STYLES)
 
     @property
     def width(self) -> int:
@@ -128,7 +135,8 @@ class Screen:
         if not self.is_plain:
             self.console.rule(style="dim")
         position = f"Exercise {exercise.number} of {course.exercises[-1].number}"
-        self._print(Text.assemble((position, "bold"), "   ", *self._bar(course, progress), end="\n\n"))
+        self._print(Text.assemble((position, "bold"), "   ", *self._bar(course, progress)))
+        self.say()
         self.markdown(exercise.page)
         self.say()
 
@@ -140,19 +148,18 @@ class Screen:
         title = verdict.title or ("Passed." if verdict.passed else "Failed.")
         took = f"{verdict.seconds:.2f} s"
         self._print(Text.assemble((f"{self.marks[mark]} {shown(title)}", style), (f"  {took}", "dim")))
-        self._stages(verdict.done)
-        if verdict.mistake:
-            self._print(Text.assemble(("  the mistake: ", "dim"), (shown(verdict.mistake), "bold")))
+        self._stages(verdict)
         if verdict.line is not None:
             self._line(verdict.line, verdict.source_line or "")
         if verdict.text.strip():
+            self.say()
             self._indented(Text(shown(verdict.text).strip("\n")))
         self._prints(verdict)
 
     def solved(self, exercise: Exercise) -> None:
         """Shows why it is right, and the same with the library."""
         self.heading("Why this is right")
-        self.say(exercise.why)
+        self.markdown(exercise.why)
         if exercise.one_line:
             self.heading("Now with anybatch")
             self.code(exercise.one_line)
@@ -171,7 +178,7 @@ class Screen:
 
     def listing(self, course: Course, progress: Progress, here: Exercise | None = None) -> None:
         """Shows all exercises, and what is solved."""
-        self._print(Text.assemble((course.title, "bold"), "\n", *self._bar(course, progress)))
+        self._print(Text.assemble((f"{course.title}\n", "bold"), *self._bar(course, progress), "\n"))
         is_wide = self.width >= 90 or self.is_plain
         table = Table.grid(padding=(0, 1))
         rows = []
@@ -193,7 +200,7 @@ class Screen:
     def closing(self, course: Course, progress: Progress) -> None:
         """Shows what comes after the last exercise."""
         left = [exercise for exercise in course.exercises if exercise.name not in progress.solved]
-        self._print(Text.assemble(("The end of the course", "bold underline"), "\n\n", *self._bar(course, progress)))
+        self._print(Text.assemble(("\nThe end of the course", "bold underline"), "\n\n", *self._bar(course, progress)))
         if left:
             some = ", ".join(f"{exercise.number} ({exercise.title})" for exercise in left[:4])
             more = f" and {len(left) - 4} more" if len(left) > 4 else ""
@@ -205,7 +212,53 @@ class Screen:
                 self._print(Text(f"{exercise.number:02}  {exercise.title}", "dim"))
                 self.code(exercise.one_line)
 
-    # What is written over.
+    def row(self, exercise: Exercise, row: Mapping[str, Any]) -> None:
+        """Shows what `check` found out about one exercise, in a line or two."""
+        style = "green" if row["state"] == "passed" else "red"
+        mark = self.marks["solved" if row["state"] == "passed" else "failed"]
+        verdict = row["verdict"]
+        seconds = f"{verdict['seconds']:.2f} s" if verdict else "solved before" if row["state"] == "passed" else ""
+        name = f"{exercise.number:02} {exercise.name:<26} "
+        self._print(Text.assemble((f"{mark} ", style), name, (f"{row['state']:<11}", style), (seconds, "dim")))
+        about = row["message"] or (verdict["title"] if verdict and not verdict["passed"] else "")
+        if about:
+            self._indented(Text(shown(about), "dim"))
+
+    def examined(
+        self, exercise: Exercise, defects: Sequence[str], notes: Sequence[str], checks: int, seconds: float
+    ) -> None:
+        """Shows what `dev check` found out about one exercise."""
+        mark, style = ("failed", "red") if defects else ("solved", "green")
+        took = f"{checks:>4} checks  {seconds:5.1f} s"
+        name = f"{exercise.number:02} {exercise.name:<26} "
+        self._print(Text.assemble((f"{self.marks[mark]} ", style), name, (took, "dim")))
+        for text, tone in (*((defect, "red") for defect in defects), *((note, "yellow") for note in notes)):
+            self._indented(Text(f"- {shown(text)}", tone))
+
+    # What the terminal has besides.
+
+    def time(self, text: str) -> None:
+        """Shows what was checked, and when, above the verdict."""
+        self.console.print()
+        self.console.rule(Text(text, "dim"), style="dim", align="left")
+
+    def file(self, path: Any, where: str = "") -> None:
+        """Shows which file to edit, and the command that checks it if nothing else does."""
+        how = f"Then check it: {where}" if where else "It is checked whenever you save it."
+        self._print(Text.assemble("Edit ", (str(path), "bold"), f". {how}"))
+
+    def keys(self, text: str) -> None:
+        """Shows the keys, as "n next   h hint"."""
+        parts = [part for key in text.split("   ") for part in ((key[0], "bold"), (key[1:] + "   ", "dim"))]
+        self._print(Text.assemble("\n", *parts))
+
+    def help(self, keys: Mapping[str, str]) -> None:
+        """Shows what every key does."""
+        table = Table.grid(padding=(0, 2))
+        for key, does in keys.items():
+            table.add_row(Text(f" {key}", "bold"), does)
+        self.console.print()
+        self._print(table)
 
     def checking(self) -> None:
         """Says at once that a check has begun."""
@@ -244,23 +297,33 @@ class Screen:
             return [(words, "")]
         return [("█" * done, "green"), ("░" * (total - done), "dim"), (f" {words}", "")]
 
-    def _stages(self, done: Sequence[tuple[str, str]]) -> None:
-        for stage, seen in done:
-            self._print(
-                Text.assemble((f"  {self.marks['solved']} ", "green"), (f"{stage:<12} ", ""), (shown(seen), "dim"))
+    def _stages(self, verdict: Verdict) -> None:
+        """The stages that were passed, and the one that was not, with the name of the mistake if it has one."""
+        rows = [("solved", "green", stage, seen) for stage, seen in verdict.done]
+        if verdict.stage and verdict.started:
+            rows.append(("failed", "red", verdict.stage, verdict.mistake or ""))
+        table = Table.grid(padding=(0, 1))
+        for mark, style, stage, seen in rows:
+            table.add_row(
+                Text(f"  {self.marks[mark]}", style), stage, Text(shown(seen), "dim" if mark == "solved" else "")
             )
+            if self.is_plain:
+                self.say(f"  {self.marks[mark]} {stage:<11} {seen}".rstrip())
+        if rows and not self.is_plain:
+            self._print(table)
 
     def _line(self, number: int, source: str) -> None:
         if self.is_plain:
-            self.say(f"  line {number}: {source.strip()}")
+            self.say(f"\n  line {number}: {source.strip()}")
         else:
+            self.say()
             numbered = Text.assemble((f"line {number} {self.marks['bar']} ", "dim"), (shown(source).rstrip(), "bold"))
             self._indented(numbered)
 
     def _prints(self, verdict: Verdict) -> None:
         if not verdict.prints and not verdict.prints_dropped:
             return
-        self._print(Text("  your prints", "dim"))
+        self._print(Text("\n  your prints", "dim"))
         for line in shown(verdict.prints).rstrip("\n").split("\n"):
             self._indented(Text.assemble((f"{self.marks['bar']} ", "dim"), line))
         if verdict.prints_dropped:

@@ -13,6 +13,7 @@ import hashlib
 import json
 import os
 import pathlib
+import shlex
 import shutil
 import stat
 import tempfile
@@ -21,8 +22,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from anybatch.errors import InputError
-from anybatch.learn.catalogue import Course, Exercise
+from anybatch.learn.catalogue import BUILTIN, Course, Exercise
 
+FOLDER = pathlib.Path("anybatch-learn")
 VERSION = 1
 RECORD = ".progress.json"
 LOCK = ".progress.lock"
@@ -60,6 +62,18 @@ class Progress:
 
     def __init__(self, folder: str | os.PathLike, course: Course, say: Callable[[str], None] = print) -> None:
         self.folder, self.course, self._say = pathlib.Path(folder), course, say
+
+    def command(self, *words: str) -> str:
+        """What to type for this course in this folder.
+
+        >>> Progress("anybatch-learn", Course.builtin()).command("hint", "5")
+        'anybatch learn hint 5'
+        """
+        words = ("anybatch", "learn", *words)
+        words += () if self.course.folder == BUILTIN else ("--course", str(self.course.folder))
+        return shlex.join(
+            words + (() if self.folder in (FOLDER, pathlib.Path(".")) else ("--folder", str(self.folder)))
+        )
 
     def prepare(self) -> None:
         """Makes the folder, if need be.
