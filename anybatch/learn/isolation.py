@@ -8,17 +8,47 @@ is deleted. They are no prison for code that was written to break out.
 
 import contextlib
 import dataclasses
+import json
 import os
+import pathlib
 import signal
+import socket
+import subprocess
 import sys
+import tempfile
 import threading
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
+from anybatch.doctor import Finding
 from anybatch.learn import landlock, namespaces, refusals, seccomp
+from anybatch.memory import readable
 
-LAYERS = ("limits", "namespaces", "capabilities", "landlock", "seccomp", "hook")
+_PROBE = """\
+import json, sys
+sys.path[:] = json.loads(sys.argv[1])
+from anybatch.learn import isolation
+isolation.probe(json.loads(sys.argv[2]))
+"""
+# What a check shall not do -> what that means, if the kernel sees to it; and what remains possible, if it does not.
+_CLOSED = {
+    "network": ("closed", "open a connection"),
+    "processes": ("none can be started", "start others"),
+    "signals": ("none to other processes", "end other processes of yours"),
+    "other processes": ("their memory cannot be read", "read the memory of other processes of yours"),
+    "files": ("written in an empty temporary folder alone", "change your files"),
+    "the course": ("its answers cannot be read", "read the answers"),
+}
+_LAYERS = {
+    "network": "namespaces",
+    "landlock": "Landlock",
+    "seccomp": "a filter of system calls",
+    "hook": "Python's audit hook",
+}
+PURPOSE = (
+    "guards against accidents, not against attackers: exercises run as you, so do not paste code that you do not trust"
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,14 +102,14 @@ def enter(limits: Limits, home: str, hidden: Sequence[str], without: Collection[
     if "limits" not in without:
         _limit(limits, is_alone="user" in holds)
         holds.add("limits")
-    steps: dict[str, Any] = {
-        "capabilities": namespaces.drop_capabilities if sys.platform.startswith("linux") else None,
+    steps: dict[str, Callable[[], None]] = {
+        "capabilities": namespaces.drop_capabilities,
         "privileges": namespaces.no_new_privileges,
         "landlock": lambda: landlock.restrict(home, hidden),
         "seccomp": seccomp.install,
     }
     for name, step in steps.items():
-        if step is not None and name not in without:
+        if name not in without:
             with contextlib.suppress(OSError):
                 step()
                 holds.add(name)
@@ -157,3 +187,147 @@ def _watch_memory(most: int) -> None:
     while (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * unit < most:
         time.sleep(0.02)
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def examine(limits: Limits | None = None, *, _without: Collection[str] = ()) -> list[Finding]:
+    """What a check is kept from on this machine: each was tried in a process of its own."""
+    limits = Limits() if limits is None else limits
+    if os.name != "posix":
+        return [Finding("isolation", "anybatch learn needs fork, which Windows does not have", False, "Run it in WSL.")]
+    try:
+        tried = _try(limits, _without)
+    except (OSError, subprocess.SubprocessError, ValueError) as error:
+        return [Finding("isolation", f"could not be tried: {error}", False)]
+    return [
+        Finding("wall clock", f"{limits.seconds:g} seconds, then the process is killed"),
+        _computing(limits, tried["limits"]["computing time"]),
+        _memory(limits, tried["limits"]["memory"]),
+        *(_closed(subject, tried["kernel"][subject], tried["hook"][subject]) for subject in _CLOSED),
+        _layers([*tried["layers"], *(() if "hook" in _without else ("hook",))]),
+        Finding("isolation", PURPOSE),
+    ]
+
+
+def _computing(limits: Limits, is_held: bool) -> Finding:
+    text = f"{limits.cpu_seconds} seconds on all cores together" if is_held else "not limited on this system"
+    return Finding("computing time", text, is_held)
+
+
+def _memory(limits: Limits, is_held: bool) -> Finding:
+    most = f"{readable(limits.memory)} beyond what JAX takes"
+    late = "watched, and ended a moment too late, since this system has no such limit"
+    return Finding("memory", most if is_held else f"{most}: {late}")
+
+
+def _closed(subject: str, kernel: bool, hook: bool) -> Finding:
+    closed, possible = _CLOSED[subject]
+    if kernel:
+        return Finding(subject, closed)
+    if hook:
+        return Finding(subject, f"{closed}, by Python code; what goes through C could {possible}")
+    return Finding(subject, f"open: a check could {possible}. Exercises run as you", False)
+
+
+def _layers(holds: Collection[str]) -> Finding:
+    has = ", ".join(name for layer, name in _LAYERS.items() if layer in holds)
+    missing = " and ".join(name for layer, name in _LAYERS.items() if layer not in holds)
+    if not sys.platform.startswith("linux"):
+        return Finding("layers", f"{has}; the others are Linux's")
+    return Finding(
+        "layers", has + (f"; this kernel, or who has set it up, does not allow {missing}" if missing else "")
+    )
+
+
+def _try(limits: Limits, without: Collection[str]) -> dict[str, Any]:
+    with contextlib.ExitStack() as stack:
+        folder = pathlib.Path(os.path.realpath(stack.enter_context(tempfile.TemporaryDirectory())))
+        for name in ("home", "hidden", "outside"):
+            (folder / name).mkdir()
+        (folder / "hidden" / "solution.py").write_text("the answer")
+        listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+        asked = {
+            "folder": str(folder),
+            "port": listener.getsockname()[1],
+            "limits": dataclasses.asdict(limits),
+            "without": sorted(without),
+        }
+        places = [place for place in sys.path if place]
+        done = subprocess.run(
+            [sys.executable, "-c", _PROBE, json.dumps(places), json.dumps(asked)],
+            env=os.environ | {"JAX_PLATFORMS": "cpu"},
+            capture_output=True,
+            text=True,
+            timeout=60,
+            start_new_session=True,
+        )
+    try:
+        found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+        return found
+    except (IndexError, ValueError):
+        raise OSError(f"status {done.returncode}: {done.stderr.strip()[-500:]}") from None
+
+
+def probe(asked: Mapping[str, Any]) -> None:
+    """In a process of its own: is held as a check is, tries what it shall not do, and prints what failed."""
+    import resource
+
+    limits, folder, without = Limits(**asked["limits"]), asked["folder"], asked["without"]
+    home, hidden = os.path.join(folder, "home"), [os.path.join(folder, "hidden")]
+    attempts = _attempts(folder, asked["port"])
+    layers = enter(limits, home, hidden, without)
+    kernel = {name: _fails(attempt) for name, attempt in attempts.items()}
+    begin(limits, home, hidden, without)
+    is_limited = sys.platform.startswith("linux") and "limits" not in without
+    held = {
+        "memory": is_limited and _fails(lambda: bytearray(limits.memory + 2**26)),
+        "computing time": resource.getrlimit(resource.RLIMIT_CPU)[0] != resource.RLIM_INFINITY,
+    }
+    hook = {name: _fails(attempt) for name, attempt in attempts.items()}
+    print(json.dumps({"layers": sorted(layers), "kernel": kernel, "hook": hook, "limits": held}), flush=True)
+
+
+def _attempts(folder: str, port: int) -> dict[str, Callable[[], Any]]:
+    parent = os.getppid()
+
+    def connect() -> None:
+        with contextlib.suppress(OSError), socket.socket(type=socket.SOCK_DGRAM) as datagrams:
+            datagrams.sendto(b"", ("127.0.0.1", port))
+            return
+        socket.create_connection(("127.0.0.1", port), timeout=2.0).close()
+
+    def fork() -> None:
+        pid = os.fork()
+        if pid == 0:
+            os._exit(0)
+        os.waitpid(pid, 0)
+
+    def memory() -> None:
+        if not sys.platform.startswith("linux"):
+            raise PermissionError("only the debugger can, on a Mac")
+        with open(f"/proc/{parent}/mem", "rb"):
+            pass
+
+    def write() -> None:
+        with open(os.path.join(folder, "outside", "file"), "w"):
+            pass
+
+    def read() -> None:
+        with open(os.path.join(folder, "hidden", "solution.py")) as file:
+            file.read()
+
+    return {
+        "network": connect,
+        "processes": fork,
+        "signals": lambda: os.kill(parent, 0),
+        "other processes": memory,
+        "files": write,
+        "the course": read,
+    }
+
+
+def _fails(attempt: Callable[[], Any]) -> bool:
+    try:
+        attempt()
+    except (OSError, MemoryError):
+        return True
+    return False

@@ -60,6 +60,8 @@ def cover(hidden: Sequence[str], home: str, size: int, files: int) -> bool:
 
 def drop_capabilities() -> None:
     """Gives up whatever root may do beyond what the permissions of files allow; raises OSError if that fails."""
+    if not sys.platform.startswith("linux"):
+        raise OSError(errno.ENOSYS, "there are no capabilities")
     header, none = struct.pack("=Ii", _CAPABILITIES, 0), bytes(24)
     if _libc().capset(header, none) != 0:
         raise OSError(ctypes.get_errno(), "capabilities could not be dropped")
