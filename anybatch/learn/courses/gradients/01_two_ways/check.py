@@ -1,0 +1,142 @@
+"""Two ways to one gradient: the value, and a program that really goes both ways."""
+
+import numpy as np
+
+from anybatch.learn.check import Case, Check, Mistake, Same
+
+
+def cases(rng):
+    """A scalar of each kind that may arrive; and a batch of one."""
+
+    def examples(number):
+        return rng.normal(0.3, 1.0, number).astype(np.float32)
+
+    whole, number = int(rng.integers(2, 6)), float(rng.choice([-1.75, -0.5, 0.75, 2.5]))
+    return [
+        *(
+            Case((np.float32(rng.uniform(1, 3)).reshape(()), examples(7)), "7 examples, w an array ()")
+            for _ in range(3)
+        ),
+        Case((whole, examples(7)), f"7 examples, w = {whole}, a Python int"),
+        Case((number, examples(1)), f"1 example, w = {number}, a Python float"),
+    ]
+
+
+def reference(w, x_batch):
+    """Both rows are 2 w Σx²."""
+    gradient = 2 * w * np.sum(x_batch**2)
+    return np.stack([gradient, gradient])
+
+
+def wrong_rows(wrong, *places):
+    """The right answer with something else in these rows."""
+
+    def answer(w, x_batch):
+        rows = reference(w, x_batch)
+        rows[list(places)] = wrong(w, x_batch)
+        return rows
+
+    return answer
+
+
+def mean(w, x):
+    """The gradient of a mean, or the mean of the gradients."""
+    return 2 * w * np.mean(x**2)
+
+
+A_MEAN = (
+    "is the mean over the examples; this exercise asks for the sum.\n"
+    "A mean is the sum divided by the number of examples: use .sum()."
+)
+
+MISTAKES = (
+    Mistake("a mean in row 0", wrong_rows(mean, 0), f"Row 0 {A_MEAN}"),
+    Mistake("a mean in row 1", wrong_rows(mean, 1), f"Row 1 {A_MEAN}"),
+    Mistake("a mean in each row", wrong_rows(mean, 0, 1), f"Each row {A_MEAN}"),
+    Mistake(
+        "the derivative by x",
+        wrong_rows(lambda w, x: np.sum(2 * w**2 * x), 0, 1),
+        "Each row is a derivative with respect to x; this exercise asks for that by w.\n"
+        "jax.grad differentiates by the first argument unless argnums says otherwise: w has to be the first.",
+    ),
+    Mistake(
+        "the square of a sum",
+        wrong_rows(lambda w, x: 2 * w * np.sum(x) ** 2, 1),
+        "Row 1 squares the sum of the examples; f squares each of them, and the sum comes afterwards.\n"
+        "Apply f to every example first, with jax.vmap.",
+    ),
+)
+
+
+def is_differentiated_twice(program, args):
+    """Whether there are two derivatives in the program, one of each example and one of a sum.
+
+    However f is differentiated, forward or backward, JAX multiplies at least four times: w x, 2 (w x), times what
+    comes from outside, times x. The formula needs three at most. Loops count as what they compute for all turns.
+    The derivative of a sum hands its 1 to every example: a broadcast between the multiplications. The derivative of
+    each example has none, or one before them, of w.
+    """
+    examples = len(args[1])
+    if examples == 1:
+        return None  # a sum of one number tells nothing
+    large = [each for each in program.find() if each.size >= examples or each.inside]
+    names = [each.name for each in large if each.name in ("mul", "pow", "broadcast_in_dim")]
+    products = sum(each.name == "mul" for each in large)
+    sums = sum(each.name in ("reduce_sum", "dot_general", "cumsum", "scan", "while") for each in large)
+    # Python's own sum() of an array.
+    alone = [each for each in program.find() if each.size == 1 and not each.inside]
+    sums += sum(each.name in ("add", "add_any") for each in alone) >= examples - 1
+    if sum(each.name == "mul" for each in alone) >= 2 * examples:
+        return (
+            "The value is right, but the gradient of each example is written out by a Python loop.\n"
+            f"There are {examples} copies of it in the program, and would be a thousand for a thousand examples. "
+            "jax.vmap(jax.grad(f), in_axes=(None, 0)) is one copy for all."
+        )
+    if products < 3 * min(sums, 2):
+        return (
+            "The value is right, but a row is the formula 2 w Σx², written out by hand.\n"
+            "For a network there is no such formula: let jax.grad differentiate f, in both rows."
+        )
+    if sums < 2:
+        return (
+            "The value is right, but there is one gradient in the program, and both rows show it.\n"
+            "Compute row 0 from a gradient for each example, and row 1 as the gradient of the summed loss."
+        )
+    other = {each.name for each in large} - {"mul", "pow", "integer_pow", "broadcast_in_dim", "reduce_sum"}
+    if other or sums != 2:
+        return None  # another way of writing it: nothing more can be said for certain
+    return _same_way(names)
+
+
+def _same_way(names):
+    broadcasts = names.count("broadcast_in_dim")
+    if not broadcasts:
+        return (
+            "The value is right, but both rows add up a gradient for each example.\n"
+            "In neither does a gradient go back through a sum. For row 1, write a function of w that returns the "
+            "summed loss of the whole batch, and take its jax.grad."
+        )
+    half = names[: len(names) // 2]
+    if names == half * 2 and half[0] != "broadcast_in_dim" and broadcasts == 2:
+        return (
+            "The value is right, but both rows are gradients of a summed loss.\n"
+            "For row 0, take the gradient of f for each example first: jax.vmap of jax.grad(f) gives one number for "
+            "each; then add them up."
+        )
+    return None
+
+
+def permuted(rng, args):
+    """The examples in another order."""
+    return args[0], rng.permutation(args[1])
+
+
+check = Check(
+    function="equivalent_two_ways",
+    parameters=("w", "x_batch"),
+    cases=cases,
+    reference=reference,
+    mistakes=MISTAKES,
+    same=(Same("the order of the examples", permuted, says="A sum over the examples has no first and no last."),),
+    program=(is_differentiated_twice,),
+)

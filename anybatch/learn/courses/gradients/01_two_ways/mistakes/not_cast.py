@@ -1,0 +1,20 @@
+"""A whole number cannot be differentiated by.
+
+caught by: run
+says: a Python int
+"""
+
+import jax
+import jax.numpy as jnp
+
+
+def f(w, x):
+    """The loss of one example: w and x are numbers."""
+    return (w * x) ** 2
+
+
+def equivalent_two_ways(w, x_batch):
+    """Right for a float, and an error for w = 3."""
+    first = jax.vmap(jax.grad(f), in_axes=(None, 0))(w, x_batch).sum()
+    second = jax.grad(lambda w: jnp.sum(f(w, x_batch)))(w)
+    return jnp.stack([first, second])

@@ -1,0 +1,26 @@
+"""How many are right, instead of which share.
+
+caught by: value
+says: counts the examples that are right
+"""
+
+import jax
+import jax.numpy as jnp
+
+
+def logits_of(params, x):
+    """The logits of every example and class, (N, C), of inputs (N, D)."""
+    hidden = jnp.tanh(x @ params["hidden"]["w"] + params["hidden"]["b"])
+    return hidden @ params["out"]["w"] + params["out"]["b"]
+
+
+def value_aux_and_grad(params, x, y):
+    """The dtype was put right, and the number was not."""
+
+    def loss_and_aux(params):
+        logits = logits_of(params, x)
+        loss = -jnp.mean(jax.nn.log_softmax(logits)[jnp.arange(len(y)), y])
+        correct = jnp.sum(jnp.argmax(logits, axis=-1) == y)
+        return loss, {"accuracy": correct.astype(jnp.float32), "logits": logits}
+
+    return jax.value_and_grad(loss_and_aux, has_aux=True)(params)

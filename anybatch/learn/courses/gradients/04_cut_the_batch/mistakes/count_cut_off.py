@@ -1,0 +1,15 @@
+"""2.5 becomes 2.
+
+caught by: errors
+says: a count is a whole number
+"""
+
+import jax
+
+
+def cut(batch, n_microbatches):
+    """Calling int() cuts off what is behind the point, before anybody has looked."""
+    num_examples, n = len(jax.tree.leaves(batch)[0]), int(n_microbatches)
+    if n < 1 or num_examples % n:
+        raise ValueError(f"{num_examples} examples cannot be cut into {n_microbatches} microbatches")
+    return jax.tree.map(lambda leaf: leaf.reshape(n, num_examples // n, *leaf.shape[1:]), batch)

@@ -1,0 +1,15 @@
+"""The error says nothing of the numbers.
+
+caught by: errors
+says: does not mention 5 and 12
+"""
+
+import jax
+
+
+def cut(batch, n_microbatches):
+    """Whoever reads it has to find out by themselves what was wrong."""
+    num_examples, n = len(jax.tree.leaves(batch)[0]), int(n_microbatches)
+    if n != n_microbatches or n < 1 or num_examples % n:
+        raise ValueError("the count does not fit the batch")
+    return jax.tree.map(lambda leaf: leaf.reshape(n, num_examples // n, *leaf.shape[1:]), batch)
