@@ -14,6 +14,7 @@ from typing import Any
 
 from anybatch.errors import InputError
 from anybatch.learn.catalogue import COURSES, Course, Exercise
+from anybatch.learn.commands import devices_of
 from anybatch.learn.grading import examine_check, grade
 from anybatch.learn.runner import Runner
 from anybatch.learn.verdict import Verdict
@@ -129,6 +130,7 @@ def _in_practice(exercise: Exercise, runner: Runner, seeds: int, found: Examined
         found.checks += 1
         return grade(exercise, source, runner, seed=seed, anybatch=anybatch)
 
+    runner.keep_warm(devices_of(exercise))
     first = check(exercise.starter, 0)
     is_unwritten = not first.passed and not first.started
     yield "" if is_unwritten else f"the starter must raise NotImplementedError; it {_said(first)}"
@@ -266,7 +268,8 @@ def _write_exercise(home: pathlib.Path, name: str, title: str) -> None:
         if path.suffix in (".py", ".md"):
             target = home / path.relative_to(source)
             target.parent.mkdir(parents=True, exist_ok=True)
-            target.write_text(path.read_text("utf-8").replace(_NAME, name).replace(_TITLE, title), "utf-8")
+            text = path.read_text("utf-8")
+            target.write_text(text.replace(_NAME, name).replace(f"# {_TITLE}\n", f"# {title}\n"), "utf-8")
 
 
 def _parameters(tree: ast.Module, function: str) -> tuple[str, ...] | None:

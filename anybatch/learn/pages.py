@@ -150,7 +150,7 @@ class Screen:
         self._print(Text.assemble((f"{self.marks[mark]} {shown(title)}", style), (f"  {took}", "dim")))
         self._stages(verdict)
         if verdict.line is not None:
-            self._line(verdict.line, verdict.source_line or "")
+            self._line(verdict.line, (verdict.source_line or "").strip(), verdict.text)
         if verdict.text.strip():
             self.say()
             self._indented(Text(shown(verdict.text).strip("\n")))
@@ -312,13 +312,13 @@ class Screen:
         if rows and not self.is_plain:
             self._print(table)
 
-    def _line(self, number: int, source: str) -> None:
-        if self.is_plain:
-            self.say(f"\n  line {number}: {source.strip()}")
-        else:
-            self.say()
-            numbered = Text.assemble((f"line {number} {self.marks['bar']} ", "dim"), (shown(source).rstrip(), "bold"))
-            self._indented(numbered)
+    def _line(self, number: int, source: str, text: str) -> None:
+        """Where it is; and what stands there, unless the text has it with a mark below."""
+        source = "" if source and source in text else shown(source)
+        self.say()
+        self._indented(
+            Text.assemble((f"line {number}" + (f" {self.marks['bar']} " if source else ""), "dim"), (source, "bold"))
+        )
 
     def _prints(self, verdict: Verdict) -> None:
         if not verdict.prints and not verdict.prints_dropped:

@@ -209,7 +209,7 @@ class Watch:
         self._keys()
 
     def _say(self, text: str, style: str = "") -> None:
-        self._tell(lambda: self.screen.say(text, style))
+        self._tell(lambda: self.screen.say(f"\n{text}", style))
 
     def _keys(self) -> None:
         self.screen.keys("n next   h hint   r run   l list   q quit   ? help")
@@ -252,7 +252,7 @@ class Watch:
             "b": self._back,
             "h": self._hint,
             "r": self._run_again,
-            "l": lambda: self._tell(lambda: self.screen.listing(self.course, self.progress, self.exercise)),
+            "l": self._list,
             "p": self._page,
             "s": self._solution,
             "x": self._ask_to_reset,
@@ -275,6 +275,13 @@ class Watch:
             return self._arrive(following)
         self.is_at_end = True
         self._tell(lambda: self.screen.closing(self.course, self.progress))
+
+    def _list(self) -> None:
+        def show() -> None:
+            self.screen.say()
+            self.screen.listing(self.course, self.progress, self.exercise)
+
+        self._tell(show)
 
     def _back(self) -> None:
         before = self.exercise if self.is_at_end else self.course.before(self.exercise)
