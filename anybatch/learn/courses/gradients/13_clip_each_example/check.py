@@ -1,0 +1,190 @@
+"""Gradients of a small network, half of them longer than the clip."""
+
+import numpy as np
+
+from anybatch.learn.check import Case, Check, Mistake, Same, Slope
+from anybatch.learn.rules import scans
+
+CLIP = 1.5
+INPUTS, HIDDEN = 8, 32
+
+
+def problem(rng, examples):
+    """Parameters and a batch whose gradients are well below the clip, or well above it, by turns."""
+    params = {"w": rng.normal(size=(INPUTS, HIDDEN)) / INPUTS**0.5, "v": rng.normal(size=HIDDEN) / HIDDEN**0.5}
+    x = rng.normal(size=(examples, INPUTS))
+    hidden = np.tanh(x @ params["w"])
+    # The gradient of an example is twice its residual times that of its prediction: so the residual makes the norm.
+    slope = np.sqrt(np.sum(hidden**2, axis=1) + np.sum(x**2, axis=1) * np.sum(back(params, hidden) ** 2, axis=1))
+    is_long = np.arange(examples) % 2
+    norms = CLIP * np.where(is_long, rng.uniform(1.5, 4.0, examples), rng.uniform(0.2, 0.7, examples))
+    y = hidden @ params["v"] + rng.choice((-0.5, 0.5), examples) * norms / slope
+    order = rng.permutation(examples)
+    params = {name: leaf.astype(np.float32) for name, leaf in params.items()}
+    return params, x[order].astype(np.float32), y[order].astype(np.float32)
+
+
+def back(params, hidden):
+    """What a unit at the prediction is before the tanh."""
+    return params["v"] * (1 - hidden**2)
+
+
+def gradients(params, x, y):
+    """A gradient for each example, stacked."""
+    hidden = np.tanh(x @ params["w"])
+    residual = 2 * (hidden @ params["v"] - y)[:, None]
+    return {"w": x[:, :, None] * (residual * back(params, hidden))[:, None, :], "v": residual * hidden}
+
+
+def norms_of(each):
+    """The norm of each gradient, over the whole tree."""
+    return np.sqrt(sum(np.sum(leaf.reshape(len(leaf), -1) ** 2, axis=1) for leaf in each.values()))
+
+
+def shortened(norms, clip):
+    """min(1, clip / norm), for a norm of 0 as well."""
+    return clip / np.maximum(norms, clip)
+
+
+def weighted_sum(each, factors):
+    """The sum of the gradients, each times its factor."""
+    return {name: np.tensordot(factors, leaf, 1) for name, leaf in each.items()}
+
+
+def reference(params, x, y, clip, n_microbatches):
+    """Each clipped, then added up."""
+    each = gradients(params, x, y)
+    return weighted_sum(each, shortened(norms_of(each), clip))
+
+
+def groups(params, x, y, n_microbatches, mean=False):
+    """The gradients of whole microbatches, stacked: their sums, or their means."""
+    each = gradients(params, x, y)
+    cut = {name: leaf.reshape(n_microbatches, -1, *leaf.shape[1:]) for name, leaf in each.items()}
+    return {name: leaf.mean(axis=1) if mean else leaf.sum(axis=1) for name, leaf in cut.items()}
+
+
+def clipped_groups(params, x, y, clip, n_microbatches, mean=False):
+    """Gradients of whole groups, clipped and added up."""
+    each = groups(params, x, y, n_microbatches, mean)
+    return weighted_sum(each, shortened(norms_of(each), clip))
+
+
+def clipped_leaves(params, x, y, clip, n_microbatches):
+    """Every leaf by itself."""
+    each = gradients(params, x, y)
+    return {name: np.tensordot(shortened(norms_of({name: leaf}), clip), leaf, 1) for name, leaf in each.items()}
+
+
+def norms_added(params, x, y, clip, n_microbatches):
+    """The norm of the tree taken for the sum of the norms of its leaves."""
+    each = gradients(params, x, y)
+    norms = sum(norms_of({name: leaf}) for name, leaf in each.items())
+    return weighted_sum(each, shortened(norms, clip))
+
+
+def all_scaled(params, x, y, clip, n_microbatches):
+    """Every gradient to the norm of the clip, short ones too."""
+    each = gradients(params, x, y)
+    norms = norms_of(each)
+    return None if np.any(norms == 0) else weighted_sum(each, clip / norms)
+
+
+def nothing_over_nothing(params, x, y, clip, n_microbatches):
+    """NaN everywhere, where a gradient is 0."""
+    right = reference(params, x, y, clip, n_microbatches)
+    has_zero = np.any(norms_of(gradients(params, x, y)) == 0)
+    return {name: np.full_like(leaf, np.nan) for name, leaf in right.items()} if has_zero else None
+
+
+def cases(rng):
+    """32 examples in 4 microbatches; then some of them nothing but zeros."""
+    params, x, y = problem(rng, 32)
+    padded, count = np.copy(x), rng.integers(2, 6)
+    padded[-count:] = 0
+    return [
+        Case((params, x, y, CLIP, 4), f"32 examples in 4 microbatches, clip {CLIP}"),
+        Case((params, padded, y, CLIP, 4), f"the last {count} rows of x are zeros, and their gradients exactly zero"),
+    ]
+
+
+def other_order(rng, args):
+    """The same examples in another order."""
+    params, x, y, *rest = args
+    order = rng.permutation(len(x))
+    return (params, x[order], y[order], *rest)
+
+
+def larger(rng, times):
+    """A batch so many times as large, in microbatches of 8."""
+    return (*problem(rng, 32 * times), CLIP, 4 * times)
+
+
+check = Check(
+    function="clipped_sum",
+    parameters=("params", "x", "y", "clip", "n_microbatches"),
+    cases=cases,
+    reference=reference,
+    mistakes=(
+        Mistake(
+            "the whole batch was clipped",
+            lambda params, x, y, clip, n: clipped_groups(params, x, y, clip, 1),
+            "You clipped the sum of all gradients; each example is to be clipped before they are added up.\n"
+            "In the sum, the longest gradients have drowned the others already.",
+        ),
+        Mistake(
+            "the whole batch was clipped",
+            lambda params, x, y, clip, n: clipped_groups(params, x, y, clip, 1, mean=True),
+            "You clipped the mean of all gradients; each example is to be clipped by itself, and then they are summed.",
+        ),
+        Mistake(
+            "each microbatch was clipped",
+            clipped_groups,
+            "You clipped the gradient of each microbatch; it is that of each example that may not exceed `clip`.\n"
+            "Inside of a microbatch, jax.vmap(jax.grad(loss)) keeps examples apart until they are clipped.",
+        ),
+        Mistake(
+            "each microbatch was clipped",
+            lambda *args: clipped_groups(*args, mean=True),
+            "You clipped the mean gradient of each microbatch; it is that of each example that may be no longer than "
+            "`clip`.\nInside of a microbatch, jax.vmap(jax.grad(loss)) keeps examples apart until they are clipped.",
+        ),
+        Mistake(
+            "each leaf was clipped",
+            clipped_leaves,
+            "You clipped every leaf by its own norm; the norm is that of the whole tree.\n"
+            "All leaves of an example are scaled by the same factor, so that its direction stays.",
+        ),
+        Mistake(
+            "norms of leaves were added",
+            norms_added,
+            "You added the norms of the leaves up; it is their squares that add up: |tree| = sqrt(|w|**2 + |v|**2).",
+        ),
+        Mistake(
+            "short gradients were made longer",
+            all_scaled,
+            "You scaled every gradient to the norm `clip`, also those that are shorter; these stay as they are.\n"
+            "The factor is min(1, clip / norm).",
+        ),
+        Mistake(
+            "zero divided by zero",
+            nothing_over_nothing,
+            "Everything is NaN: the gradient of an example is exactly zero, and was divided by its norm, 0 / 0.\n"
+            "Find a factor that divides by something that cannot be zero, such as clip / max(norm, clip).",
+        ),
+    ),
+    same=(Same("the order of the examples", other_order),),
+    program=(
+        scans(
+            lambda params, x, y, clip, n: n,
+            "No scan goes over the microbatches.\nIt should take `n_microbatches` turns, and carry the sum of the "
+            "clipped gradients from each to the next.",
+        ),
+    ),
+    memory=Slope(
+        larger,
+        "Either the gradients of all examples exist at once (a vmap over the whole batch), or the scan puts out a "
+        "gradient in every turn, and they are kept until the end.\nCarry the sum of the clipped gradients, and let the "
+        "scan put out nothing: return (total, None) from its body.",
+    ),
+)

@@ -1,0 +1,33 @@
+"""Divides by the norm, which may be zero.
+
+caught by: value
+says: the gradient of an example is exactly zero
+"""
+
+import jax
+import jax.numpy as jnp
+
+
+def loss(params, x, y):
+    return (jnp.tanh(x @ params["w"]) @ params["v"] - y) ** 2
+
+
+def norm_of(tree):
+    return jnp.sqrt(sum(jnp.sum(leaf**2) for leaf in jax.tree.leaves(tree)))
+
+
+def cut(n, *arrays):
+    return tuple(a.reshape(n, -1, *a.shape[1:]) for a in arrays)
+
+
+def clipped_sum(params, x, y, clip, n_microbatches):
+    def clipped(x, y):
+        gradient = jax.grad(loss)(params, x, y)
+        norm = norm_of(gradient)
+        return jax.tree.map(lambda leaf: leaf / norm * jnp.minimum(norm, clip), gradient)
+
+    def add(total, microbatch):
+        each = jax.vmap(clipped)(*microbatch)
+        return jax.tree.map(lambda total, each: total + each.sum(axis=0), total, each), None
+
+    return jax.lax.scan(add, jax.tree.map(jnp.zeros_like, params), cut(n_microbatches, x, y))[0]

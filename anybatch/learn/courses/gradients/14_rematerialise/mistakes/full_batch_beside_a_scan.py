@@ -1,0 +1,21 @@
+"""The full batch, beside a scan that does nothing of use.
+
+caught by: memory
+says: Memory grows with the batch
+"""
+
+import jax
+import jax.numpy as jnp
+
+
+def predict(params, x):
+    return jnp.tanh(x @ params["w"]) @ params["v"]
+
+
+def batch_loss(params, x, y, n_microbatches):
+    zero, _ = jax.lax.scan(lambda carry, row: (carry + 0 * row.sum(), None), 0.0, y.reshape(n_microbatches, -1))
+    return jnp.sqrt(jnp.mean((predict(params, x) - y) ** 2)) + zero
+
+
+def loss_and_grads(params, x, y, n_microbatches):
+    return jax.value_and_grad(batch_loss)(params, x, y, n_microbatches)

@@ -1,0 +1,143 @@
+"""The mean gradient of a batch that is spread over devices: on one of them, where much is right by chance, and on 8."""
+
+import numpy as np
+
+from anybatch.learn.check import Case, Check, Collectives, Mistake, Same
+from anybatch.learn.rules import scans
+
+DEVICES = 8
+INPUTS, HIDDEN = 6, 16
+EXAMPLES, MICROBATCHES = 64, 4
+
+
+def problem(rng):
+    """Parameters and a batch, with predictions that are well off."""
+    params = {"w": rng.normal(size=(INPUTS, HIDDEN)) / INPUTS**0.5, "v": rng.normal(size=HIDDEN) / HIDDEN**0.5}
+    x = rng.normal(size=(EXAMPLES, INPUTS))
+    y = x[:, 0] + rng.normal(size=EXAMPLES)
+    params = {name: leaf.astype(np.float32) for name, leaf in params.items()}
+    return params, x.astype(np.float32), y.astype(np.float32)
+
+
+def reference(params, x, y, n_microbatches):
+    """The gradient of the mean squared error of all rows."""
+    hidden = np.tanh(x @ params["w"])
+    error = 2 * (hidden @ params["v"] - y) / len(x)
+    return {"w": x.T @ (error[:, None] * params["v"] * (1 - hidden**2)), "v": error @ hidden}
+
+
+def share(params, x, y, n_microbatches):
+    """The gradient of the rows of the first of 8 devices."""
+    return reference(params, x[: len(x) // DEVICES], y[: len(x) // DEVICES], n_microbatches)
+
+
+def times(factor):
+    """The right answer, times a number."""
+    return lambda *args: {name: leaf * factor for name, leaf in reference(*args).items()}
+
+
+def cases(rng):
+    """4 microbatches on each of 8 devices, and 2 on one: two programs in all, compiled at the same time."""
+    args = problem(rng)
+    return [
+        Case(
+            (*args, MICROBATCHES), f"{EXAMPLES} examples, 8 on each device, in {MICROBATCHES} microbatches", (DEVICES,)
+        ),
+        Case((*args, 2), f"{EXAMPLES} examples in 2 microbatches", (1,)),
+    ]
+
+
+def other_order(rng, args):
+    """The same examples in another order."""
+    params, x, y, number = args
+    order = rng.permutation(len(x))
+    return params, x[order], y[order], number
+
+
+def everyone_does_its_share(program, args):
+    """On several devices, none of them multiplies the rows of all."""
+    rows = EXAMPLES // args[-1]
+    products = program.find("dot_general", inside="shard_map")
+    if program.devices > 1 and any(product.size >= rows * HIDDEN for product in products):
+        return (
+            "Every device goes through the whole batch.\nThe answer is right, but eight devices do the same work eight "
+            'times. In in_specs, rows are spread over the devices by P("data"); P() gives all rows to each.'
+        )
+    return None
+
+
+def says(counts):
+    """Why there should be one all-reduce, and where the others come from."""
+    reduced = counts.get("all-reduce", 0)
+    if set(counts) - {"all-reduce"}:
+        return (
+            "Devices exchange something other than a sum.\nSpread the rows by in_specs, let each device work on its "
+            "own, and bring gradients together by one jax.lax.pmean."
+        )
+    if not reduced:
+        return (
+            "Nothing was exchanged, so every device must have gone through the whole batch by itself.\n"
+            "Spread the rows over the mesh with jax.shard_map, and bring the gradients together by one jax.lax.pmean."
+        )
+    if reduced >= MICROBATCHES:
+        return (
+            f"There is an all-reduce in the loop: it is executed in each of the {MICROBATCHES} turns.\n"
+            "If you wrote psum or pmean inside of the scan, move it behind the scan.\n"
+            "If you did not, it was jax.grad: parameters that all devices share have a gradient that is a sum over all "
+            'devices.\nMake them each device\'s own first, params = jax.lax.pcast(params, "data", to="varying").'
+        )
+    if reduced == 1:
+        return (
+            "There is one all-reduce, as there should be, but it carries more than a gradient: perhaps those of all "
+            "microbatches.\nAdd them up on the device first, in the carry of the scan."
+        )
+    return 'Reduce all leaves at the same time, and only once: jax.lax.pmean(tree, "data") takes a whole tree.'
+
+
+check = Check(
+    function="data_parallel_grads",
+    parameters=("params", "x", "y", "n_microbatches"),
+    cases=cases,
+    reference=reference,
+    mistakes=(
+        Mistake(
+            "the sum over devices",
+            times(DEVICES),
+            "Eight times too large: the means of the 8 devices were added up, and not averaged.\n"
+            "Either there is a psum where pmean is meant; or jax.grad has added them up already: parameters that all "
+            "devices share have a gradient that is the sum over all devices, and a pmean of it changes nothing.\n"
+            'Make them each device\'s own first, params = jax.lax.pcast(params, "data", to="varying"), and then pmean.',
+        ),
+        Mistake(
+            "the sum over devices",
+            times(DEVICES**2),
+            "64 times too large: gradients were added up over the 8 devices twice, by jax.grad and then by your psum.\n"
+            "Parameters that all devices share have a gradient that is the sum over all devices already.\n"
+            'Make them each device\'s own first, params = jax.lax.pcast(params, "data", to="varying"), and then pmean.',
+        ),
+        Mistake(
+            "the share of one device",
+            share,
+            "This is the gradient of the first device's rows: the others were never asked.\n"
+            "On one device it is right, because that one has all rows. Average over devices at the end: "
+            'jax.lax.pmean(gradient, "data").',
+        ),
+    ),
+    same=(Same("the order of the examples", other_order),),
+    program=(
+        scans(
+            lambda params, x, y, n: n,
+            "No scan goes over the microbatches.\n"
+            "Each device should scan over its own rows, in `n_microbatches` turns.",
+        ),
+        everyone_does_its_share,
+    ),
+    collectives=Collectives(
+        {"all-reduce": 1},
+        says,
+        devices=DEVICES,
+        # Twice a gradient: whoever reduces a loss or a count along with it may.
+        largest=2 * 4 * (INPUTS * HIDDEN + HIDDEN),
+    ),
+    devices=(1, DEVICES),
+)

@@ -1,0 +1,28 @@
+"""Share a batch among all devices: each accumulates its own gradient, and they are brought together once."""
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(AxisType.Auto,))
+
+
+def loss(params, x, y):
+    """The mean squared error of some rows: x has shape (rows, d), y (rows,)."""
+    return jnp.mean((jnp.tanh(x @ params["w"]) @ params["v"] - y) ** 2)
+
+
+def data_parallel_grads(params, x, y, n_microbatches):
+    """The gradient of the mean loss over the whole batch, with one all-reduce.
+
+    Args:
+      params: {"w": (d, h), "v": (h,)}.
+      x: the inputs, (N, d).
+      y: the targets, (N,).
+      n_microbatches: in how many turns each device goes through its own rows.
+
+    Returns:
+      A tree like `params`, the same on all devices.
+    """
+    raise NotImplementedError("Let each device scan over its own rows, and reduce the gradient once, at the end.")

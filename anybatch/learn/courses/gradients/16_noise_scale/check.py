@@ -1,0 +1,204 @@
+"""Unbiased estimates of the variance of a gradient, and of its square without noise."""
+
+import numpy as np
+
+from anybatch.learn.check import Case, Check, Mistake, Same, Slope
+from anybatch.learn.rules import scans
+
+INPUTS, HIDDEN = 8, 32
+
+
+def problem(rng, examples):
+    """Parameters and a batch with noise and gradient of similar size.
+
+    A tenth to a half of the square of the mean gradient of 32 is noise: enough to see a bias, and little enough for
+    what is left to be known to most of its digits.
+    """
+    params = {"w": rng.normal(size=(INPUTS, HIDDEN)) / INPUTS**0.5, "v": rng.normal(size=HIDDEN) / HIDDEN**0.5}
+    x = 0.5 + rng.normal(size=(examples, INPUTS))
+    y = np.tanh(x @ params["w"]) @ params["v"] + 1 + 0.5 * rng.normal(size=examples)
+    params = {name: leaf.astype(np.float32) for name, leaf in params.items()}
+    return params, x.astype(np.float32), y.astype(np.float32)
+
+
+def gradients(params, x, y):
+    """A gradient for each example, its numbers in a row."""
+    hidden = np.tanh(x @ params["w"])
+    error = 2 * (hidden @ params["v"] - y)[:, None]
+    back = error * params["v"] * (1 - hidden**2)
+    return np.concatenate([(x[:, :, None] * back[:, None, :]).reshape(len(x), -1), error * hidden], axis=1)
+
+
+def parts(trace, gradient_square):
+    """An answer."""
+    return {"trace": np.asarray(trace), "gradient_square": np.asarray(gradient_square)}
+
+
+def estimates(each, ddof=1, subtracted=1.0):
+    """The variance of gradients, and the square of their mean, less so many times the variance of a mean."""
+    trace = np.sum((each - each.mean(axis=0)) ** 2) / (len(each) - ddof)
+    return parts(trace, np.sum(each.mean(axis=0) ** 2) - subtracted * trace / len(each))
+
+
+def reference(params, x, y, n_microbatches):
+    """From single examples, all at once."""
+    return estimates(gradients(params, x, y))
+
+
+def wrongly(**options):
+    """The estimates, with other options."""
+    return lambda params, x, y, n_microbatches: estimates(gradients(params, x, y), **options)
+
+
+def not_centred(subtracted):
+    """The mean of the squares, taken for the variance."""
+
+    def answer(params, x, y, n_microbatches):
+        each = gradients(params, x, y)
+        trace = np.sum(each**2) / len(each)
+        return parts(trace, np.sum(each.mean(axis=0) ** 2) - subtracted * trace / len(each))
+
+    return answer
+
+
+def of_norms(params, x, y, n_microbatches):
+    """The variance of norms, and the square of their mean."""
+    return estimates(np.linalg.norm(gradients(params, x, y), axis=1)[:, None])
+
+
+def variance_of_norms(params, x, y, n_microbatches):
+    """The variance of norms, and with it the square of the mean gradient."""
+    each = gradients(params, x, y)
+    trace = np.var(np.linalg.norm(each, axis=1), ddof=1)
+    return parts(trace, np.sum(each.mean(axis=0) ** 2) - trace / len(each))
+
+
+def square_of_mean_norm(subtracted):
+    """The right variance, and the square of the mean of the norms."""
+
+    def answer(params, x, y, n_microbatches):
+        each = gradients(params, x, y)
+        trace = estimates(each)["trace"]
+        return parts(trace, np.mean(np.linalg.norm(each, axis=1)) ** 2 - subtracted * trace / len(each))
+
+    return answer
+
+
+def of_microbatches(is_scaled):
+    """From the mean gradients of microbatches, of which each has the variance of one example over its size."""
+
+    def answer(params, x, y, n_microbatches):
+        means = gradients(params, x, y).reshape(n_microbatches, -1, INPUTS * HIDDEN + HIDDEN).mean(axis=1)
+        found = estimates(means)
+        return parts(found["trace"] * (len(x) // n_microbatches if is_scaled else 1), found["gradient_square"])
+
+    return answer
+
+
+def cases(rng):
+    """Two batches."""
+    note = "32 examples in 4 microbatches"
+    return [Case((*problem(rng, 32), 4), note), Case((*problem(rng, 32), 4), note)]
+
+
+def other_order(rng, args):
+    """The same examples in another order."""
+    params, x, y, number = args
+    order = rng.permutation(len(x))
+    return params, x[order], y[order], number
+
+
+def larger(rng, times):
+    """A batch so many times as large, in microbatches of 8."""
+    return (*problem(rng, 32 * times), 4 * times)
+
+
+check = Check(
+    function="noise_scale",
+    parameters=("params", "x", "y", "n_microbatches"),
+    cases=cases,
+    reference=reference,
+    mistakes=(
+        Mistake(
+            "noise in the square",
+            wrongly(subtracted=0.0),
+            "The trace is right, but gradient_square is that of the mean gradient, noise and all.\n"
+            "On average it is too large by the variance of that mean: subtract trace / N.",
+        ),
+        Mistake(
+            "divided by N",
+            wrongly(ddof=0),
+            "You divided the scatter of the gradients by N; it is N - 1.\n"
+            "Around their own mean they scatter less than around the true one, and N - 1 makes up for it.",
+        ),
+        Mistake(
+            "divided by N",
+            wrongly(ddof=0, subtracted=0.0),
+            "Both estimates are biased.\nThe scatter of the gradients is divided by N - 1, not by N; and the square of "
+            "the mean gradient is too large by trace / N.",
+        ),
+        Mistake(
+            "noise in the square",
+            lambda params, x, y, n: wrongly(subtracted=float(len(x)))(params, x, y, n),
+            "The trace is right, but you subtracted it whole from the square; a mean of N has only trace / N of noise.",
+        ),
+        Mistake(
+            "noise in the square",
+            wrongly(subtracted=-1.0),
+            "The trace is right, but trace / N was added to the square; it has to be subtracted.\n"
+            "Noise makes the square of the mean larger, not smaller.",
+        ),
+        *(
+            Mistake(
+                "the mean of the squares",
+                not_centred(subtracted),
+                "This trace is the mean of the squared norms; a variance is what is left without the squared mean.\n"
+                "The scatter is the sum of |g|**2, less N |mean|**2, and it is divided by N - 1.",
+            )
+            for subtracted in (0.0, 1.0)
+        ),
+        *(
+            Mistake(
+                "norms for gradients",
+                answer,
+                "You took the variance of the norms; it is the gradients themselves that vary, in direction too.\n"
+                "The trace is the sum of the variances of all numbers of a gradient.",
+            )
+            for answer in (of_norms, variance_of_norms)
+        ),
+        *(
+            Mistake(
+                "norms for gradients",
+                square_of_mean_norm(subtracted),
+                "The trace is right, but gradient_square is made of the mean of the norms, not the norm of the mean.\n"
+                "Gradients in opposite directions cancel, and their norms do not.",
+            )
+            for subtracted in (0.0, 1.0)
+        ),
+        Mistake(
+            "microbatches for examples",
+            of_microbatches(is_scaled=False),
+            "This is the variance of the mean gradients of microbatches; it is smaller than that of one example.\n"
+            "Take the gradients of single examples, by jax.vmap(jax.grad(loss)).",
+        ),
+        Mistake(
+            "microbatches for examples",
+            of_microbatches(is_scaled=True),
+            "This is an unbiased estimate too, but from the gradients of microbatches.\n"
+            "That from single examples is more certain, and the same for any number of microbatches: it is asked for.",
+        ),
+    ),
+    same=(Same("the order of the examples", other_order),),
+    program=(
+        scans(
+            lambda params, x, y, n: n,
+            "No scan goes over the microbatches.\nIt should take `n_microbatches` turns, and carry the sum of the "
+            "gradients, and that of their squares.",
+        ),
+    ),
+    memory=Slope(
+        larger,
+        "Gradients are kept: those of all examples (a vmap over the whole batch), or one from every turn of the scan.\n"
+        "Two sums are enough, of the gradients and of their squared norms. Carry both, and put out nothing.",
+    ),
+)

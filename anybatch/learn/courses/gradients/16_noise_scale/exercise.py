@@ -1,0 +1,24 @@
+"""Estimate, without bias, how noisy a gradient is, and how large it would be without noise."""
+
+import jax
+import jax.numpy as jnp
+
+
+def loss(params, x, y):
+    """The squared error of one example: x has shape (d,), y is a number."""
+    return (jnp.tanh(x @ params["w"]) @ params["v"] - y) ** 2
+
+
+def noise_scale(params, x, y, n_microbatches):
+    """The two parts of the gradient noise scale, from the gradients of single examples.
+
+    Args:
+      params: {"w": (d, h), "v": (h,)}.
+      x: the inputs, (N, d).
+      y: the targets, (N,).
+      n_microbatches: in how many turns to go through the batch, an int that divides N.
+
+    Returns:
+      {"trace": unbiased estimate of tr(C), "gradient_square": unbiased estimate of |G|**2}.
+    """
+    raise NotImplementedError("Accumulate what the two estimates need of each example's gradient.")
