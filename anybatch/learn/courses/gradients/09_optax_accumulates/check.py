@@ -1,0 +1,155 @@
+"""Three steps of Adam, two ways: with a sum for a mean, with steps too many, and with states that were lost."""
+
+import numpy as np
+
+from anybatch.learn.check import Case, Check, Mistake, Same
+
+STEPS, MICROBATCHES, SIZE, WIDTH = 3, 2, 4, 3
+# With Adam's usual b2 = 0.999, float32 rounds 1 - b2 by some 3e-5 of itself: more than a check should have to allow.
+LR, B1, B2, EPS = 0.1, 0.9, 0.9, 0.1
+
+
+def gradient(params, x, y):
+    """Of the mean squared error of one microbatch."""
+    error = x @ params["w"] + params["b"] - y
+    return {"w": 2 * error @ x / len(y), "b": 2 * error.mean()}
+
+
+def adam(params, x, y, lr, *, scale=1 / MICROBATCHES, is_carried=True):
+    """Parameters after a step for each entry of x, with the gradients of its microbatches added up and scaled."""
+    zeros = {name: np.zeros_like(value) for name, value in params.items()}
+    count, first, second = 0, zeros, zeros
+    for x_step, y_step in zip(x, y, strict=True):
+        if not is_carried:
+            count, first, second = 0, zeros, zeros
+        count += 1
+        grads = [gradient(params, *microbatch) for microbatch in zip(x_step, y_step, strict=True)]
+        total = {name: scale * sum(grad[name] for grad in grads) for name in params}
+        first = {name: B1 * first[name] + (1 - B1) * total[name] for name in params}
+        second = {name: B2 * second[name] + (1 - B2) * total[name] ** 2 for name in params}
+        params = {
+            name: value - lr * (first[name] / (1 - B1**count)) / (np.sqrt(second[name] / (1 - B2**count)) + EPS)
+            for name, value in params.items()
+        }
+    return params
+
+
+def six(params, x, y, lr, **options):
+    """A step of Adam after every microbatch."""
+    return adam(params, x.reshape(6, 1, *x.shape[2:]), y.reshape(6, 1, -1), lr, scale=1, **options)
+
+
+def reference(params, x, y, lr):
+    """The same parameters, twice."""
+    return adam(params, x, y, lr), adam(params, x, y, lr)
+
+
+def mistakes_of(name, wrong, by_hand, in_multi_steps):
+    """An error that was made in the first way, in the second, or in both: one name, and words for each."""
+
+    def made(is_first, is_second):
+        return lambda *args: tuple((wrong if is_wrong else adam)(*args) for is_wrong in (is_first, is_second))
+
+    return [
+        Mistake(name, made(True, False), f"First answer: {by_hand}"),
+        Mistake(name, made(False, True), f"Second answer: {in_multi_steps}"),
+        Mistake(name, made(True, True), f"First answer: {by_hand}\nSecond answer: {in_multi_steps}"),
+    ]
+
+
+MISTAKES = [
+    *mistakes_of(
+        "the sum of the microbatches",
+        lambda *args: adam(*args, scale=1),
+        "you added the two gradients up; the gradient of the whole batch is their mean.\n"
+        "With the usual eps of 1e-8 Adam would have hidden it from you: it divides the size of a gradient out again.",
+        "MultiSteps handed Adam the sum of the two gradients.\n"
+        "By default it averages them: leave use_grad_mean alone, and do not scale the gradients yourself.",
+    ),
+    *mistakes_of(
+        "half of the mean",
+        lambda *args: adam(*args, scale=1 / 4),
+        "you divided by the number of microbatches twice.\nThe mean is (first + second) / 2.",
+        "you divided by 2, and MultiSteps averages by itself.\n"
+        "Together that is half of the mean. Hand it the gradients as they are.",
+    ),
+    *mistakes_of(
+        "a step for every microbatch",
+        six,
+        "you took six steps, one after each microbatch.\n"
+        "Take both gradients at the same parameters, average them, and then take one step.",
+        "MultiSteps took six steps, one in each call.\n"
+        "With every_k_schedule=2 it waits for the second gradient before it moves.",
+    ),
+    *mistakes_of(
+        "moments that begin anew",
+        lambda *args: adam(*args, is_carried=False),
+        "Adam's moments began anew in each step.\n"
+        "Call init once, before the loop, and carry the state that update returns into the next step.",
+        "the state of MultiSteps began anew in each step, and Adam's moments with it.\n"
+        "Call init once, before the loop, and carry the state that update returns into the next call.",
+    ),
+    *mistakes_of(
+        "parameters that never moved",
+        lambda params, x, y, lr: params,
+        "the parameters are those that came in.\n"
+        "Nothing is changed in place: go on with what update and apply_updates return.",
+        "the parameters are those that came in.\n"
+        "MultiSteps moves on every second gradient, and counts them in its state: carry the state that update returns "
+        "into the next call, and apply every update.",
+    ),
+]
+
+
+def cases(rng):
+    """Microbatches that pull in different directions, so that none of the mistakes comes out right."""
+
+    def case(scale, note):
+        params = {"w": rng.normal(size=WIDTH), "b": rng.normal(size=())}
+        x = rng.normal(size=(STEPS, MICROBATCHES, SIZE, WIDTH))
+        truth = rng.normal(size=(STEPS, MICROBATCHES, 1, WIDTH))
+        y = (x * truth).sum(-1) + scale * np.array([1, -0.5])[:, None]
+        params = {name: value.astype(np.float32) for name, value in params.items()}
+        return Case((params, x.astype(np.float32), y.astype(np.float32), LR), note)
+
+    yield case(0.5, "three steps of two microbatches")
+    yield case(3, "microbatches that disagree")
+
+
+def swapped(rng, args):
+    """The two microbatches of each step change places."""
+    params, x, y, lr = args
+    return params, x[:, ::-1].copy(), y[:, ::-1].copy(), lr
+
+
+def both_ways(program, args):
+    """MultiSteps decides in a `cond` whether a gradient counts, and numbers them modulo k; plain Adam does neither."""
+    if not program.count("cond", "rem"):
+        return (
+            "The numbers are right, and optax.MultiSteps is not in your program.\n"
+            "For the second answer, wrap the optimizer, optax.MultiSteps(make_optimizer(lr), every_k_schedule=2), and "
+            "give it the gradient of one microbatch at a time."
+        )
+    if program.count("cond") and not program.count("sqrt", "rsqrt", "pow", outside="cond"):
+        return (
+            "The numbers are right, and both answers come from optax.MultiSteps.\n"
+            "Compute the first by hand: average the two gradients, and call the plain optimizer once a step."
+        )
+    return None
+
+
+check = Check(
+    function="three_steps",
+    parameters=("params", "x", "y", "lr"),
+    cases=lambda rng: list(cases(rng)),
+    reference=reference,
+    mistakes=MISTAKES,
+    same=[
+        Same(
+            "the order of the two microbatches of a step",
+            swapped,
+            says="A mean does not know an order: both gradients must be taken at the parameters before the step.",
+        )
+    ],
+    program=[both_ways],
+)

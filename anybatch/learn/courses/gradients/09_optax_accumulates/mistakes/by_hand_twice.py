@@ -1,0 +1,32 @@
+"""Returns the first answer twice: right numbers, and MultiSteps was never called.
+
+caught by: program
+says: optax.MultiSteps is not in your program
+"""
+
+import jax
+import jax.numpy as jnp
+import optax
+
+
+def loss(params, x, y):
+    """Mean squared error of a linear model over one microbatch. Given: leave it as it is."""
+    return jnp.mean((x @ params["w"] + params["b"] - y) ** 2)
+
+
+def make_optimizer(lr):
+    """Adam, with an eps that can be felt and a short memory. Given: leave it as it is."""
+    return optax.adam(lr, b2=0.9, eps=0.1)
+
+
+def three_steps(params, x, y, lr):
+    adam = make_optimizer(lr)
+
+    def step(carry, microbatches):
+        params, state = carry
+        grads = jax.vmap(jax.grad(loss), in_axes=(None, 0, 0))(params, *microbatches)
+        updates, state = adam.update(jax.tree.map(lambda g: g.mean(axis=0), grads), state)
+        return (optax.apply_updates(params, updates), state), None
+
+    (by_hand, _), _ = jax.lax.scan(step, (params, adam.init(params)), (x, y))
+    return by_hand, by_hand

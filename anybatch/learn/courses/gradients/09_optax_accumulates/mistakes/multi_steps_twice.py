@@ -1,0 +1,32 @@
+"""Returns the second answer twice: right numbers, and nothing was averaged by hand.
+
+caught by: program
+says: both answers come from optax.MultiSteps
+"""
+
+import jax
+import jax.numpy as jnp
+import optax
+
+
+def loss(params, x, y):
+    """Mean squared error of a linear model over one microbatch. Given: leave it as it is."""
+    return jnp.mean((x @ params["w"] + params["b"] - y) ** 2)
+
+
+def make_optimizer(lr):
+    """Adam, with an eps that can be felt and a short memory. Given: leave it as it is."""
+    return optax.adam(lr, b2=0.9, eps=0.1)
+
+
+def three_steps(params, x, y, lr):
+    multi = optax.MultiSteps(make_optimizer(lr), every_k_schedule=2)
+
+    def turn(carry, microbatch):
+        params, state = carry
+        updates, state = multi.update(jax.grad(loss)(params, *microbatch), state)
+        return (optax.apply_updates(params, updates), state), None
+
+    flat = (x.reshape(6, *x.shape[2:]), y.reshape(6, -1))
+    (by_multi_steps, _), _ = jax.lax.scan(turn, (params, multi.init(params)), flat)
+    return by_multi_steps, by_multi_steps

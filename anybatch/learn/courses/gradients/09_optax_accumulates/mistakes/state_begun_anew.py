@@ -1,0 +1,39 @@
+"""Calls init inside of the loop, by hand, so that Adam forgets its moments after each step.
+
+caught by: value
+says: Adam's moments began anew in each step
+"""
+
+import jax
+import jax.numpy as jnp
+import optax
+
+
+def loss(params, x, y):
+    """Mean squared error of a linear model over one microbatch. Given: leave it as it is."""
+    return jnp.mean((x @ params["w"] + params["b"] - y) ** 2)
+
+
+def make_optimizer(lr):
+    """Adam, with an eps that can be felt and a short memory. Given: leave it as it is."""
+    return optax.adam(lr, b2=0.9, eps=0.1)
+
+
+def three_steps(params, x, y, lr):
+    adam = make_optimizer(lr)
+    by_hand = params
+    for step in range(3):
+        grads = jax.vmap(jax.grad(loss), in_axes=(None, 0, 0))(by_hand, x[step], y[step])
+        updates, _ = adam.update(jax.tree.map(lambda g: g.mean(axis=0), grads), adam.init(by_hand))
+        by_hand = optax.apply_updates(by_hand, updates)
+
+    multi = optax.MultiSteps(adam, every_k_schedule=2)
+
+    def turn(carry, microbatch):
+        params, state = carry
+        updates, state = multi.update(jax.grad(loss)(params, *microbatch), state)
+        return (optax.apply_updates(params, updates), state), None
+
+    flat = (x.reshape(6, *x.shape[2:]), y.reshape(6, -1))
+    (by_multi_steps, _), _ = jax.lax.scan(turn, (params, multi.init(params)), flat)
+    return by_hand, by_multi_steps

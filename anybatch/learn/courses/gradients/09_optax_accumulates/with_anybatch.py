@@ -1,0 +1,36 @@
+"""A training step of anybatch averages for you: it takes the whole batch, and the size of a microbatch."""
+
+import jax
+import jax.numpy as jnp
+import optax
+
+import anybatch as ab
+
+
+def loss(params, x, y):
+    """Mean squared error of a linear model over one microbatch. Given: leave it as it is."""
+    return jnp.mean((x @ params["w"] + params["b"] - y) ** 2)
+
+
+def make_optimizer(lr):
+    """Adam, with an eps that can be felt and a short memory. Given: leave it as it is."""
+    return optax.adam(lr, b2=0.9, eps=0.1)
+
+
+def three_steps(params, x, y, lr):
+    """The parameters after three steps, as a pair: (averaged by anybatch, by optax.MultiSteps)."""
+    size = x.shape[2]
+    step = ab.train_step(lambda params, batch: loss(params, *batch), make_optimizer(lr), microbatch_size=size)
+    whole_batches = (x.reshape(3, 2 * size, -1), y.reshape(3, 2 * size))
+    state, _ = jax.lax.scan(step, step.init(params), whole_batches)
+
+    every_second = optax.MultiSteps(make_optimizer(lr), every_k_schedule=2)
+
+    def mini_step(carry, microbatch):
+        params, state = carry
+        updates, state = every_second.update(jax.grad(loss)(params, *microbatch), state, params)
+        return (optax.apply_updates(params, updates), state), None
+
+    all_six = (x.reshape(6, size, -1), y.reshape(6, size))
+    (by_multi_steps, _), _ = jax.lax.scan(mini_step, (params, every_second.init(params)), all_six)
+    return state.params, by_multi_steps

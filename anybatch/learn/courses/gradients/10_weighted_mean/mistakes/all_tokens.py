@@ -1,0 +1,25 @@
+"""Divides by the number of all tokens, padding included.
+
+caught by: value
+says: You divided by all 48 tokens
+"""
+
+import jax
+import jax.numpy as jnp
+
+
+def token_losses(params, x, y):
+    """The squared error of each token, of the shape of y. Given: leave it as it is."""
+    return (x @ params["w"] + params["b"] - y) ** 2
+
+
+def masked_mean_grads(params, x, y, mask, n_microbatches):
+    def loss(params, x, y, mask):
+        return jnp.mean(token_losses(params, x, y) * mask)
+
+    def add_microbatch(total, microbatch):
+        return jax.tree.map(jnp.add, total, jax.grad(loss)(params, *microbatch)), None
+
+    microbatches = jax.tree.map(lambda a: a.reshape(n_microbatches, -1, *a.shape[1:]), (x, y, mask))
+    total, _ = jax.lax.scan(add_microbatch, jax.tree.map(jnp.zeros_like, params), microbatches)
+    return jax.tree.map(lambda g: g / n_microbatches, total)

@@ -1,0 +1,20 @@
+"""Right, and the whole batch at once: there is no scan.
+
+caught by: program
+says: there is no lax.scan
+"""
+
+import jax
+import jax.numpy as jnp
+
+
+def token_losses(params, x, y):
+    """The squared error of each token, of the shape of y. Given: leave it as it is."""
+    return (x @ params["w"] + params["b"] - y) ** 2
+
+
+def masked_mean_grads(params, x, y, mask, n_microbatches):
+    def loss(params):
+        return jnp.sum(jnp.where(mask, token_losses(params, x, y), 0.0)) / jnp.maximum(jnp.sum(mask), 1)
+
+    return jax.grad(loss)(params)

@@ -1,0 +1,30 @@
+"""Numbers the examples from 0 in every microbatch.
+
+caught by: value
+says: their examples are numbered from 0 in each
+"""
+
+import jax
+import jax.numpy as jnp
+
+RATE = 0.25  # of the hidden units that are dropped
+
+
+def loss(params, x, y, mask):
+    """Mean squared error over one microbatch; mask (M, H) multiplies the hidden units. Given: leave it as it is."""
+    hidden = jnp.tanh(x @ params["w"]) * mask
+    return jnp.mean((hidden @ params["v"] - y) ** 2)
+
+
+def dropout_grads(params, key, x, y, n_microbatches):
+    def mask_of(index):
+        return jax.random.bernoulli(jax.random.fold_in(key, index), 1 - RATE, params["v"].shape) / (1 - RATE)
+
+    def add_microbatch(total, microbatch):
+        x, y = microbatch
+        masks = jax.vmap(mask_of)(jnp.arange(len(x)))
+        return jax.tree.map(jnp.add, total, jax.grad(loss)(params, x, y, masks)), None
+
+    microbatches = (x.reshape(n_microbatches, -1, x.shape[-1]), y.reshape(n_microbatches, -1))
+    total, _ = jax.lax.scan(add_microbatch, jax.tree.map(jnp.zeros_like, params), microbatches)
+    return jax.tree.map(lambda t: t / n_microbatches, total)
