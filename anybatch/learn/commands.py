@@ -9,7 +9,7 @@ from typing import Any
 
 from anybatch.errors import InputError
 from anybatch.learn import isolation
-from anybatch.learn.catalogue import Course, Exercise
+from anybatch.learn.catalogue import COURSES, Course, Exercise
 from anybatch.learn.grading import grade
 from anybatch.learn.pages import Screen
 from anybatch.learn.progress import FOLDER, RECORD, Progress, hash_of
@@ -242,15 +242,22 @@ def _row(late: _Late, progress: Progress, exercise: Exercise, again: bool) -> di
 def doctor() -> bool:
     """Shows what keeps a check apart on this machine, and whether one works, and how quickly."""
     screen = Screen()
-    findings = list(isolation.examine())
-    exercise = Course.builtin().exercises[0]
+    findings = [(each.subject, each.text, each.is_well, each.remedy) for each in isolation.examine()]
+    exercise = Course.read(COURSES / "template").exercises[0]
     with Runner() as runner:
         runner.keep_warm(devices_of(exercise))
-        begin = time.perf_counter()
-        verdicts = [grade(exercise, exercise.solution, runner) for _ in range(3)]
-        first = time.perf_counter() - begin
-    print(findings, verdicts, first)
-    return all(verdict.passed for verdict in verdicts)
+        right = [grade(exercise, exercise.solution, runner) for _ in range(3)]
+        wrong = grade(exercise, exercise.mistakes[0].source, runner)
+    first, *later = (verdict.seconds for verdict in right)
+    failed = next((verdict for verdict in right if not verdict.passed), None)
+    if failed is not None:
+        findings.append(("a check", f"a right answer fails: {failed.title} {failed.text}".strip(), False, ""))
+    elif wrong.passed:
+        findings.append(("a check", "a wrong answer passes", False, ""))
+    else:
+        findings.append(("a check", f"works: {first:.1f} s for the first, {min(later):.2f} s later on", True, ""))
+    screen.findings(findings)
+    return all(is_well for _, _, is_well, _ in findings)
 
 
 def devices_of(exercise: Exercise) -> tuple[int, ...]:

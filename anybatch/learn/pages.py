@@ -235,6 +235,17 @@ class Screen:
         for text, tone in (*((defect, "red") for defect in defects), *((note, "yellow") for note in notes)):
             self._indented(Text(f"- {shown(text)}", tone))
 
+    def findings(self, findings: Sequence[tuple[str, str, bool, str]]) -> None:
+        """Shows what the doctor found: subjects, texts, whether they are well, and remedies."""
+        table = Table.grid(padding=(0, 1))
+        for subject, text, is_well, remedy in findings:
+            mark, style = (self.marks["solved"], "green") if is_well else (self.marks["failed"], "red")
+            table.add_row(Text(mark, style), subject, Text(text + (f"\n{remedy}" if remedy else "")))
+            if self.is_plain:
+                self.say(f"{mark} {subject:<16} {text}" + (f"\n  {remedy}" if remedy else ""))
+        if not self.is_plain:
+            self._print(table)
+
     # What the terminal has besides.
 
     def time(self, text: str) -> None:
