@@ -151,11 +151,12 @@ class Child:
             raise wire.BrokenWire("an answer is a dict")
         return answer
 
-    def pump(self, seconds: float) -> None:
-        """Waits until something comes, for so many seconds at most, and keeps it."""
+    def pump(self, seconds: float) -> bool:
+        """Waits until something comes, for so many seconds at most, and keeps it. Returns whether anything came."""
         if self._is_closed:
-            return
-        for key, events in self._selector.select(max(0.0, seconds)):
+            return False
+        came = self._selector.select(max(0.0, seconds))
+        for key, events in came:
             if events & selectors.EVENT_WRITE:
                 self._flush()
             else:
@@ -164,6 +165,7 @@ class Child:
             for key in list(self._selector.get_map().values()):
                 while key.events & selectors.EVENT_READ and self._hear(key.fd, key.data):
                     pass
+        return bool(came)
 
     def wait(self, seconds: float) -> bool:
         """Waits for its end, for so many seconds at most. Returns whether it has ended."""

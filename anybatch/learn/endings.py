@@ -27,10 +27,10 @@ class Ended(Exception):
         self.kind, self.message, self.where = kind, message, where
 
 
-def too_long(limits: Limits, where: tuple[int, str] | None) -> Ended:
+def too_long(limits: Limits, trace: str, where: tuple[int, str] | None) -> Ended:
     """It was still at work when its time was over."""
     message = f"Your code was still running after {limits.seconds:g} seconds, and was stopped. That is all a check has."
-    if where is None:
+    if where is None and _FRAME.search(trace):
         message += " It was not in a line of yours: most likely a loop inside of a compiled function never ends."
     return Ended("time", message, where)
 
@@ -62,8 +62,9 @@ def of_status(status: int | None, limits: Limits, prints: str, trace: str, where
     memory = f"A check has {readable(limits.memory)} beyond what JAX takes itself."
     if status is None:
         return Ended("signal", "Your code ended the process that had started it, and was ended with it.", where)
-    if status == nursery.LOST and (reason := re.search(rf"^{nursery.REASON} (.*)$", trace, re.MULTILINE)):
-        return broken(reason[1][:300].rstrip(".")) if "Error: [Errno 9]" not in reason[1] else broken()
+    if status == nursery.LOST:
+        reason = re.search(rf"^{nursery.REASON} (.*)$", trace, re.MULTILINE)
+        return broken(reason[1][:300].rstrip(".") if reason else "")
     if status >= 0:
         return Ended("exit", f"Your code ended its process (exit code {status}) before it had answered.", where)
     name = _name(-status)

@@ -230,7 +230,8 @@ def _closed(subject: str, kernel: bool, hook: bool) -> Finding:
 
 def _layers(holds: Collection[str]) -> Finding:
     has = ", ".join(name for layer, name in _LAYERS.items() if layer in holds)
-    missing = " and ".join(name for layer, name in _LAYERS.items() if layer not in holds)
+    *some, last = [name for layer, name in _LAYERS.items() if layer not in holds] or [""]
+    missing = f"{', '.join(some)} or {last}" if some else last
     if not sys.platform.startswith("linux"):
         return Finding("layers", f"{has}; the others are Linux's")
     return Finding(

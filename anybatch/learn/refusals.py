@@ -109,19 +109,23 @@ class _Files:
         return handler
 
     def _readable(self, path: Any) -> str:
+        _not_of_others(os.path.abspath(os.fsdecode(path)))  # what a link there leads to is theirs as well
         real = _real(path)
+        _not_of_others(real)
         folded = _folded(real)
         if any(folded == each or _is_inside(folded, each) for each in self.hidden):
             raise PermissionError(f"{real} belongs to the course: a check cannot read it.")
-        if real.startswith("/proc/"):
-            owner = real.split("/")[2]
-            if owner.isdigit() and owner != str(os.getpid()):
-                raise PermissionError(f"{MEMORY}: {real} is refused.")
         return real
 
     def _writable(self, real: str) -> None:
         if not (_is_inside(real, self.writable) or real == self.writable or real.startswith("/dev/")):
             raise PermissionError(f"A check can write in its own empty folder alone ({self.writable}), not to {real}.")
+
+
+def _not_of_others(path: str) -> None:
+    owner = path.split("/")[2] if path.startswith("/proc/") else ""
+    if owner.isdigit() and owner != str(os.getpid()):
+        raise PermissionError(f"{MEMORY}: {path} is refused.")
 
 
 def _real(path: Any, descriptor: int = -1, is_link: bool = False) -> str:

@@ -16,7 +16,7 @@ import secrets
 import threading
 import time
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from anybatch.errors import AnybatchError, NotAvailableError
@@ -79,10 +79,15 @@ class Runner:
           devices: how many simulated devices it has.
           anybatch: whether it may import anybatch.
         """
+
+        def fork() -> Child:
+            with self._lock:
+                return self._fork(devices, warm=False)
+
         with self._lock:
             child = self._take(devices)
             self._refill()
-        return Submission(child, self.limits, source, path, anybatch)
+        return Submission(child, fork, self.limits, source, path, anybatch)
 
     def close(self) -> None:
         """Ends all processes, and removes what they had on disk."""
@@ -102,7 +107,8 @@ class Runner:
         spares = self._spares.get(devices, [])
         while spares:
             spare = spares.pop(0)
-            spare.pump(0)
+            while spare.pump(0):
+                pass
             if not spare.is_over:
                 return spare
             spare.close()
@@ -129,20 +135,25 @@ class Runner:
 class Submission:
     """A learner's file while it is being checked. Not to be asked by two threads at once."""
 
-    def __init__(self, child: Child, limits: Limits, source: str, path: str, anybatch: bool) -> None:
-        self._child, self._limits, self._source, self._path = child, limits, source, path
+    def __init__(
+        self, child: Child, fork: Callable[[], Child], limits: Limits, source: str, path: str, anybatch: bool
+    ) -> None:
+        self._child, self._fork, self._limits, self._source, self._path = child, fork, limits, source, path
         self._left = limits.seconds
         self.layers: frozenset[str] = frozenset()
         self._is_ready = False
         self._loaded: dict[str, Any] | None = None
         self._ended: Ended | None = None
-        self._load = self._send({"do": "load", "source": source, "path": path, "anybatch": anybatch})
+        self._load = {"do": "load", "source": source, "path": path, "anybatch": anybatch}
+        self._token = self._send(self._load)
 
     @property
     def loaded(self) -> dict[str, Any]:
         """What came of loading the file. Waits for it; raises `Ended`."""
         if self._loaded is None:
-            self._loaded = self._receive(self._load)
+            if not self._is_ready:
+                self._wait_until_ready()
+            self._loaded = self._receive(self._token)
         return self._loaded
 
     def ask(self, request: Mapping[str, Any]) -> dict[str, Any]:
@@ -178,28 +189,31 @@ class Submission:
         self._child.send(wire.frame(0, request) + wire.frame(token, None))
         return token
 
-    def _receive(self, token: int) -> dict[str, Any]:
-        if self._ended is not None:
-            raise self._ended
-        try:
-            if not self._is_ready:
-                self._wait_until_ready()
-            return self._wait_for(token)
-        except Ended as ended:
-            self._ended = ended
-            self._child.close()
-            raise
-
     def _wait_until_ready(self) -> None:
         """JAX has been started in the process; what follows is on the learner's account."""
-        deadline = time.monotonic() + _PATIENCE
+        deadline, is_first = time.monotonic() + _PATIENCE, True
         while (found := self._child.take(0, 2**20)) is None:
+            if self._child.is_over and is_first:
+                # It, or the nursery with all of its children, was killed before, by whatever else ran on the machine.
+                self._child.close()
+                self._child, is_first = self._fork(), False
+                self._token = self._send(self._load)
             if self._child.is_over or time.monotonic() > deadline:
                 self._child.close()
                 raise AnybatchError(self._child.failure())
             self._child.pump(deadline - time.monotonic())
         self.layers = frozenset(found["ready"])
         self._is_ready = True
+
+    def _receive(self, token: int) -> dict[str, Any]:
+        if self._ended is not None:
+            raise self._ended
+        try:
+            return self._wait_for(token)
+        except Ended as ended:
+            self._ended = ended
+            self._child.close()
+            raise
 
     def _wait_for(self, token: int) -> dict[str, Any]:
         child, begin = self._child, time.monotonic()
@@ -219,15 +233,19 @@ class Submission:
                 raise self._why()
             if left <= 0:
                 child.trace_and_end()
-                raise endings.too_long(self._limits, self._where())
+                raise endings.too_long(self._limits, self._trace, self._where())
             child.pump(left)
 
     def _why(self) -> Ended:
         child = self._child
-        if not child.wait(1.0):  # it lives, and has closed its end of the pipe
+        if not child.wait(max(1.0, self._left)):  # it lives, and has closed its end of the pipe
             return endings.broken()
-        prints, trace = child.prints.decode(errors="replace"), child.trace.decode(errors="replace")
-        return endings.of_status(child.status, self._limits, prints, trace, self._where())
+        prints = child.prints.decode(errors="replace")
+        return endings.of_status(child.status, self._limits, prints, self._trace, self._where())
+
+    @property
+    def _trace(self) -> str:
+        return self._child.trace.decode(errors="replace")
 
     def _where(self) -> tuple[int, str] | None:
-        return endings.line_of(self._child.trace.decode(errors="replace"), self._path, self._source)
+        return endings.line_of(self._trace, self._path, self._source)
