@@ -14,7 +14,7 @@ import sys
 import termios
 import time
 
-# The terminal becomes that of the session, so that Ctrl-C and Ctrl-Z mean something.
+# It becomes the terminal that signals come from, so that Ctrl-C and Ctrl-Z mean something.
 _BEGIN = """
 import os, sys
 os.close(os.open(os.ttyname(0), os.O_RDWR))

@@ -82,6 +82,20 @@ def test_reset_keeps_every_file_that_it_replaces(progress, course):
     assert progress.reset(exercise) is None and progress.read(exercise) == exercise.starter
 
 
+def test_a_reset_that_fails_changes_nothing(progress, course, monkeypatch):
+    exercise = course.exercises[0]
+    progress.path(exercise).write_text("mine")
+    progress.solve(exercise, "mine", 0.1)
+
+    def fail(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "replace", fail)
+    with pytest.raises(InputError, match="No space left on device"):
+        progress.reset(exercise)
+    assert progress.read(exercise) == "mine" and progress.state(exercise) == "solved"
+
+
 def test_courses_do_not_mix(progress, course, tmp_path):
     other = Progress(progress.folder, write_course(tmp_path / "other"))
     other.go_to(other.course.exercises[1])

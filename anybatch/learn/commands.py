@@ -173,7 +173,9 @@ def check(
     begin, rows = time.perf_counter(), []
     with _Late(progress.course) as late:
         for exercise in exercises:
+            screen.checking()
             row = _row(late, progress, exercise, again)
+            screen.erase()
             rows.append(row)
             if not as_json:
                 screen.row(exercise, row)

@@ -86,11 +86,14 @@ class Progress:
             with tempfile.TemporaryFile(dir=self.folder):
                 pass
         except OSError as error:
-            raise InputError(
-                "The folder for the exercises must be one that can be written",
-                given=f"--folder {self.folder} ({error.strerror})",
-                remedy="Choose another: anybatch learn --folder ~/anybatch-learn",
-            ) from None
+            raise self._unwritable(error) from None
+
+    def _unwritable(self, error: OSError) -> InputError:
+        return InputError(
+            "The folder for the exercises must be one that can be written",
+            given=f"--folder {self.folder} ({error.strerror})",
+            remedy="Choose another: anybatch learn --folder ~/anybatch-learn",
+        )
 
     # What was solved.
 
@@ -145,12 +148,18 @@ class Progress:
         return self.folder / exercise.file_name
 
     def place(self, exercise: Exercise) -> bool:
-        """Copies the starter into the folder, if there is no file of that name. Returns whether there was none."""
+        """Copies the starter into the folder, if there is no file of that name. Returns whether there was none.
+
+        Raises:
+          InputError: if nothing can be written there.
+        """
         try:
             with open(self.path(exercise), "x", encoding="utf-8") as file:
                 file.write(exercise.starter)
         except FileExistsError:
             return False
+        except OSError as error:
+            raise self._unwritable(error) from None
         return True
 
     def read(self, exercise: Exercise) -> str:
@@ -162,14 +171,20 @@ class Progress:
         return read_source(self.path(exercise))
 
     def reset(self, exercise: Exercise) -> pathlib.Path | None:
-        """Puts the starter back, and forgets that the exercise was solved. Returns where the old file is kept."""
+        """Puts the starter back, and forgets that the exercise was solved. Returns where the old file is kept.
+
+        Raises:
+          InputError: if nothing can be written there. The old file is as it was then.
+        """
         path = self.path(exercise)
         kept = None
-        with contextlib.suppress(FileNotFoundError):
-            old = path.read_bytes()
+        try:
+            old = path.read_bytes() if path.exists() else exercise.starter.encode()
             if old != exercise.starter.encode():
                 kept = self._keep(path, old)
-        _replace(path, exercise.starter)
+            _replace(path, exercise.starter)
+        except OSError as error:
+            raise self._unwritable(error) from None
 
         def change(mine: dict[str, Any]) -> None:
             for key in ("solved", "hints"):
