@@ -33,7 +33,8 @@ def failure(stage: str, error: Mapping[str, Any], note: str = "") -> Any:
     if error["type"] == "SyntaxError" and error["source_line"] and error["column"]:
         text = f"{error['source_line']}\n{' ' * (error['column'] - 1)}^"
     if "MemoryError" in error["bases"] or "RESOURCE_EXHAUSTED" in error["message"]:
-        text = "\n".join(filter(None, ("A check has only so much memory; `anybatch learn doctor` says how much.", text)))
+        limit = "A check has only so much memory; `anybatch learn doctor` says how much."
+        text = "\n".join(filter(None, (limit, text)))
     return Refused(error, stage, title, "\n".join(filter(None, (f"for {note}" if note else "", text))), **where)
 
 
