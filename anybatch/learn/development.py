@@ -155,7 +155,9 @@ def _in_practice(exercise: Exercise, runner: Runner, seeds: int, found: Examined
         if mistake.name not in made:
             yield f"no file in mistakes/ makes the mistake {mistake.name!r} that check.py names"
     if min(times) > QUICK:
-        found.notes.append(f"a check takes {min(times):.2f} s; {QUICK} s feel like at once")
+        found.notes.append(
+            f"a check takes {min(times):.2f} s, while another exercise runs; {QUICK} s feel like at once"
+        )
 
 
 def checks_of(exercise: Exercise, seeds: int) -> int:
