@@ -216,6 +216,16 @@ ENDS = {
         "memory",
         "killed your code (SIGKILL), most likely for its memory. A check has 1.0 GiB",
     ),
+    "an alarm": (
+        "import signal, time\ndef f(x):\n    signal.setitimer(signal.ITIMER_REAL, 0.01)\n    time.sleep(9)\n",
+        "signal",
+        "ended its process (SIGALRM)",
+    ),
+    "a tracer": (
+        "import sys\ndef g(*_):\n    raise ValueError('late')\nsys.settrace(g)\ndef f(x):\n    return x\n",
+        "channel",
+        "could not be sent: ValueError: late. Something that the file has replaced, or left running",
+    ),
     "descriptors closed": ("import os\ndef f(x):\n    os.closerange(0, 4096)\n    return x\n", "channel", "channel"),
     "descriptors closed, and on": (
         "import os, time\ndef f(x):\n    os.closerange(0, 4096)\n    time.sleep(1)\n",
@@ -587,6 +597,20 @@ def test_a_nursery_that_is_killed_is_replaced(course):
         runner.open("", "exercise.py")
 
 
+def test_a_child_that_cannot_be_had(runner):
+    folder = runner._nursery.folder
+    os.rename(folder, f"{folder}-away")
+    try:
+        with (
+            runner.open("", "exercise.py") as submission,
+            pytest.raises(AnybatchError, match=r"could not be started\. It said:\n\[Errno 2\] No such file"),
+        ):
+            assert submission.loaded
+    finally:
+        os.rename(f"{folder}-away", folder)
+    assert outcome(runner, "def f(x):\n    return x\n").kind == "answer"
+
+
 GRADER = """
 import sys
 from anybatch.learn.runner import Runner
@@ -686,13 +710,15 @@ def test_the_filter_of_system_calls(machine, architecture, read, clone, kill, ex
     assert all(1 <= len(steps) < 256 and step[1] < 256 and step[2] < 256 for step in steps)
 
 
-def test_all_beside_what_is_hidden(tmp_path):
+def test_all_beside_what_is_hidden(tmp_path, monkeypatch):
     for name in ("a/b/c", "a/b/d", "a/e", "f"):
         (tmp_path / name).mkdir(parents=True)
     (tmp_path / "link").symlink_to(tmp_path / "a")
     found = landlock._beside(str(tmp_path), [str(tmp_path / "a/b/c"), str(tmp_path / "f")])
     assert sorted(os.path.relpath(path, tmp_path) for path in found) == ["a/b/d", "a/e"]
     assert list(landlock._beside(str(tmp_path), ["/elsewhere"])) == [str(tmp_path)]
+    monkeypatch.setattr(landlock.os, "scandir", lambda folder: os.listdir("/nowhere"))  # none of them can be listed
+    assert list(landlock._beside(str(tmp_path), [str(tmp_path / "a/b/c"), str(tmp_path / "f")])) == []
 
 
 def test_the_line_of_a_trace():

@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from anybatch.learn import nursery, wire
+from anybatch.learn import isolation, nursery, wire
 
 _START = """\
 import json, sys
@@ -22,14 +22,6 @@ sys.path[:] = json.loads(sys.argv[1])
 from anybatch.learn import nursery
 nursery.main(int(sys.argv[2]), sys.argv[3])
 """
-# Of the variables around, the nursery sees these. Those of JAX and XLA would change what is checked.
-_VARIABLES = ("PATH", "LANG", "TZ", "LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "PYTHONHOME", "PYTHONUSERBASE")
-_SETTINGS = {
-    **{"JAX_PLATFORMS": "cpu", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"},
-    **{"PYTHONDONTWRITEBYTECODE": "1", "TF_CPP_MIN_LOG_LEVEL": "3", "ANYBATCH_CACHE": "off"},
-    # XLA's threads: as many as there are cores would be hundreds on some machines, for arrays of a few numbers.
-    "NPROC": str(min(4, os.cpu_count() or 1)),
-}
 _MOST_TRACE = 2**16
 
 
@@ -40,13 +32,12 @@ class Nursery:
         self.folder = tempfile.mkdtemp(prefix="anybatch-learn-")
         self._log = os.path.join(self.folder, "nursery.log")
         self.control, far = socket.socketpair()
-        variables = {name: value for name, value in os.environ.items() if name in _VARIABLES or name.startswith("LC_")}
         places = [place for place in sys.path if place]  # the empty one is the current folder, which is none of ours
         try:
             with open(self._log, "wb") as log:
                 self.process = subprocess.Popen(
                     [sys.executable, "-c", _START, json.dumps(places), str(far.fileno()), self.folder],
-                    env=variables | _SETTINGS,
+                    env=isolation.environment(),
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=log,
@@ -114,20 +105,19 @@ class Child:
         self._selector = selectors.DefaultSelector()
         far, self._requests = os.pipe()
         os.set_blocking(self._requests, False)
-        pipes = [far]
+        self._far = [far]
         for hear in (self._hear_results, self._hear_prints, self._hear_trace, self._hear_news):
             near, far = os.pipe()
             os.set_blocking(near, False)
             self._selector.register(near, selectors.EVENT_READ, hear)
-            pipes.append(far)
+            self._far.append(far)
         try:
-            parent.order({**order, "number": self._number}, pipes)
+            parent.order({**order, "number": self._number}, self._far)
         except OSError:
             self._release()
             raise
-        finally:
-            for far in pipes:
-                os.close(far)
+        if sys.platform != "darwin":  # a Mac loses descriptors on their way if the sender has closed them already
+            self._let_go()
 
     def send(self, data: bytes) -> None:
         """Sends as much as the pipe takes now, and the rest while `pump` waits."""
@@ -221,6 +211,7 @@ class Child:
         self.trace += data[: _MOST_TRACE - len(self.trace)]
 
     def _hear_news(self, data: bytes) -> None:
+        self._let_go()
         self._news += data
         *complete, rest = self._news.split(b"\n")
         self._news = rest
@@ -243,8 +234,14 @@ class Child:
         if is_waiting and not self._unsent:
             self._selector.unregister(self._requests)
 
+    def _let_go(self) -> None:
+        """Closes the ends that are the child's."""
+        while self._far:
+            os.close(self._far.pop())
+
     def _release(self) -> None:
         self._is_closed = self.is_over = True
+        self._let_go()
         for key in list(self._selector.get_map().values()):
             if key.fd != self._requests:
                 os.close(key.fd)

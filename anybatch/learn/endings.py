@@ -12,6 +12,8 @@ _OUT_OF_MEMORY = re.compile(
     r"bad_alloc|out of memory|RESOURCE_EXHAUSTED|Cannot allocate memory|MemoryError", re.IGNORECASE
 )
 
+_CRASHES = ("SIGSEGV", "SIGABRT", "SIGBUS", "SIGFPE", "SIGILL", "SIGTRAP")
+
 
 class Ended(Exception):
     """A learner's code that did not answer: it took too long or too much, or ended its process.
@@ -42,10 +44,11 @@ def too_much_printed(limits: Limits) -> Ended:
 
 
 def broken(reason: str = "") -> Ended:
-    """What came through the pipe of the answers was not an answer."""
-    message = "The answer of your code did not come through: something else was written to, or read from, its channel."
+    """No answer came through the pipe, though the learner's function may have returned."""
     if reason:
         message = f"The answer of your code could not be sent: {reason}."
+        return Ended("channel", f"{message} Something that the file has replaced, or left running, is in its way.")
+    message = "The answer of your code did not come through: something else was written to, or read from, its channel."
     return Ended("channel", f"{message} A file that is checked leaves descriptors, `os` and `json` as they are.")
 
 
@@ -75,7 +78,8 @@ def of_status(status: int | None, limits: Limits, prints: str, trace: str, where
         return Ended("memory", f"The system killed your code ({name}), most likely for its memory. {memory}", where)
     if _OUT_OF_MEMORY.search(prints):
         return Ended("memory", f"Your code was aborted when its memory ran out ({name}). {memory}", where)
-    message = f"Your code crashed its process ({name}) before it had answered."
+    verb = "crashed" if name in _CRASHES else "ended"
+    message = f"Your code {verb} its process ({name}) before it had answered."
     if -status == signal.SIGSEGV:
         message += " Inside of Python and JAX that is, most often, a recursion that never ends."
     return Ended("signal", message, where)

@@ -31,6 +31,15 @@ sys.path[:] = json.loads(sys.argv[1])
 from anybatch.learn import isolation
 isolation.probe(json.loads(sys.argv[2]))
 """
+# Of the variables around, the nursery sees these. Those of JAX and XLA would change what is checked.
+_VARIABLES = ("PATH", "LANG", "TZ", "LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "PYTHONHOME", "PYTHONUSERBASE")
+_SETTINGS = {
+    **{"JAX_PLATFORMS": "cpu", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"},
+    **{"PYTHONDONTWRITEBYTECODE": "1", "TF_CPP_MIN_LOG_LEVEL": "3", "ANYBATCH_CACHE": "off"},
+    "OBJC_DISABLE_INITIALIZE_FORK_SAFETY": "YES",  # on a Mac: the nursery has a single thread when it forks
+    # XLA's threads: as many as there are cores would be hundreds on some machines, for arrays of a few numbers.
+    "NPROC": str(min(4, os.cpu_count() or 1)),
+}
 # What a check shall not do -> what that means, if the kernel sees to it; and what remains possible, if it does not.
 _CLOSED = {
     "network": ("closed", "open a connection"),
@@ -76,6 +85,12 @@ class Limits:
     print_bytes: int = 2**20
     shown_print_bytes: int = 4000
     reply_bytes: int = 2**28
+
+
+def environment() -> dict[str, str]:
+    """The variables of the processes that run learners' code; with them, imports start no thread."""
+    kept = {name: value for name, value in os.environ.items() if name in _VARIABLES or name.startswith("LC_")}
+    return kept | _SETTINGS
 
 
 def enter(limits: Limits, home: str, hidden: Sequence[str], without: Collection[str] = ()) -> set[str]:
@@ -255,7 +270,7 @@ def _try(limits: Limits, without: Collection[str]) -> dict[str, Any]:
         places = [place for place in sys.path if place]
         done = subprocess.run(
             [sys.executable, "-c", _PROBE, json.dumps(places), json.dumps(asked)],
-            env=os.environ | {"JAX_PLATFORMS": "cpu"},
+            env=environment(),
             capture_output=True,
             text=True,
             timeout=60,

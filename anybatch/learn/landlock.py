@@ -6,6 +6,7 @@ others and a look at their memory away, as far as the kernel's version knows how
 
 import ctypes
 import errno
+import itertools
 import os
 import struct
 import sys
@@ -54,9 +55,7 @@ def restrict(writable: str, hidden: Sequence[str]) -> None:
         for device in _DEVICES:
             if os.path.exists(device):
                 _allow(libc, rules, device, _READ | _WRITE)
-        for number, path in enumerate(_beside("/", hidden)):
-            if number >= _MOST_RULES:
-                raise OSError(errno.E2BIG, "too many files lie beside the hidden folders")
+        for path in _readable(hidden):
             _allow(libc, rules, path, _READ)
         if libc.syscall(_RESTRICT, rules, _QUIET if known >= 7 else 0) != 0:
             raise OSError(ctypes.get_errno(), "Landlock refused its rules")
@@ -77,6 +76,14 @@ def _allow(libc: ctypes.CDLL, rules: int, path: str, access: int) -> None:
         os.close(target)
 
 
+def _readable(hidden: Sequence[str]) -> list[str]:
+    """Paths that hold all that can be read; where these are too many, the root, and nothing is hidden by this layer."""
+    # Python's own places are named as well, for they may lie in a folder that cannot be listed.
+    roots = ["/", *(os.path.realpath(place) for place in (*sys.path, sys.prefix, sys.base_prefix) if place)]
+    paths = list(itertools.islice((path for root in roots for path in _beside(root, hidden)), _MOST_RULES + 1))
+    return paths if len(paths) <= _MOST_RULES else ["/"]
+
+
 def _beside(folder: str, hidden: Sequence[str]) -> Iterator[str]:
     """Paths that together hold everything in a folder but what is hidden.
 
@@ -88,7 +95,11 @@ def _beside(folder: str, hidden: Sequence[str]) -> Iterator[str]:
     if not any(each.startswith(inside) for each in hidden):
         yield folder
         return
-    with os.scandir(folder) as entries:
-        for entry in entries:
-            if not entry.is_symlink():  # what it leads to is reached by its own path
-                yield from _beside(entry.path, hidden)
+    try:
+        with os.scandir(folder) as entries:
+            # What a link leads to is reached by its own path.
+            names = [entry.name for entry in entries if not entry.is_symlink()]
+    except OSError:  # it cannot be listed: what is hidden in it may have something readable beside it further down
+        names = sorted({each[len(inside) :].partition("/")[0] for each in hidden if each.startswith(inside)})
+    for name in names:
+        yield from _beside(inside + name, hidden)

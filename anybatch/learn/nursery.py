@@ -102,13 +102,19 @@ class _Nursery:
 
     def fork(self, order: dict[str, Any], pipes: list[int]) -> None:
         home = os.path.join(self.folder, f"home-{order['number']}")
-        os.mkdir(home, 0o700)
         parent = os.getpid()
         with warnings.catch_warnings():
             # JAX and Python fear for threads that a fork leaves behind. There are none: no device was touched yet.
             warnings.filterwarnings("ignore", r"os\.fork\(\) was called", RuntimeWarning)
             warnings.filterwarnings("ignore", r".*use of fork\(\) may lead to deadlocks", DeprecationWarning)
-            pid = os.fork()
+            try:
+                os.mkdir(home, 0o700)
+                pid = os.fork()
+            except OSError as error:  # a full disk, or too many processes: this child is not to be had, others may be
+                _send(pipes[3], str(error).encode())
+                for pipe in pipes:
+                    os.close(pipe)
+                return
         if pid == 0:
             _child(order, pipes, home, parent)
         for pipe in pipes[:-1]:
