@@ -4,6 +4,7 @@ import os
 import pathlib
 from typing import Annotated, Any
 
+import jax
 import typer
 
 from anybatch.errors import NotAvailableError
@@ -38,6 +39,8 @@ def learn(
     """Practise JAX's own primitives."""
     if os.name != "posix":
         raise NotAvailableError("anybatch learn on Windows", remedy="Run it in WSL.")
+    # References may draw with JAX: on the CPU, where checks run, whatever else this machine has.
+    jax.config.update("jax_platforms", "cpu")
     context.obj = {"course": course, "folder": folder}
     if context.invoked_subcommand is not None:
         return True

@@ -77,17 +77,18 @@ def grade(
                 "text": text,
             }
         except Ended as ended:
-            line, text = ended.where or (None, None)
-            result = {"stage": "limits", "title": ended.message, "line": line, "source_line": text}
+            result = {"stage": "limits", "title": ended.message}
+            if ended.where:
+                result |= dict(zip(("line", "source_line"), ended.where, strict=True))
         prints = next((each for each in submissions.values() if each.prints), None)
-        printed = {"prints": prints.prints, "prints_dropped": prints.prints_dropped} if prints else {}
+        if prints:
+            result |= {"prints": prints.prints, "prints_dropped": prints.prints_dropped}
     return Verdict(
         exercise=exercise.name,
-        passed=not result,
+        passed="stage" not in result,
         done=tuple(done),
         seed=seed,
         seconds=time.perf_counter() - begin,
-        **printed,
         **result,
     )
 
@@ -234,7 +235,11 @@ class _Grading:
             if not matches(right.answer, wrong, right.tolerances):
                 says = mistake.says if isinstance(mistake.says, str) else mistake.says(*case.args)
                 title, rest = title_of(says)
-                return Failed(difference.stage, title, "\n".join(filter(None, (rest, text))), mistake=mistake.name)
+                # At a later stage the table says it all.
+                seen = "" if difference.stage == "value" else difference.title
+                return Failed(
+                    difference.stage, title, "\n".join(filter(None, (rest, seen, text))), mistake=mistake.name
+                )
         return Failed(difference.stage, difference.title, text)
 
     def _refusal(self, case: Raises) -> None:

@@ -134,8 +134,8 @@ def _values(answer: Answer, right: Expected) -> Difference | None:
         return None
     text = "\n".join(
         (
-            f"{'':16} {'yours':>14} {'expected':>14} {'allowed off':>12}",
-            *(f"{where:16} {mine:14.7g} {theirs:14.7g} {allowed:12.1g}" for where, mine, theirs, allowed in rows[:6]),
+            f"{'':16} {'yours':>13} {'expected':>13} {'allowed off':>11}",
+            *(f"{where:16} {mine:13.7g} {theirs:13.7g} {allowed:11.1g}" for where, mine, theirs, allowed in rows[:6]),
             *([f"... {wrong} of {total} numbers are off"] if wrong > 6 else []),
             *_ratio(answer, right),
         )
