@@ -2,10 +2,10 @@
 
     python benchmarks/learn.py [--rounds 5]
 
-Each solution of the course is checked, and each starter, in turns, with a pause between two as somebody who edits makes
-it. The check of a learner's file is all of it: a process of its own, tracing, compiling, running, and judging. Beside it
-stands what a new process takes until it has imported the same libraries and added 1 and 1. All of it is on the CPU, as a
-learner has it. Expected: every median below half a second on two cores.
+Each solution of the course is checked, and each starter, in turns, with a pause between two as somebody who edits
+makes it. A check is all of it: a process of its own, tracing, compiling, running, and judging. Beside it stands what a
+new process takes until it has imported the same libraries and added 1 and 1. All of it is on the CPU, as a learner has
+it. Expected: every median below half a second on two cores.
 """
 
 import argparse
@@ -18,9 +18,9 @@ import time
 os.environ["JAX_PLATFORMS"] = "cpu"
 
 from anybatch.learn.catalogue import Course
-from anybatch.learn.commands import devices_of
 from anybatch.learn.grading import grade
-from anybatch.learn.runner import Runner
+from anybatch.learn.runner.submissions import Runner
+from anybatch.learn.terminal.commands import devices_of
 
 LIMIT = 0.5  # seconds
 PLAIN = "import jax, jax.numpy, flax.linen, optax; jax.jit(lambda x: x + 1)(1.0)"

@@ -2,8 +2,8 @@
 
 import time
 
-from anybatch.learn import development
 from anybatch.learn.catalogue import Course
+from anybatch.learn.terminal import development
 from anybatch.learn.verdict import Verdict
 
 NAMES = ("mean_gradient", "second", "third")

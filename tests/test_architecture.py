@@ -95,10 +95,19 @@ FLOORS = [
         *("demo", "problem", "doctor", "launch", "commands"),
     ],
     [
-        *("learn.program", "learn.check", "learn.rules", "learn", "learn.wire", "learn.evidence", "learn.verdict"),
-        *("learn.seccomp", "learn.isolation", "learn.nursery", "learn.runner", "learn.catalogue", "learn.values"),
-        *("learn.findings", "learn.grading", "learn.progress", "learn.pages", "learn.watch", "learn.commands"),
-        *("learn.development", "learn.cli", "cli", "__main__"),
+        *("learn.program", "learn.check", "learn.rules", "learn", "learn.verdict"),
+        *(
+            "learn.runner",
+            "learn.runner.wire",
+            "learn.runner.evidence",
+            "learn.runner.seccomp",
+            "learn.runner.landlock",
+        ),
+        *("learn.runner.namespaces", "learn.runner.refusals", "learn.runner.isolation", "learn.runner.nursery"),
+        *("learn.runner.endings", "learn.runner.children", "learn.runner.submissions"),
+        *("learn.catalogue", "learn.values", "learn.findings", "learn.grading", "learn.progress"),
+        *("learn.terminal", "learn.terminal.pages", "learn.terminal.keys", "learn.terminal.watch"),
+        *("learn.terminal.commands", "learn.terminal.development", "learn.cli", "cli", "__main__"),
     ],
 ]
 ORDER = [module for floor in FLOORS for module in floor]

@@ -11,9 +11,9 @@ from learn_terminal import Terminal
 from typer.testing import CliRunner
 
 from anybatch import cli
-from anybatch.learn import commands, development
 from anybatch.learn.catalogue import COURSES, Course
 from anybatch.learn.progress import RECORD, Progress
+from anybatch.learn.terminal import commands, development
 from anybatch.learn.verdict import Verdict
 
 
@@ -202,7 +202,7 @@ def test_the_help_has_the_schema_and_the_doctor_pays_for_nothing():
     )
     loaded = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout.split()
     assert "anybatch.learn.cli" in loaded
-    assert not {"anybatch.learn.commands", "anybatch.learn.grading", "rich.markdown"} & set(loaded)
+    assert not {"anybatch.learn.terminal.commands", "anybatch.learn.grading", "rich.markdown"} & set(loaded)
     said = CliRunner().invoke(cli.app, ["learn", "check", "--help"]).output
     assert "version    1\n" in said and "\b" not in said
 

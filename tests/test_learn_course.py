@@ -3,9 +3,9 @@
 import pytest
 
 from anybatch.learn.catalogue import Course
-from anybatch.learn.development import examine
 from anybatch.learn.grading import grade
-from anybatch.learn.runner import Runner
+from anybatch.learn.runner.submissions import Runner
+from anybatch.learn.terminal.development import examine
 
 COURSE = Course.builtin()
 SEEDS = 1  # `anybatch learn dev check` takes three

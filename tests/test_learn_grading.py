@@ -21,8 +21,8 @@ from anybatch.learn import (
     scans,
     stacks_less_than,
 )
-from anybatch.learn.evidence import Evidence
 from anybatch.learn.grading import examine_check, grade
+from anybatch.learn.runner.evidence import Evidence
 from anybatch.learn.values import EPSILON, expected
 
 IMPORTS = "import jax\nimport jax.numpy as jnp\nimport numpy as np\nfrom jax import lax\n"

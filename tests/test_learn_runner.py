@@ -22,8 +22,8 @@ import numpy as np
 import pytest
 
 from anybatch.errors import AnybatchError, NotAvailableError
-from anybatch.learn import children, endings, isolation, landlock, seccomp
-from anybatch.learn.runner import Ended, Limits, Runner
+from anybatch.learn.runner import children, endings, isolation, landlock, seccomp
+from anybatch.learn.runner.submissions import Ended, Limits, Runner
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="what is left behind is read from /proc")
 
@@ -613,7 +613,7 @@ def test_a_child_that_cannot_be_had(runner):
 
 GRADER = """
 import sys
-from anybatch.learn.runner import Runner
+from anybatch.learn.runner.submissions import Runner
 runner = Runner()
 runner.keep_warm([2])
 submission = runner.open("import time\\nprint(1)\\nwhile True:\\n    time.sleep(1)\\n", "exercise.py")

@@ -12,20 +12,20 @@ from learn_terminal import Terminal
 from rich.console import Console
 
 from anybatch import InputError
-from anybatch.learn.pages import Screen, shown
 from anybatch.learn.progress import Progress
-from anybatch.learn.terminal import _ESCAPES, Saves
+from anybatch.learn.terminal.keys import _ESCAPES, Saves
+from anybatch.learn.terminal.pages import Screen, shown
+from anybatch.learn.terminal.watch import KEYS, Checker
 from anybatch.learn.verdict import Verdict
-from anybatch.learn.watch import KEYS, Checker
 
 SITTING = """
 import sys
 sys.path.insert(0, {tests!r})
 from learn_course import grade
 from anybatch.learn.catalogue import Course
-from anybatch.learn.pages import Screen
+from anybatch.learn.terminal.pages import Screen
 from anybatch.learn.progress import Progress
-from anybatch.learn.watch import Checker, Watch
+from anybatch.learn.terminal.watch import Checker, Watch
 progress = Progress({folder!r}, Course.read({course!r}))
 progress.prepare()
 watch = Watch(progress.course, progress, Screen(), Checker(grade), 0)

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from anybatch.learn import wire
+from anybatch.learn.runner import wire
 
 
 @pytest.mark.parametrize(

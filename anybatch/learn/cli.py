@@ -44,7 +44,7 @@ def learn(
     context.obj = {"course": course, "folder": folder}
     if context.invoked_subcommand is not None:
         return True
-    from anybatch.learn import commands
+    from anybatch.learn.terminal import commands
 
     return commands.learn(course, folder, at)
 
@@ -58,7 +58,7 @@ def _places(context: typer.Context, course: pathlib.Path | None, folder: pathlib
 @app.command("list")
 def show_all(context: typer.Context, course: CourseOption = None, folder: FolderOption = None) -> Any:
     """Show all exercises, and what is solved."""
-    from anybatch.learn import commands
+    from anybatch.learn.terminal import commands
 
     return commands.listing(*_places(context, course, folder))
 
@@ -66,7 +66,7 @@ def show_all(context: typer.Context, course: CourseOption = None, folder: Folder
 @app.command()
 def run(context: typer.Context, name: Name = None, course: CourseOption = None, folder: FolderOption = None) -> Any:
     """Check one file; the exit status is 0 if it passes."""
-    from anybatch.learn import commands
+    from anybatch.learn.terminal import commands
 
     return commands.run(*_places(context, course, folder), name)
 
@@ -80,7 +80,7 @@ def hint(
     folder: FolderOption = None,
 ) -> Any:
     """Show a hint: a direction, the primitive to use, nearly the code."""
-    from anybatch.learn import commands
+    from anybatch.learn.terminal import commands
 
     return commands.hint(*_places(context, course, folder), name, level)
 
@@ -94,7 +94,7 @@ def solution(
     folder: FolderOption = None,
 ) -> Any:
     """Show a solution of what you have solved, and the same with anybatch."""
-    from anybatch.learn import commands
+    from anybatch.learn.terminal import commands
 
     return commands.solution(*_places(context, course, folder), name, anyway)
 
@@ -108,7 +108,7 @@ def reset(
     folder: FolderOption = None,
 ) -> Any:
     """Put a file back to its beginning; yours is kept under another name."""
-    from anybatch.learn import commands
+    from anybatch.learn.terminal import commands
 
     return commands.reset(*_places(context, course, folder), name, yes)
 
@@ -116,7 +116,7 @@ def reset(
 @app.command()
 def doctor() -> Any:
     """Show what keeps a check apart on this machine, that one works, and how long it takes."""
-    from anybatch.learn import commands
+    from anybatch.learn.terminal import commands
 
     return commands.doctor()
 
@@ -146,7 +146,7 @@ def check(
     folder: FolderOption = None,
 ) -> Any:
     """Check many files at once."""
-    from anybatch.learn import commands
+    from anybatch.learn.terminal import commands
 
     places = _places(context, course, folder)
     return commands.check(*places, names or [], every=every, as_json=as_json, again=again)
@@ -161,7 +161,7 @@ def prove(
     as_json: Annotated[bool, typer.Option("--json", help="For other programs.")] = False,
 ) -> Any:
     """Prove a course: starters fail, solutions pass, and every mistake is caught and named."""
-    from anybatch.learn import development
+    from anybatch.learn.terminal import development
 
     return development.check(_places(context, course)[0], exercise, seeds=seeds, as_json=as_json)
 
@@ -174,6 +174,6 @@ def begin(
     ] = None,
 ) -> Any:
     """Write a course with one small exercise that is whole, or one more exercise; to be edited."""
-    from anybatch.learn import development
+    from anybatch.learn.terminal import development
 
     return development.new(folder, exercise)

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from anybatch.learn.wire import BrokenWire
+from anybatch.learn.runner.wire import BrokenWire
 
 
 class Failed(Exception):

@@ -18,7 +18,8 @@ from anybatch.learn.catalogue import Exercise
 from anybatch.learn.check import Arguments, Case, Check, Mistake, Raises
 from anybatch.learn.findings import Failed, Refused, counted, failure, read, title_of
 from anybatch.learn.program import Program
-from anybatch.learn.runner import Ended, Runner, Submission
+from anybatch.learn.runner.submissions import Ended, Runner, Submission
+from anybatch.learn.runner.wire import BrokenWire
 from anybatch.learn.values import (
     EPSILON,
     ROUNDINGS,
@@ -31,7 +32,6 @@ from anybatch.learn.values import (
     matches,
 )
 from anybatch.learn.verdict import Verdict
-from anybatch.learn.wire import BrokenWire
 from anybatch.memory import readable
 
 

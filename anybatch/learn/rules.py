@@ -8,8 +8,27 @@ from anybatch.learn.program import Program
 # These move numbers or make constants; everything else computes.
 MOVES = frozenset(
     (
-        *("reshape", "broadcast_in_dim", "transpose", "squeeze", "expand_dims", "slice", "dynamic_slice", "copy", "pad"),
-        *("convert_element_type", "concatenate", "rev", "iota", "device_put", "sharding_constraint", "copy_p", "gather"),
+        *(
+            "reshape",
+            "broadcast_in_dim",
+            "transpose",
+            "squeeze",
+            "expand_dims",
+            "slice",
+            "dynamic_slice",
+            "copy",
+            "pad",
+        ),
+        *(
+            "convert_element_type",
+            "concatenate",
+            "rev",
+            "iota",
+            "device_put",
+            "sharding_constraint",
+            "copy_p",
+            "gather",
+        ),
         *("dynamic_update_slice", "split", "stop_gradient", "optimization_barrier", "select_n", "pvary", "pbroadcast"),
     )
 )

@@ -1,0 +1,1 @@
+"""Where learners' code runs: in a process of its own, held by limits, asked through a pipe."""

@@ -1,0 +1,226 @@
+"""What a learner's file does, found out in the process that runs it, and told in plain data.
+
+Nothing is judged here: whoever asks has the right answers, and this process does not. A function is traced once for
+each kind of arguments, and its value, its program, its bytes and its collectives are all of that one trace.
+"""
+
+import builtins
+import importlib.abc
+import inspect
+import linecache
+import sys
+import traceback
+import types
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from anybatch import compat
+from anybatch.collectives import collectives_of
+
+# Replacing a function of these would change what others compute, or think that they compute.
+_GUARDED = (builtins, np, np.linalg, jax, jnp, jax.lax, jax.tree, jax.tree_util, jax.random)
+_NOT_BY_HAND = (
+    "This exercise is about writing it by hand once, so anybatch cannot be imported here. "
+    "The line that does the same with it is shown when the exercise is solved."
+)
+
+
+class Evidence:
+    """One learner's file, loaded, and what its functions do."""
+
+    def __init__(self, source: str, path: str, *, anybatch: bool = False) -> None:
+        self.path = path
+        self.module = types.ModuleType("exercise")
+        self.module.__file__ = path
+        self._programs: dict[Any, _Compiled] = {}
+        self._before = [(module, dict(vars(module))) for module in _GUARDED]
+        self._loaded = self._load(source, anybatch)
+
+    def answer(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        """Does what is asked: "load" (again, what came of it) or "call"; what goes wrong is in `error`."""
+        if request["do"] == "load":
+            return self._loaded
+        try:
+            reply = self._call(request["function"], request["args"], request["want"], request["compiled"])
+        except BaseException as error:
+            reply = {"error": describe(error, self.path)}
+        return reply | {"replaced": self._replaced()}
+
+    def _load(self, source: str, anybatch: bool) -> dict[str, Any]:
+        linecache.cache[self.path] = (len(source), None, source.splitlines(keepends=True), self.path)
+        sys.modules["exercise"] = self.module
+        if not anybatch:
+            for name in [name for name in sys.modules if name.partition(".")[0] == "anybatch"]:
+                del sys.modules[name]
+            sys.meta_path.insert(0, _NotByHand())
+        try:
+            exec(compile(source, self.path, "exec", dont_inherit=True), self.module.__dict__)
+        except BaseException as error:
+            return {"error": describe(error, self.path)}
+        functions = {name: each for name, each in vars(self.module).items() if callable(each)}
+        return {"functions": {name: _arity(each) for name, each in functions.items()}, "replaced": self._replaced()}
+
+    def _replaced(self) -> list[str]:
+        """The names of functions of libraries that are no longer what they were."""
+        return [
+            f"{module.__name__}.{name}"
+            for module, before in self._before
+            for name, value in before.items()
+            if callable(value) and vars(module).get(name, value) is not value
+        ]
+
+    def _call(self, name: str, args: Any, want: Sequence[str], compiled: bool) -> dict[str, Any]:
+        function = getattr(self.module, name)
+        if not compiled:
+            return {"value": _tree(function(*jax.tree.map(_on_device, args)))}
+        leaves, structure = jax.tree.flatten(args)
+        kinds = tuple((x.shape, x.dtype.name) if _is_array(x) else (type(x).__name__, repr(x)) for x in leaves)
+        key = (name, structure, kinds)
+        if key not in self._programs:
+            self._programs[key] = _Compiled(function, leaves, structure)
+        program = self._programs[key]
+        makers = {
+            "value": lambda: program.value(leaves),
+            "program": lambda: operations(program.traced.jaxpr),
+            "temporaries": lambda: compat.temporaries(program.compiled),
+            "collectives": lambda: [
+                (each.kind, -1 if each.times is None else each.times, each.bytes)
+                for each in collectives_of(program.compiled)
+            ],
+        }
+        return {what: makers[what]() for what in want}
+
+
+_files: list[Evidence] = []
+
+
+def answer(request: Mapping[str, Any]) -> dict[str, Any]:
+    """Answers requests about one file, the first of which has to be "load", with `source`, `path` and `anybatch`."""
+    if request["do"] == "load" and not _files:
+        _files.append(Evidence(request["source"], request["path"], anybatch=request["anybatch"]))
+    return _files[0].answer(request)
+
+
+class _Compiled:
+    """A function for one kind of arguments: arrays are traced, everything else is as it is."""
+
+    def __init__(self, function: Callable, leaves: Sequence[Any], structure: Any) -> None:
+        fixed = [None if _is_array(leaf) else leaf for leaf in leaves]
+        self.which = [index for index, leaf in enumerate(leaves) if _is_array(leaf)]
+
+        def flat(*arrays: Any) -> Any:
+            given = list(fixed)
+            for index, array in zip(self.which, arrays, strict=True):
+                given[index] = array
+            return function(*jax.tree.unflatten(structure, given))
+
+        self.traced = jax.jit(flat).trace(*(leaves[index] for index in self.which))
+        self._compiled: Any = None
+
+    @property
+    def compiled(self) -> Any:
+        if self._compiled is None:
+            self._compiled = self.traced.lower().compile()
+        return self._compiled
+
+    def value(self, leaves: Sequence[Any]) -> dict[str, Any]:
+        return _tree(self.compiled(*(leaves[index] for index in self.which)))
+
+
+class _NotByHand(importlib.abc.MetaPathFinder):
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> None:
+        if name.partition(".")[0] == "anybatch":
+            raise ImportError(_NOT_BY_HAND, name=name)
+
+
+def operations(jaxpr: Any) -> list[Any]:
+    """The program of a function in plain data, as `anybatch.learn.program.Program` reads it."""
+    return _operations(compat.used_part(jaxpr))
+
+
+def _operations(jaxpr: Any) -> list[Any]:
+    _, _, equations = compat.open_jaxpr(jaxpr)
+    return [
+        {
+            "name": equation.primitive.name,
+            "inputs": [_type(each.aval) for each in equation.invars],
+            "outputs": [_type(each.aval) for each in equation.outvars],
+            "params": _params(equation),
+            "bodies": [_operations(inner) for inner in compat.jaxprs_in(equation)],
+        }
+        for equation in equations
+    ]
+
+
+def _type(aval: Any) -> tuple[list[int], str]:
+    return [int(size) for size in getattr(aval, "shape", ())], str(getattr(aval, "dtype", type(aval).__name__))
+
+
+def _params(equation: Any) -> dict[str, Any]:
+    params = {name: value for name, value in equation.params.items() if _is_plain(value)}
+    if equation.primitive.name == "scan":
+        params["num_consts"], params["num_carry"] = compat.scan_counts(equation.params)
+    if equation.primitive.name == "shard_map":
+        mesh = equation.params["mesh"]
+        params |= {"devices": int(mesh.size), "axes": [str(name) for name in mesh.axis_names]}
+    return params
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, (list, tuple)):
+        return all(_is_plain(each) for each in value)
+    return value is None or type(value) in (bool, int, float, str)
+
+
+def _tree(value: Any) -> dict[str, Any]:
+    leaves, structure = jax.tree.flatten_with_path(value)
+    return {
+        "structure": str(structure),
+        "paths": [jax.tree_util.keystr(path) for path, _ in leaves],
+        "leaves": [np.asarray(leaf) for _, leaf in leaves],
+    }
+
+
+def _on_device(leaf: Any) -> Any:
+    return jnp.asarray(leaf) if _is_array(leaf) else leaf
+
+
+def _is_array(leaf: Any) -> bool:
+    return isinstance(leaf, (np.ndarray, np.generic))
+
+
+def _arity(function: Callable) -> list[int] | None:
+    """The least and the most arguments that a function takes by position; None if that cannot be known."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (ValueError, TypeError):
+        return None
+    by_position = [each for each in parameters if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
+    needed = [each for each in by_position if each.default is each.empty]
+    return [len(needed), 1000 if any(each.kind == each.VAR_POSITIONAL for each in parameters) else len(by_position)]
+
+
+def describe(error: BaseException, path: str) -> dict[str, Any]:
+    """An exception in plain data, with the line of the learner's file that it comes from."""
+    line = None
+    for frame, number in traceback.walk_tb(error.__traceback__):
+        if frame.f_code.co_filename == path:
+            line = number
+    if isinstance(error, SyntaxError) and error.filename == path:
+        line = error.lineno
+    try:
+        message = str(error.msg if isinstance(error, SyntaxError) else error)
+    except BaseException:  # of the learner's own making, too
+        message = "(its message cannot be read)"
+    return {
+        "type": type(error).__name__,
+        "bases": [base.__name__ for base in type(error).__mro__],
+        "message": message[:4000],
+        "line": line,
+        "source_line": linecache.getline(path, line).rstrip() if line else None,
+        "column": error.offset if isinstance(error, SyntaxError) else None,
+    }

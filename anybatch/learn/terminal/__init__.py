@@ -1,0 +1,1 @@
+"""`anybatch learn` for people: pages, keys, and the commands."""

@@ -1,0 +1,302 @@
+"""For authors: `dev check` proves that a course does what it says; `dev new` writes one to begin with."""
+
+import ast
+import concurrent.futures
+import dataclasses
+import json
+import keyword
+import pathlib
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from anybatch.errors import InputError
+from anybatch.learn.catalogue import COURSES, Course, Exercise
+from anybatch.learn.grading import examine_check, grade
+from anybatch.learn.runner.submissions import Runner
+from anybatch.learn.terminal.commands import devices_of
+from anybatch.learn.verdict import Verdict
+
+SCHEMA = 1  # of the JSON that `dev check` prints
+SECTIONS = ("Why it matters", "A worked example", "Pitfalls", "The problem")
+QUICK = 0.5  # seconds that a check may take before an author hears of it
+LONGEST = 320  # characters of what is shown as the short way
+WORKERS = 2
+
+_TEMPLATE = COURSES / "template"
+_NAME, _TITLE = "mean_gradient", "The gradient of a mean"  # those of the exercise there
+
+
+@dataclasses.dataclass
+class Examined:
+    """What was found out about one exercise.
+
+    Args:
+      exercise: which one.
+      defects: what an author must mend.
+      notes: what one may want to know.
+      checks: how many submissions were checked.
+      seconds: how long that took.
+    """
+
+    exercise: Exercise
+    defects: list[str] = dataclasses.field(default_factory=list)
+    notes: list[str] = dataclasses.field(default_factory=list)
+    checks: int = 0
+    seconds: float = 0.0
+
+    def as_json(self) -> dict[str, Any]:
+        """As plain data, for other programs."""
+        about = {"number": self.exercise.number, "name": self.exercise.name, "passed": not self.defects}
+        rest = {"checks": self.checks, "seconds": round(self.seconds, 3)}
+        return {**about, "defects": self.defects, "notes": self.notes, **rest}
+
+
+def examine(exercise: Exercise, runner: Runner, seeds: int, tick: Callable[[], Any] = lambda: None) -> Examined:
+    """Whether an exercise does what it says.
+
+    **Proved**, for every seed: the starter is not written yet, the solution passes, so does the one with anybatch, and
+    every file in `mistakes/` fails in its stage with its words; every mistake that the check names is made by one.
+
+    Args:
+      exercise: which one.
+      runner: where submissions run.
+      seeds: with how many.
+      tick: called after every check.
+    """
+    begin, found = time.perf_counter(), Examined(exercise)
+    found.defects += _on_paper(exercise)
+    try:
+        for defect in _in_practice(exercise, runner, seeds, found):
+            if defect and defect not in found.defects:
+                found.defects.append(defect)
+            tick()
+    except InputError as error:
+        found.defects += [str(error)] if str(error) not in found.defects else []
+    except Exception as error:
+        found.defects.append(f"check.py fails with {type(error).__name__}: {error}{_place(error, exercise)}")
+    found.seconds = time.perf_counter() - begin
+    return found
+
+
+def _on_paper(exercise: Exercise) -> list[str]:
+    """What can be seen without running anything."""
+    defects: list[str] = []
+
+    def attempt(part: Callable[[], Iterator[str]]) -> None:
+        try:
+            defects.extend(part())
+        except InputError as error:
+            defects.append(str(error))
+
+    def words() -> Iterator[str]:
+        headings = re.findall(r"^## +(.*?) *$", exercise.page, re.MULTILINE)
+        if [heading for heading in headings if heading in SECTIONS] != list(SECTIONS):
+            yield f"page.md needs the sections ## {', ## '.join(SECTIONS)}, in this order"
+        if not exercise.page.startswith(f"# {exercise.title}\n"):
+            yield f"page.md must begin with # {exercise.title}, as the catalogue has it"
+
+    def hints() -> Iterator[str]:
+        yield from ([] if exercise.hints else ["hints.md is empty"])
+
+    def code() -> Iterator[str]:
+        check = exercise.check
+        for name in ("exercise.py", "solution.py", "with_anybatch.py"):
+            found = _parameters(exercise._parsed(name), check.function)
+            wanted = f"{check.function}({', '.join(check.parameters)})"
+            if found is None:
+                yield f"{name} has no function {check.function}, which check.py names"
+            elif found != check.parameters:
+                yield f"{name} has {check.function}({', '.join(found)}), and check.py says {wanted}"
+        if len(re.findall(r"[.!?:](?=\s|$)", exercise.why)) < 2:
+            yield "the docstring of solution.py must say why it is right, in two sentences or more"
+        if not exercise.one_line:
+            yield "with_anybatch.py never speaks of ab."
+        elif len(exercise.one_line) > LONGEST:
+            yield f"what speaks of ab. in with_anybatch.py has more than {LONGEST} characters"
+
+    for part in (words, hints, code):
+        attempt(part)
+    return defects
+
+
+def _in_practice(exercise: Exercise, runner: Runner, seeds: int, found: Examined) -> Iterator[str]:
+    """Checks everything; yields what is wrong, or nothing, once for each check."""
+    made, times = set(), []
+
+    def check(source: str, seed: int, *, anybatch: bool = False) -> Verdict:
+        found.checks += 1
+        return grade(exercise, source, runner, seed=seed, anybatch=anybatch)
+
+    runner.keep_warm(devices_of(exercise))
+    first = check(exercise.starter, 0)
+    is_unwritten = not first.passed and not first.started
+    yield "" if is_unwritten else f"the starter must raise NotImplementedError; it {_said(first)}"
+    for seed in range(seeds):
+        found.defects += [each for each in examine_check(exercise, seed) if each not in found.defects]
+        solved = check(exercise.solution, seed)
+        times.append(solved.seconds)
+        yield "" if solved.passed else f"the solution must pass; it {_said(solved)}"
+        short = check(exercise.with_anybatch, seed, anybatch=True)
+        yield "" if short.passed else f"with_anybatch.py must pass; it {_said(short)}"
+        for wrong in exercise.mistakes:
+            verdict = check(wrong.source, seed)
+            made.add(verdict.mistake)
+            words = " ".join(f"{verdict.title} {verdict.text}".split())
+            is_caught = not verdict.passed and verdict.stage == wrong.caught_by
+            is_caught = is_caught and " ".join(wrong.says.split()) in words
+            must = f"mistakes/{wrong.name}.py must fail in {wrong.caught_by} with {wrong.says!r}"
+            yield "" if is_caught else f"{must}; it {_said(verdict)}"
+    if not exercise.mistakes:
+        yield "there is no file in mistakes/: nothing shows that a wrong answer is caught"
+    for mistake in exercise.check.mistakes:
+        if mistake.name not in made:
+            yield f"no file in mistakes/ makes the mistake {mistake.name!r} that check.py names"
+    if min(times) > QUICK:
+        found.notes.append(
+            f"a check takes {min(times):.2f} s, while another exercise runs; {QUICK} s feel like at once"
+        )
+
+
+def checks_of(exercise: Exercise, seeds: int) -> int:
+    """How many checks an examination takes, as far as can be known."""
+    try:
+        return 1 + seeds * (2 + len(exercise.mistakes))
+    except InputError:
+        return 1
+
+
+def examine_all(exercises: Sequence[Exercise], seeds: int, tick: Callable[[], Any]) -> Iterator[Examined]:
+    """Examines exercises, in order; two at a time."""
+    own = threading.local()
+    runners: list[Runner] = []
+
+    def work(exercise: Exercise) -> Examined:
+        if not hasattr(own, "runner"):
+            own.runner = Runner()
+            runners.append(own.runner)
+        return examine(exercise, own.runner, seeds, tick)
+
+    pool = concurrent.futures.ThreadPoolExecutor(min(WORKERS, len(exercises)))
+    try:
+        for running in [pool.submit(work, exercise) for exercise in exercises]:
+            yield running.result()
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
+        for runner in runners:
+            runner.close()
+
+
+def check(course: pathlib.Path | None, name: str | None, *, seeds: int, as_json: bool) -> bool:
+    """Proves a course, or one exercise of it, and shows what is wrong.
+
+    As JSON it is one object: version (1), course, passed, seconds, and exercises: a list of objects with number, name,
+    passed, defects and notes (lists of texts), checks (how many submissions were checked) and seconds.
+    """
+    import sys
+
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    from anybatch.learn.terminal.pages import Screen
+
+    chosen = Course.builtin() if course is None else Course.read(course)
+    exercises = chosen.exercises if name is None else (chosen.find(name),)
+    screen = Screen(sys.stderr if as_json else None)
+    columns = (TextColumn("Checking"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    begin, found = time.perf_counter(), []
+    with Progress(*columns, console=screen.console, transient=True, disable=screen.is_plain) as progress:
+        task = progress.add_task("", total=sum(checks_of(exercise, seeds) for exercise in exercises))
+        for examined in examine_all(exercises, seeds, lambda: progress.advance(task)):
+            found.append(examined)
+            if not as_json:
+                screen.examined(examined.exercise, examined.defects, examined.notes, examined.checks, examined.seconds)
+    passed = not any(examined.defects for examined in found)
+    seconds = time.perf_counter() - begin
+    if as_json:
+        about = {"version": SCHEMA, "course": chosen.name, "passed": passed, "seconds": round(seconds, 3)}
+        print(json.dumps({**about, "exercises": [examined.as_json() for examined in found]}, indent=1))
+    else:
+        sound, checks = sum(not each.defects for each in found), sum(each.checks for each in found)
+        summary = f"{sound} of {len(found)} exercises are sound: {checks} checks in {seconds:.1f} s."
+        screen.say(summary, "bold green" if passed else "bold red")
+    return passed
+
+
+def new(folder: pathlib.Path, name: str | None) -> bool:
+    """Writes a course with one exercise, or one more exercise into a course; whole, small, and to be edited."""
+    path, name_given = folder / "catalogue.toml", name
+    name = name or _NAME
+    if not re.fullmatch(r"[a-z][a-z0-9_]*", name) or keyword.iskeyword(name):
+        raise InputError(
+            "The name of an exercise is in small letters, since it names a folder and a function",
+            given=f"--exercise {name}",
+            remedy=f"For example: anybatch learn dev new {folder} --exercise my_gradient",
+        )
+    number, catalogue = 1, ""
+    if path.exists():
+        course = Course.read(folder)
+        if name_given is None or name in (exercise.name for exercise in course.exercises):
+            raise InputError(
+                "A course that is there gets another exercise, with a name of its own",
+                given=f"{folder}" + (f" and --exercise {name}" if name_given else ""),
+                remedy=f"anybatch learn dev new {folder} --exercise another_name",
+            )
+        number, catalogue = course.exercises[-1].number + 1, path.read_text("utf-8").rstrip() + "\n\n"
+    elif folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise InputError(
+            "A course begins in a folder that is empty, or not there",
+            given=str(folder),
+            remedy=f"anybatch learn dev new {folder}-course",
+        )
+    else:
+        begin = (_TEMPLATE / "catalogue.toml").read_text("utf-8").partition("[[exercise]]")[0]
+        mine = re.sub(r"\W+", "_", folder.absolute().name.lower()).strip("_")
+        catalogue = begin.replace('"mine"', f'"{mine}"') if mine.isidentifier() else begin
+    title = _TITLE if name == _NAME else name.replace("_", " ").capitalize()
+    home = folder / f"{number:02}_{name}"
+    _write_exercise(home, name, title)
+    path.write_text(f'{catalogue}[[exercise]]\nfolder = "{home.name}"\ntitle = "{title}"\n', "utf-8")
+    print(f"{home} is a whole exercise. Edit its files, and prove it:")
+    print(f"  anybatch learn dev check --course {folder} --exercise {number}")
+    print(f"Try it as a learner does:\n  anybatch learn --course {folder} --at {number}")
+    return True
+
+
+def _write_exercise(home: pathlib.Path, name: str, title: str) -> None:
+    source = _TEMPLATE / f"01_{_NAME}"
+    for path in sorted(source.rglob("*")):
+        if path.suffix in (".py", ".md"):
+            target = home / path.relative_to(source)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            text = path.read_text("utf-8")
+            target.write_text(text.replace(_NAME, name).replace(f"# {_TITLE}\n", f"# {title}\n"), "utf-8")
+
+
+def _parameters(tree: ast.Module, function: str) -> tuple[str, ...] | None:
+    """The names of what a function takes; None if there is no such function."""
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef) and node.name == function:
+            return tuple(each.arg for each in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs))
+    return None
+
+
+def _said(verdict: Verdict) -> str:
+    """What became of a check, for its author, with the seed that shows it again."""
+    if verdict.passed:
+        return f"passes (seed {verdict.seed})"
+    text = " ".join(verdict.text.split())
+    words = f"{verdict.title} {text[:200] + '...' if len(text) > 200 else text}".strip()
+    line = f", line {verdict.line}" if verdict.line is not None else ""
+    return f"fails in {verdict.stage}{line}: {words} (seed {verdict.seed})"
+
+
+def _place(error: Exception, exercise: Exercise) -> str:
+    """Where in check.py an exception comes from."""
+    line, trace = None, error.__traceback__
+    while trace is not None:
+        if trace.tb_frame.f_code.co_filename == str(exercise.folder / "check.py"):
+            line = trace.tb_lineno
+        trace = trace.tb_next
+    return f" (line {line})" if line else ""

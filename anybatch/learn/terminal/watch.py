@@ -1,0 +1,330 @@
+"""One sitting in the terminal: one key, one thing; and a check whenever the file is saved.
+
+Checks run on a thread, so that keys are heard meanwhile. Nothing moves on by itself.
+"""
+
+import contextlib
+import datetime
+import os
+import select
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from anybatch.errors import InputError
+from anybatch.learn.catalogue import Course, Exercise
+from anybatch.learn.progress import Progress
+from anybatch.learn.terminal.keys import Keyboard, Saves
+from anybatch.learn.terminal.pages import Screen
+from anybatch.learn.verdict import Verdict
+
+LOOK_EVERY = 0.05  # seconds
+
+KEYS = {
+    "n": "next exercise",
+    "b": "back to the one before",
+    "h": "hint: the next of three",
+    "r": "run the check again",
+    "l": "list of all exercises",
+    "p": "page: show it again",
+    "s": "solution, once it is solved",
+    "x": "reset the file to its beginning",
+    "q": "quit; your progress is kept",
+}
+
+
+class Checker:
+    """Checks on a thread, one after another; of those that wait, the newest.
+
+    Args:
+      grade: of an exercise and the text of a file, the verdict.
+      prepare: what to do when the learner comes to an exercise, so that its checks are quick.
+    """
+
+    def __init__(
+        self, grade: Callable[[Exercise, str], Verdict], prepare: Callable[[Exercise], Any] = lambda exercise: None
+    ) -> None:
+        self._grade, self._prepare = grade, prepare
+        self._read, self._write = os.pipe()
+        self._changed = threading.Condition()
+        self._waiting: tuple[Exercise, str] | None = None
+        self._arriving: Exercise | None = None
+        self._results: deque[tuple[Exercise, str, Verdict | Exception]] = deque()
+        self._is_running = self._is_over = False
+        self._thread = threading.Thread(target=self._work, name="checks", daemon=True)
+        self._thread.start()
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a verdict is still to come."""
+        with self._changed:
+            return self._is_running or self._waiting is not None
+
+    def fileno(self) -> int:
+        """Can be read as soon as there is a verdict."""
+        return self._read
+
+    def prepare(self, exercise: Exercise) -> None:
+        """Gets ready for an exercise."""
+        with self._changed:
+            self._arriving = exercise
+            self._changed.notify()
+
+    def submit(self, exercise: Exercise, source: str) -> None:
+        """Checks a file, as soon as the check that is running has ended."""
+        with self._changed:
+            self._waiting = (exercise, source)
+            self._changed.notify()
+
+    def results(self) -> Iterator[tuple[Exercise, str, Verdict | Exception]]:
+        """What has been found since the last time."""
+        if select.select([self._read], [], [], 0)[0]:
+            os.read(self._read, 1024)
+        while self._results:
+            yield self._results.popleft()
+
+    def close(self) -> None:
+        """Begins no more checks. The one that is running ends with the process that runs it."""
+        with self._changed:
+            self._is_over = True
+            self._changed.notify()
+
+    def _work(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._is_over or self._arriving or self._waiting)
+                if self._is_over:
+                    return
+                arriving, self._arriving = self._arriving, None
+                waiting, self._waiting = self._waiting, None
+                self._is_running = waiting is not None
+            try:
+                if arriving is not None:
+                    self._prepare(arriving)
+                result: Any = self._grade(*waiting) if waiting is not None else None
+            except Exception as error:
+                result = error
+            with self._changed:
+                self._is_running = False
+                if waiting is not None:
+                    self._results.append((*waiting, result))
+                    os.write(self._write, b".")
+
+
+class Watch:
+    """One sitting of a learner.
+
+    Args:
+      course: the exercises.
+      progress: what was solved; where the files are.
+      screen: where to show it.
+      checker: what checks.
+      keyboard: the descriptor of the terminal.
+    """
+
+    def __init__(self, course: Course, progress: Progress, screen: Screen, checker: Checker, keyboard: int) -> None:
+        self.course, self.progress, self.screen, self.checker = course, progress, screen, checker
+        self.keyboard = Keyboard(keyboard, on_return=self._keys)
+        self.exercise = progress.current
+        self.saves = Saves(progress.path(self.exercise))
+        self.question = ""  # the key that was pressed, and waits for another
+        self.is_over = self.is_at_end = self.was_gone = False
+
+    def run(self, exercise: Exercise) -> int:
+        """Goes on until the learner quits. Returns the exit status."""
+        try:
+            with self.keyboard:
+                self._arrive(exercise)
+                while not self.is_over:
+                    select.select([self.keyboard.file, self.checker.fileno()], [], [], LOOK_EVERY)
+                    self._turn()
+            status = 0
+        except KeyboardInterrupt:
+            status = 130
+        finally:
+            self.checker.close()
+        self.screen.erase()
+        self.screen.say(f"Your progress is kept. Go on with: {self.progress.command()}")
+        return status
+
+    def _turn(self) -> None:
+        """What has happened meanwhile."""
+        if select.select([self.keyboard.file], [], [], 0)[0]:
+            keys = self.keyboard.read()
+            self.is_over |= keys is None
+            for key in keys or "":
+                self._press(key)
+        for exercise, source, result in self.checker.results():
+            self._found(exercise, source, result)
+        if not self.is_at_end and not self.is_over:
+            self._look()
+
+    def _look(self) -> None:
+        try:
+            source = self.saves.look()
+        except InputError as error:
+            return self._say(str(error), "red")
+        if source is not None:
+            self.was_gone = False
+            self._check(source)
+        elif self.saves.is_gone and not self.was_gone:
+            self.was_gone = True
+            self._say(f"{self.saves.path} is gone. x puts it back to its beginning.", "yellow")
+
+    def _check(self, source: str) -> None:
+        was_busy = self.checker.is_busy
+        self.checker.submit(self.exercise, source)
+        if not was_busy:
+            self.screen.checking()
+            self.screen.flush()
+
+    def _found(self, exercise: Exercise, source: str, result: Verdict | Exception) -> None:
+        is_new = exercise.name not in self.progress.solved
+        if isinstance(result, Verdict) and result.passed:
+            self.progress.solve(exercise, source, result.seconds)
+        if exercise is not self.exercise or self.is_at_end:
+            return
+
+        def show() -> None:
+            self.screen.time(f"{exercise.file_name}, {datetime.datetime.now():%H:%M:%S}")
+            if isinstance(result, InputError):
+                self.screen.say(str(result), "red")
+            elif isinstance(result, Exception):
+                about = f"{type(result).__name__}: {result}"
+                self.screen.say(f"The check itself failed, and that is not your mistake.\n{about}", "red")
+            else:
+                self.screen.verdict(result)
+                if result.passed:
+                    self.screen.solved(exercise)
+                    self.screen.heading("Solved." if is_new else "Solved, as before.")
+                    self.screen.say("s shows a solution to compare; n goes on to the next exercise.")
+
+        self._tell(show)
+
+    def _tell(self, show: Callable[[], None]) -> None:
+        """Shows something, and under it the keys; what is being checked still is."""
+        self.screen.erase()
+        show()
+        self._keys()
+
+    def _say(self, text: str, style: str = "") -> None:
+        self._tell(lambda: self.screen.say(f"\n{text}", style))
+
+    def _keys(self) -> None:
+        here = "b back" if self.is_at_end else "n next   h hint   r run"
+        self.screen.keys(f"{here}   l list   q quit   ? help")
+        if self.checker.is_busy:
+            self.screen.checking()
+        self.screen.flush()
+
+    def _arrive(self, exercise: Exercise) -> None:
+        self.exercise, self.is_at_end, self.was_gone = exercise, False, False
+        self.checker.prepare(exercise)
+        self.progress.go_to(exercise)
+        self.progress.place(exercise)
+        self.saves = Saves(self.progress.path(exercise))
+        state, source = self.progress.state(exercise), None
+        with contextlib.suppress(InputError):
+            source = self.saves.look()
+        self._page()
+        if state == "begun" and source is not None:
+            self._check(source)
+
+    def _page(self) -> None:
+        solved = self.progress.solved.get(self.exercise.name)
+
+        def show() -> None:
+            self.screen.page(self.exercise, self.course, self.progress)
+            self.screen.file(self.saves.path)
+            if solved is not None:
+                note = f"You solved it on {solved.when[:10]}. It is not run again unless you save it, or press r."
+                self.screen.say(note, "green")
+
+        self._tell(show)
+
+    def _press(self, key: str) -> None:
+        question, self.question = self.question, ""
+        if question == "x":
+            self._reset() if key == "y" else self._say("Nothing was changed.")
+            return
+        actions = {
+            "n": lambda: self._next(is_sure=question == "n"),
+            "b": self._back,
+            "h": self._hint,
+            "r": self._run_again,
+            "l": self._list,
+            "p": self._page,
+            "s": self._solution,
+            "x": self._ask_to_reset,
+            "q": self._quit,
+            "?": lambda: self._tell(lambda: self.screen.help(KEYS)),
+        }
+        if self.is_at_end and key in "hrpsx":
+            self._say("That was the last one: b goes back to it, l lists all, q quits.")
+        elif key in actions:
+            actions[key]()
+
+    def _next(self, is_sure: bool) -> None:
+        if self.is_at_end:
+            return self._say("That was the last one: b goes back to it, l lists all, q quits.")
+        if self.exercise.name not in self.progress.solved and not is_sure:
+            self.question = "n"
+            return self._say("Not solved yet. Press n again to skip it: it stays open.", "yellow")
+        following = self.course.after(self.exercise)
+        if following is not None:
+            return self._arrive(following)
+        self.is_at_end = True
+        self._tell(lambda: self.screen.closing(self.course, self.progress))
+
+    def _list(self) -> None:
+        def show() -> None:
+            self.screen.say()
+            self.screen.listing(self.course, self.progress, self.exercise)
+
+        self._tell(show)
+
+    def _back(self) -> None:
+        before = self.exercise if self.is_at_end else self.course.before(self.exercise)
+        if before is None:
+            return self._say("This is the first one.")
+        self._arrive(before)
+
+    def _hint(self) -> None:
+        seen, total = self.progress.hints_seen(self.exercise), len(self.exercise.hints)
+        levels = [seen + 1] if seen < total else range(1, total + 1)
+
+        def show() -> None:
+            for level in levels:
+                self.screen.hint(self.exercise, level)
+
+        self.progress.see_hint(self.exercise, max(levels))
+        self._tell(show)
+
+    def _run_again(self) -> None:
+        try:
+            source = self.progress.read(self.exercise)
+        except InputError as error:
+            return self._say(str(error), "red")
+        self._check(source)
+
+    def _solution(self) -> None:
+        if self.exercise.name in self.progress.solved:
+            self._tell(lambda: self.screen.solution(self.exercise))
+        else:
+            way = self.progress.command("solution", str(self.exercise.number), "--anyway")
+            self._say(f"It is shown once you have solved this. If you must: {way}", "yellow")
+
+    def _ask_to_reset(self) -> None:
+        self.question = "x"
+        text = f"Put {self.saves.path} back to its beginning? Your file is kept under another name. y does it."
+        self._say(text, "yellow")
+
+    def _reset(self) -> None:
+        kept = self.progress.reset(self.exercise)
+        self._arrive(self.exercise)
+        if kept is not None:
+            self._say(f"What you had is in {kept}.")
+
+    def _quit(self) -> None:
+        self.is_over = True
