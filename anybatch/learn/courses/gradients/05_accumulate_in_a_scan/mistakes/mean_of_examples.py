@@ -1,0 +1,24 @@
+"""Divided by the number of examples.
+
+caught by: value
+says: You averaged over the 24 examples
+"""
+
+import jax
+import jax.numpy as jnp
+
+
+def loss(w, x, y):
+    """A sum over examples."""
+    return jnp.sum((w * x - y) ** 2)
+
+
+def microbatched_grads(w, b, x_full, y_full, n_microbatches):
+    """The gradient, by microbatches."""
+    n, num_examples = int(n_microbatches), len(x_full)
+    if n != n_microbatches or n < 1 or num_examples % n:
+        raise ValueError(f"{num_examples} examples cannot be cut into {n_microbatches} microbatches")
+    w = jnp.asarray(w, jnp.float32)
+    xs, ys = x_full.reshape(n, -1), y_full.reshape(n, -1)
+    total, _ = jax.lax.scan(lambda total, batch: (total + jax.grad(loss)(w, *batch), None), jnp.zeros_like(w), (xs, ys))
+    return total / num_examples

@@ -1,0 +1,27 @@
+"""The whole batch in every turn, and a division to undo it.
+
+caught by: program
+says: Every turn of your scan computes with the whole batch
+"""
+
+import jax
+import jax.numpy as jnp
+
+
+def loss(w, x, y):
+    """A sum over examples."""
+    return jnp.sum((w * x - y) ** 2)
+
+
+def microbatched_grads(w, b, x_full, y_full, n_microbatches):
+    """The gradient, by microbatches."""
+    n, num_examples = int(n_microbatches), len(x_full)
+    if n != n_microbatches or n < 1 or num_examples % n:
+        raise ValueError(f"{num_examples} examples cannot be cut into {n_microbatches} microbatches")
+    w = jnp.asarray(w, jnp.float32)
+    xs, _ys = x_full.reshape(n, -1), y_full.reshape(n, -1)
+
+    def body(total, _):
+        return total + jax.grad(loss)(w, x_full, y_full) / n, None
+
+    return jax.lax.scan(body, jnp.zeros_like(w), xs)[0]

@@ -1,0 +1,28 @@
+"""All microbatches side by side.
+
+caught by: memory
+says: jax.vmap
+"""
+
+import jax
+import jax.numpy as jnp
+
+
+def predict(params, x):
+    """A network of layers {"w": (inputs, outputs), "b": (outputs,)}: tanh after all but the last."""
+    for layer in params[:-1]:
+        x = jnp.tanh(x @ layer["w"] + layer["b"])
+    return (x @ params[-1]["w"] + params[-1]["b"])[:, 0]
+
+
+def loss(params, x, y):
+    """The mean over some examples of the squared error."""
+    return jnp.mean((predict(params, x) - y) ** 2)
+
+
+def accumulate(params, x, y, n_microbatches):
+    """The gradient, by microbatches."""
+    n = n_microbatches
+    xs, ys = x.reshape(n, -1, x.shape[1]), y.reshape(n, -1)
+    gradients = jax.vmap(jax.grad(loss), in_axes=(None, 0, 0))(params, xs, ys)
+    return jax.tree.map(lambda leaf: leaf.mean(axis=0), gradients)
