@@ -96,14 +96,9 @@ FLOORS = [
     ],
     [
         *("learn.program", "learn.check", "learn.rules", "learn", "learn.verdict"),
-        *(
-            "learn.runner",
-            "learn.runner.wire",
-            "learn.runner.evidence",
-            "learn.runner.seccomp",
-            "learn.runner.landlock",
-        ),
-        *("learn.runner.namespaces", "learn.runner.refusals", "learn.runner.isolation", "learn.runner.nursery"),
+        *("learn.runner", "learn.runner.wire", "learn.runner.evidence", "learn.runner.seccomp"),
+        *("learn.runner.landlock", "learn.runner.namespaces"),
+        *("learn.runner.refusals", "learn.runner.isolation", "learn.runner.nursery"),
         *("learn.runner.endings", "learn.runner.children", "learn.runner.submissions"),
         *("learn.catalogue", "learn.values", "learn.findings", "learn.grading", "learn.progress"),
         *("learn.terminal", "learn.terminal.pages", "learn.terminal.keys", "learn.terminal.watch"),

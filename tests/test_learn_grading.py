@@ -1,4 +1,4 @@
-"""The checks of an exercise: their order, what each notices, and what a learner reads. The runner is a stand-in here."""
+"""The checks of an exercise: their order, what each notices, what a learner reads; the runner is a stand-in."""
 
 import dataclasses
 import types
@@ -207,7 +207,7 @@ def test_an_answer_must_not_change_with_what_makes_no_difference():
     )
     assert dict(graded(RIGHT, same=[permuted, scaled]).done)["invariance"].endswith("no difference")
     # By value alone it passes: the order of the cases was that of the reference.
-    weighted = "def total(w, x, n):\n    k = jnp.arange(1.0, 9.0)[:, None]\n    return (k * (2 * x * (x @ w)[:, None])).sum(0)\n"
+    weighted = "def total(w, x, n):\n    k = jnp.arange(1.0, 9.0)\n    return ((2 * k * (x @ w))[:, None] * x).sum(0)\n"
     of_rows = lambda w, x, n: (np.arange(1, 9)[:, None] * (2 * x * (x @ w)[:, None])).sum(0)  # noqa: E731
     verdict = graded(weighted, reference=of_rows, mistakes=[], same=[permuted])
     assert verdict.stage == "invariance" and "changes with the order of the examples" in verdict.title
