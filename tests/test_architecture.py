@@ -100,7 +100,7 @@ FLOORS = [
         *("learn.runner.landlock", "learn.runner.namespaces"),
         *("learn.runner.refusals", "learn.runner.isolation", "learn.runner.nursery"),
         *("learn.runner.endings", "learn.runner.children", "learn.runner.submissions"),
-        *("learn.catalogue", "learn.values", "learn.findings", "learn.grading", "learn.progress"),
+        *("learn.catalogue", "learn.asking", "learn.values", "learn.findings", "learn.grading", "learn.progress"),
         *("learn.terminal", "learn.terminal.pages", "learn.terminal.keys", "learn.terminal.watch"),
         *("learn.terminal.commands", "learn.terminal.development", "learn.cli", "cli", "__main__"),
     ],

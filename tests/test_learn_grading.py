@@ -39,6 +39,9 @@ class Here:
     def ask(self, request):
         return self.evidence.answer(request)
 
+    def end(self):
+        pass
+
     def __enter__(self):
         return self
 

@@ -3,7 +3,6 @@
 The learner's code runs elsewhere (`anybatch.learn.runner`), and sends what it found out; here it is judged.
 """
 
-import concurrent.futures
 import contextlib
 import difflib
 import secrets
@@ -14,8 +13,9 @@ from typing import Any
 import jax
 import numpy as np
 
+from anybatch.learn.asking import Asking, processes_of
 from anybatch.learn.catalogue import Exercise
-from anybatch.learn.check import Arguments, Case, Check, Mistake, Raises
+from anybatch.learn.check import Arguments, Case, Check, Mistake, Raises, Same
 from anybatch.learn.findings import Failed, Refused, counted, failure, read, title_of
 from anybatch.learn.program import Program
 from anybatch.learn.runner.submissions import Ended, Runner, Submission
@@ -57,15 +57,15 @@ def grade(
     begin = time.perf_counter()
     seed = secrets.randbelow(10**6) if seed is None else seed
     check, done = exercise.check, []
-    counts = sorted({*check.devices, *([check.collectives.devices] if check.collectives else [])})
-    submissions: dict[int, Submission] = {}
+    submissions: list[tuple[int, Submission]] = []
     with contextlib.ExitStack() as stack:
         result: dict[str, Any] = {}
         try:
-            for count in counts:
+            for count in processes_of(check):
                 submission = runner.open(source, path or exercise.file_name, devices=count, anybatch=anybatch)
-                submissions[count] = stack.enter_context(submission)
-            for stage, seen in _Grading(check, submissions, seed).stages():
+                submissions.append((count, stack.enter_context(submission)))
+            asking = stack.enter_context(contextlib.closing(Asking(check, submissions)))
+            for stage, seen in _Grading(check, asking, seed).stages():
                 done.append((stage, seen))
         except Failed as failed:
             result = failed.verdict
@@ -80,7 +80,7 @@ def grade(
             result = {"stage": "limits", "title": ended.message}
             if ended.where:
                 result |= dict(zip(("line", "source_line"), ended.where, strict=True))
-        prints = next((each for each in submissions.values() if each.prints), None)
+        prints = next((each for _, each in submissions if each.prints), None)
         if prints:
             result |= {"prints": prints.prints, "prints_dropped": prints.prints_dropped}
     return Verdict(
@@ -120,25 +120,28 @@ def examine_check(exercise: Exercise, seed: int = 0) -> list[str]:
 
 
 class _Grading:
-    def __init__(self, check: Check, submissions: Mapping[int, Submission], seed: int) -> None:
-        self.check, self.submissions, self.seed = check, submissions, seed
-        self.rng = np.random.default_rng(seed)
+    def __init__(self, check: Check, asking: Asking, seed: int) -> None:
+        self.check, self.asking, self.rng = check, asking, np.random.default_rng(seed)
         self.cases = list(check.cases(self.rng))
+        self.inputs = [case for case in self.cases if isinstance(case, Case)]
+        self.refused = [case for case in self.cases if isinstance(case, Raises)]
+        self.same = [(same, same.change(self.rng, self.inputs[0].args)) for same in check.same]
+        self.sizes = [check.memory.args(self.rng, times) for times in (1, check.memory.times)] if check.memory else []
         self.programs: list[tuple[Program, Arguments]] = []
         self.first: tuple[Case, Answer, Expected] | None = None
 
     def stages(self) -> Any:
         """Goes through the stages; yields each that was passed, and what was seen there."""
         self._file()
+        self._look_ahead()
         yield "signature", f"{self.check.function}({', '.join(self.check.parameters)})"
         yield "value", self._values()
-        refused = [case for case in self.cases if isinstance(case, Raises)]
-        for case in refused:
+        for case in self.refused:
             self._refusal(case)
-        if refused:
-            yield "errors", counted(len(refused), "bad input", "bad inputs") + " refused"
-        for same in self.check.same:
-            self._same(same)
+        if self.refused:
+            yield "errors", counted(len(self.refused), "bad input", "bad inputs") + " refused"
+        for same, args in self.same:
+            self._same(same, args)
         if self.check.same:
             yield "invariance", ", ".join(same.what for same in self.check.same) + ": no difference"
         if self.check.differences:
@@ -156,8 +159,7 @@ class _Grading:
             yield "collectives", self._collectives()
 
     def _file(self) -> None:
-        for submission in self.submissions.values():
-            loaded = submission.loaded
+        for loaded in self.asking.loaded():
             if error := loaded.get("error"):
                 raise failure("file", error)
             self._untouched(loaded)
@@ -182,45 +184,46 @@ class _Grading:
             raise Failed("file", f"The file puts something else in place of {name}.", text)
 
     def _ask(self, count: int, args: Arguments, *want: str, note: str = "") -> dict[str, Any]:
-        reply = self.submissions[count].ask(
-            {
-                "do": "call",
-                "function": self.check.function,
-                "args": args,
-                "want": want,
-                "compiled": self.check.is_compiled,
-            }
-        )
+        reply = self.asking.answer(count, args, *want)
         if error := reply.get("error"):
             raise failure("run", error, note)
         self._untouched(reply)
         return reply
 
     def _values(self) -> str:
-        cases = [case for case in self.cases if isinstance(case, Case)]
-        rights = [expected(self.check.reference, case.args, self.rng) for case in cases]
-        want = ("value", "program") if self.check.is_compiled else ("value",)
-
-        def run(count: int) -> None:
-            for case, right in zip(cases, rights, strict=True):
+        rights = [expected(self.check.reference, case.args, self.rng) for case in self.inputs]
+        for count in self.check.devices:
+            for case, right in zip(self.inputs, rights, strict=True):
                 if count not in (case.devices or self.check.devices):
                     continue
-                reply = self._ask(count, case.args, *want, note=case.note)
+                where = f" on {counted(count, 'device', 'devices')}" if len(self.check.devices) > 1 else ""
+                reply = self._ask(count, case.args, *self.wanted, note=case.note + where)
                 answer = read(Answer.read, reply["value"])
-                found[count].append((case, answer, right, reply.get("program", [])))
                 if difference := compare(answer, right, self.check.dtypes):
                     raise self._named(difference, case, answer, right, count)
-
-        found: dict[int, list[Any]] = {count: [] for count in self.check.devices}
-        with concurrent.futures.ThreadPoolExecutor(len(self.check.devices)) as pool:
-            running = [pool.submit(run, count) for count in self.check.devices]
-            for each in running:
-                each.result()
-        for count, ran in found.items():
-            self.programs += [(read(Program.read, program, count), case.args) for case, _, _, program in ran]
-        self.first = found[self.check.devices[0]][0][:3]
+                self.first = self.first or (case, answer, right)
+                if "program" in self.wanted:
+                    self.programs.append((read(Program.read, reply["program"], count), case.args))
         devices = f" on {' and '.join(str(count) for count in self.check.devices)} devices"
-        return counted(len(cases), "case", "cases") + (devices if len(self.check.devices) > 1 else "")
+        return counted(len(self.inputs), "case", "cases") + (devices if len(self.check.devices) > 1 else "")
+
+    @property
+    def wanted(self) -> tuple[str, ...]:
+        return ("value", "program") if self.check.is_compiled else ("value",)
+
+    def _look_ahead(self) -> None:
+        """Asks for all that will be wanted if nothing fails before, in the order in which it will be."""
+        first = self.check.devices[0]
+        for count in self.check.devices:
+            for case in self.inputs:
+                if count in (case.devices or self.check.devices):
+                    self.asking.begin(count, case.args, *self.wanted)
+        for refused in self.refused:
+            self.asking.begin(first, refused.args, *self.wanted[-1:])
+        for _, args in self.same:
+            self.asking.begin(first, args, "value")
+        for args in self.sizes:
+            self.asking.begin(first, args, "temporaries", "value")
 
     def _named(self, difference: Difference, case: Case, answer: Answer, right: Expected, count: int) -> Failed:
         """What is wrong with an answer, by its name if it is a known mistake."""
@@ -243,9 +246,8 @@ class _Grading:
         return Failed(difference.stage, difference.title, text)
 
     def _refusal(self, case: Raises) -> None:
-        count = self.check.devices[0]
         try:
-            self._ask(count, case.args, *(("program",) if self.check.is_compiled else ("value",)))
+            self._ask(self.check.devices[0], case.args, *self.wanted[-1:])
         except Refused as refused:
             error = refused.error
             if case.error not in error["bases"]:
@@ -258,10 +260,9 @@ class _Grading:
             return
         raise Failed("errors", f"It must raise {case.error}, and does not.", f"for {case.note}")
 
-    def _same(self, same: Any) -> None:
+    def _same(self, same: Same, args: Arguments) -> None:
         assert self.first is not None
         case, answer, right = self.first
-        args = same.change(self.rng, case.args)
         other = read(Answer.read, self._ask(self.check.devices[0], args, "value", note=same.what)["value"])
         wanted = answer
         if same.then:
@@ -311,8 +312,7 @@ class _Grading:
         slope, count = self.check.memory, self.check.devices[0]
         assert slope is not None
         found = []
-        for times in (1, slope.times):
-            args = slope.args(self.rng, times)
+        for times, args in zip((1, slope.times), self.sizes, strict=True):
             reply = self._ask(count, args, "temporaries", "value", note=f"a batch {times} times as large")
             found.append(reply["temporaries"])
         right = expected(self.check.reference, args, self.rng, draws=1)

@@ -10,7 +10,10 @@ from typing import Any
 
 # Calls that only hold a program: what is in them is as if it were written where they are.
 TRANSPARENT = frozenset(
-    ("jit", "pjit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr", "remat2")
+    (
+        *("jit", "pjit", "closed_call", "core_call", "eval_jaxpr"),
+        *("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"),
+    )
 )
 
 

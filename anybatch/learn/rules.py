@@ -8,28 +8,10 @@ from anybatch.learn.program import Program
 # These move numbers or make constants; everything else computes.
 MOVES = frozenset(
     (
-        *(
-            "reshape",
-            "broadcast_in_dim",
-            "transpose",
-            "squeeze",
-            "expand_dims",
-            "slice",
-            "dynamic_slice",
-            "copy",
-            "pad",
-        ),
-        *(
-            "convert_element_type",
-            "concatenate",
-            "rev",
-            "iota",
-            "device_put",
-            "sharding_constraint",
-            "copy_p",
-            "gather",
-        ),
-        *("dynamic_update_slice", "split", "stop_gradient", "optimization_barrier", "select_n", "pvary", "pbroadcast"),
+        *("reshape", "broadcast_in_dim", "transpose", "squeeze", "expand_dims", "slice", "dynamic_slice", "copy"),
+        *("convert_element_type", "concatenate", "rev", "iota", "device_put", "sharding_constraint", "copy_p"),
+        *("dynamic_update_slice", "split", "stop_gradient", "optimization_barrier", "select_n", "pvary", "pad"),
+        *("gather", "scatter", "stack", "tile", "reshard", "pbroadcast", "pcast"),
     )
 )
 
@@ -72,7 +54,8 @@ def computes_in(name: str, size: Callable[..., int], says: str) -> Rule:
     def rule(program: Program, args: Arguments) -> str | None:
         large = size(*args)
         for operation in program.find(outside=name):
-            if operation.name != name and operation.name not in MOVES and operation.size >= large:
+            # What holds a program, a loop or a call, computes nothing beside what is in it.
+            if operation.name not in MOVES and not operation.bodies and operation.size >= large:
                 return says
         return None
 

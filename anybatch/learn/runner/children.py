@@ -170,13 +170,17 @@ class Child:
             self._parent.order({"do": "trace", "number": self._number})
         self.wait(0.5)
 
+    def end(self) -> None:
+        """Has it ended, with whatever it has started, without waiting for that. Any thread may do so."""
+        with contextlib.suppress(OSError):
+            self._parent.order({"do": "end", "number": self._number})
+
     def close(self) -> None:
-        """Has it ended, with whatever it has started, and its folder removed, without waiting for that."""
+        """Has it ended, and its folder removed, without waiting for that."""
         if self._is_closed:
             return
         if not self.is_over:
-            with contextlib.suppress(OSError):
-                self._parent.order({"do": "end", "number": self._number})
+            self.end()
         if self.status is None and self.pid is not None and not self._parent.is_running:
             nursery.end(self.pid)  # where the kernel does not do it when the nursery is gone
         self._release()

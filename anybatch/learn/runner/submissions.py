@@ -174,6 +174,10 @@ class Submission:
         """How many bytes were printed after that."""
         return self._child.printed - len(self._child.prints)
 
+    def end(self) -> None:
+        """Has the process ended, also while another thread waits for an answer, which is then told so."""
+        self._child.end()
+
     def close(self) -> None:
         """Has the process ended, with whatever it has started, and its folder removed. It does not wait for that."""
         self._child.close()

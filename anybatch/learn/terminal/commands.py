@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from anybatch.errors import InputError
+from anybatch.learn.asking import processes_of
 from anybatch.learn.catalogue import COURSES, Course, Exercise
 from anybatch.learn.grading import grade
 from anybatch.learn.progress import FOLDER, RECORD, Progress, hash_of
@@ -263,9 +264,9 @@ def doctor() -> bool:
 
 
 def devices_of(exercise: Exercise) -> tuple[int, ...]:
-    """On how many devices an exercise is run; one is among them, since the next one will want it."""
-    check = exercise.check
-    return tuple(sorted({1, *check.devices, *([check.collectives.devices] if check.collectives else [])}))
+    """How many devices each process of a check has; one is among them, since the next exercise will want it."""
+    counts = processes_of(exercise.check)
+    return counts if 1 in counts else (1, *counts)
 
 
 def _progress(course: pathlib.Path | None, folder: pathlib.Path | None, screen: Screen) -> Progress:
