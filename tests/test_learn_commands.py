@@ -65,6 +65,17 @@ def test_without_a_terminal_it_shows_the_page_and_checks_once(run, progress, cou
     assert status == 1 and "Exercise 3 of 3" in text and progress.current.name == "third"
 
 
+def test_a_closed_input_or_output_is_no_terminal(run, progress, monkeypatch):
+    write(progress, 1, "right")
+    with monkeypatch.context() as patch:
+        patch.setattr("sys.stdin", None)
+        assert not commands._is_interactive()
+        patch.setattr("sys.stdout", None)
+        assert not commands._is_interactive()
+        commands.Screen().say("to nobody")
+    assert run()[0] == 0
+
+
 def test_a_start_writes_over_nothing(run, progress):
     write(progress, 1, "right, and mine")
     assert run()[0] == 0 and progress.read(progress.course.exercises[0]) == "right, and mine"

@@ -142,6 +142,13 @@ def test_what_is_wrong_is_said_at_the_first_stage_that_sees_it(source, stage, ti
     assert verdict.started == (verdict.title != "Not written yet.")
 
 
+@pytest.mark.parametrize("module, way_out", [("flax", 'pip install "anybatch[learn]"'), ("nowhere", "")])
+def test_a_package_of_ours_that_is_missing_is_named_with_its_extra(module, way_out):
+    verdict = graded(f"raise ModuleNotFoundError(\"No module named '{module}'\", name='{module}')")
+    assert verdict.stage == "file" and module in verdict.title
+    assert way_out in verdict.text and bool(verdict.text) == bool(way_out)
+
+
 def test_a_known_mistake_has_its_name_and_others_a_factor():
     assert graded(RIGHT.replace("(w)\n", "(w) / n\n")).mistake == "mean"
     verdict = graded(RIGHT.replace("(w)\n", "(w) * 3\n"))

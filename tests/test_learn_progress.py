@@ -1,5 +1,6 @@
 """What a learner has done is kept, whatever happens to the record of it."""
 
+import io
 import json
 import os
 import subprocess
@@ -65,6 +66,31 @@ def test_a_file_that_is_there_is_not_written_over(progress, course):
     progress.path(exercise).write_text("mine")
     assert not progress.place(exercise)
     assert progress.read(exercise) == "mine"
+
+
+def test_a_disk_that_is_full_leaves_no_empty_file(progress, course, monkeypatch):
+    class Full(io.FileIO):
+        def write(self, _):
+            raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("anybatch.learn.progress.open", lambda path, mode, **_: Full(path, mode[0]), raising=False)
+    with pytest.raises(InputError, match="No space left on device"):
+        progress.place(course.exercises[0])
+    monkeypatch.undo()
+    assert progress.place(course.exercises[0])  # nothing stands in the way of another try
+
+
+def test_reset_keeps_what_is_no_file(progress, course, monkeypatch):
+    exercise = course.exercises[0]
+    path = progress.path(exercise)
+    path.mkdir()
+    (path / "notes").write_text("mine")
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+        with pytest.raises(InputError, match="No space"):
+            progress.reset(exercise)
+    assert (path / "notes").exists()  # as it was
+    assert (progress.reset(exercise) / "notes").read_text() == "mine" and progress.read(exercise) == exercise.starter
 
 
 def test_reset_keeps_every_file_that_it_replaces(progress, course):
@@ -196,7 +222,7 @@ def test_what_is_no_text_is_refused(progress, course, contents, reason):
         path.write_bytes(contents)
     with pytest.raises(InputError) as caught:
         progress.read(course.exercises[0])
-    assert reason in caught.value.given and "anybatch learn reset 01_mean_gradient" in caught.value.remedy
+    assert reason in caught.value.given and progress.command("reset", "01_mean_gradient") in caught.value.remedy
     assert progress.state(course.exercises[0]) == "open"
 
 

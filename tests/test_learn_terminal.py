@@ -3,6 +3,7 @@
 import io
 import os
 import pathlib
+import shutil
 import signal
 import time
 
@@ -157,6 +158,16 @@ def test_what_goes_wrong_is_shown_and_it_goes_on(sitting, progress, course):
         time.sleep(0.2)
         path.write_text("back")  # an editor that writes slowly: nothing is said of an empty file
         assert terminal.wait("Wrong: back", "help").count("Wrong") == 1
+        path.write_text("")
+        terminal.wait("Wrong: ", "help")
+        assert terminal.read(0.3) == ""  # it is empty, and not gone
+        path.unlink()
+        path.mkdir()
+        terminal.wait("no file", "reset 01_mean_gradient --course", "help")
+        assert "What you had is in" in terminal.press("xy", "What you had", "help")
+        shutil.rmtree(progress.folder)
+        terminal.press("nn", "must be one that can be written", "help")
+        assert terminal.process.poll() is None
 
 
 @pytest.mark.parametrize(

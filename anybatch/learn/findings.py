@@ -5,6 +5,8 @@ from typing import Any
 
 from anybatch.learn.runner.wire import BrokenWire
 
+EXTRAS = ("flax", "optax")  # packages that an exercise may need, and that anybatch does without
+
 
 class Failed(Exception):
     """The first thing that is wrong."""
@@ -30,6 +32,8 @@ def failure(stage: str, error: Mapping[str, Any], note: str = "") -> Any:
         text = "A function ends with `return`; the process is not its own."
         return Refused(error, stage, f"The file calls sys.exit({error['message']}).", text, **where)
     title, text = title_of(f"{error['type']}: {error['message']}".strip())
+    if error["type"] == "ModuleNotFoundError" and any(name in error["message"] for name in EXTRAS):
+        text = 'This exercise needs a package that is not installed: pip install "anybatch[learn]"'
     if error["type"] == "SyntaxError" and error["source_line"] and error["column"]:
         text = f"{error['source_line']}\n{' ' * (error['column'] - 1)}^"
     if "MemoryError" in error["bases"] or "RESOURCE_EXHAUSTED" in error["message"]:

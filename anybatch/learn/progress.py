@@ -154,8 +154,7 @@ class Progress:
           InputError: if nothing can be written there.
         """
         try:
-            with open(self.path(exercise), "x", encoding="utf-8") as file:
-                file.write(exercise.starter)
+            _create(self.path(exercise), exercise.starter.encode())
         except FileExistsError:
             return False
         except OSError as error:
@@ -168,7 +167,7 @@ class Progress:
         Raises:
           InputError: if it is not there, or no text.
         """
-        return read_source(self.path(exercise))
+        return read_source(self.path(exercise), self.command("reset", exercise.full_name))
 
     def reset(self, exercise: Exercise) -> pathlib.Path | None:
         """Puts the starter back, and forgets that the exercise was solved. Returns where the old file is kept.
@@ -177,13 +176,18 @@ class Progress:
           InputError: if nothing can be written there. The old file is as it was then.
         """
         path = self.path(exercise)
-        kept = None
+        kept, is_moved = None, False
         try:
-            old = path.read_bytes() if path.exists() else exercise.starter.encode()
-            if old != exercise.starter.encode():
-                kept = self._keep(path, old)
+            if path.is_file() and os.access(path, os.R_OK):
+                old = path.read_bytes()
+                if old != exercise.starter.encode():
+                    kept = self._keep(path, lambda kept: _create(kept, old))
+            elif path.exists():  # a folder, say: it is kept as it is
+                kept, is_moved = self._keep(path, lambda kept: _move(path, kept)), True
             _replace(path, exercise.starter)
         except OSError as error:
+            if kept is not None and is_moved:
+                os.rename(kept, path)
             raise self._unwritable(error) from None
 
         def change(mine: dict[str, Any]) -> None:
@@ -193,11 +197,11 @@ class Progress:
         self._change(change)
         return kept
 
-    def _keep(self, path: pathlib.Path, old: bytes) -> pathlib.Path:
+    def _keep(self, path: pathlib.Path, put: Callable[[pathlib.Path], None]) -> pathlib.Path:
         for number in range(1, 10**6):
             kept = path.with_name(f"{path.name}.bak{number}")
-            with contextlib.suppress(FileExistsError), open(kept, "xb") as file:
-                file.write(old)
+            with contextlib.suppress(FileExistsError):
+                put(kept)
                 return kept
         raise OSError(f"There are too many files {path.name}.bak*.")
 
@@ -260,18 +264,22 @@ class Progress:
             yield
 
 
-def read_source(path: pathlib.Path) -> str:
+def read_source(path: pathlib.Path, reset: str = "") -> str:
     """The text of a learner's file.
+
+    Args:
+      path: of the file.
+      reset: the command that puts it back to its beginning.
 
     Raises:
       InputError: if it is not there, no file, too large, or not in UTF-8.
     """
 
-    def refuse(reason: str) -> InputError:
+    def refuse(reason: str, way_out: str = "") -> InputError:
         return InputError(
             "The file of an exercise must be there, be text in UTF-8, and have at most 1 MiB",
             given=f"{path} ({reason})",
-            remedy=f"Put it back to its beginning: anybatch learn reset {path.stem}",
+            remedy=f"{way_out}Put it back to its beginning: {reset or f'anybatch learn reset {path.stem}'}",
         )
 
     try:
@@ -282,7 +290,26 @@ def read_source(path: pathlib.Path) -> str:
     except OSError as error:
         raise refuse(error.strerror or "unreadable") from None
     except UnicodeDecodeError as error:
-        raise refuse(f"byte {error.start} is {error.object[error.start]:#04x}") from None
+        where = f"byte {error.start} is {error.object[error.start]:#04x}"
+        raise refuse(where, "Save it in UTF-8 in your editor. Or: ") from None
+
+
+def _create(path: pathlib.Path, data: bytes) -> None:
+    """Writes a file that is not there; wholly, or not at all."""
+    with open(path, "xb") as file:
+        try:
+            file.write(data)
+            file.flush()
+        except BaseException:
+            path.unlink(missing_ok=True)
+            raise
+
+
+def _move(path: pathlib.Path, target: pathlib.Path) -> None:
+    """Gives a file or a folder a name that is free."""
+    if os.path.lexists(target):
+        raise FileExistsError
+    os.rename(path, target)
 
 
 def _replace(path: pathlib.Path, text: str) -> None:

@@ -26,7 +26,7 @@ def learn(course: pathlib.Path | None, folder: pathlib.Path | None, at: str | No
     progress = _progress(course, folder, screen)
     exercise = _named(progress, at)
     progress.prepare()
-    if not (sys.stdin.isatty() and sys.stdout.isatty()):
+    if not _is_interactive():
         return _once(screen, progress, exercise)
     from anybatch.learn.terminal.watch import Checker, Watch
 
@@ -124,7 +124,7 @@ def reset(course: pathlib.Path | None, folder: pathlib.Path | None, name: str, i
     exercise = _named(progress, name)
     progress.prepare()
     if not is_sure:
-        if not (sys.stdin.isatty() and sys.stdout.isatty()):
+        if not _is_interactive():
             raise InputError(
                 "A file is put back to its beginning when somebody says yes",
                 given=f"nobody to ask about {progress.path(exercise)}",
@@ -275,6 +275,11 @@ def _progress(course: pathlib.Path | None, folder: pathlib.Path | None, screen: 
         folder = pathlib.Path(".") if pathlib.Path(RECORD).exists() else FOLDER
     chosen = Course.builtin() if course is None else Course.read(course)
     return Progress(folder.expanduser(), chosen, say=lambda text: screen.say(text, "yellow"))
+
+
+def _is_interactive() -> bool:
+    """Whether somebody is there to press keys; a stream that was closed is None."""
+    return all(stream is not None and stream.isatty() for stream in (sys.stdin, sys.stdout))
 
 
 def _named(progress: Progress, name: str | None) -> Exercise:

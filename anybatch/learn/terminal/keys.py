@@ -78,10 +78,14 @@ class Saves:
 
     An editor may write it in parts, or write another and rename it: a file that is gone for a moment, empty, or still
     growing is not looked at. A save that changes nothing is none.
+
+    Args:
+      path: of the file.
+      read: what reads it; it raises InputError if there is no text.
     """
 
-    def __init__(self, path: pathlib.Path) -> None:
-        self.path = path
+    def __init__(self, path: pathlib.Path, read: Callable[[], str] | None = None) -> None:
+        self.path, self._read = path, read or (lambda: read_source(path))
         self._seen: tuple[int, ...] | None = None
         self._hash = ""
         self._gone_since: float | None = None
@@ -89,6 +93,10 @@ class Saves:
     @property
     def is_gone(self) -> bool:
         """Whether the file has been missing for longer than a save takes."""
+        return self._is_overdue and self._about() is None
+
+    @property
+    def _is_overdue(self) -> bool:
         return self._gone_since is not None and time.monotonic() - self._gone_since > _GONE
 
     def look(self) -> str | None:
@@ -100,7 +108,7 @@ class Saves:
         about = self._about()
         if not about or not about[0]:
             self._gone_since = self._gone_since or time.monotonic()
-            if not about or not self.is_gone:
+            if not about or not self._is_overdue:
                 return None
         else:
             self._gone_since = None
@@ -110,7 +118,7 @@ class Saves:
         if self._about() != about:
             return None
         self._seen = about
-        source = read_source(self.path)
+        source = self._read()
         if hash_of(source) == self._hash:
             return None
         self._hash = hash_of(source)
@@ -121,4 +129,4 @@ class Saves:
             about = os.stat(self.path)
         except OSError:
             return None
-        return about.st_size, about.st_mtime_ns, about.st_ino
+        return about.st_size, about.st_mtime_ns, about.st_ino, about.st_mode

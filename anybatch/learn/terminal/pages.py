@@ -4,6 +4,7 @@ With colours in a terminal; as plain lines where they are read by another progra
 """
 
 import codecs
+import io
 import re
 import sys
 import unicodedata
@@ -98,7 +99,7 @@ class Screen:
     """
 
     def __init__(self, file: IO[str] | None = None, console: Console | None = None) -> None:
-        file = file or sys.stdout
+        file = file or sys.stdout or io.StringIO()  # where the output was closed, nobody reads it
         encoding = (getattr(file, "encoding", None) or "utf-8").lower().replace("-", "")
         self.is_plain = not file.isatty() if console is None else not console.is_terminal
         self.marks = _MARKS if encoding.startswith("utf") else _ASCII

@@ -127,9 +127,13 @@ class Watch:
         self.course, self.progress, self.screen, self.checker = course, progress, screen, checker
         self.keyboard = Keyboard(keyboard, on_return=self._keys)
         self.exercise = progress.current
-        self.saves = Saves(progress.path(self.exercise))
+        self.saves = self._saves()
         self.question = ""  # the key that was pressed, and waits for another
         self.is_over = self.is_at_end = self.was_gone = False
+
+    def _saves(self) -> Saves:
+        exercise = self.exercise
+        return Saves(self.progress.path(exercise), lambda: self.progress.read(exercise))
 
     def run(self, exercise: Exercise) -> int:
         """Goes on until the learner quits. Returns the exit status."""
@@ -219,11 +223,11 @@ class Watch:
         self.screen.flush()
 
     def _arrive(self, exercise: Exercise) -> None:
+        self.progress.place(exercise)  # if that cannot be, nothing else is done
         self.exercise, self.is_at_end, self.was_gone = exercise, False, False
         self.checker.prepare(exercise)
         self.progress.go_to(exercise)
-        self.progress.place(exercise)
-        self.saves = Saves(self.progress.path(exercise))
+        self.saves = self._saves()
         state, source = self.progress.state(exercise), None
         with contextlib.suppress(InputError):
             source = self.saves.look()
@@ -244,6 +248,12 @@ class Watch:
         self._tell(show)
 
     def _press(self, key: str) -> None:
+        try:
+            self._do(key)
+        except InputError as error:  # a disk that is full, say: the sitting goes on
+            self._say(str(error), "red")
+
+    def _do(self, key: str) -> None:
         question, self.question = self.question, ""
         if question == "x":
             self._reset() if key == "y" else self._say("Nothing was changed.")
