@@ -1,5 +1,9 @@
 """The course does what it says: starters fail, solutions pass, mistakes are caught and named."""
 
+import ast
+import builtins
+import re
+
 import pytest
 
 from anybatch.learn.catalogue import Course
@@ -26,6 +30,20 @@ def test_every_exercise_is_sound(exercise, runner):
 
 def test_the_course_is_in_the_order_of_its_numbers():
     assert [exercise.number for exercise in COURSE.exercises] == list(range(1, 17))
+
+
+@pytest.mark.parametrize("exercise", COURSE.exercises, ids=lambda exercise: exercise.name)
+def test_a_worked_example_can_be_pasted(exercise):
+    """Its names are all its own: what it imports, or defines. (A second block may go on from what a learner has.)"""
+    section = exercise.page.partition("## A worked example")[2].partition("\n## ")[0]
+    code = re.search(r"```python\n(.*?)```", section, re.DOTALL)[1]
+    tree = ast.walk(ast.parse(code))
+    names = [node for node in tree if isinstance(node, (ast.Name, ast.alias, ast.FunctionDef, ast.arg))]
+    used = {node.id for node in names if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
+    known = {getattr(node, "id", None) for node in names if isinstance(getattr(node, "ctx", None), ast.Store)}
+    known |= {node.asname or node.name.partition(".")[0] for node in names if isinstance(node, ast.alias)}
+    known |= {getattr(node, "name", None) or getattr(node, "arg", None) for node in names}
+    assert used - known - set(dir(builtins)) == set()
 
 
 # What somebody tries who wants the mark and not the lesson: a file in `mistakes/`, proved above to be caught.
