@@ -86,8 +86,7 @@ class Runner:
 
         with self._lock:
             child = self._take(devices)
-            self._refill()
-        return Submission(child, fork, self.limits, source, path, anybatch)
+        return Submission(child, fork, self._closed, self.limits, source, path, anybatch)
 
     def close(self) -> None:
         """Ends all processes, and removes what they had on disk."""
@@ -114,6 +113,11 @@ class Runner:
             spare.close()
         return self._fork(devices, warm=False)
 
+    def _closed(self) -> None:
+        """A check is over: only now, since a spare that warms up would take the cores from it."""
+        with self._lock:
+            self._refill()
+
     def _refill(self) -> None:
         for count, wanted in self._wanted.items():
             spares = self._spares.setdefault(count, [])
@@ -136,8 +140,16 @@ class Submission:
     """A learner's file while it is being checked. Not to be asked by two threads at once."""
 
     def __init__(
-        self, child: Child, fork: Callable[[], Child], limits: Limits, source: str, path: str, anybatch: bool
+        self,
+        child: Child,
+        fork: Callable[[], Child],
+        closed: Callable[[], None],
+        limits: Limits,
+        source: str,
+        path: str,
+        anybatch: bool,
     ) -> None:
+        self._closed = closed
         self._child, self._fork, self._limits, self._source, self._path = child, fork, limits, source, path
         self._left = limits.seconds
         self.layers: frozenset[str] = frozenset()
@@ -181,6 +193,7 @@ class Submission:
     def close(self) -> None:
         """Has the process ended, with whatever it has started, and its folder removed. It does not wait for that."""
         self._child.close()
+        self._closed()
 
     def __enter__(self) -> "Submission":
         return self
