@@ -1,5 +1,6 @@
 """The commands of `anybatch learn`, and what authors have: most of them with a stand-in for what checks."""
 
+import dataclasses
 import json
 import pathlib
 import subprocess
@@ -270,8 +271,6 @@ def test_a_course_as_it_is_written_is_sound(proved):
     ],
 )
 def test_what_is_not_as_it_should_be_is_found(proved, which, change, defect):
-    import dataclasses
-
     def dishonest(exercise, source, runner, *, seed, anybatch):
         verdict = honest(exercise, source, runner, seed=seed, anybatch=anybatch)
         is_meant = which in source and exercise.name == "second"
@@ -280,6 +279,17 @@ def test_what_is_not_as_it_should_be_is_found(proved, which, change, defect):
     status, found = proved(dishonest)
     assert status == 1 and [bool(each["defects"]) for each in found["exercises"]] == [False, True, False]
     assert found["exercises"][1]["defects"][0].startswith(defect)
+
+
+def test_parameters_may_be_a_list(course):
+    exercise = dataclasses.replace(course.exercises[0])
+    exercise.__dict__["check"] = dataclasses.replace(exercise.check, parameters=list(exercise.check.parameters))
+    assert development._on_paper(exercise) == []
+
+
+def test_no_line_of_the_help_is_cut_off(run):
+    assert "..." not in run("--help", places=())[1].partition("Commands:")[2]
+    assert "..." not in run("dev", "--help", places=())[1].partition("Commands:")[2]
 
 
 def test_an_author_hears_of_every_defect_at_once(tmp_path):
@@ -316,6 +326,16 @@ def test_an_exercise_that_breaks_does_not_break_the_others(proved):
     status, found = proved(broken)
     assert status == 1 and "ZeroDivisionError: in the reference" in found["exercises"][1]["defects"][0]
     assert [bool(each["defects"]) for each in found["exercises"]] == [False, True, False]
+
+
+def test_a_rule_that_nothing_breaks_is_a_note(course, monkeypatch):
+    monkeypatch.setattr(development, "grade", honest)
+    exercise = dataclasses.replace(course.exercises[0])
+    exercise.__dict__["check"] = dataclasses.replace(exercise.check, program=(lambda program, args: None,))
+    found = development.examine(exercise, learn_course.Runner(), 1)
+    assert found.defects == [] and [note.partition(":")[0] for note in found.notes] == [
+        "no file in mistakes/ is caught by program"
+    ]
 
 
 def test_a_slow_check_is_a_note(proved):

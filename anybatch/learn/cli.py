@@ -85,7 +85,7 @@ def hint(
     return commands.hint(*_places(context, course, folder), name, level)
 
 
-@app.command()
+@app.command(short_help="Show a solution of what you have solved.")
 def solution(
     context: typer.Context,
     name: Name = None,
@@ -99,7 +99,7 @@ def solution(
     return commands.solution(*_places(context, course, folder), name, anyway)
 
 
-@app.command()
+@app.command(short_help="Put a file back to its beginning.")
 def reset(
     context: typer.Context,
     name: Annotated[str, typer.Argument(help="A number or a name.")],
@@ -113,7 +113,7 @@ def reset(
     return commands.reset(*_places(context, course, folder), name, yes)
 
 
-@app.command()
+@app.command(short_help="Show what keeps a check apart on this machine.")
 def doctor() -> Any:
     """Show what keeps a check apart on this machine, that one works, and how long it takes."""
     from anybatch.learn.terminal import commands
@@ -122,6 +122,7 @@ def doctor() -> Any:
 
 
 @app.command(
+    short_help="Check many files at once.",
     help="Check many files at once: those you name, or those that are there; the exit status is 0 if all pass."
     "\n\nWhat is solved and was not changed since is not run again. With --json, one object:"
     "\n\n\b\n"
@@ -134,7 +135,7 @@ def doctor() -> Any:
     "        solved   whether it ever was\n"
     '        message  why it is unreadable, or ""\n'
     "        verdict  null if it was not run, else an object: exercise, passed, stage, title, text, mistake, line,\n"
-    "                 source_line, prints, prints_dropped, seconds, seed, done, started"
+    "                 source_line, prints, prints_dropped, seconds, seed, done, started",
 )
 def check(
     context: typer.Context,
@@ -152,7 +153,7 @@ def check(
     return commands.check(*places, names or [], every=every, as_json=as_json, again=again)
 
 
-@development.command("check")
+@development.command("check", short_help="Prove a course.")
 def prove(
     context: typer.Context,
     course: CourseOption = None,
@@ -166,7 +167,7 @@ def prove(
     return development.check(_places(context, course)[0], exercise, seeds=seeds, as_json=as_json)
 
 
-@development.command("new")
+@development.command("new", short_help="Begin a course, or one more exercise.")
 def begin(
     folder: Annotated[pathlib.Path, typer.Argument(help="Of the course.")],
     exercise: Annotated[

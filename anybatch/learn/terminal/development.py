@@ -108,7 +108,7 @@ def _on_paper(exercise: Exercise) -> list[str]:
             wanted = f"{check.function}({', '.join(check.parameters)})"
             if found is None:
                 yield f"{name} has no function {check.function}, which check.py names"
-            elif found != check.parameters:
+            elif found != tuple(check.parameters):
                 yield f"{name} has {check.function}({', '.join(found)}), and check.py says {wanted}"
         if len(re.findall(r"[.!?:](?=\s|$)", exercise.why)) < 2:
             yield "the docstring of solution.py must say why it is right, in two sentences or more"
@@ -154,6 +154,9 @@ def _in_practice(exercise: Exercise, runner: Runner, seeds: int, found: Examined
     for mistake in exercise.check.mistakes:
         if mistake.name not in made:
             yield f"no file in mistakes/ makes the mistake {mistake.name!r} that check.py names"
+    for stage in ("program", "memory", "collectives"):
+        if getattr(exercise.check, stage) and stage not in {wrong.caught_by for wrong in exercise.mistakes}:
+            found.notes.append(f"no file in mistakes/ is caught by {stage}: nothing shows that it catches anything")
     if min(times) > QUICK:
         found.notes.append(
             f"a check takes {min(times):.2f} s, while another exercise runs; {QUICK} s feel like at once"
