@@ -14,7 +14,7 @@ def cases(rng):
     whole, number = int(rng.integers(2, 6)), float(rng.choice([-1.75, -0.5, 0.75, 2.5]))
     return [
         *(
-            Case((np.float32(rng.uniform(1, 3)).reshape(()), examples(7)), "7 examples, w an array ()")
+            Case((np.float32(rng.uniform(1, 3)).reshape(()), examples(7)), "7 examples, w an array of shape ()")
             for _ in range(3)
         ),
         Case((whole, examples(7)), f"7 examples, w = {whole}, a Python int"),
