@@ -281,6 +281,17 @@ def test_what_is_not_as_it_should_be_is_found(proved, which, change, defect):
     assert found["exercises"][1]["defects"][0].startswith(defect)
 
 
+def test_the_answers_are_hidden_from_mistakes_too(proved, monkeypatch, course):
+    class Recording(learn_course.Runner):
+        def __init__(self, **options):
+            super().__init__()
+            asked.append(options)
+
+    asked = []
+    monkeypatch.setattr(development, "Runner", Recording)
+    assert proved(honest)[0] == 0 and asked and all(each == {"hidden": [course.folder]} for each in asked)
+
+
 def test_parameters_may_be_a_list(course):
     exercise = dataclasses.replace(course.exercises[0])
     exercise.__dict__["check"] = dataclasses.replace(exercise.check, parameters=list(exercise.check.parameters))

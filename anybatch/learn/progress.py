@@ -291,7 +291,7 @@ def read_source(path: pathlib.Path, reset: str = "") -> str:
         raise refuse(error.strerror or "unreadable") from None
     except UnicodeDecodeError as error:
         where = f"byte {error.start} is {error.object[error.start]:#04x}"
-        raise refuse(where, "Save it in UTF-8 in your editor. Or: ") from None
+        raise refuse(where, "Save it in UTF-8. ") from None
 
 
 def _create(path: pathlib.Path, data: bytes) -> None:

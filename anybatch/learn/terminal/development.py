@@ -178,7 +178,7 @@ def examine_all(exercises: Sequence[Exercise], seeds: int, tick: Callable[[], An
 
     def work(exercise: Exercise) -> Examined:
         if not hasattr(own, "runner"):
-            own.runner = Runner()
+            own.runner = Runner(hidden=[exercise.folder.parent])  # as a learner's is
             runners.append(own.runner)
         return examine(exercise, own.runner, seeds, tick)
 
