@@ -79,7 +79,7 @@ RIGHT = "def total(w, x, n):\n    return jax.grad(lambda w: jnp.sum((x @ w) ** 2
 SCAN = """
 def total(w, x, n):
     def add(total, part):
-        return total + jax.grad(lambda w: jnp.sum(jnp.tanh(part @ w) * 0 + (part @ w) ** 2))(w), None
+        return total + jax.grad(lambda w: jnp.sum(jnp.tanh(part @ w) * 1e-30 + (part @ w) ** 2))(w), None
     return lax.scan(add, jnp.zeros_like(w), x.reshape(int(n), -1, x.shape[-1]))[0]
 """
 LOOP = """
@@ -89,7 +89,7 @@ def total(w, x, n):
 DUMMY = """
 def total(w, x, n):
     waste = lax.scan(lambda total, part: (total + part.sum(), None), 0.0, x.reshape(int(n), -1))[0]
-    return jax.grad(lambda w: jnp.sum((x @ w) ** 2))(w) + 0 * waste
+    return jax.grad(lambda w: jnp.sum((x @ w) ** 2))(w) + 1e-30 * waste
 """
 STACK = """
 def total(w, x, n):
@@ -250,7 +250,7 @@ INSIDE = computes_in("scan", lambda w, x, n: len(x), "Something is computed from
         (DUMMY, [INSIDE], "Something is computed from the whole batch."),
         (STACK, [SCANNED, INSIDE], "Something is computed from the whole batch."),
         (STACK, [stacks_less_than(lambda w, x, n: int(n) * len(w), "It stacks.")], "It stacks."),
-        (DUMMY.replace(" + 0 * waste", ""), [needs("scan", "A scan is unused.")], "A scan is unused."),
+        (DUMMY.replace(" + 1e-30 * waste", ""), [needs("scan", "A scan is unused.")], "A scan is unused."),
         (SCAN, [forbids("tanh", says="No tanh.", inside="scan")], "No tanh."),
         (SCAN, [forbids("tanh", says="No tanh.", outside="scan")], ""),
         (SCAN, [needs("dot_general", "Too often.", inside="scan", at_most=1)], "Too often."),
@@ -306,3 +306,44 @@ def test_a_verdict_is_plain_data():
     import json
 
     assert json.loads(json.dumps(graded(RIGHT).as_json()))["passed"] is True
+
+
+DECOY = "    nothing, _ = lax.scan(lambda c, i: (c + i, None), 0.0, jnp.arange(float(int(n))))\n"
+FULL_BATCH = "jax.grad(lambda w: jnp.sum((x @ w) ** 2))(w)"
+PRETENDS = {
+    "0 * scan": f"{DECOY}    return {FULL_BATCH} + 0 * nothing\n",
+    "zeros * scan": f"{DECOY}    return {FULL_BATCH} + jnp.zeros(3) * nothing\n",
+    "inside of a call": f"{DECOY}    return jax.jit(lambda a, b: a + 0 * b)({FULL_BATCH}, nothing)\n",
+}
+
+
+@pytest.mark.parametrize("body", PRETENDS.values(), ids=PRETENDS)
+def test_what_is_multiplied_by_zero_is_not_in_the_program(body):
+    check = dataclasses.replace(CHECK, program=[scans(lambda w, x, n: n, says="No scan.")])
+    source = "def total(w, x, n):\n" + body
+    assert graded(source, check).title == "No scan."
+    assert graded(source.replace("0 *", "1e-30 *").replace("zeros(3)", "full(3, 1e-30)"), check).passed
+
+
+def test_numbers_that_come_from_a_callback_are_refused_and_prints_are_not():
+    body = "jax.pure_callback(lambda w, x: 2 * np.asarray(x).T @ (np.asarray(x) @ np.asarray(w)), w, w, x)"
+    verdict = graded(f"def total(w, x, n):\n    return {body}\n")
+    assert verdict.stage == "program" and "jax.debug.print" in verdict.text
+    assert graded(f"def total(w, x, n):\n    jax.debug.print('{{}}', w)\n    return {FULL_BATCH}\n").passed
+
+
+@pytest.mark.parametrize(
+    "body, says",
+    [
+        ("return w if w[0] > 0 else -w", "jnp.where"),
+        ("return np.sum(x, axis=0) * np.asarray(w)", "argument w"),
+        ("return 'a text'", "a str where an array belongs"),
+        ("yield w", "because of its `yield`"),
+        ("return jax.grad(lambda w: w)", "Call it, and return its result."),
+        ("lax.scan(lambda c, row: (c, kept.append(row)), 0.0, x); return kept[0]", "a value that was traced elsewhere"),
+    ],
+)
+def test_errors_of_jax_speak_of_the_learners_function(body, says):
+    verdict = graded(f"kept = []\ndef total(w, x, n):\n    {body}\n")
+    text = f"{verdict.title}\n{verdict.text}"
+    assert verdict.stage == "run" and says in text and "evidence.py" not in text, text

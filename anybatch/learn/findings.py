@@ -23,6 +23,20 @@ class Refused(Failed):
         self.error = error
 
 
+# What to do about errors of JAX that nobody understands at first: a part of the name or the message, and plain words.
+_TRACED = "Under jax.jit, which every check uses, an array has a shape and a dtype, and no values yet."
+_WAYS_OUT = {
+    "TracerBoolConversionError": f"{_TRACED} `if`, `while`, `and` and `assert` cannot look at it: use "
+    "jnp.where(condition, a, b), or decide by shapes and Python numbers.",
+    "TracerArrayConversionError": f"{_TRACED} numpy cannot compute with it: use jax.numpy, jnp for np.",
+    "TracerIntegerConversionError": f"{_TRACED} It cannot be an index of a list, or a size.",
+    "ConcretizationTypeError": f"{_TRACED} int(), float() and .item() cannot take one out: go on with the array, or "
+    "take sizes from .shape and from Python numbers.",
+    "Disable jit is not supported": "The file turns jax.jit off; a check has to trace your function. Take "
+    "jax_disable_jit out of the file.",
+}
+
+
 def failure(stage: str, error: Mapping[str, Any], note: str = "") -> Any:
     """What became of an exception in the learner's file."""
     where = {"line": error["line"], "source_line": error["source_line"]}
@@ -39,6 +53,8 @@ def failure(stage: str, error: Mapping[str, Any], note: str = "") -> Any:
     if "MemoryError" in error["bases"] or "RESOURCE_EXHAUSTED" in error["message"]:
         limit = "A check has only so much memory; `anybatch learn doctor` says how much."
         text = "\n".join(filter(None, (limit, text)))
+    if way_out := next((words for name, words in _WAYS_OUT.items() if name in title), None):
+        text = f"{way_out}\n{text}".strip()
     return Refused(error, stage, title, "\n".join(filter(None, (f"for {note}" if note else "", text))), **where)
 
 

@@ -71,3 +71,14 @@ def stacks_less_than(size: Callable[..., int], says: str) -> Rule:
         return says if any(total >= large for total in stacked) else None
 
     return rule
+
+
+def computes_elsewhere(program: Program, args: Arguments) -> str | None:
+    """Whether numbers come from Python code that the program calls back: nothing could be said of what that does."""
+    if any(each.outputs for each in program.find("pure_callback", "io_callback")):
+        return (
+            "The program calls back into Python, where nobody sees what is computed.\n"
+            "Write it with jax.numpy instead of numpy, without jax.pure_callback or io_callback. To look at a value, "
+            "jax.debug.print is fine."
+        )
+    return None

@@ -164,7 +164,8 @@ def _ratio(answer: Answer, right: Expected) -> list[str]:
 def _structures(answer: Answer, right: Answer) -> tuple[str, str]:
     mine, theirs = (each.structure.removeprefix("PyTreeDef(").removesuffix(")") for each in (answer, right))
     if mine == "None":
-        return "The function returns None: is a `return` missing?", f"It must return {theirs}, where * is an array."
+        wanted = "an array" if theirs == "*" else f"{theirs}, where * is an array"
+        return "The function returns None: is a `return` missing?", f"It must return {wanted}."
     return "The answer has another structure than asked for.", f"yours:    {mine}\nexpected: {theirs}\n(* is an array)"
 
 

@@ -5,6 +5,7 @@ each kind of arguments, and its value, its program, its bytes and its collective
 """
 
 import builtins
+import functools
 import importlib.abc
 import inspect
 import linecache
@@ -26,6 +27,11 @@ _GUARDED = (builtins, np, np.linalg, jax, jnp, jax.lax, jax.tree, jax.tree_util,
 _NOT_BY_HAND = (
     "This exercise is about writing it by hand once, so anybatch cannot be imported here. "
     "The line that does the same with it is shown when the exercise is solved."
+)
+_LEAKED = (
+    "a value that was traced elsewhere is used.\n"
+    "It was put into a list, a dict or a global name, by another call or in the body of a loop, and means nothing "
+    "outside of that. Hand values on by arguments, results, and the carry of a loop."
 )
 
 
@@ -109,17 +115,23 @@ class _Compiled:
     """A function for one kind of arguments: arrays are traced, everything else is as it is."""
 
     def __init__(self, function: Callable, leaves: Sequence[Any], structure: Any) -> None:
-        fixed = [None if _is_array(leaf) else leaf for leaf in leaves]
-        self.which = [index for index, leaf in enumerate(leaves) if _is_array(leaf)]
+        self.structure = structure
 
-        def flat(*arrays: Any) -> Any:
-            given = list(fixed)
-            for index, array in zip(self.which, arrays, strict=True):
-                given[index] = array
-            return function(*jax.tree.unflatten(structure, given))
+        # Errors of JAX speak of the learner's function, its line and its arguments, not of this one.
+        @functools.wraps(function)
+        def traced(*args: Any) -> Any:
+            arrays = iter(jax.tree.leaves(args))
+            given = [next(arrays) if _is_array(leaf) else leaf for leaf in leaves]
+            answer = function(*jax.tree.unflatten(structure, given))
+            _refuse_what_is_no_array(answer)
+            return answer
 
-        self.traced = jax.jit(flat).trace(*(leaves[index] for index in self.which))
+        self.traced = jax.jit(traced).trace(*self._arrays(leaves))
         self._compiled: Any = None
+
+    def _arrays(self, leaves: Sequence[Any]) -> tuple[Any, ...]:
+        """The arguments, with nothing in the place of what is not traced."""
+        return jax.tree.unflatten(self.structure, [leaf if _is_array(leaf) else None for leaf in leaves])
 
     @property
     def compiled(self) -> Any:
@@ -128,7 +140,13 @@ class _Compiled:
         return self._compiled
 
     def value(self, leaves: Sequence[Any]) -> dict[str, Any]:
-        return _tree(self.compiled(*(leaves[index] for index in self.which)))
+        try:
+            return _tree(self.compiled(*self._arrays(leaves)))
+        except TypeError as error:
+            # A tracer that outlived its trace is one more input of the program, which nobody can give.
+            if str(error).startswith("Computation compiled for"):
+                raise jax.errors.UnexpectedTracerError(_LEAKED) from None
+            raise
 
 
 class _NotByHand(importlib.abc.MetaPathFinder):
@@ -137,9 +155,49 @@ class _NotByHand(importlib.abc.MetaPathFinder):
             raise ImportError(_NOT_BY_HAND, name=name)
 
 
+def _refuse_what_is_no_array(answer: Any) -> None:
+    if inspect.isgenerator(answer):  # which JAX would warn of
+        raise TypeError("the function returns a generator, because of its `yield`. Use `return`.")
+    for leaf in jax.tree.leaves(answer):
+        if not isinstance(leaf, (jax.Array, np.ndarray, np.generic, bool, int, float, complex)):
+            hint = " Call it, and return its result." if inspect.isfunction(leaf) else ""
+            raise TypeError(f"the answer has a {type(leaf).__name__} where an array belongs.{hint}")
+
+
 def operations(jaxpr: Any) -> list[Any]:
-    """The program of a function in plain data, as `anybatch.learn.program.Program` reads it."""
-    return _operations(compat.used_part(jaxpr))
+    """The program of a function in plain data, as `anybatch.learn.program.Program` reads it.
+
+    What has no influence on the result is not in it: neither what nobody uses, nor what is multiplied by 0.
+    """
+    return _operations(compat.used_part(_without_products_with_zero(compat.opened(jaxpr))))
+
+
+def _without_products_with_zero(jaxpr: Any) -> Any:
+    """The jaxpr with 0 * 0 for 0 * x, here and in the programs inside. It is looked at, and never run."""
+    zeros: set[int] = set()
+    equations = []
+    for equation in jaxpr.eqns:
+        name, operands = equation.primitive.name, equation.invars
+        is_zero = [_is_literal_zero(each) or id(each) in zeros for each in operands]
+        if name in ("broadcast_in_dim", "convert_element_type", "mul") and any(is_zero):
+            zeros.update(id(each) for each in equation.outvars)
+            equation = equation.replace(invars=[operands[is_zero.index(True)]] * len(operands))
+        params = {key: _inside(value) for key, value in equation.params.items()}
+        equations.append(equation.replace(params=params))
+    return jaxpr.replace(eqns=equations)
+
+
+def _inside(value: Any) -> Any:
+    if isinstance(value, (tuple, list)) and any(hasattr(compat.opened(each), "eqns") for each in value):
+        return type(value)(_inside(each) for each in value)
+    if not hasattr(compat.opened(value), "eqns"):
+        return value
+    inner = _without_products_with_zero(compat.opened(value))
+    return inner if compat.opened(value) is value else value.replace(jaxpr=inner)
+
+
+def _is_literal_zero(operand: Any) -> bool:
+    return bool(np.all(np.asarray(operand.val) == 0)) if hasattr(operand, "val") else False
 
 
 def _operations(jaxpr: Any) -> list[Any]:
