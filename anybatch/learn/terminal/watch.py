@@ -216,8 +216,8 @@ class Watch:
         self._tell(lambda: self.screen.say(f"\n{text}", style))
 
     def _keys(self) -> None:
-        here = "b back" if self.is_at_end else "n next   h hint   r run"
-        self.screen.keys(f"{here}   l list   q quit   ? help")
+        here, reset = ("b back", "") if self.is_at_end else ("n next   h hint   r run", "x reset   ")
+        self.screen.keys(f"{here}   l list   {reset}q quit   ? help")
         if self.checker.is_busy:
             self.screen.checking()
         self.screen.flush()
