@@ -299,6 +299,9 @@ def _warm_up(thoroughly: bool) -> None:
     # Of numpy, since making an array of JAX would be one more program to compile.
     arrays = np.ones(3, np.float32), np.ones((4, 3), np.float32)
     jax.block_until_ready(jax.jit(jax.value_and_grad(loss)).trace(*arrays).lower().compile()(*arrays))
+    # Random numbers are long programs; what can be kept of these is how they are written down.
+    draw = jax.vmap(lambda key, index: jax.random.bernoulli(jax.random.fold_in(key, index)), (None, 0))
+    jax.jit(draw).trace(np.zeros(2, np.uint32), np.arange(3)).lower()
 
 
 def _next(requests: int) -> tuple[int, Any]:
