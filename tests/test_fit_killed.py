@@ -47,7 +47,7 @@ def uninterrupted(tmp_path_factory):
 @pytest.mark.thorough
 @pytest.mark.parametrize("seed", range(2))
 def test_twenty_signals_at_random_moments_leave_the_same_bits(tmp_path, uninterrupted, seed):
-    """Ten of them here, ten with the other seed: SIGTERM, Ctrl-C and SIGKILL."""
+    """Ten of them here, ten with the other seed, which is among the long ones: SIGTERM, Ctrl-C and SIGKILL."""
     generator = random.Random(seed)
     ends = []
     for _ in range(10):
