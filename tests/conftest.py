@@ -1,6 +1,7 @@
 """Strict: eight devices, no silent promotion of dtypes or ranks, warnings are errors (pyproject.toml)."""
 
 import os
+import signal
 
 import jax
 import pytest
@@ -14,6 +15,9 @@ jax.config.update("jax_platforms", os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # which XLA still has the old one. ANYBATCH_TESTS_COMPILE=fully has programs compiled as users have them.
 if jax.__version_info__ < (0, 11) and os.environ.get("ANYBATCH_TESTS_COMPILE") != "fully":
     os.environ["XLA_FLAGS"] += " --xla_cpu_use_fusion_emitters=false"
+# In the background of a shell Ctrl-C is ignored, and then it is by whatever is started from here.
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 os.environ["ANYBATCH_CACHE"] = "off"  # what one run measures must not decide what the next one tests
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
