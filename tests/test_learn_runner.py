@@ -246,6 +246,22 @@ ENDS = {
         "channel",
         "something else was written to",
     ),
+    "an answer of one's own": (
+        """
+        import json, os, struct
+        def f(x):
+            text = json.dumps({"value": 1}).encode()
+            data = struct.pack(">I", len(text)) + text
+            for descriptor in range(3, 256):
+                try:
+                    os.write(descriptor, struct.pack(">QI", len(data), 0) + data)
+                except OSError:
+                    pass
+            return x
+        """,
+        "channel",
+        "something else was written to",
+    ),
     "requests read": (
         """
         import os, select
