@@ -62,6 +62,13 @@ def held(runner, mode=None, **limits):
     return other
 
 
+def layers(runner):
+    """What holds a process on this machine; a container may allow less."""
+    with runner.open("", "exercise.py") as submission:
+        assert submission.loaded is not None
+        return submission.layers
+
+
 def left_by(runner, seconds=5.0):
     """Processes and files that are still there, after they have had a moment."""
     pid, folder = runner._nursery.process.pid, runner._nursery.folder
@@ -473,13 +480,19 @@ def refused(results, says=None):
 
 @pytest.mark.parametrize("mode", ["all", "kernel alone", "hook alone"])
 def test_what_is_refused(runner, course, listener, tmp_path, mode):
+    is_whole = {"network", "files", "landlock", "seccomp"} <= layers(runner)
+    if mode == "kernel alone" and not is_whole:
+        pytest.skip("this kernel does not give all of it")
     streams, _ = listener
     (tmp_path / "file").write_text("mine")
-    places = {"FILE": str(course / "solution.py"), "COURSES": str(pathlib.Path(children.__file__).parent / "courses")}
+    places = {
+        "FILE": str(course / "solution.py"),
+        "COURSES": str(pathlib.Path(children.__file__).parents[1] / "courses"),
+    }
     port = streams.getsockname()[1]
     network = {"PORT": port, "ADDRESS": struct.pack("=HH4s8x", 2, socket.htons(port), socket.inet_aton("127.0.0.1"))}
     by_python = {**PROCESSES, **NETWORK, **HIDDEN, **FILES}
-    by_c = {} if mode == "hook alone" else {**C_PROCESSES, **C_NETWORK, **C_HIDDEN, **C_FILES}
+    by_c = {} if mode == "hook alone" or not is_whole else {**C_PROCESSES, **C_NETWORK, **C_HIDDEN, **C_FILES}
     tried = {f"{kind} {name}": code for kind, each in (("", by_python), ("C:", by_c)) for name, code in each.items()}
     results = attempts(held(runner, mode), tried, OUTSIDE=str(tmp_path), **places, **network)
     refused(results)
@@ -555,9 +568,10 @@ def test_files_in_the_empty_folder(runner, mode):
             open(f"file{number}", "w").close()
         return x
     """
+    is_in_memory = mode == "all" and "files" in layers(runner)
     found = outcome(held(runner, mode), source)
     # Where it lies in memory, there is room for so many.
-    assert (found.kind, found.line) == (("answer", None) if mode == "limits alone" else ("OSError", 11))
+    assert (found.kind, found.line) == (("OSError", 11) if is_in_memory else ("answer", None))
 
 
 def test_threads_by_the_thousand(runner):
