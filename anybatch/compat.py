@@ -211,20 +211,34 @@ def key_impl(key_dtype: Any) -> str:
     return key_dtype._impl.name
 
 
+# Whether the transpose of a scan keeps its inputs apart if only some of their gradients are written in place.
+TRANSPOSES_MIXED_SCANS = jax.__version_info__ >= (0, 11)
+
+
 def nested_input(equation: Any, position: int) -> tuple[Any, Any] | None:
     """The jaxpr inside an equation, and its variable for the operand at `position`.
 
     None unless that variable stands for the operand and nothing else: a nested function's, or for a scan the
     slices of an array that it scans over.
     """
-    name, params = equation.primitive.name, equation.params
-    if name == "scan":
-        if position < sum(scan_counts(params)):
-            return None
-    elif name not in ("jit", "pjit", "remat2", "checkpoint"):
+    inner = function_of(equation)
+    if inner is None or (equation.primitive.name == "scan" and position < sum(scan_counts(equation.params))):
         return None
-    inner = getattr(params["jaxpr"], "jaxpr", params["jaxpr"])
-    return (inner, inner.invars[position]) if len(inner.invars) == len(equation.invars) else None
+    return inner, inner.invars[position]
+
+
+def function_of(equation: Any) -> Any:
+    """The one jaxpr that a jit, a checkpoint or a scan calls, with a variable for each operand; None for others."""
+    if equation.primitive.name not in ("jit", "pjit", "remat2", "checkpoint", "scan"):
+        return None
+    inner = getattr(equation.params["jaxpr"], "jaxpr", equation.params["jaxpr"])
+    return inner if len(inner.invars) == len(equation.invars) else None
+
+
+def is_inexact(aval: Any) -> bool:
+    """Whether values of a type are floating-point or complex numbers."""
+    dtype = getattr(aval, "dtype", None)
+    return dtype is not None and jax.dtypes.issubdtype(dtype, jnp.inexact)
 
 
 def is_literal(operand: Any) -> bool:

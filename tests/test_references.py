@@ -148,7 +148,7 @@ def test_gradient_equals_full_batch_gradient(name, microbatch_size):
 
 def is_written_in_place(loss):
     traced, _ = compat.trace(lambda w, x: [loss(w, x)], W, X)
-    return references.written_in_place(traced, 1)[0]
+    return references.written_in_place(traced, [True])[0]
 
 
 @pytest.mark.parametrize("name", IN_PLACE)
@@ -161,6 +161,50 @@ def test_every_plain_primitive_has_a_case_and_uses_it():
     for name, loss in PLAIN.items():
         if loss is not None:
             assert name in str(jax.make_jaxpr(loss)(W, X)), name
+
+
+@pytest.mark.parametrize("microbatch_size", [4, 5])
+@pytest.mark.parametrize("order", [("gate", "scale"), ("scale", "gate")])
+@pytest.mark.parametrize("equal", [True, False])
+def test_stacked_weights_keep_their_own_gradients(order, equal, microbatch_size):
+    """In JAX 0.10, one weight that is accumulated in place beside one that is not were given each other's gradient."""
+    shapes = {"gate": (3, 4), "scale": (3, 4) if equal else (3, 1)}
+    params = [jax.random.normal(jax.random.key(number), shapes[name]) for number, name in enumerate(order)]
+
+    def loss(params, x):
+        def layer(h, stacked):
+            row = dict(zip(order, stacked, strict=True))
+            return h + jax.nn.sigmoid(row["gate"])[None] * jnp.tanh(h) * row["scale"][None], None
+
+        return jnp.mean(lax.scan(layer, x, params)[0] ** 2)
+
+    examples = jax.random.normal(jax.random.key(2), (12, 4))
+    expected = jax.value_and_grad(loss)(params, examples)
+    actual = ab.value_and_grad(loss, microbatch_size=microbatch_size)(params, examples)
+    chex.assert_trees_all_close(actual, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("narrow", ["gate", "scale"])
+def test_stacked_weights_of_different_dtypes_keep_their_own_gradients(narrow):
+    """The accumulator of a bfloat16 weight is float32, and so it is not given to the scan."""
+    params = {
+        name: jax.random.normal(jax.random.key(number), (3, 4), jnp.bfloat16 if name == narrow else jnp.float32)
+        for number, name in enumerate(["gate", "scale"])
+    }
+
+    def loss(params, x):
+        def layer(h, row):
+            wide = {name: leaf.astype(jnp.float32)[None] for name, leaf in row.items()}
+            return h + jnp.sin(wide["gate"]) * jnp.tanh(h * wide["scale"]), None
+
+        return jnp.mean(lax.scan(layer, x, params)[0] ** 2)
+
+    examples = jax.random.normal(jax.random.key(2), (12, 4))
+    expected = jax.value_and_grad(loss)(params, examples)
+    actual = ab.value_and_grad(loss, microbatch_size=4)(params, examples)
+    for name, leaf in actual[1].items():
+        unit = 2**-8 if name == narrow else 1e-6
+        chex.assert_trees_all_close(leaf, expected[1][name], rtol=4 * unit, atol=unit)
 
 
 def test_tied_weights_in_a_nested_function_are_not():

@@ -90,11 +90,6 @@ class Prefix:
         """At the size of the ragged last one."""
         return self._trace(self.cut.remainder) if self.cut.remainder else None
 
-    @functools.cached_property
-    def written_in_place(self) -> list[bool]:
-        """Which gradients the backward pass may add to their accumulators by itself."""
-        return self.part.in_place(references.written_in_place(self.whole, len(self.given.variables)))
-
     @property
     def states(self) -> list[State]:
         return self.split.states
@@ -139,7 +134,9 @@ class Prefix:
         """
         given, cut, positions = self.given, self.cut, self.split.differentiated
         wide = [wide_dtype(leaf.dtype, self.accumulator_dtype) for leaf in given.variables]
-        shielded = functools.partial(references.shielded, written_in_place=self.written_in_place)
+        is_direct = self.part.in_place([leaf.dtype == dtype for leaf, dtype in zip(given.variables, wide, strict=True)])
+        written_in_place = references.written_in_place(self.whole, is_direct) if mutate else []
+        shielded = functools.partial(references.shielded, written_in_place=written_in_place)
 
         def run(traced: compat.Traced, start: Any, size: int) -> tuple[list[Any], Any, list[Any]]:
             def of_wide(wide_variables: list[Any]) -> tuple[list[Any], list[Any]]:

@@ -1,13 +1,18 @@
 """Which gradients the backward pass may write straight into their accumulators.
 
 `vjp.with_refs` hands an accumulator to the equations that use a parameter, and these add to it in place: for
-layers in a `lax.scan`, one buffer instead of two. But JAX 0.10 and 0.11 silently lose a gradient where one
-accumulator reaches a nested function twice (tied weights in a jitted loss), and some equations fail on one (a
-slice in 0.10, an optimization barrier in 0.11). So a parameter goes this way only if every equation that uses
-it is known to do it right; the gradients of the others are added up as values, and then written once.
+layers in a `lax.scan`, one buffer instead of two. But JAX does not get this right everywhere:
+
+- 0.10 and 0.11 silently lose a gradient where one accumulator reaches a nested function twice (tied weights in a
+  jitted loss);
+- 0.10 silently swaps gradients in a scan over several arrays if some are accumulated in place and some are not;
+- some equations fail on an accumulator (a slice in 0.10, an optimization barrier in 0.11 and 0.12).
+
+So a gradient is written in place only if every equation on its way is known to do it right in this version. The other
+gradients are added up as values, and then written once.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -21,9 +26,25 @@ PLAIN = frozenset("conv_general_dilated div dot_general exp gather log mul neg r
 IDENTICAL = frozenset("add add_any broadcast_in_dim convert_element_type integer_pow reshape squeeze sub".split())
 
 
-def written_in_place(traced: compat.Traced, num_wrt: int) -> list[bool]:
-    """For each of the first `num_wrt` inputs, whether its accumulator may be given to the backward pass."""
-    return [_is_safe(traced.jaxpr, variable) for variable in traced.arguments[:num_wrt]]
+def written_in_place(traced: compat.Traced, is_direct: Sequence[bool]) -> list[bool]:
+    """For each of the first inputs, whether its accumulator may be given to the backward pass.
+
+    Args:
+      traced: the program to be differentiated.
+      is_direct: for each of these inputs, whether its accumulator would reach the program as it is. That of a parameter
+        that is cast or gathered on the way does not.
+    """
+    variables = traced.arguments[: len(is_direct)]
+    moving = set(variables)
+    chosen = {
+        variable
+        for variable, direct in zip(variables, is_direct, strict=True)
+        if direct and _is_safe(traced.jaxpr, variable)
+    }
+    if not compat.TRANSPOSES_MIXED_SCANS:
+        while mixed := _in_mixed_scans(traced.jaxpr, {variable: {variable} for variable in chosen}, chosen, moving):
+            chosen -= mixed
+    return [variable in chosen for variable in variables]
 
 
 def shielded(fun: Callable[[list[Any]], Any], written_in_place: list[bool]) -> Callable[[list[Any]], Any]:
@@ -59,6 +80,48 @@ def _is_safe(jaxpr: Any, variable: Any) -> bool:
         if nested_uses > 1 or inner is None or not _is_safe(*inner):
             return False
     return not any(_is_in(aliases, output) for output in jaxpr.outvars)
+
+
+def _in_mixed_scans(jaxpr: Any, reached_by: Mapping[Any, set[Any]], direct: set[Any], moving: set[Any]) -> set[Any]:
+    """The accumulators that a scan would be given beside gradients that it returns as values.
+
+    Args:
+      jaxpr: a program, or a function nested in it.
+      reached_by: the accumulators that may reach each variable.
+      direct: the variables that certainly stand for one accumulator each.
+      moving: the variables that depend on what is differentiated.
+    """
+    reached_by, moving, found = dict(reached_by), set(moving), set()
+    for equation in jaxpr.eqns:
+        operands = [None if compat.is_literal(operand) else operand for operand in equation.invars]
+        if not any(operand in moving for operand in operands):
+            continue
+        moving.update(equation.outvars)
+        accumulators = _union(reached_by, operands)
+        if equation.primitive.name in IDENTICAL:
+            reached_by.update((output, accumulators) for output in equation.outvars)
+        if not accumulators or equation.primitive.name in PLAIN | IDENTICAL:
+            continue
+        if equation.primitive.name == "scan":
+            scanned = [operand for operand in operands[sum(compat.scan_counts(equation.params)) :] if operand in moving]
+            if any(compat.is_inexact(operand.aval) and operand not in direct for operand in scanned):
+                found |= _union(reached_by, scanned)
+        inner = compat.function_of(equation)
+        if inner is None:
+            continue
+        pairs = list(zip(operands, inner.invars, strict=True))
+        found |= _in_mixed_scans(
+            inner,
+            {variable: reached_by[operand] for operand, variable in pairs if operand in reached_by},
+            {variable for operand, variable in pairs if operand in direct},
+            # The carry of a loop may come to depend on what its other inputs depend on.
+            {variable for operand, variable in pairs if operand in moving or equation.primitive.name == "scan"},
+        )
+    return found
+
+
+def _union(reached_by: Mapping[Any, set[Any]], variables: Iterable[Any]) -> set[Any]:
+    return {accumulator for variable in variables for accumulator in reached_by.get(variable, ())}
 
 
 def _is_in(variables: set[Any], operand: Any) -> bool:

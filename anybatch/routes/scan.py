@@ -71,11 +71,6 @@ class Microbatches:
         """Whether the gradient that the loop leaves is yet to be divided."""
         return self.reduction != "sum" and not self.seeds_shares and not self.weighs_first
 
-    @functools.cached_property
-    def written_in_place(self) -> list[bool]:
-        """Which gradients the backward pass may add to their accumulators by itself."""
-        return references.written_in_place(self.loss.traced, len(self.loss.types.wrt))
-
     @property
     def has_effects(self) -> bool:
         """Whether the loss does anything beyond its results."""
@@ -165,7 +160,8 @@ def _accumulate(
     """The gradient leaves, what else is added up, the rows; with `mutate`, the gradient is summed in references."""
     cut, outputs, wrt = Cut(part.examples, microbatches.size, part.runs), microbatches.outputs, arrays.wrt
     wide = [wide_dtype(leaf.dtype, microbatches.accumulator_dtype) for leaf in wrt]
-    written_in_place = part.in_place(microbatches.written_in_place)
+    is_direct = part.in_place([leaf.dtype == dtype for leaf, dtype in zip(wrt, wide, strict=True)])
+    written_in_place = references.written_in_place(microbatches.loss.traced, is_direct) if mutate else []
     shielded = functools.partial(references.shielded, written_in_place=written_in_place)
     num_heads = 2 if first_ratio and microbatches.loss.weight_is_inexact else 1
 
