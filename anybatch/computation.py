@@ -154,8 +154,11 @@ class Gradient:
     def split(self) -> Split:
         """The loss, read."""
         loss, consts = self._trace(self.examples)
-        split = split_loss_in_one_pass if self._is_in_parts else split_loss
-        return split(loss, consts, fresh_draws=bool(self.arguments.arrays.keys))
+        fresh = bool(self.arguments.arrays.keys)
+        if self._is_in_parts:
+            return split_loss_in_one_pass(loss, consts, fresh_draws=fresh)
+        # What noise is told by are microbatches of the batch itself.
+        return split_loss(loss, consts, fresh_draws=fresh, may_select=not self.settings.noise)
 
     @functools.cached_property
     def checked_reading(self) -> Reading:

@@ -1,5 +1,6 @@
 """`read`: how a loss uses its examples, found in the program itself."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -56,12 +57,16 @@ def read(
         filled = [given.get(position, leaf) for position, leaf in enumerate(leaves)]
         arguments = roles.sort(fun, *jax.tree.unflatten(tree, filled))
         loss, consts = trace_loss(fun, arguments, arguments.num_examples, weighted=False, has_aux=has_aux)
-        split = split_loss(loss, consts, fresh_draws=bool(arguments.arrays.keys))
+        split = split_loss(loss, consts, fresh_draws=bool(arguments.arrays.keys), may_select=True)
         reading = report(split)
         if reading.randomness == "in distribution":
             # Says now what a call would say: that these numbers cannot be drawn in part.
             types = [[value.type for value in values] for values in (split.graph.inputs, split.frontier)]
-            jax.eval_shape(lambda inputs, _: split.prefix(inputs, None, [], 0, 1, split.frontier), *types)
+            for selection, positions in split.selections.items():
+                wanted = [split.frontier[position] for position in positions]
+                jax.eval_shape(
+                    functools.partial(split.prefix, selection=selection), types[0], None, [], 0, 1, wanted=wanted
+                )
             jax.eval_shape(lambda inputs, made: split.head(inputs, None, [], made), *types)
 
     jax.eval_shape(read_with, *(leaves[position] for position in abstract))

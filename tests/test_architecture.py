@@ -21,7 +21,7 @@ FLOORS = [
     ["batch", "arguments", "loss", "auxiliary", "gradient_noise", "process_rows", "distributed"],
     [
         *("reading", "reading.states", "reading.graph", "reading.source", "reading.reader", "reading.positions"),
-        *("reading.evaluation", "reading.constants", "reading.rules", "reading.rules.table"),
+        *("reading.selection", "reading.evaluation", "reading.constants", "reading.rules", "reading.rules.table"),
         *("reading.rules.elementwise", "reading.rules.shapes", "reading.rules.ordering", "reading.rules.reductions"),
         *("reading.rules.indexing", "reading.rules.random", "reading.rules.algebra", "reading.rules.derivatives"),
         *("reading.rules.control", "reading.rules.kernels", "reading.rulebook"),

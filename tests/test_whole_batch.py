@@ -168,3 +168,58 @@ def test_batch_norm_in_a_large_network_is_loud():
 
     with pytest.warns(ab.LargeHeadWarning, match="inside BatchNorm"):
         lower(loss, variables["params"], images)
+
+
+# Rows that are selected before the model: each has a loop of its own, and a copy of the data is not made.
+
+
+def errors(params, x):
+    return jnp.mean(layers(params, x) ** 2)
+
+
+SELECTED = {
+    "a multiple of 100": lambda params, x: errors(params, x[: len(x) // 100 * 100]),
+    "every second": lambda params, x: errors(params, x[::2]),
+    "differences of neighbours": lambda params, x: errors(params, x[1:] - x[:-1]),
+    "halves": lambda params, x: errors(params, x[: len(x) // 2]) + 2.0 * errors(params, x[len(x) // 2 :]),
+    "an eighth and the rest": lambda params, x: errors(params, x[: len(x) // 8]) + errors(params, x[len(x) // 8 :]),
+    "padded": lambda params, x: errors(params, jnp.pad(x, ((2, 3), (0, 0)))),
+    "repeated": lambda params, x: errors(params, jnp.repeat(x, 3, axis=0)),
+    "rolled": lambda params, x: errors(params, jnp.roll(x, 1, axis=0) + x),
+    "scaled, then selected": lambda params, x: errors(params, (x / 255.0)[1::3]),
+}
+
+
+def temporaries_of_small(loss, num_examples):
+    return temporaries(loss, *shapes(num_examples, width=32, depth=2))
+
+
+@pytest.mark.parametrize("name", SELECTED)
+def test_memory_is_flat_in_the_batch_where_rows_are_selected(name):
+    assert temporaries_of_small(SELECTED[name], 16384) <= 1.05 * temporaries_of_small(SELECTED[name], 512)
+
+
+def test_that_memory_is_flat_can_fail():
+    """The control: sorting needs all of the data."""
+    sorts = lambda params, x: errors(params, jnp.sort(x, axis=0)[1:])  # noqa: E731
+    assert temporaries_of_small(sorts, 16384) > 2 * temporaries_of_small(sorts, 512)
+
+
+def selects(params, x):
+    return errors(params, x[1:])
+
+
+def test_a_selection_is_read_as_rows():
+    reading = ab.read(selects, *shapes(64))
+    assert reading.kind == "mean over 63 rows of 64 examples"
+    assert reading.separable and reading.passes == 1 and not reading.blame and reading.head_bytes == 0
+    assert "in selects (slice): it takes some of the examples" in str(reading.rearranged[0])
+    lower(selects, *shapes(64), on_coupled="error")
+
+
+def test_a_selection_that_stays_whole_is_counted_named_and_warned_of():
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])
+    with pytest.warns(ab.LargeHeadWarning, match=rf"{re.escape(__file__)}:\d+ in selects \(slice\)"):
+        lower(selects, *shapes(16384), mesh=mesh)
+    with pytest.raises(ab.CoupledError, match=rf"looks across examples at {re.escape(__file__)}:\d+ in selects"):
+        lower(selects, *shapes(64), mesh=mesh, on_coupled="error")

@@ -4,8 +4,9 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
+from jax import lax
 
-from anybatch.reading import positions
+from anybatch.reading import positions, selection
 from anybatch.reading.graph import Node, Value
 from anybatch.reading.reader import Reader
 from anybatch.reading.states import SUM, WHOLE, Rows, State, take_rows
@@ -65,6 +66,7 @@ class Microbatch:
       whole: values at the full batch: of inputs with rows, and of what was computed before.
       draw: how to draw random numbers of which only some rows are needed.
       runs: of how many runs of consecutive examples it is made; `start` is in the first.
+      num_examples: of how many examples, if not of all: of the rows that were selected from them.
     """
 
     def __init__(
@@ -76,7 +78,9 @@ class Microbatch:
         whole: Mapping[Value, Any],
         draw: "positions.Draw",
         runs: int = 1,
+        num_examples: int | None = None,
     ) -> None:
+        self.num_examples = reader.batch_size if num_examples is None else num_examples
         self.reader, self.start, self.size, self.draw, self.runs = reader, start, size, draw, runs
         self.known = dict(known)
         wholes = {value: array for value, array in known.items() if reader.state(value) == WHOLE}
@@ -98,6 +102,7 @@ class Microbatch:
             {},
             self.draw,
             self.runs,
+            self.num_examples,
         )
         inner.run(reader.graph.outputs)
         return [inner.as_state(output, state) for output, state in zip(reader.graph.outputs, states, strict=True)]
@@ -117,7 +122,7 @@ class Microbatch:
             if self.reader.top and self.reader.state(value) == WHOLE:
                 continue
             if value in self.reader.cut_later:
-                self.known[value] = self._cut(self.whole[value], self.reader.state(value))
+                self.known[value] = self._rows_known_first(value)
                 continue
             nodes[value.node.index] = value.node
             outcome = self.reader.outcomes.get(value.node)
@@ -165,7 +170,7 @@ class Microbatch:
             return self.whole[value]
         key = (value, rows)
         if key not in self._rows:
-            if value.shape[rows.axis] != rows.length(self.reader.num_examples):
+            if value.shape[rows.axis] != rows.length(self.num_examples):
                 raise AssertionError(f"{value} has no {rows}")
             direct = None
             node = None if value.is_constant or value in self.whole.known else value.node
@@ -178,7 +183,18 @@ class Microbatch:
 
     def _cut(self, array: Any, rows: State) -> Any:
         assert isinstance(rows, Rows)
-        return take_rows(jnp.asarray(array), rows, self.reader.num_examples, self.start, self.size, self.runs)
+        return take_rows(jnp.asarray(array), rows, self.num_examples, self.start, self.size, self.runs)
+
+    def _rows_known_first(self, value: Value) -> Any:
+        """The rows of these examples of what is computed from data before the first microbatch.
+
+        Rows that are selected from the data by their position are taken from the data, so that no copy is made of all.
+        """
+        rows = self.reader.state(value)
+        assert isinstance(rows, Rows)
+        numbers = self.numbers(lax.iota(jnp.int32, rows.length(self.size)), rows.inner)
+        selected = selection.rows_at(self.whole, value, numbers, rows.axis)
+        return self._cut(self.whole[value], rows) if selected is None else selected
 
     # Rows of the batch by their number, and rows of this microbatch: `inner` of them for each example.
 
@@ -197,5 +213,5 @@ class Microbatch:
         return numbers // all_of_run * own + numbers % all_of_run - first
 
     def _run_lengths(self, dtype: Any, inner: int) -> tuple[Any, Any]:
-        own, everyone = self.size // self.runs, self.reader.num_examples // self.runs
+        own, everyone = self.size // self.runs, self.num_examples // self.runs
         return dtype.type(own * inner), dtype.type(everyone * inner)

@@ -33,6 +33,13 @@ class _Words:
         self.reader, self.num_examples = split.reader, split.loss.num_examples
         self.examples = f"over {self.num_examples} example{'' if self.num_examples == 1 else 's'}"
 
+    def _over(self, value: Value) -> str:
+        """What a sum is over: the examples, or rows that are selected from them."""
+        selection = self.reader.selection(value)
+        if selection is None:
+            return self.examples
+        return f"over {selection} row{'' if selection == 1 else 's'} of {self.num_examples} examples"
+
     def of_terms(self, value: Value) -> str:
         """The terms that a value is a sum of."""
         terms: dict[str, None] = {}
@@ -83,7 +90,8 @@ class _Words:
 
     def _of_sum(self, value: Value) -> str:
         """A sum: is it divided by a number that grows with the batch, or by one that the batch itself gives?"""
-        pending, divided = [value], False
+        pending, divided, over = [value], False, self._over(value)
+        count = self.reader.count(self.reader.selection(value))
         seen: set[Value] = set()
         while pending:
             value = pending.pop()
@@ -96,18 +104,18 @@ class _Words:
                 for operand in whole:
                     if self._uses_batch(operand):
                         return "ratio of sums"
-                    divided = divided or self._grows_with_batch(node, operand)
+                    divided = divided or self._grows_with_batch(node, operand, count)
             if self.reader.state(value) == SUM or node.name in ("mul", "div") or node.name in _UNCHANGED:
                 pending.extend(operand for operand in node.inputs if self.reader.state(operand) != WHOLE)
-        return f"mean {self.examples}" if divided else f"sum {self.examples}"
+        return f"mean {over}" if divided else f"sum {over}"
 
-    def _grows_with_batch(self, node: Node, operand: Value) -> bool:
+    def _grows_with_batch(self, node: Node, operand: Value, count: int) -> bool:
         known = constant_value(self.reader, operand)
         if known is None or known.size == 0 or known.flat[0] == 0 or (known != known.flat[0]).any():
             return False
         number = abs(float(known.flat[0].real))
         divisor = number if node.name == "div" else 1 / number
-        return divisor >= self.num_examples and abs(divisor / self.num_examples % 1 - 0.5) > 0.5 - 1e-4
+        return divisor >= count and abs(divisor / count % 1 - 0.5) > 0.5 - 1e-4
 
     def _sums_below(self, value: Value) -> set[Value]:
         found: set[Value] = set()

@@ -36,7 +36,12 @@ def split_loss_in_one_pass(loss: TracedLoss, consts: Sequence[Any], *, fresh_dra
 
 
 def split_loss(
-    loss: TracedLoss, consts: Sequence[Any], *, fresh_draws: bool = False, sums_data_later: bool = False
+    loss: TracedLoss,
+    consts: Sequence[Any],
+    *,
+    fresh_draws: bool = False,
+    sums_data_later: bool = False,
+    may_select: bool = False,
 ) -> Split:
     """Reads a loss that was traced at the full batch, and splits it.
 
@@ -45,6 +50,7 @@ def split_loss(
       consts: what it closes over; arrays among them that are known already help.
       fresh_draws: whether a microbatch may draw its own random numbers, where it cannot draw those of the batch.
       sums_data_later: whether sums of data alone are left to the microbatches.
+      may_select: whether rows that the loss selects from its data may have a loop of their own.
     """
     wrt, batch, keys, rest = loss.types
     moving = [Fact(WHOLE, True, jax.dtypes.issubdtype(leaf.dtype, np.inexact)) for leaf in wrt]
@@ -72,6 +78,7 @@ def split_loss(
                 top=True,
                 may_reorder=may_reorder,
                 sums_data_later=sums_data_later,
+                may_select=may_select,
             )
         except NeedsInlining as request:
             opened[id(request.equation)] = request.equation, request.function

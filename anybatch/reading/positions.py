@@ -78,7 +78,7 @@ def compute_rows(microbatch: Any, node: Node, value: Value, rows: Rows) -> Any:
         kept = [dimension for dimension in range(node.inputs[0].ndim) if dimension not in dropped]
         return node([microbatch.rows(node.inputs[0], rows.at(kept[axis]))])[0]
     if name == "reshape" and params.get("dimensions") is None and len(node.inputs) == 1:
-        before = reshaped(value.shape, node.inputs[0].shape, rows, microbatch.reader.num_examples)
+        before = reshaped(value.shape, node.inputs[0].shape, rows, microbatch.num_examples)
         if before is None:
             return None
         smaller = {**params, "new_sizes": replaced(params["new_sizes"], axis, length)}

@@ -11,6 +11,9 @@ from anybatch.reading import source
 from anybatch.reading.graph import CHECKPOINTS, ELEMENTWISE, Graph, Node, Value, opened_function
 from anybatch.reading.states import FED_BACK, SUM, WHOLE, Mixed, NotRowwise, Rows, State
 
+# A selection of the batch with fewer rows than this part of it, such as a few anchors, is read as a whole value.
+SMALL_SELECTION = 1 / 16
+
 MAX_UNROLLED = 64  # steps of a loop that may be unrolled to find the one that brings examples together
 
 
@@ -35,6 +38,7 @@ class Outcome:
       nested: the readings of the functions inside it.
       whole: operands with rows that are read whole, which their values allow.
       reorders: whether it sorts rows, or looks up sorted ones, so that the order of its results is its own affair.
+      selection: that of its operands, see `Fact`.
     """
 
     states: Sequence[State]
@@ -45,16 +49,28 @@ class Outcome:
     nested: Sequence["Reader"] = ()
     whole: frozenset[Value] = frozenset()
     reorders: bool = False
+    selection: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)
 class Fact:
-    """What is known of an input: its state, and whether it moves with the parameters and has a gradient."""
+    """What is known of a value.
+
+    Args:
+      state: its state.
+      moves: whether it depends on what the gradient is taken with respect to.
+      has_gradient: whether it has a gradient.
+      is_zero: whether it is known to be zero.
+      selection: which rows it has, or is a sum over: None for those of the batch. A loss may select rows of its data,
+        as `x[::2]` or `x[1:]`, and compute with those; then the number of rows that were selected. Values of different
+        numbers of rows are computed in loops of their own.
+    """
 
     state: State
     moves: bool = False
     has_gradient: bool = False
     is_zero: bool = False
+    selection: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,6 +95,7 @@ class Reader:
         rather than computed before the first one.
       reads_derivatives: whether functions with derivatives of their own are differentiated here; if not, their
         derivatives are read when an outer `grad` asks for them.
+      may_select: whether rows that are selected from the data may have a loop of their own.
     """
 
     def __init__(
@@ -92,10 +109,14 @@ class Reader:
         may_reorder: bool = False,
         sums_data_later: bool = False,
         reads_derivatives: bool = True,
+        may_select: bool = False,
     ) -> None:
+        self.may_select = may_select
         self.sums_data_later = sums_data_later
         self.reads_derivatives = reads_derivatives
-        self.graph, self.num_examples, self.rulebook, self.top = graph, num_examples, rulebook, top
+        self.graph, self.rulebook, self.top = graph, rulebook, top
+        self.batch_size = num_examples
+        self.num_examples = num_examples  # while a rule is applied, those of the selection at hand
         self.facts = dict(zip(graph.inputs, facts, strict=True))
         self.uses_batch = {value: fact.state != WHOLE for value, fact in self.facts.items()}
         self.may_reorder = may_reorder
@@ -104,6 +125,8 @@ class Reader:
         self.outcomes: dict[Node, Outcome] = {}
         self._zeros: dict[Value, bool] = {}
         self.blames: list[source.Blame] = []
+        self.rearranged: dict[Node, source.Blame] = {}  # what selects, sorts or shifts rows of data alone, and where
+        self.kept_whole: dict[Value, source.Blame] = {}  # selections that are not cut into rows
         self.computed_first: set[Value] = set()  # from data alone, once, before the first microbatch
         self.cut_later: set[Value] = set()  # those of them that then are cut into rows like the batch itself
         self.hoisted: list[Node] = []  # of parameters alone, with a derivative that cannot be taken in parts
@@ -122,6 +145,14 @@ class Reader:
 
     def has_gradient(self, value: Value) -> bool:
         return not value.is_constant and self.facts[value].has_gradient
+
+    def selection(self, value: Value) -> int | None:
+        """Which rows a value has, as `Fact` says."""
+        return None if value.is_constant else self.facts[value].selection
+
+    def count(self, selection: int | None) -> int:
+        """The number of examples, or of the rows that are selected from them."""
+        return self.batch_size if selection is None else selection
 
     def output_states(self) -> list[State]:
         return [self.state(value) for value in self.graph.outputs]
@@ -143,21 +174,24 @@ class Reader:
         moves = any(map(self.moves, node.inputs))
         has_gradient = any(map(self.has_gradient, node.inputs)) and node.name != "stop_gradient"
         uses_batch = any(not value.is_constant and self.uses_batch[value] for value in node.inputs)
+        selection: int | None = None
         if all(state == WHOLE for state in states):
             found: list[State] = [WHOLE] * len(node.outputs)
             if has_gradient:
                 self._hoist_if_needed(node)
+            self._follow_kept_whole(node, moves)
         else:
             try:
                 outcome = self._apply_rule(node, states, moves)
-                found = list(outcome.states)
+                found, selection = list(outcome.states), outcome.selection
                 self.outcomes[node] = outcome
             except NotRowwise as refusal:
                 found = self._refused(node, states, moves, refusal)
         for output, state in zip(node.outputs, found, strict=True):
+            of = selection
             if self.top and not moves and self._is_computed_first(state, states):
-                state = self._compute_first(output, state, states)
-            self.facts[output] = Fact(state, moves, has_gradient and output.is_inexact)
+                state, of = self._compute_first(output, state, node, states)
+            self.facts[output] = Fact(state, moves, has_gradient and output.is_inexact, selection=of)
             self.uses_batch[output] = uses_batch
 
     def _is_computed_first(self, state: State, states: Sequence[State]) -> bool:
@@ -179,7 +213,8 @@ class Reader:
         try:
             outcome = self._guarded(rule, node, states)
         except NotRowwise:
-            with_data_whole = self._read_data_whole(rule, node, states, moves)
+            selected = self._read_data_whole(rule, node, states, moves, selected_only=True)
+            with_data_whole = selected or self._read_data_whole(rule, node, states, moves)
             if with_data_whole is None:
                 raise
             outcome = with_data_whole
@@ -189,12 +224,20 @@ class Reader:
                 raise NotRowwise("one equation returns values of the examples beside values of the parameters alone")
         return outcome
 
-    def _read_data_whole(self, rule: Any, node: Node, states: Sequence[State], moves: bool) -> Outcome | None:
-        """Reads operands that are data alone as whole values: they can be computed before the first microbatch."""
+    def _read_data_whole(
+        self, rule: Any, node: Node, states: Sequence[State], moves: bool, *, selected_only: bool = False
+    ) -> Outcome | None:
+        """Reads operands that are data alone as whole values: they can be computed before the first microbatch.
+
+        With `selected_only`, only those that have rows of a selection.
+        """
         data = [
-            isinstance(state, Rows) and not self.moves(value) for value, state in zip(node.inputs, states, strict=True)
+            isinstance(state, Rows)
+            and not self.moves(value)
+            and (not selected_only or self.selection(value) is not None)
+            for value, state in zip(node.inputs, states, strict=True)
         ]
-        if not (self.top and moves and any(data)):
+        if not (self.top and (moves or selected_only) and any(data)):
             return None
         as_whole = [WHOLE if whole else state for whole, state in zip(data, states, strict=True)]
         if all(state == WHOLE for state in as_whole):
@@ -208,9 +251,19 @@ class Reader:
         return outcome
 
     def _guarded(self, rule: Any, node: Node, states: Sequence[State]) -> Outcome:
+        selections = {
+            self.selection(value)
+            for value, state in zip(node.inputs, states, strict=True)
+            if state == SUM or isinstance(state, Rows)
+        }
+        if len(selections) > 1:
+            raise NotRowwise("it brings together rows that are selected from the batch in different ways")
+        (selection,) = selections or {None}
+        self.num_examples = self.count(selection)
         try:
             outcome = rule(self, node, states)
             _check_order(node, states, outcome)
+            outcome.selection = selection
             return outcome
         except (NotRowwise, NeedsInlining):
             raise
@@ -218,6 +271,8 @@ class Reader:
             raise NotRowwise(
                 f"the rule for the primitive {node.name!r} failed ({type(error).__name__}: {error})"
             ) from error
+        finally:
+            self.num_examples = self.batch_size
 
     def _refused(self, node: Node, states: Sequence[State], moves: bool, refusal: NotRowwise) -> list[State]:
         """What cannot be done microbatch by microbatch belongs to the head."""
@@ -231,19 +286,41 @@ class Reader:
         mixed = any(isinstance(state, Mixed) for state in states)
         if refusal.unroll and moves and not mixed and _can_be_opened(node):
             raise NeedsInlining(node.equation, opened_function(node))
-        if couples and not coupled_before and moves:
-            self.blames.append(blame)
+        if couples and not coupled_before:
+            if moves:
+                self.blames.append(blame)
+            else:
+                self.rearranged[node] = blame
         return [Mixed(couples)] * len(node.outputs)
 
-    def _compute_first(self, output: Value, state: State, operand_states: Sequence[State]) -> State:
+    def _compute_first(
+        self, output: Value, state: State, node: Node, operand_states: Sequence[State]
+    ) -> tuple[State, int | None]:
         """Data alone: computed before the first microbatch, at the full batch, and cut into rows if it has them."""
         self.computed_first.add(output)
-        rows = next((operand for operand in operand_states if isinstance(operand, Rows)), None)
-        if state != SUM and rows is not None and rows.in_batch_order and rows.axis < output.ndim:
-            if output.shape[rows.axis] == rows.length(self.num_examples):
-                self.cut_later.add(output)
-                return rows
-        return WHOLE
+        operands = zip(node.inputs, operand_states, strict=True)
+        value, rows = next(((value, rows) for value, rows in operands if isinstance(rows, Rows)), (None, None))
+        if state == SUM or value is None or rows is None or not rows.in_batch_order or rows.axis >= output.ndim:
+            return WHOLE, None
+        length, selection = output.shape[rows.axis], self.selection(value)
+        if length == rows.length(self.count(selection)):
+            self.cut_later.add(output)
+            return rows, selection
+        if length <= max(1, SMALL_SELECTION * self.batch_size):
+            return WHOLE, None
+        if length != self.batch_size and not self.may_select:
+            self.kept_whole[output] = self.rearranged.get(node) or source.blame(node, "it selects rows of the batch")
+            return WHOLE, None
+        self.cut_later.add(output)
+        return Rows(rows.axis), None if length == self.batch_size else length
+
+    def _follow_kept_whole(self, node: Node, moves: bool) -> None:
+        """Blames a selection of the batch that parameters meet as a whole."""
+        blame = next((self.kept_whole[value] for value in node.inputs if value in self.kept_whole), None)
+        if blame is not None and moves:
+            self.blames.append(blame)
+        elif blame is not None:
+            self.kept_whole.update(dict.fromkeys(node.outputs, blame))
 
     def _hoist_if_needed(self, node: Node) -> None:
         """A custom backward pass of parameters alone that is not linear must see the whole gradient, once."""

@@ -45,6 +45,8 @@ class Reading:
         "in distribution" (it draws its own).
       frontier: what is added up or gathered for the head, which is computed once.
       blame: the lines that look across examples, the first of them first.
+      rearranged: the lines that select, sort or shift rows of the data before the parameters meet them. The gradient is
+        exact and separable all the same, but a row may be computed from several examples, or from none.
       num_examples: the size of the batch.
       head_bytes: what the head computes from the whole batch at once, about.
       activation_bytes: what the whole loss computes from the batch, about.
@@ -57,6 +59,7 @@ class Reading:
     randomness: str
     frontier: tuple[Frontier, ...]
     blame: tuple[Blame, ...]
+    rearranged: tuple[Blame, ...]
     num_examples: int
     head_bytes: int
     activation_bytes: int
@@ -107,6 +110,9 @@ class Reading:
                 f"computes for the whole batch at once: about {readable(self.head_bytes)}, {share}% of all activations"
             )
             lines.append(self.advice)
+        if self.rearranged:
+            lines.append("selects, sorts or shifts rows of the data:")
+            lines += [f"  {blame}" for blame in self.rearranged[:_MAX_SHOWN]]
         return lines
 
     def _repr_html_(self) -> str:
@@ -135,12 +141,13 @@ def report(split: Split) -> Reading:
     loss = split.reader.state(split.graph.outputs[0])
     return Reading(
         kind=kind_of(split),
-        separable=not gathers and not (isinstance(loss, Mixed) and loss.couples),
+        separable=not gathers and not (isinstance(loss, Mixed) and loss.couples) and not split.reader.kept_whole,
         passes=2 if split.seeds == Seeds.BETWEEN else 1,
         stochastic=bool(draws),
         randomness="none" if not draws else "exact" if exact else "in distribution",
         frontier=tuple(_frontier(split, value) for value in split.frontier),
         blame=tuple(dict.fromkeys(split.reader.blames)),
+        rearranged=tuple(dict.fromkeys(split.reader.rearranged.values())),
         num_examples=split.loss.num_examples,
         head_bytes=sum(_bytes(node, split) for node in split.whole_batch_nodes),
         activation_bytes=sum(_bytes(node, split) for node in split.graph.nodes),

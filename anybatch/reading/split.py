@@ -21,7 +21,7 @@ from anybatch.reading.evaluation import FullBatch, Microbatch
 from anybatch.reading.graph import ELEMENTWISE, Graph, Node, Value
 from anybatch.reading.positions import Draw
 from anybatch.reading.reader import Reader
-from anybatch.reading.states import SUM, Mixed, Rows, State
+from anybatch.reading.states import SUM, WHOLE, Mixed, Rows, State
 
 # Too costly to do for the whole batch at once only because it is done before the first microbatch.
 _HEAVY = frozenset("dot_general conv_general_dilated scan while cond pallas_call ragged_dot_general".split())
@@ -79,9 +79,12 @@ class Split:
 
     @functools.cached_property
     def whole_batch_nodes(self) -> list[Node]:
-        """All nodes that run on the whole batch at once: those of the head, and those before the first microbatch."""
+        """All nodes that run on the whole batch at once.
+
+        Those of the head, those before the first microbatch, and those of parameters and of data that is known by then.
+        """
         gathered = set(self.gathered_first)
-        found: dict[Node, None] = dict.fromkeys(self.head_nodes)
+        found: dict[Node, None] = dict.fromkeys([*self.head_nodes, *filter(self._is_whole, self.graph.nodes)])
         pending = list(self.known_first)
         while pending:
             value = pending.pop()
@@ -91,6 +94,13 @@ class Split:
                 found[value.node] = None
                 pending.extend(value.node.inputs)
         return list(found)
+
+    def _is_whole(self, node: Node) -> bool:
+        """Whether parameters meet the data of the whole batch in a node that belongs to no microbatch."""
+        return any(
+            self.reader.state(output) == WHOLE and self.reader.moves(output) and self.reader.uses_batch[output]
+            for output in node.outputs
+        )
 
     @functools.cached_property
     def head_has_layers(self) -> bool:
@@ -136,6 +146,14 @@ class Split:
         if node is None or not isinstance(self.reader.state(value), Rows) or node.name not in ELEMENTWISE:
             return False
         return all(operand.is_constant or operand.node is None or operand in found for operand in node.inputs)
+
+    @functools.cached_property
+    def selections(self) -> dict[int | None, list[int]]:
+        """Which values of the frontier are made in one loop: their positions, by the rows that they are made of."""
+        found: dict[int | None, list[int]] = {}
+        for position, value in enumerate(self.frontier):
+            found.setdefault(self.reader.selection(value), []).append(position)
+        return found
 
     @property
     def states(self) -> list[State]:
@@ -185,6 +203,7 @@ class Split:
             seen.add(value)
             state = self.reader.state(value)
             is_rows = isinstance(state, Rows) and state.in_batch_order and value not in self.reader.cut_later
+            is_rows = is_rows and self.reader.selection(value) is None
             if is_rows and self._costs_much(value) and not self._needs_known_first(value):
                 found[value] = None
             else:
@@ -275,6 +294,7 @@ class Split:
         wanted: Sequence[Value],
         origin: Any = None,
         runs: int = 1,
+        selection: int | None = None,
     ) -> list[Any]:
         """Values of the prefix for `size` examples.
 
@@ -287,6 +307,7 @@ class Split:
           wanted: which values.
           origin: the index in the batch of the first example that the inputs have, if they have not all of them.
           runs: of how many runs of examples they are made.
+          selection: the rows that are counted as examples, if not those of the batch.
         """
         whole: dict[Value, Any] = dict(zip(self.known_first if known is not None else [], known or [], strict=True))
         whole.update(zip(self.hoisted if hoisted else [], hoisted, strict=True))
@@ -296,10 +317,12 @@ class Split:
             if isinstance(state, Rows) and origin is None:
                 whole[value] = array
             mine[value] = array
-        taken = take([inputs[position] for position in self.batch_positions], start, size, runs)
-        mine.update(zip((self.graph.inputs[position] for position in self.batch_positions), taken, strict=True))
+        if selection is None:
+            taken = take([inputs[position] for position in self.batch_positions], start, size, runs)
+            mine.update(zip((self.graph.inputs[position] for position in self.batch_positions), taken, strict=True))
         index = start if origin is None else origin + start
-        microbatch = Microbatch(self.reader, index, size, mine, whole, self.draw, runs)
+        count = self.reader.count(selection)
+        microbatch = Microbatch(self.reader, index, size, mine, whole, self.draw, runs, count)
         microbatch.run(wanted)
         return [jnp.asarray(microbatch.value(value)) for value in wanted]
 

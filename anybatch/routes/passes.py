@@ -51,10 +51,21 @@ class Prefix:
     part: Part
     remat: str | None = None  # a policy of jax.checkpoint for the backward pass
     units: Units | None = None  # what microbatches count, if the squares of their gradients are wanted
+    selection: int | None = None  # the rows that are counted as examples, if not those of the batch
+
+    @functools.cached_property
+    def _positions(self) -> list[int]:
+        """Which values of the frontier it makes."""
+        return self.split.selections.get(self.selection, [])
+
+    @functools.cached_property
+    def states(self) -> list[State]:
+        """Their states."""
+        return [self.split.states[position] for position in self._positions]
 
     def _trace(self, size: int) -> compat.Traced:
         split, types = self.split, self.given.types
-        if self.part.examples < size:  # there are none at all: it is traced for its types, and never called
+        if self.part.examples < size and self.selection is None:  # there are none: it is traced, and never called
             for position in split.batch_positions:
                 rows = types.inputs[position]
                 types.inputs[position] = rows.update(shape=(size, *rows.shape[1:]))
@@ -66,10 +77,10 @@ class Prefix:
             *arrays, start = flat
             variables, inputs, known, place = jax.tree.unflatten(tree, arrays)
             inputs[first : first + num_wrt] = variables[:num_wrt]
-            now = Given(variables, inputs, known, place)
-            return split.prefix(
-                inputs, known, variables[num_wrt:], start, size, split.frontier, now.origin, self.cut.runs
-            )
+            origin = Given(variables, inputs, known, place).origin
+            wanted = [split.frontier[position] for position in self._positions]
+            hoisted, runs = variables[num_wrt:], self.cut.runs
+            return split.prefix(inputs, known, hoisted, start, size, wanted, origin, runs, self.selection)
 
         start = jax.ShapeDtypeStruct((), jnp.int32)
         traced, consts = compat.trace(prefix, *leaves, start)
@@ -89,10 +100,6 @@ class Prefix:
     def last(self) -> compat.Traced | None:
         """At the size of the ragged last one."""
         return self._trace(self.cut.remainder) if self.cut.remainder else None
-
-    @property
-    def states(self) -> list[State]:
-        return self.split.states
 
     def forward(self) -> list[Any]:
         """What the examples make of the frontier."""
@@ -132,7 +139,8 @@ class Prefix:
           mutate: whether to add the gradient up in references.
           keeps_frontier: whether the frontier is wanted.
         """
-        given, cut, positions = self.given, self.cut, self.split.differentiated
+        given, cut = self.given, self.cut
+        positions = [index for index, position in enumerate(self._positions) if position in self.split.differentiated]
         wide = [wide_dtype(leaf.dtype, self.accumulator_dtype) for leaf in given.variables]
         is_direct = self.part.in_place([leaf.dtype == dtype for leaf, dtype in zip(given.variables, wide, strict=True)])
         written_in_place = references.written_in_place(self.whole, is_direct) if mutate else []

@@ -103,7 +103,11 @@ def _in_mixed_scans(jaxpr: Any, reached_by: Mapping[Any, set[Any]], direct: set[
         if not accumulators or equation.primitive.name in PLAIN | IDENTICAL:
             continue
         if equation.primitive.name == "scan":
-            scanned = [operand for operand in operands[sum(compat.scan_counts(equation.params)) :] if operand in moving]
+            scanned = [
+                operand
+                for operand in equation.invars[sum(compat.scan_counts(equation.params)) :]
+                if _is_in(moving, operand)
+            ]
             if any(compat.is_inexact(operand.aval) and operand not in direct for operand in scanned):
                 found |= _union(reached_by, scanned)
         inner = compat.function_of(equation)

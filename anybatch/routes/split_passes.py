@@ -12,10 +12,10 @@ from anybatch import compat
 from anybatch.arguments import Arrays
 from anybatch.batch import Cut
 from anybatch.reading.split import Seeds, Split
-from anybatch.reading.states import Rows
+from anybatch.reading.states import Rows, State
 from anybatch.reading.units import Units
 from anybatch.routes import in_place, squares
-from anybatch.routes.parts import Give, Part, Place, Work
+from anybatch.routes.parts import Give, Here, Part, Place, Work
 from anybatch.routes.passes import Given, Prefix, gather_rows
 
 
@@ -31,11 +31,19 @@ class Passes:
     units: Units | None = None  # what microbatches count, if the noise in the gradient is wanted
 
     def _run(
-        self, fun: Any, variables: list[Any], inputs: list[Any], known: list[Any], seeds: list[Any], gives: list[Give]
+        self,
+        fun: Any,
+        variables: list[Any],
+        inputs: list[Any],
+        known: list[Any],
+        seeds: list[Any],
+        gives: list[Give],
+        selection: int | None = None,
     ) -> tuple[list[Any], list[Any]]:
-        """Calls `fun(part, given, seeds)` wherever there are examples."""
+        """Calls `fun(part, given, seeds)` wherever there are examples; `seeds` are those of the selection."""
         batch, split = self.split.batch_positions, self.split
-        states = [split.states[position] for position in split.differentiated[: len(seeds)]]
+        place = self.place if selection is None else Here(selection)
+        states = [split.states[position] for position in self._differentiated(selection)[: len(seeds)]]
         in_rows = [isinstance(state, Rows) for state in states]
         others = [*inputs[: batch.start], *inputs[batch.stop :]]
         whole, tree = jax.tree.flatten(
@@ -51,7 +59,12 @@ class Passes:
             mine = [next(of_rows if has else of_sums) for has in in_rows]
             return fun(part, Given(variables, inputs, known, part.place[:1]), mine)
 
-        return self.place(Work(of_part, whole, rows, takes, gives, len(variables) if seeds else 0))
+        return place(Work(of_part, whole, rows, takes, gives, len(variables) if seeds else 0))
+
+    def _differentiated(self, selection: int | None) -> list[int]:
+        """The positions in the frontier of what a selection makes and has a gradient."""
+        made = self.split.selections.get(selection, [])
+        return [position for position in self.split.differentiated if position in made]
 
     def _cut(self, part: Part) -> Cut:
         return Cut(part.examples, max(1, min(self.size, part.examples)), part.runs)
@@ -70,16 +83,49 @@ class Passes:
 
     def forward(self, variables: list[Any], inputs: list[Any], known: list[Any]) -> list[Any]:
         """The frontier."""
+        made: dict[int, Any] = {}
+        for selection, positions in self.split.selections.items():
+            made.update(zip(positions, self._forward(variables, inputs, known, selection), strict=True))
+        return [made[position] for position in range(len(made))]
+
+    def _forward(self, variables: list[Any], inputs: list[Any], known: list[Any], selection: int | None) -> list[Any]:
+        """What one selection makes of the frontier."""
 
         def forward(part: Part, given: Given, _: list[Any]) -> tuple[list[Any], list[Any]]:
-            return self._sums_and_rows(self._prefix(part, given).forward())
+            return self._sums_and_rows(self._prefix(part, given, selection).forward(), selection)
 
-        return self._frontier(*self._run(forward, variables, inputs, known, [], self._gives))
+        found = self._run(forward, variables, inputs, known, [], self._gives(selection), selection)
+        return self._frontier(*found, selection)
 
     def backward(
         self, variables: list[Any], inputs: list[Any], known: list[Any], seeds: list[Any], *, keeps_frontier: bool
     ) -> tuple[list[Any], list[Any], list[Any]]:
         """The gradient with respect to the variables, and if they are wanted the frontier and the sums of squares."""
+        made: dict[int, Any] = {}
+        total: list[Any] | None = None
+        noise: list[Any] = []
+        seed_at = dict(zip(self.split.differentiated, seeds, strict=True))
+        for selection, positions in self.split.selections.items():
+            mine = [seed_at[position] for position in self._differentiated(selection)]
+            if mine:
+                grads, frontier, noise = self._backward(variables, inputs, known, mine, keeps_frontier, selection)
+                total = grads if total is None else [_plus(one, other) for one, other in zip(total, grads, strict=True)]
+                made.update(zip(positions, frontier, strict=False))
+            elif keeps_frontier:
+                made.update(zip(positions, self._forward(variables, inputs, known, selection), strict=True))
+        assert total is not None
+        return total, [made[position] for position in range(len(made))], noise
+
+    def _backward(
+        self,
+        variables: list[Any],
+        inputs: list[Any],
+        known: list[Any],
+        seeds: list[Any],
+        keeps_frontier: bool,
+        selection: int | None,
+    ) -> tuple[list[Any], list[Any], list[Any]]:
+        """What one selection makes of them."""
         num_own = len(variables) + (0 if self.units is None else squares.CARRIED)
 
         def backward(part: Part, given: Given, seeds: list[Any]) -> tuple[list[Any], list[Any]]:
@@ -88,7 +134,7 @@ class Passes:
 
             def compute(*flat: Any, mutate: bool) -> list[Any]:
                 *arrays, seeds = jax.tree.unflatten(tree, flat)
-                prefix = self._prefix(anywhere, Given(*arrays))
+                prefix = self._prefix(anywhere, Given(*arrays), selection)
                 grads, frontier, noise = prefix.backward(seeds, mutate=mutate, keeps_frontier=keeps_frontier)
                 return [*grads, *noise, *frontier]
 
@@ -101,31 +147,35 @@ class Passes:
                     functools.partial(compute, mutate=True), functools.partial(compute, mutate=False), *leaves
                 )
             own, frontier = results[:num_own], results[num_own:]
-            sums, rows = self._sums_and_rows(frontier) if keeps_frontier else ([], [])
+            sums, rows = self._sums_and_rows(frontier, selection) if keeps_frontier else ([], [])
             return [*own, *sums], rows
 
-        gives = self._gives if keeps_frontier else []
-        sums, rows = self._run(backward, variables, inputs, known, seeds, gives)
+        gives = self._gives(selection) if keeps_frontier else []
+        sums, rows = self._run(backward, variables, inputs, known, seeds, gives, selection)
         grads, noise, sums = sums[: len(variables)], sums[len(variables) : num_own], sums[num_own:]
-        return grads, self._frontier(sums, rows) if keeps_frontier else [], noise
+        return grads, self._frontier(sums, rows, selection) if keeps_frontier else [], noise
 
-    def _prefix(self, part: Part, given: Given) -> Prefix:
-        return Prefix(self.split, self._cut(part), self.accumulator_dtype, given, part, self.remat, self.units)
+    def _prefix(self, part: Part, given: Given, selection: int | None) -> Prefix:
+        cut, dtype = self._cut(part), self.accumulator_dtype
+        return Prefix(self.split, cut, dtype, given, part, self.remat, self.units, selection)
 
-    @property
-    def _gives(self) -> list[Give]:
-        return [Give(state) for state in self.split.states if isinstance(state, Rows)]
+    def _states(self, selection: int | None) -> list[State]:
+        return [self.split.states[position] for position in self.split.selections[selection]]
 
-    def _sums_and_rows(self, frontier: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        with_rows = [isinstance(state, Rows) for state in self.split.states]
+    def _gives(self, selection: int | None) -> list[Give]:
+        return [Give(state) for state in self._states(selection) if isinstance(state, Rows)]
+
+    def _sums_and_rows(self, frontier: Sequence[Any], selection: int | None) -> tuple[list[Any], list[Any]]:
+        with_rows = [isinstance(state, Rows) for state in self._states(selection)]
         sums = [value for value, has in zip(frontier, with_rows, strict=True) if not has]
         return sums, [value for value, has in zip(frontier, with_rows, strict=True) if has]
 
-    def _frontier(self, sums: Sequence[Any], rows: Sequence[Any]) -> list[Any]:
+    def _frontier(self, sums: Sequence[Any], rows: Sequence[Any], selection: int | None) -> list[Any]:
         of_sums, of_rows = iter(sums), iter(rows)
+        values = [self.split.frontier[position] for position in self.split.selections[selection]]
         return [
             next(of_rows) if isinstance(state, Rows) else next(of_sums).astype(value.dtype)
-            for state, value in zip(self.split.states, self.split.frontier, strict=True)
+            for state, value in zip(self._states(selection), values, strict=True)
         ]
 
 
