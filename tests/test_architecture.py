@@ -36,6 +36,7 @@ FLOORS = [
             "routes.parts",
             "routes.outputs",
             "routes.in_place",
+            "routes.terms",
             "routes.references",
             "routes.blocks",
             "routes.squares",

@@ -144,9 +144,10 @@ class Prefix:
         wide = [wide_dtype(leaf.dtype, self.accumulator_dtype) for leaf in given.variables]
         is_direct = self.part.in_place([leaf.dtype == dtype for leaf, dtype in zip(given.variables, wide, strict=True)])
         written_in_place = references.written_in_place(self.whole, is_direct) if mutate else []
-        shielded = functools.partial(references.shielded, written_in_place=written_in_place)
 
-        def run(traced: compat.Traced, start: Any, size: int) -> tuple[list[Any], Any, list[Any]]:
+        def run(
+            traced: compat.Traced, start: Any, size: int, written_in_place: list[bool] | None = None
+        ) -> tuple[list[Any], Any, list[Any]]:
             def of_wide(wide_variables: list[Any]) -> tuple[list[Any], list[Any]]:
                 whole = self.part.whole(wide_variables)  # still wide, so that devices add up wide gradients too
                 narrow = [leaf.astype(own.dtype) for leaf, own in zip(whole, given.variables, strict=True)]
@@ -155,7 +156,8 @@ class Prefix:
 
             # Widening what is differentiated makes autodiff itself add up in the wide dtype.
             point = [leaf.astype(dtype) for leaf, dtype in zip(given.variables, wide, strict=True)]
-            _, pullback, made = jax.vjp(shielded(of_wide) if mutate else of_wide, point, has_aux=True)
+            fun = of_wide if written_in_place is None else references.shielded(of_wide, written_in_place)
+            _, pullback, made = jax.vjp(fun, point, has_aux=True)
             mine = []
             for position, seed in zip(positions, seeds, strict=True):
                 state = self.states[position]
@@ -163,6 +165,14 @@ class Prefix:
                     seed = take_rows(seed, state, cut.examples, start, size, cut.runs)
                 mine.append(seed)
             return made, pullback, mine
+
+        def add(totals: Sequence[Any], in_place: list[bool], *, mutate: bool) -> list[Any]:
+            _, pullback, mine = run(self.whole, 0, cut.size, in_place if mutate else None)
+            return references.add(pullback, mine, totals, mutate=mutate)
+
+        if cut.whole and references.reach_nested_functions(self.whole, written_in_place):
+            types = [jax.typeof(leaf).update(dtype=dtype) for leaf, dtype in zip(given.variables, wide, strict=True)]
+            written_in_place = references.with_same_terms(add, types, written_in_place)
 
         last: list[Any] | None = None
         noise = [] if self.units is None else squares.zeros(wide)
@@ -179,7 +189,7 @@ class Prefix:
         def step(carry: Any, _: None) -> tuple[Any, list[Any]]:
             first, sums, grads, noise = carry
             with jax.named_scope("anybatch_microbatch"):
-                made, pullback, mine = run(self.whole, first, cut.size)
+                made, pullback, mine = run(self.whole, first, cut.size, written_in_place if mutate else None)
                 if accumulators is not None:
                     pullback.with_refs(accumulators)(mine)
                 else:

@@ -12,12 +12,16 @@ So a gradient is written in place only if every equation on its way is known to 
 gradients are added up as values, and then written once.
 """
 
+import operator
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
 
 from anybatch import compat
+from anybatch.errors import user_stacklevel
+from anybatch.routes import terms
 
 # Tested one by one, in every supported version of JAX (tests/test_references.py).
 PLAIN = frozenset("conv_general_dilated div dot_general exp gather log mul neg reduce_sum tanh transpose".split())
@@ -45,6 +49,70 @@ def written_in_place(traced: compat.Traced, is_direct: Sequence[bool]) -> list[b
         while mixed := _in_mixed_scans(traced.jaxpr, {variable: {variable} for variable in chosen}, chosen, moving):
             chosen -= mixed
     return [variable in chosen for variable in variables]
+
+
+def reach_nested_functions(traced: compat.Traced, written_in_place: list[bool]) -> bool:
+    """Whether an accumulator is given to a nested function: where JAX has been wrong, and could be again."""
+    reached = {variable for variable, direct in zip(traced.arguments, written_in_place, strict=False) if direct}
+    for equation in traced.jaxpr.eqns:
+        if not any(_is_in(reached, operand) for operand in equation.invars):
+            continue
+        if compat.jaxprs_in(equation):
+            return True
+        if equation.primitive.name in IDENTICAL:
+            reached.update(equation.outvars)
+    return False
+
+
+def with_same_terms(add: Callable[..., list[Any]], totals: Sequence[Any], written_in_place: list[bool]) -> list[bool]:
+    """Checks that JAX adds the same terms to accumulators as to values, and writes in place only what passes.
+
+    A second line of defence, which does not rest on what is known of JAX: the terms of both programs are compared. It
+    takes as long as tracing both, so that it is for programs that give accumulators to nested functions.
+
+    Args:
+      add: `add(totals, written_in_place, mutate=...)` returns the totals with the gradient of one microbatch added: in
+        references, or as values.
+      totals: arrays or types of the accumulators.
+      written_in_place: what is thought to be safe.
+    """
+    names = range(len(totals))
+
+    def terms_of(written_in_place: list[bool], mutate: bool) -> list[int] | None:
+        traced = jax.make_jaxpr(lambda *flat: add(flat, written_in_place, mutate=mutate))(*totals)
+        return terms.fingerprints(traced, names)
+
+    chosen, expected = list(written_in_place), None
+    while any(chosen):
+        expected = expected or terms_of(chosen, mutate=False)
+        try:
+            found = terms_of(chosen, mutate=True)
+        except Exception:  # JAX may also fail on what it does not do right
+            found = None
+        same = [False] * len(chosen) if expected is None or found is None else list(map(operator.eq, expected, found))
+        if all(same):
+            break
+        # Which parameters differ decides; but if those are not written in place, others are to blame.
+        left = [each and is_same for each, is_same in zip(chosen, same, strict=True)]
+        chosen = left if left != chosen else [False] * len(chosen)
+    if chosen != list(written_in_place):
+        warnings.warn(
+            f"JAX {jax.__version__} does not add up the gradients of this loss in place as it does by value. "
+            f"{sum(written_in_place) - sum(chosen)} of {len(chosen)} are added up by value, which is right and takes "
+            "one more buffer for each of them. Please report this loss to anybatch.",
+            RuntimeWarning,
+            stacklevel=user_stacklevel(),
+        )
+    return chosen
+
+
+def add(pullback: Any, cotangents: Any, totals: Sequence[Any], *, mutate: bool) -> list[Any]:
+    """The totals, with the gradient added that a pullback gives: in references, or as values."""
+    if not mutate:
+        return [total + grad for total, grad in zip(totals, pullback(cotangents)[0], strict=True)]
+    accumulators = [jax.new_ref(total) for total in totals]
+    pullback.with_refs(accumulators)(cotangents)
+    return [jax.freeze(accumulator) for accumulator in accumulators]
 
 
 def shielded(fun: Callable[[list[Any]], Any], written_in_place: list[bool]) -> Callable[[list[Any]], Any]:

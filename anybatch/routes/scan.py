@@ -162,13 +162,12 @@ def _accumulate(
     wide = [wide_dtype(leaf.dtype, microbatches.accumulator_dtype) for leaf in wrt]
     is_direct = part.in_place([leaf.dtype == dtype for leaf, dtype in zip(wrt, wide, strict=True)])
     written_in_place = references.written_in_place(microbatches.loss.traced, is_direct) if mutate else []
-    shielded = functools.partial(references.shielded, written_in_place=written_in_place)
     num_heads = 2 if first_ratio and microbatches.loss.weight_is_inexact else 1
 
     def with_square(noise: list[Any], grads: list[Any], size: int, out: list[Any]) -> list[Any]:
         return squares.add(noise, grads, out[1] if outputs.weighted else size) if microbatches.noise else []
 
-    def backward(size: int, row: Any) -> tuple[list[Any], Any, list[Any]]:
+    def backward(size: int, row: Any, written_in_place: list[bool] | None = None) -> tuple[list[Any], Any, list[Any]]:
         """One microbatch: its outputs, its pullback, and the cotangents to pull back."""
         loss = microbatches.losses[size]
 
@@ -180,12 +179,21 @@ def _accumulate(
 
         # Widening what is differentiated makes autodiff itself add up in the wide dtype.
         wide_wrt = [leaf.astype(dtype) for leaf, dtype in zip(wrt, wide, strict=True)]
-        heads, pullback, out = jax.vjp(shielded(forward) if mutate else forward, wide_wrt, has_aux=True)
+        fun = forward if written_in_place is None else references.shielded(forward, written_in_place)
+        heads, pullback, out = jax.vjp(fun, wide_wrt, has_aux=True)
         share = size / microbatches.examples if microbatches.seeds_shares else 1
         seeds = [jnp.full_like(heads[0], share)]
         if first_ratio:
             seeds = [jnp.ones_like(head) * first_ratio[i].astype(head.dtype) for i, head in enumerate(heads)]
         return out, pullback, seeds
+
+    def add(totals: Sequence[Any], in_place: list[bool], *, mutate: bool) -> list[Any]:
+        _, pullback, seeds = backward(cut.size, 0, in_place if mutate else None)
+        return references.add(pullback, seeds, totals, mutate=mutate)
+
+    if cut.whole and references.reach_nested_functions(microbatches.loss.traced, written_in_place):
+        types = [jax.typeof(leaf).update(dtype=dtype) for leaf, dtype in zip(wrt, wide, strict=True)]
+        written_in_place = references.with_same_terms(add, types, written_in_place)
 
     # The ragged last microbatch comes first: its gradient is where the accumulator starts.
     last: list[Any] | None = None
@@ -206,7 +214,7 @@ def _accumulate(
     def step(carry: Any, _: None) -> tuple[Any, list[Any]]:
         row, sums, grads, noise = carry
         with jax.named_scope("anybatch_microbatch"):
-            out, pullback, seeds = backward(cut.size, row)
+            out, pullback, seeds = backward(cut.size, row, written_in_place if mutate else None)
             if accumulators is not None:
                 pullback.with_refs(accumulators)(seeds)
             else:
