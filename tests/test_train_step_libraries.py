@@ -163,6 +163,115 @@ def test_they_are_saved_and_go_on_with_the_same_bits(tmp_path, kind):
     chex.assert_trees_all_equal(leaves(parts.state), leaves(whole.state))
 
 
+class WithOtherLeaves(eqx.Module):
+    """A model whose leaves are arrays, numbers, booleans, a key, a function, and None."""
+
+    linear: eqx.nn.Linear
+    dropout: eqx.nn.Dropout  # has p, a float, and inference, a bool
+    key: jax.Array
+    power: int
+    activation: object
+    nothing: None = None
+
+    def __init__(self):
+        self.linear, self.dropout = eqx.nn.Linear(6, 8, key=jax.random.key(0)), eqx.nn.Dropout(0.5)
+        self.key, self.power, self.activation = jax.random.key(7), 2, jax.nn.relu
+
+    def __call__(self, x, key):
+        key = jax.random.fold_in(key, jax.random.bits(self.key, dtype=jnp.uint32))
+        return self.dropout(self.activation(self.linear(x)), key=key) ** self.power
+
+
+def dropout_loss(model, batch, key):
+    keys = jax.random.split(key, batch["x"].shape[0])
+    return mean_square(jax.vmap(model)(batch["x"], keys), batch)
+
+
+def equinox_with_other_leaves():
+    step = ab.train_step(dropout_loss, optax.adam(0.05), microbatch_size=5)
+    return step, step.init(WithOtherLeaves(), key=jax.random.key(1))
+
+
+def equinox_in_a_step_of_ones_own():
+    optimizer = optax.sgd(0.05)
+
+    @eqx.filter_jit
+    def update(model, opt_state, batch, key):
+        loss, grads = eqx.filter_value_and_grad(dropout_loss)(model, batch, key)
+        updates, opt_state = optimizer.update(grads, opt_state)
+        return eqx.apply_updates(model, updates), opt_state, loss
+
+    def step(state, batch):
+        model, opt_state, count, key, rate = state
+        model, opt_state, loss = update(model, opt_state, batch, jax.random.fold_in(key, count))
+        return (model, opt_state, count + 1, key, rate), {"loss": loss}
+
+    model = WithOtherLeaves()
+    return step, (model, optimizer.init(eqx.filter(model, eqx.is_inexact_array)), 0, jax.random.key(1), 0.5)
+
+
+class Count(nnx.Variable):
+    """A number that changes with each call."""
+
+
+def nnx_with_other_leaves():
+    model = Network(nnx.Rngs(0), norm=False)
+    model.scale, model.is_scaled, model.calls, model.nothing = nnx.Variable(2.0), nnx.Variable(True), Count(0), None
+
+    def loss(model, batch):
+        model.calls.set_value(model.calls.get_value() + 1)
+        scale = jnp.where(model.is_scaled.get_value(), model.scale.get_value(), 1.0) / model.calls.get_value()
+        return mean_square(scale * model(batch["x"]), batch)
+
+    return ab.train_step(loss, microbatch_size=5), (model, nnx.Optimizer(model, optax.adam(0.05), wrt=nnx.Param))
+
+
+def linen_with_other_leaves():
+    class State(train_state.TrainState):
+        key: jax.Array
+        rate: float
+        is_warm: bool
+        nothing: None = None
+
+    model = nn.Dense(1)
+    params = model.init(jax.random.key(0), batches()[0]["x"])["params"]
+    state = State.create(
+        apply_fn=model.apply, params=params, tx=optax.adam(0.05), key=jax.random.key(1), rate=0.5, is_warm=True
+    )
+    return ab.train_step(
+        lambda p, b, key: mean_square(model.apply({"params": p}, b["x"]), b) + jax.random.uniform(key) * p["bias"][0],
+        microbatch_size=5,
+    ), state
+
+
+@pytest.mark.parametrize(
+    "fresh",
+    [equinox_with_other_leaves, equinox_in_a_step_of_ones_own, nnx_with_other_leaves, linen_with_other_leaves],
+    ids=lambda fresh: fresh.__name__,
+)
+def test_leaves_that_are_no_arrays_do_not_keep_a_state_from_being_saved(tmp_path, fresh):
+    def run(steps, folder):
+        step, state = fresh()
+        return ab.fit(step, state, batches(), steps=steps, checkpoints=folder, progress=False)
+
+    whole = run(6, tmp_path / "whole")
+    run(3, tmp_path / "parts")
+    parts = run(6, tmp_path / "parts")
+    assert parts.resumed_from == 3
+
+    def leaves(state):
+        found = jax.tree.leaves(nnx.state(state) if fresh is nnx_with_other_leaves else state)
+        return [jax.random.key_data(leaf) if is_typed_key(leaf) else leaf for leaf in found]
+
+    def is_typed_key(leaf):
+        return eqx.is_array(leaf) and jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+    before = leaves(fresh()[1])
+    chex.assert_trees_all_equal(leaves(parts.state), leaves(whole.state))
+    assert list(map(type, leaves(parts.state))) == list(map(type, leaves(whole.state)))
+    assert any(map(np.any, jax.tree.map(np.not_equal, before, leaves(whole.state))))  # it has learned
+
+
 def test_an_optimizer_too_many_is_refused():
     model = Network(nnx.Rngs(0), norm=False)
     state = (model, nnx.Optimizer(model, optax.adam(0.05), wrt=nnx.Param))

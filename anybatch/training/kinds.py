@@ -35,22 +35,21 @@ class OwnState:
     changes_model = False  # whether calling a model may change what is not trained of it
 
     def apart(self, state: Any) -> tuple[list[Any], Any]:
-        """The arrays of a state, and what the program is compiled for.
-
-        Numbers that will change, such as flax's count of steps, are arrays; those in the parameters are constants.
-        """
-        rest = state.replace(params=None)
-        if any(map(_is_number, jax.tree.leaves(rest))):
-            rest = jax.tree.map(lambda leaf: jnp.asarray(leaf) if _is_number(leaf) else leaf, rest)
-            state = rest.replace(params=state.params)
-        return apart(state)
+        """The arrays of a state, and what the program is compiled for."""
+        return apart(self.tree(state))
 
     def whole(self, given: Any, arrays: list[Any], constants: Any) -> Any:
         """The state that a step returns."""
         return together(arrays, constants)
 
     def tree(self, state: Any) -> Any:
-        """The state as a tree whose leaves have names."""
+        """The state as the tree that `apart` takes apart: its arrays are what a step changes and a checkpoint keeps.
+
+        Numbers that will change, such as flax's count of steps, are arrays; those in the parameters are constants.
+        """
+        rest = state.replace(params=None)
+        if any(map(_is_number, jax.tree.leaves(rest))):
+            state = _numbers_as_arrays(rest).replace(params=state.params)
         return state
 
     def parts(self, arrays: list[Any], constants: Constants) -> Parts:
@@ -118,7 +117,7 @@ class NnxState:
     def apart(self, state: Any) -> tuple[list[Any], Any]:
         """As above."""
         definition, values = _nnx().split(state)
-        arrays, constants = apart(values)
+        arrays, constants = apart(_numbers_as_arrays(values))
         return arrays, (definition, constants)
 
     def whole(self, given: Any, arrays: list[Any], constants: Any) -> Any:
@@ -127,8 +126,8 @@ class NnxState:
         return given
 
     def tree(self, state: Any) -> Any:
-        """As above."""
-        return _nnx().split(state)[1]
+        """As above. Any number in a variable may change, so all of them are arrays, as under `nnx.jit`."""
+        return _numbers_as_arrays(_nnx().split(state)[1])
 
     def parts(self, arrays: list[Any], constants: Any) -> Parts:
         """As above."""
@@ -163,12 +162,12 @@ class AnyState:
     """Any tree, of a step of one's own: to be saved, and to go on from."""
 
     def tree(self, state: Any) -> Any:
-        """As above."""
-        return state
+        """As above, with numbers among the arrays."""
+        return jax.tree.map(lambda leaf: np.asarray(leaf) if _is_number(leaf) else leaf, state)
 
     def apart(self, state: Any) -> tuple[list[Any], Any]:
-        """As above, with numbers among the arrays."""
-        return apart(jax.tree.map(lambda leaf: np.asarray(leaf) if _is_number(leaf) else leaf, state))
+        """As above."""
+        return apart(self.tree(state))
 
     def whole(self, given: Any, arrays: list[Any], constants: Any) -> Any:
         """As above. What was a number is one again."""
@@ -224,13 +223,13 @@ def kind_of(state: Any, optimizer: Any) -> Any:
 def named_arrays(state: Any) -> dict[str, Any]:
     """The arrays of any state, by names that are the same in every process: what a checkpoint keeps.
 
+    Numbers in the parameters of a model are constants of it, as functions are, and are not among them.
+
     >>> list(named_arrays({"w": jnp.ones(2), "count": 3}))
     ["['count']", "['w']"]
     """
-    kind = _kind_to_save(state)
-    arrays, _ = kind.apart(state)
-    leaves = [(name, leaf) for name, leaf in named_leaves("", kind.tree(state)) if is_array(leaf) or _is_number(leaf)]
-    return {name.lstrip(".") or "state": array for (name, _), array in zip(leaves, arrays, strict=True)}
+    leaves = named_leaves("", _kind_to_save(state).tree(state))
+    return {name.lstrip(".") or "state": leaf for name, leaf in leaves if is_array(leaf)}
 
 
 def with_arrays(state: Any, arrays: Mapping[str, Any]) -> Any:
@@ -260,6 +259,10 @@ def _nnx() -> Any:
 
 def _is_number(leaf: Any) -> bool:
     return isinstance(leaf, (bool, int, float, complex))
+
+
+def _numbers_as_arrays(tree: Any) -> Any:
+    return jax.tree.map(lambda leaf: jnp.asarray(leaf) if _is_number(leaf) else leaf, tree)
 
 
 def _chosen(good: Any, new: list[Any], old: list[Any]) -> list[Any]:
