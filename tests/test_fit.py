@@ -263,6 +263,25 @@ def test_batches_that_change_midway_lose_nothing(tmp_path, change):
     chex.assert_trees_all_equal(run.state, by_hand(good * 2, 6))
 
 
+@pytest.mark.parametrize("ahead", [0, 2])
+def test_a_batch_without_examples_is_an_error_that_loses_nothing(tmp_path, ahead):
+    """The last batch of a source that cuts its examples one time too often."""
+    good = [data(8, seed) for seed in range(3)]
+    options = {"checkpoints": tmp_path / "c", "log": tmp_path / "run.csv", "prefetch": ahead}
+    with pytest.raises(ab.InputError, match=r"at least one example.*\n    batch\['x'\]: float32\[0,4\]") as caught:
+        fitted([*good, data(0)], **options)
+    chex.assert_trees_all_equal(caught.value.state, by_hand(good, 3))
+    assert any("after step 3" in note and "saved in" in note for note in caught.value.__notes__)
+    assert len(read_log(tmp_path / "run.csv")) == 3
+    assert fitted(good, **options).resumed_from == 3  # mended, it has nothing left to do
+
+
+def test_a_step_of_ones_own_may_take_a_batch_without_examples():
+    """As one of DP-SGD must: whether a batch drawn at random is empty is not to be seen."""
+    run = ab.fit(lambda state, batch: (state + 1, {"loss": 0.0}), 0, [data(0), data(8)], progress=False)
+    assert run.state == 2
+
+
 def test_an_error_of_the_data_or_of_the_evaluation_loses_nothing(tmp_path):
     def source():
         yield from [data(8, 0), data(8, 1)]

@@ -496,3 +496,32 @@ def test_many_programs_are_worth_a_word():
             step(state, np.ones(2, np.float32), rate=0.1 * number)
     with pytest.raises(ab.InputError, match="hashable"):
         step(state, np.ones(2, np.float32), rate={1, 2})
+
+
+@pytest.mark.parametrize("options", [{"microbatch_size": 4}, {"memory": "1GiB"}], ids=str)
+@pytest.mark.parametrize("way", ["eager", "jit", "explain", "lower"])
+def test_a_batch_without_examples_is_refused_and_moves_nothing(options, way):
+    """Weight decay and momentum would move the parameters, though nothing was learned."""
+    step = ab.train_step(loss, optax.adamw(0.1, weight_decay=0.1), donate=False, **options)
+    state, _ = step(step.init(mlp()), data())
+    call = {"eager": step, "jit": jax.jit(step), "explain": step.explain, "lower": step.lower}[way]
+    with pytest.raises(ab.InputError) as caught:
+        call(state, data(examples=0))
+    dtype = state.params["a"].dtype if way == "jit" else "float64"
+    assert str(caught.value) == (
+        "A step needs at least one example: its optimizer would move the parameters even without a gradient, got\n"
+        f"    batch['x']: {dtype}[0,6]\n    batch['y']: {dtype}[0]\n"
+        "Leave such a batch out: if len(batch['x']): state, metrics = step(state, batch)"
+    )
+    assert int(step(state, data(examples=1))[0].step) == 2  # the state is as good as before
+
+
+def test_a_mask_of_zeros_is_the_users_own():
+    def masked(params, batch):
+        error = (jnp.tanh(batch["x"] @ params["a"]) @ params["b"] - batch["y"]) ** 2
+        return jnp.sum(error * batch["mask"]) / jnp.maximum(jnp.sum(batch["mask"]), 1.0)
+
+    step = ab.train_step(masked, optax.sgd(0.1), microbatch_size=4)
+    state, metrics = step(step.init(mlp()), data() | {"mask": np.zeros(24)})
+    assert float(metrics.loss) == 0.0 and int(state.step) == 1
+    chex.assert_trees_all_equal(state.params, mlp())

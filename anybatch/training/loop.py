@@ -116,8 +116,8 @@ def fit(
       The state, the history, and how it ended: a `Fitted`.
 
     Raises:
-      InputError: for arguments that cannot be worked with, no batches, batches that change their form, a checkpoint
-        of something else, a folder or file that cannot be written. Before any work is done, where it can be known.
+      InputError: for arguments that cannot be worked with, no batches, batches that change their form or have no
+        examples, a checkpoint of something else, a folder or file that cannot be written. Before any work is done, where it can be known.
       CheckpointError: if the last state could not be saved; `error.state` has it.
     """
     _check(step, evaluate)

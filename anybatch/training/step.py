@@ -370,7 +370,7 @@ def train_step(
       The metrics are an `anybatch.Metrics`.
 
     Raises:
-      InputError: for arguments that cannot be worked with, before any work is done.
+      InputError: for arguments that cannot be worked with, and for a batch without examples. Before any work is done.
       NothingFitsError: at the first step, if no microbatch lets it fit the memory.
       What `value_and_grad` raises.
     """

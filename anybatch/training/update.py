@@ -9,15 +9,20 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
+from anybatch.arguments import Arguments
 from anybatch.computation import Gradient
+from anybatch.errors import InputError
 from anybatch.gradient import compute, settings_of
 from anybatch.gradient_noise import NoiseScale
 from anybatch.memory import memory_budget, readable
 from anybatch.placement import local_bytes
 from anybatch.routes import squares
 from anybatch.settings import Settings
-from anybatch.trees import describe
+from anybatch.trees import describe, named_leaves
 from anybatch.updates import together
+
+# Of a batch, in an error.
+MOST_LINES = 10
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,12 +109,12 @@ class Update:
         if self.options.get("mesh") is not None and self.options.get("param_specs") is None:
             changes["param_specs"] = jax.tree.map(_spec, args[0])
         settings = self.settings(fun, given, **changes)
-        return Gradient(fun, settings, settings.roles.sort(fun, args, kwargs))
+        return Gradient(fun, settings, _sorted(fun, settings, args, kwargs))
 
     def results(self, given: Given, settings: Settings) -> tuple[list[Any], dict[str, Any]]:
         """The arrays of the state after the step, and what the metrics tell of it."""
         fun, args, kwargs = self.problem(given)
-        arguments = settings.roles.sort(fun, args, kwargs)
+        arguments = _sorted(fun, settings, args, kwargs)
         value, (aux, changed), grads, sums = compute(fun, settings, arguments)
         noise = NoiseScale.of_step(*sums) if self.noise_scale else None
         leaves = jax.tree.leaves(grads)
@@ -124,6 +129,23 @@ class Update:
         with jax.named_scope("anybatch.update"):
             new = given.kind.updated(given.arrays, given.about_state, self.optimizer, grads, changed, good, extra)
         return new, {"loss": value, "aux": aux, "gradient_norm": norm, "skipped": ~good, "noise": noise}
+
+
+def _sorted(fun: Callable[..., Any], settings: Settings, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+    """The arguments of the loss, sorted. The batch is the second, and has at least one example.
+
+    Raises:
+      InputError: for a batch without examples.
+    """
+    arguments = settings.roles.sort(fun, args, kwargs)
+    if not arguments.num_examples:
+        named = named_leaves("batch", args[1])
+        raise InputError(
+            "A step needs at least one example: its optimizer would move the parameters even without a gradient",
+            given="\n".join([f"{name}: {describe(leaf)}" for name, leaf in named[:MOST_LINES]] + [""]),
+            remedy=f"Leave such a batch out: if len({named[0][0]}): state, metrics = step(state, batch)",
+        )
+    return arguments
 
 
 def _value_fn(
