@@ -200,6 +200,9 @@ def launch(
         int | None, typer.Option(min=1, help="GPUs for each process, or simulated devices where there are none.")
     ] = None,
     timeout: Annotated[float | None, typer.Option(min=0, help="Seconds after which all of it is ended.")] = None,
+    max_processes: Annotated[
+        int | None, typer.Option(min=1, help="How many are allowed: by default 4 for each CPU, 16 at least.")
+    ] = None,
 ) -> None:
     """Start several processes of a script."""
 
@@ -207,7 +210,12 @@ def launch(
         from anybatch import launch as launcher
 
         return launcher.launch(
-            script, arguments or [], processes=processes, devices_per_process=devices_per_process, timeout=timeout
+            script,
+            arguments or [],
+            processes=processes,
+            devices_per_process=devices_per_process,
+            timeout=timeout,
+            max_processes=max_processes,
         )
 
     _run(command)

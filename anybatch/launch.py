@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import IO, Any
 
 from anybatch import distributed
+from anybatch.checks import whole
 from anybatch.errors import InputError, NotAvailableError
 
 EXAMPLE = """\
@@ -34,6 +35,10 @@ _GRACE, _GRACE_WHEN_ASKED = 3.0, 10.0
 _TIMED_OUT, _NO_READER = 124, 128 + signal.SIGPIPE  # as the shell and `timeout` have it
 _PARENT_DEATH = 1  # PR_SET_PDEATHSIG
 
+# Each process loads JAX: a few hundred MiB, and threads. Some processes on a small machine do no harm.
+_FEWEST_ALLOWED, _MOST_ALLOWED = 16, 1024
+_MOST_SIMULATED = 1024  # devices, in all processes
+
 
 def launch(
     script: str | os.PathLike,
@@ -42,6 +47,7 @@ def launch(
     processes: int,
     devices_per_process: int | None = None,
     timeout: float | None = None,
+    max_processes: int | None = None,
 ) -> int:
     """Runs a script in several processes that find each other, and shows what they print, each line with its number.
 
@@ -56,13 +62,15 @@ def launch(
       devices_per_process: GPUs for each, or simulated devices where there are none. By default the GPUs are divided
         among the processes, and on the CPU there is one device for each.
       timeout: the seconds after which all of it is ended.
+      max_processes: how many processes are allowed. By default four for each CPU, at least 16 and at most 1,024.
 
     Returns:
       The exit status: 0 if all have succeeded, else that of the first process that failed, 128 + signal if one killed
       it; 130 after Ctrl-C, 143 after SIGTERM, 124 after the timeout.
 
     Raises:
-      InputError: if there is no such script, or too few GPUs. Nothing has been started then.
+      InputError: if there is no such script, or too few GPUs, or if the processes are more than are allowed. Nothing
+        has been started then. Or if the system starts no more of them; those that it had started have been ended.
     """
     if os.name != "posix":
         raise NotAvailableError("anybatch launch on Windows", remedy="Run it in WSL.")
@@ -72,6 +80,7 @@ def launch(
             given=repr(os.fspath(script)),
             remedy=f"anybatch launch --processes {processes} path/to/script.py, with the arguments of the script last.",
         )
+    _check_counts(processes, devices_per_process, max_processes)
     command = [sys.executable, os.fspath(script), *arguments]
     environments = _environments(os.environ, processes, devices_per_process)
     # Whatever happens is an event: ("ended", index), ("signal", number) or ("unread", index).
@@ -82,7 +91,8 @@ def launch(
     with _signals(events):
         try:
             # All of them before the first thread, since what runs between fork and exec is Python.
-            children += [_start(command, environment) for environment in environments]
+            for environment in environments:
+                children.append(_started(command, environment, len(children), processes))
             readers += _forward(children, events)
             status = _watch(children, events, timeout)
             return status
@@ -91,6 +101,27 @@ def launch(
             _end(children, events, _GRACE_WHEN_ASKED if was_asked else _GRACE)
             for reader in readers:
                 reader.join(timeout=1.0)  # a grandchild may hold the pipe for as long as it likes
+
+
+def _check_counts(processes: int, devices_per_process: int | None, max_processes: int | None) -> None:
+    whole("processes", processes, 1, example="2")
+    allowed = min(max(4 * _cpus(), _FEWEST_ALLOWED), _MOST_ALLOWED)
+    if max_processes is not None:
+        allowed = whole("max_processes", max_processes, 1)
+    if processes > allowed:
+        raise InputError(
+            f"processes must be at most {allowed}, unless you allow more: each of them loads JAX, and this machine has "
+            f"{_cpus()} CPUs",
+            given=f"processes={processes}",
+            remedy=f"Start fewer, or allow as many: anybatch launch --max-processes {processes} ...",
+        )
+    if devices_per_process is not None:
+        whole("devices_per_process", devices_per_process, 1)
+
+
+def _cpus() -> int:
+    """How many CPUs this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def free_port() -> int:
@@ -120,6 +151,13 @@ def _environments(outer: Mapping[str, str], processes: int, devices_per_process:
             remedy="Start fewer processes, or try it on simulated devices: JAX_PLATFORMS=cpu anybatch launch ...",
         )
     if not gpus and devices_per_process is not None:
+        if devices_per_process * processes > _MOST_SIMULATED:
+            raise InputError(
+                f"The simulated devices of all processes must be at most {_MOST_SIMULATED}, unless you allow more",
+                given=f"devices_per_process={devices_per_process} in {processes} processes",
+                remedy="Take fewer, or say it to JAX yourself: "
+                f"JAX_NUM_CPU_DEVICES={devices_per_process} anybatch launch ...",
+            )
         shared["JAX_NUM_CPU_DEVICES"] = str(devices_per_process)  # it prevails over the flag of XLA
     each = [shared | {distributed.PROCESS_ID: str(index)} for index in range(processes)]
     for index, environment in enumerate(each):
@@ -143,6 +181,18 @@ def visible_gpus(environment: Mapping[str, str]) -> list[str]:
     except (OSError, subprocess.SubprocessError):
         return []
     return re.findall(r"^GPU (\d+):", listed, re.MULTILINE)
+
+
+def _started(command: Sequence[str], environment: dict[str, str], index: int, processes: int) -> subprocess.Popen:
+    try:
+        return _start(command, environment)
+    except OSError as error:
+        raise InputError(
+            "The system must let all processes start",
+            given=f"process {index} of {processes} ({error.strerror or error})",
+            remedy=f"Start fewer, e.g. anybatch launch --processes {max(index, 1)} ..., or raise its limits: "
+            "ulimit -n, ulimit -u.",
+        ) from error
 
 
 def _start(command: Sequence[str], environment: dict[str, str]) -> subprocess.Popen:

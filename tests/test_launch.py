@@ -1,5 +1,6 @@
 """`anybatch launch`, as a user runs it: output, exit status, and nothing left behind."""
 
+import errno
 import os
 import re
 import signal
@@ -12,6 +13,7 @@ import pytest
 from processes import end
 
 from anybatch import launch
+from anybatch.errors import InputError
 
 # Scripts that wait say so, and where they are.
 WAIT = """
@@ -152,6 +154,103 @@ def test_a_script_that_is_not_there():
     result = run("--processes", 4, "nowhere.py")
     assert result.returncode == 2
     assert result.stderr.startswith("The script must be a file, got 'nowhere.py'.\nanybatch launch --processes 4")
+
+
+@pytest.fixture
+def starts_nothing(monkeypatch):
+    def start(*_):
+        raise AssertionError("a process was started")
+
+    monkeypatch.setattr(launch, "_start", start)
+    monkeypatch.setattr(launch, "visible_gpus", lambda _: [])
+
+
+@pytest.mark.usefixtures("starts_nothing")
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (
+            {"processes": 100_000},
+            "processes must be at most 16, unless you allow more: each of them loads JAX, and this machine has 2 CPUs, "
+            "got processes=100000.\nStart fewer, or allow as many: anybatch launch --max-processes 100000 ...",
+        ),
+        (
+            {"processes": 17, "max_processes": 16},
+            "processes must be at most 16, unless you allow more: each of them loads JAX, and this machine has 2 CPUs, "
+            "got processes=17.\nStart fewer, or allow as many: anybatch launch --max-processes 17 ...",
+        ),
+        (
+            {"processes": 16, "devices_per_process": 10**9},
+            "The simulated devices of all processes must be at most 1024, unless you allow more, got "
+            "devices_per_process=1000000000 in 16 processes.\nTake fewer, or say it to JAX yourself: "
+            "JAX_NUM_CPU_DEVICES=1000000000 anybatch launch ...",
+        ),
+        (
+            {"processes": 0},
+            "processes must be a whole number of at least 1, got processes=0.\nFor example processes=2.",
+        ),
+        (
+            {"processes": -3},
+            "processes must be a whole number of at least 1, got processes=-3.\nFor example processes=2.",
+        ),
+        (
+            {"processes": 2, "devices_per_process": 0},
+            "devices_per_process must be a whole number of at least 1, got devices_per_process=0.\n"
+            "For example devices_per_process=1.",
+        ),
+    ],
+    ids=lambda value: str(value) if isinstance(value, dict) else "",
+)
+def test_more_than_the_machine_can_take_is_refused_before_anything_starts(script, monkeypatch, options, message):
+    monkeypatch.setattr(launch, "_cpus", lambda: 2)
+    with pytest.raises(InputError) as caught:
+        launch.launch(script("print(1)"), **options)
+    assert str(caught.value) == message
+
+
+@pytest.mark.usefixtures("starts_nothing")
+@pytest.mark.parametrize(
+    "cpus, options",
+    [(2, {"processes": 16}), (2, {"processes": 17, "max_processes": 17}), (64, {"processes": 256})],
+    ids=str,
+)
+def test_as_many_as_the_machine_can_take_are_started(script, monkeypatch, cpus, options):
+    """The control: these are not refused, and get as far as the first start."""
+    monkeypatch.setattr(launch, "_cpus", lambda: cpus)
+    with pytest.raises(AssertionError, match="a process was started"):
+        launch.launch(script("print(1)"), **options)
+
+
+@pytest.mark.parametrize("options", [["--processes", 100_000], ["--processes", 2, "--devices-per-process", 100_000]])
+def test_the_command_refuses_too_many(script, options):
+    result = run(*options, script("print('started')"), env=os.environ | {"JAX_PLATFORMS": "cpu"})
+    assert result.returncode == 2 and result.stdout == ""
+    assert "must be at most" in result.stderr and "100000" in result.stderr
+
+
+def test_if_the_system_starts_no_more_those_that_run_are_ended(script, monkeypatch, tmp_path):
+    started = []
+
+    def start(command, environment):
+        if len(started) == 2:
+            raise OSError(errno.EMFILE, "Too many open files")
+        started.append(
+            subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True)
+        )
+        return started[-1]
+
+    monkeypatch.setattr(launch, "_start", start)
+    monkeypatch.setattr(launch, "visible_gpus", lambda _: [])
+    with pytest.raises(InputError) as caught:
+        launch.launch(script(WAIT), processes=4)
+    for process in started:
+        process.stdout.close()
+        process.stderr.close()
+        assert process.poll() is not None
+    assert str(caught.value) == (
+        "The system must let all processes start, got process 2 of 4 (Too many open files).\n"
+        "Start fewer, e.g. anybatch launch --processes 2 ..., or raise its limits: ulimit -n, ulimit -u."
+    )
 
 
 @pytest.mark.thorough
