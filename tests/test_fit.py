@@ -4,6 +4,8 @@ import datetime
 import itertools
 import json
 import os
+import re
+import shutil
 import signal
 import sys
 import threading
@@ -18,6 +20,8 @@ import optax
 import pytest
 
 import anybatch as ab
+from anybatch import compat
+from anybatch.training.checkpoints import CheckpointError
 from anybatch.training.log import read_log
 from anybatch.training.rows import WORRYING
 
@@ -308,6 +312,30 @@ def test_a_checkpoint_of_another_model(tmp_path):
     with pytest.raises(ab.InputError, match="resume=False"):
         fitted(steps=4, checkpoints=tmp_path / "c", resume=False)
     assert fitted(steps=4, checkpoints=tmp_path / "c").resumed_from == 2  # untouched
+
+
+def test_a_checkpoint_under_the_name_of_another_step_is_not_gone_on_from(tmp_path):
+    fitted(steps=2, checkpoints=tmp_path / "c", log=tmp_path / "run.csv")
+    shutil.copytree(tmp_path / "c" / "2", tmp_path / "c" / "9")
+    before = (tmp_path / "run.csv").read_bytes()
+    step, state = fresh()
+    with pytest.raises(
+        CheckpointError, match=r"must be of step 9, and is of step 2: .*\nDelete the copy: rm -r .*/c/9"
+    ):
+        ab.fit(step, state, [data(8)], checkpoints=tmp_path / "c", log=tmp_path / "run.csv", progress=False)
+    assert not state.params["w"].is_deleted() and (tmp_path / "run.csv").read_bytes() == before
+    shutil.rmtree(tmp_path / "c" / "9")
+    assert fitted(steps=4, checkpoints=tmp_path / "c", log=tmp_path / "run.csv").resumed_from == 2
+
+
+def test_other_versions_than_a_run_began_with_are_worth_a_word(tmp_path, monkeypatch, capsys):
+    """Then it may go on with other bits."""
+    fitted(steps=2, checkpoints=tmp_path / "c")
+    fitted(steps=3, checkpoints=tmp_path / "c", progress="lines")
+    assert "saved with" not in capsys.readouterr().err
+    monkeypatch.setattr(compat, "versions", lambda: ["99.1", "99.1"])
+    fitted(steps=4, checkpoints=tmp_path / "c", progress="lines")
+    assert re.search(r"It was saved with jax 0[.\d]+, and this is jax 99.1: .*other bits", capsys.readouterr().err)
 
 
 def test_a_checkpoint_that_fails_midway_is_tried_again_and_at_the_end_it_is_an_error(tmp_path, monkeypatch):

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+import zlib
 from pathlib import Path
 
 import jax
@@ -22,6 +23,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+import anybatch
 from anybatch.errors import InputError
 from anybatch.training import checkpoint_folder
 from anybatch.training.checkpoint_folder import CheckpointFolder
@@ -178,8 +180,6 @@ def test_the_newest_are_kept_and_none_goes_before_the_next_is_complete(tmp_path,
             checkpoints.wait()
     assert seen == [(None, []), (2, [2]), (3, [2, 3]), (5, [3, 5])]
     assert sorted(path.name for path in tmp_path.iterdir() if path.name[0] != ".") == ["5", "8"]
-    with Checkpoints(tmp_path, keep=1) as checkpoints:
-        assert checkpoints._files.steps() == [8]
 
 
 def test_a_step_that_is_there_is_replaced_and_stays_until_then(tmp_path, monkeypatch):
@@ -502,6 +502,93 @@ def test_a_checkpoint_that_the_disk_has_damaged(tmp_path, damage, says):
     assert len(errors) >= len(files) - 3 and sum(says in error for error in errors) >= 3
     with Checkpoints(tmp_path / "good") as checkpoints:  # the control
         same(checkpoints.restore(arrays)[1]["x"], arrays["x"])
+
+
+@pytest.mark.parametrize("moves", [True, False], ids=["moved", "copied"])
+def test_a_checkpoint_under_the_name_of_another_step(tmp_path, moves):
+    with Checkpoints(tmp_path) as checkpoints:
+        for step in (1, 2):
+            checkpoints.save(step, {"x": noise(step)}, {})
+    (shutil.move if moves else shutil.copytree)(tmp_path / "2", tmp_path / "50")
+    with Checkpoints(tmp_path) as checkpoints:
+        with pytest.raises(CheckpointError) as caught:
+            checkpoints.restore({"x": noise(0)})
+        way_out = f"Move it back: mv {tmp_path}/50 {tmp_path}/2" if moves else f"Delete the copy: rm -r {tmp_path}/50"
+        assert str(caught.value) == (
+            f"The checkpoint {tmp_path}/50 must be of step 50, and is of step 2: it was moved or copied to this name.\n"
+            f"{way_out}"
+        )
+        assert (caught.value.step, caught.value.last_good) == (50, 1 if moves else 2)
+        step, restored, _ = checkpoints.restore({"x": noise(0)}, 1)  # the control
+        same(restored["x"], noise(1))
+    subprocess.run(way_out.partition(": ")[2], shell=True, check=True)
+    with Checkpoints(tmp_path) as checkpoints:
+        step, restored, _ = checkpoints.restore({"x": noise(0)})
+    assert step == 2
+    same(restored["x"], noise(2))
+
+
+def as_written_by_0_7_0(checkpoint):
+    """Takes out of a checkpoint what that version did not write, and seals it again."""
+    record, seal = checkpoint / "record" / "metadata", checkpoint / "record" / "files.json"
+    content = json.loads(record.read_text())
+    content = {name: content[name] for name in ("anybatch", "arrays", "record")}
+    record.write_text(json.dumps(content))
+    sums = json.loads(seal.read_text())
+    sums["record/metadata"] = [record.stat().st_size, zlib.crc32(record.read_bytes())]
+    seal.write_text(json.dumps(sums))
+
+
+def test_a_checkpoint_of_0_7_0_does_not_tell_its_step_and_is_taken_at_its_name(tmp_path):
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(2, {"x": noise(2)}, {"a": 1})
+    as_written_by_0_7_0(tmp_path / "2")
+    shutil.move(tmp_path / "2", tmp_path / "3")
+    with Checkpoints(tmp_path) as checkpoints:
+        assert checkpoints.versions(3) == {}
+        step, restored, record = checkpoints.restore({"x": noise(0)})
+    assert (step, record) == (3, {"a": 1})
+    same(restored["x"], noise(2))
+
+
+def test_a_checkpoint_tells_the_versions_that_it_was_saved_with(tmp_path):
+    import orbax.checkpoint
+
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(2, {"x": 1}, {})
+        checkpoints.wait()
+        expected = {"anybatch": anybatch.__version__, "jax": jax.__version__, "orbax": orbax.checkpoint.__version__}
+        assert checkpoints.versions(2) == expected
+
+
+def test_to_open_a_folder_deletes_no_checkpoint(tmp_path):
+    """A run with another model, and a smaller keep, is refused after it has opened the folder."""
+    with Checkpoints(tmp_path, keep=3) as checkpoints:
+        for step in (1, 2, 3):
+            checkpoints.save(step, {"x": step}, {})
+    with Checkpoints(tmp_path, keep=1) as checkpoints:
+        with pytest.raises(InputError, match="same arrays"):
+            checkpoints.restore({"y": 0})
+        assert checkpoints._files.steps() == [1, 2, 3]
+        checkpoints.save(4, {"x": 4}, {})
+        checkpoints.wait()
+        assert checkpoints._files.steps() == [4]  # the control: a save keeps the newest one
+
+
+def test_what_has_the_name_of_a_checkpoint_and_is_none_is_kept(tmp_path):
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(1, {"x": 1}, {})
+    for number in (1, 2):
+        (tmp_path / "2").mkdir()
+        (tmp_path / "2" / "notes.txt").write_text(f"mine {number}")
+        (tmp_path / "best.replaced").mkdir(exist_ok=True)
+        with Checkpoints(tmp_path) as checkpoints:
+            checkpoints.save(2, {"x": number}, {})
+            checkpoints.wait()
+            assert checkpoints.restore({"x": 0})[:2] == (2, {"x": number})
+            checkpoints.drop_after(1)
+    assert [(path / "notes.txt").read_text() for path in sorted(tmp_path.glob("2.kept*"))] == ["mine 1", "mine 2"]
+    assert (tmp_path / "best.replaced").is_dir()
 
 
 def test_a_step_before_the_newest_would_be_lost(tmp_path):

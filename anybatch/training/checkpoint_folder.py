@@ -1,15 +1,17 @@
 """The folder that checkpoints lie in: which are complete, what is left over, and who may write.
 
-Every name but that of a bare number is a leftover, which the next writer clears away.
-
     .anybatch-checkpoints       it is ours
     20/, 30/                    complete, of steps 20 and 30: arrays/ and record/, as Orbax writes them
-    40.orbax-checkpoint-tmp/    being written
+    40.orbax-checkpoint-tmp/    being written; the next writer clears it away
     30.replaced/                complete, and of use until the new one of the same step is
     10.removed/                 being deleted
+    50.kept/                    was named 50 and is no checkpoint of ours: nobody deletes it
+
+Whatever else lies there is left alone.
 """
 
 import contextlib
+import itertools
 import json
 import os
 import re
@@ -18,9 +20,9 @@ import tempfile
 import threading
 import time
 import zlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import numpy as np
@@ -31,12 +33,79 @@ from anybatch.errors import InputError
 _MARKER, _LOCK = ".anybatch-checkpoints", ".lock"
 _SEAL = "record/files.json"  # in each checkpoint: name -> bytes, and CRC-32
 _LEFTOVER = re.compile(r"\d+\.(removed|orbax-checkpoint-tmp.*)")
+_REPLACED = re.compile(r"\d+\.replaced")
 
 # Seconds that a writer waits for another one to leave, such as the job before this one that was told to end.
 _PATIENCE = 5.0
 
-_OPEN: set[str] = set()
-_OPENING = threading.Lock()
+
+class WriterLock:
+    """A file that one writer at a time may hold. It belongs to this process, not to its children.
+
+    It goes when the process ends, however that may be. On a file system without locks, everybody gets it.
+
+    Args:
+      path: of the file, which is made if it is not there. What is in it stays as it is.
+      is_removed: whether to delete the file when it is let go.
+    """
+
+    _held: ClassVar[set[tuple[int, int] | None]] = set()  # by this process, which the system would let in twice
+    _changing = threading.Lock()
+
+    def __init__(self, path: Path, *, is_removed: bool = False) -> None:
+        self._path, self._is_removed = path, is_removed
+        self._file: Any = None
+        self._key: tuple[int, int] | None = None
+
+    def acquire(self, refuse: Callable[[str], Exception]) -> None:
+        """Waits some seconds for it.
+
+        Args:
+          refuse: makes the error to be raised, from the reason.
+
+        Raises:
+          OSError: if the file cannot be made.
+          What `refuse` makes: if somebody else holds it, or this process already does.
+        """
+        end = time.monotonic() + _PATIENCE
+        while not self._is_acquired(refuse):
+            if time.monotonic() > end:
+                raise refuse("which another process has open")
+            time.sleep(0.05)
+
+    def _is_acquired(self, refuse: Callable[[str], Exception]) -> bool:
+        with self._changing:
+            # Before it is opened: to close it again would let go of the lock, which is that of the process.
+            if _identity(self._path) in self._held:
+                raise refuse("which this process has open already")
+            file = open(self._path, "ab")
+            try:
+                import fcntl
+
+                fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except (BlockingIOError, PermissionError):
+                file.close()
+                return False
+            except (ImportError, OSError):  # Windows; a file system without locks
+                pass
+            key = _identity(self._path)
+            if key is None or key != _identity(file.fileno()):  # who held it has deleted it
+                file.close()
+                return False
+            self._file, self._key = file, key
+            self._held.add(key)
+            return True
+
+    def release(self) -> None:
+        """Lets another writer in."""
+        if self._file is not None:
+            with self._changing:
+                self._held.discard(self._key)
+                if self._is_removed:  # while it is held: who waits for it finds that it is gone, and makes another
+                    with contextlib.suppress(OSError):
+                        self._path.unlink()
+                self._file.close()
+                self._file = None
 
 
 class CheckpointFolder:
@@ -47,7 +116,7 @@ class CheckpointFolder:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._lock: Any = None
+        self._lock = WriterLock(path / _LOCK)
 
     def open(self) -> None:
         """Makes the folder if there is none, and locks it for this process.
@@ -63,20 +132,13 @@ class CheckpointFolder:
             if not (self.path / _MARKER).exists():
                 self._check_empty()
                 (self.path / _MARKER).touch()
-            lock = open(self.path / _LOCK, "w")
+            self._lock.acquire(self._refusal)
         except OSError as error:
             raise InputError(
                 "The folder for checkpoints must be one that can be written to",
                 given=f"{self.path} ({error.strerror})",
                 remedy="Name another folder, or see to its permissions and the space on its disk.",
             ) from error
-        with _OPENING:
-            if str(self.path.resolve()) in _OPEN:  # a lock is the process's: it would let us in, and out of it
-                lock.close()
-                self._refuse("which this process has open already")
-            self._lock = lock
-            self._acquire()
-            _OPEN.add(str(self.path.resolve()))
 
     def check_shared(self) -> None:
         """Makes sure that all processes see one and the same folder; where they do not, all of them raise.
@@ -105,10 +167,7 @@ class CheckpointFolder:
 
     def close(self) -> None:
         """Lets another writer in."""
-        if self._lock is not None:
-            _OPEN.discard(str(self.path.resolve()))
-            self._lock.close()
-            self._lock = None
+        self._lock.release()
 
     def of(self, step: int) -> Path:
         """Where the checkpoint of a step is, or will be."""
@@ -125,11 +184,17 @@ class CheckpointFolder:
         return [step for step in numbers if self.is_complete(step)]
 
     def set_aside(self, step: int) -> None:
-        """Makes room for a checkpoint of that step; `tidy` puts the old one back if the new one does not come."""
+        """Makes room for a checkpoint of that step; `tidy` puts the old one back if the new one does not come.
+
+        What has that name and is no complete checkpoint may be the user's, and gets another name.
+        """
         self.path.mkdir(parents=True, exist_ok=True)
         (self.path / _MARKER).touch()
-        if self.of(step).exists():
-            _rename(self.of(step), "replaced" if self.is_complete(step) else "removed")
+        if self.is_complete(step):
+            _rename(self.of(step), "replaced")
+        elif os.path.lexists(self.of(step)):
+            names = (f"{step}.kept{number or ''}" for number in itertools.count())
+            self.of(step).rename(next(self.path / name for name in names if not os.path.lexists(self.path / name)))
 
     def remove(self, steps: Iterable[int]) -> None:
         """Deletes checkpoints."""
@@ -139,14 +204,14 @@ class CheckpointFolder:
             if _LEFTOVER.fullmatch(path.name):
                 shutil.rmtree(path, ignore_errors=True)
 
-    def tidy(self, keep: int) -> None:
+    def tidy(self, keep: int | None = None) -> None:
         """Deletes what is not needed while nothing is being written: leftovers, and all but the newest `keep`."""
-        for path in list(self.path.glob("*.replaced")):
+        for path in [path for path in self._entries() if _REPLACED.fullmatch(path.name)]:
             if self.is_complete(int(path.stem)):
                 _rename(path, "removed")
             else:
                 path.rename(path.with_suffix(""))
-        self.remove(self.steps()[:-keep])
+        self.remove([] if keep is None else self.steps()[:-keep])
 
     def free_bytes(self) -> int:
         """How much fits on the disk."""
@@ -202,30 +267,21 @@ class CheckpointFolder:
                 remedy=f"Name a folder of its own, e.g. {str(self.path / 'checkpoints')!r}.",
             )
 
-    def _refuse(self, why: str, error: Exception | None = None) -> None:
-        raise InputError(
+    def _refusal(self, why: str) -> InputError:
+        return InputError(
             "A folder of checkpoints must have one writer only",
             given=f"{self.path}, {why}",
             remedy="Wait for it to end, end it, or use another folder.",
-        ) from error
+        )
 
-    def _acquire(self) -> None:
-        """Waits a little for the lock. It belongs to this process, not to its children, and goes when it ends."""
-        try:
-            import fcntl
-        except ImportError:  # Windows
-            return
-        end = time.monotonic() + _PATIENCE
-        while True:
-            try:
-                return fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except (BlockingIOError, PermissionError) as error:
-                if time.monotonic() > end:
-                    self.close()
-                    self._refuse("which another process has open", error)
-                time.sleep(0.05)
-            except OSError:
-                return  # a file system without locks
+
+def _identity(file: Path | int) -> tuple[int, int] | None:
+    """Tells a file from all others, whatever its names; None if there is none."""
+    try:
+        status = os.stat(file)
+    except FileNotFoundError:
+        return None
+    return status.st_dev, status.st_ino
 
 
 def _rename(path: Path, suffix: str) -> None:

@@ -5,17 +5,14 @@ it is on the disk. What is added here: copies that donation cannot reach, which 
 if something fails.
 """
 
-import asyncio
 import atexit
 import contextlib
-import importlib
 import json
 import logging
 import os
 import sys
 import threading
-from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -23,11 +20,24 @@ from typing import Any
 import jax
 import numpy as np
 
+from anybatch import compat
 from anybatch.checks import whole
 from anybatch.errors import AnybatchError, InputError
 from anybatch.memory import readable
 from anybatch.training.checkpoint_folder import CheckpointFolder
-from anybatch.training.stored_arrays import compare, copied, described, is_empty, num_bytes, placed, way
+from anybatch.training.stored_arrays import (
+    Silence,
+    compare,
+    copied,
+    described,
+    is_empty,
+    num_bytes,
+    orbax,
+    placed,
+    unnested,
+    way,
+)
+from anybatch.version import __version__
 
 # Beside the arrays: names, shapes, and the blocks of the disk that small files fill.
 _OVERHEAD = 256 * 1024
@@ -56,8 +66,9 @@ class Checkpoints:
     - **A copy.** Arrays may be donated, deleted or overwritten as soon as `save` returns.
     - **No checkpoint goes before the next is complete**, on the disk and under its own name.
     - **As it was saved, or an error.** Each file is compared with the size and checksum that it had; with several
-      processes, with its size.
+      processes, with its size. A checkpoint that was moved or copied to the name of another step is not loaded.
     - **One writer.** A second process that opens the same folder is refused.
+    - **To open a folder deletes no checkpoint.** Those beyond `keep` go after the next one is saved.
 
     With several processes, each of them calls every method, and the folder is one that all of them see.
 
@@ -80,15 +91,15 @@ class Checkpoints:
 
     def __init__(self, folder: str | os.PathLike[str], *, keep: int = 3) -> None:
         self._keep = whole("keep", keep, 1)
-        self._orbax = _orbax()
+        self._orbax = orbax()
         self._files = CheckpointFolder(Path(os.path.abspath(folder)))
         self._saving: tuple[int, int] | None = None  # the step that is being written, and its bytes
         if _is_primary():
             self._files.open()
-            self._files.tidy(self._keep)
+            self._files.tidy()
         self._agreed(0)
         self._files.check_shared()
-        self._silence = _Silence()
+        self._silence = Silence()
         logging.getLogger("absl").addFilter(self._silence)
         self._writer: Any = self._new_writer()
         _finish_at_exit(self)
@@ -118,7 +129,8 @@ class Checkpoints:
         """
         step = whole("step", step, 0)
         descriptions = described(arrays)
-        text = _as_json({"anybatch": 1, "arrays": descriptions, "record": record})
+        about = {"anybatch": 1, "step": step, "versions": self.versions()}
+        text = _as_json(about | {"arrays": descriptions, "record": record})
         self.wait()
         self._check_order(step)
         size = sum(num_bytes(value) for value in arrays.values()) + _OVERHEAD
@@ -133,7 +145,7 @@ class Checkpoints:
             # Orbax takes no tree without arrays.
             values = args.PyTreeSave(stored or {"nothing": np.zeros(1, np.int8)})
             both = args.Composite(arrays=values, record=args.JsonSave(json.loads(text)))
-            _outside_of_loops(lambda: self._writer.save(self._files.of(step), args=both))
+            unnested(lambda: self._writer.save(self._files.of(step), args=both))
         except Exception as error:
             raise self._failed(error) from error
 
@@ -168,14 +180,13 @@ class Checkpoints:
 
         Raises:
           InputError: if there is none, or if it is of other arrays. Found before any array is read.
-          CheckpointError: if the disk has lost or changed a part of it.
+          CheckpointError: if the disk has lost or changed a part of it, or it is of another step than its name says.
         """
         self.wait()
         wanted = described(like)
         step = self._chosen(step)
         path = self._files.of(step)
-        self._check_damage(step, "record")
-        content = json.loads((path / "record" / "metadata").read_text())
+        content = self._content(step)
         compare(content["arrays"], wanted, path)
         self._check_damage(step, "arrays")
         full = [name for name in like if not is_empty(wanted[name])]
@@ -183,11 +194,20 @@ class Checkpoints:
         args = self._orbax.args
         chosen = args.Composite(arrays=args.PyTreeRestore(item=dict.fromkeys(full, 0), restore_args=ways))
         try:
-            arrays = _outside_of_loops(lambda: self._writer.restore(path, args=chosen)["arrays"]) if full else {}
+            arrays = unnested(lambda: self._writer.restore(path, args=chosen)["arrays"]) if full else {}
         except Exception as error:
             raise self._damaged(step, _reason(error)) from error
         restored = {name: placed(arrays.get(name), value) for name, value in like.items()}
         return step, restored, content["record"]
+
+    def versions(self, step: int | None = None) -> dict[str, str]:
+        """The versions of anybatch, JAX and Orbax: of this process, or those that a checkpoint was saved with.
+
+        A checkpoint of anybatch 0.7.0 does not tell, and has none.
+        """
+        if step is None:
+            return {"anybatch": __version__, "jax": compat.versions()[0], "orbax": self._orbax.__version__}
+        return dict(self._content(step).get("versions", {}))
 
     def drop_after(self, step: int) -> None:
         """Deletes the checkpoints of later steps than this one; `drop_after(-1)` deletes all."""
@@ -292,13 +312,34 @@ class Checkpoints:
             last_good=good,
         )
 
+    def _content(self, step: int) -> dict[str, Any]:
+        """What a checkpoint tells of itself, checked."""
+        self._check_damage(step, "record")
+        path = self._files.of(step)
+        content: dict[str, Any] = json.loads((path / "record" / "metadata").read_text())
+        saved = content.get("step", step)  # 0.7.0 did not write it
+        if saved != step:
+            home = self._files.of(saved)
+            way_out = f"Delete the copy: rm -r {path}" if home.exists() else f"Move it back: mv {path} {home}"
+            raise CheckpointError(
+                f"The checkpoint {path} must be of step {step}, and is of step {saved}: it was moved or copied to this "
+                f"name.\n{way_out}",
+                folder=self.folder,
+                step=step,
+                last_good=self._newest_beside(step),
+            )
+        return content
+
+    def _newest_beside(self, step: int) -> int | None:
+        return max((other for other in self._files.steps() if other != step), default=None)
+
     def _check_damage(self, step: int, part: str) -> None:
         damage = self._files.damage(step, part)
         if damage is not None:
             raise self._damaged(step, damage)
 
     def _damaged(self, step: int, reason: str) -> CheckpointError:
-        before = max((other for other in self._files.steps() if other != step), default=None)
+        before = self._newest_beside(step)
         rest = "there is no other" if before is None else f"the newest other one is of step {before}"
         return CheckpointError(
             f"The checkpoint of step {step} in {self.folder} is damaged: {reason}.\n"
@@ -307,24 +348,6 @@ class Checkpoints:
             step=step,
             last_good=before,
         )
-
-
-class _Silence(logging.Filter):
-    """Keeps what Orbax logs to itself: what matters of it is raised."""
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        return f"{os.sep}orbax{os.sep}" not in record.pathname
-
-
-def _orbax() -> Any:
-    try:
-        return importlib.import_module("orbax.checkpoint")
-    except ImportError as error:
-        raise InputError(
-            "Checkpoints need Orbax",
-            given=f"no module {error.name}",
-            remedy='Install it: pip install "anybatch[train]".',
-        ) from error
 
 
 _OPEN: set[Checkpoints] = set()
@@ -351,16 +374,6 @@ def _close_all() -> None:
             checkpoints.close()
         except CheckpointError as error:
             print(f"{error}\nOr the program ended too early: call checkpoints.close().", file=sys.stderr)
-
-
-def _outside_of_loops(fun: Callable[[], Any]) -> Any:
-    """In a notebook an event loop runs, which Orbax would change to nest its own; a thread of its own has none."""
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return fun()
-    with ThreadPoolExecutor(1) as thread:
-        return thread.submit(fun).result()
 
 
 def _is_primary() -> bool:

@@ -117,8 +117,10 @@ def fit(
 
     Raises:
       InputError: for arguments that cannot be worked with, no batches, batches that change their form or have no
-        examples, a checkpoint of something else, a folder or file that cannot be written. Before any work is done, where it can be known.
-      CheckpointError: if the last state could not be saved; `error.state` has it.
+        examples, a checkpoint or a log of something else, a folder or file that cannot be written or that another run
+        has open. Before any work is done, where it can be known.
+      CheckpointError: if the last state could not be saved; `error.state` has it. If the checkpoint to go on from is
+        damaged, or of another step than its name says.
     """
     _check(step, evaluate)
     schedule = Schedule(

@@ -139,6 +139,11 @@ class Run:
         if hasattr(self.step, "adopt"):
             self.step.adopt(record["decisions"])
         self.shown.say(f"Going on after step {self.steps}, from {self.checkpoints.folder}")
+        then, now = self.checkpoints.versions(self.steps), self.checkpoints.versions()
+        others = [name for name in then if then[name] != now.get(name)]
+        if others:
+            before, here = (", ".join(f"{name} {each.get(name)}" for name in others) for each in (then, now))
+            self.shown.say(f"It was saved with {before}, and this is {here}: it may go on with other bits.")
 
     def _own_position(self, positions: list[Position | None]) -> Position | None:
         """Where this process stood. In another number of processes than before, all must have stood alike."""

@@ -1,7 +1,11 @@
-"""The arrays of a checkpoint: described, copied, compared with what is wanted, and put where they belong."""
+"""The arrays of a checkpoint, and Orbax: described, copied, compared with what is wanted, put where they belong."""
 
+import asyncio
+import importlib
+import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -157,3 +161,32 @@ def _sharding(like: Any) -> Any:
 
 def _spread(array: Any, sharding: Any) -> Any:
     return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
+
+
+def orbax() -> Any:
+    """The package, or an InputError that says how to get it."""
+    try:
+        return importlib.import_module("orbax.checkpoint")
+    except ImportError as error:
+        raise InputError(
+            "Checkpoints need Orbax",
+            given=f"no module {error.name}",
+            remedy='Install it: pip install "anybatch[train]".',
+        ) from error
+
+
+def unnested(fun: Callable[[], Any]) -> Any:
+    """Calls a function of Orbax. In a notebook an event loop runs, which Orbax would change; a new thread has none."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return fun()
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(fun).result()
+
+
+class Silence(logging.Filter):
+    """Keeps what Orbax logs to itself: what matters of it is raised."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return f"{os.sep}orbax{os.sep}" not in record.pathname
