@@ -338,6 +338,52 @@ def test_other_versions_than_a_run_began_with_are_worth_a_word(tmp_path, monkeyp
     assert re.search(r"It was saved with jax 0[.\d]+, and this is jax 99.1: .*other bits", capsys.readouterr().err)
 
 
+@pytest.mark.parametrize("suffix", [".csv", ".jsonl"])
+def test_a_run_that_goes_on_leaves_the_log_of_another_run_alone(tmp_path, suffix):
+    """Its rows after that step would be dropped, and those before taken for rows of this run."""
+    ours, other = tmp_path / f"ours{suffix}", tmp_path / f"other{suffix}"
+    fitted(steps=2, checkpoints=tmp_path / "c", log=ours)
+    fitted(steps=5, log=other)
+    before = other.read_bytes()
+    step, state = fresh()
+    with pytest.raises(ab.InputError) as caught:
+        ab.fit(step, state, [data(8)] * 4, checkpoints=tmp_path / "c", log=other, progress=False)
+    assert str(caught.value) == (
+        "The log of a run that goes on must be its own, got "
+        f"log='{other}', of another run, while the checkpoint of step 2 is in {tmp_path / 'c'}.\n"
+        f"Name the log that the run had, '{ours}', or a new one, e.g. log='{tmp_path}/other-2{suffix}'."
+    )
+    assert other.read_bytes() == before and not state.params["w"].is_deleted()
+    assert len(fitted(steps=3, checkpoints=tmp_path / "c").history) == 1  # a part without a log
+    assert [row["step"] for row in fitted(steps=4, checkpoints=tmp_path / "c", log=ours).history] == [1, 2, 4]
+    fitted(steps=5, checkpoints=tmp_path / "c", log=[tmp_path / f"new{suffix}", tmp_path / "new2.csv"])
+    assert len(fitted(steps=6, checkpoints=tmp_path / "c", log=ours).history) == 4  # it knows all that it had
+    other.unlink()
+    shutil.copy(ours, other)  # moved or copied, it is still its own
+    assert len(fitted(steps=7, checkpoints=tmp_path / "c", log=other).history) == 5
+
+
+def test_rows_of_a_run_without_a_log_are_not_added_to_that_of_another(tmp_path):
+    fitted(steps=2, checkpoints=tmp_path / "c")
+    fitted(steps=5, log=tmp_path / "other.csv")
+    with pytest.raises(ab.InputError, match=r"must be its own, .*\nName a new one, e.g. log='.*other-2.csv'"):
+        fitted(steps=4, checkpoints=tmp_path / "c", log=tmp_path / "other.csv")
+    assert len(read_log(tmp_path / "other.csv")) == 5
+
+
+def test_a_run_that_ended_before_its_first_checkpoint_goes_on_with_its_log(tmp_path):
+    def interrupted():
+        yield from [data(8, seed) for seed in range(5)]
+        raise KeyboardInterrupt
+
+    options = {"checkpoints": tmp_path / "c", "log": tmp_path / "run.csv"}
+    with pytest.raises(KeyboardInterrupt):
+        fitted(interrupted(), prefetch=0, **options)
+    assert read_log(tmp_path / "run.csv")  # and a checkpoint of step 0
+    run = fitted([data(8, seed) for seed in range(6)], **options)
+    assert run.resumed_from == 0 and [row["step"] for row in read_log(tmp_path / "run.csv")] == [1, 2, 3, 4, 5, 6]
+
+
 def test_a_checkpoint_that_fails_midway_is_tried_again_and_at_the_end_it_is_an_error(tmp_path, monkeypatch):
     from anybatch.training import checkpoints as module
 

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from anybatch.errors import InputError
+from anybatch.training import checkpoint_folder
 from anybatch.training.log import Log, LogError, read_log
 
 pytestmark = pytest.mark.thorough  # what it tests does not depend on the version of JAX
@@ -181,6 +182,102 @@ def test_a_file_that_is_there_is_not_replaced_unasked(tmp_path):
     assert written(path, ROWS[:1], overwrite=True).read_text() == "step,loss,skipped\n1,0.1,0\n"
     (tmp_path / "empty.csv").touch()
     assert read_log(written(tmp_path / "empty.csv", ROWS)) == ROWS
+
+
+RUN = """\
+import sys
+import anybatch as ab
+
+def batches():
+    print("waits", flush=True)
+    sys.stdin.readline()
+    yield from [0.0] * 5
+
+ab.fit(lambda state, batch: (state + 1, {"loss": 0.5}), 0, batches(), log=sys.argv[1], progress=False, prefetch=0)
+"""
+
+
+@pytest.mark.parametrize("ends", ["by itself", "killed"])
+def test_two_runs_at_once_do_not_share_a_log(tmp_path, monkeypatch, ends):
+    """Two processes, of which the first has the log open and no row in it."""
+    monkeypatch.setattr(checkpoint_folder, "_PATIENCE", 0.1)
+    path = tmp_path / "run.csv"
+    command = [sys.executable, "-c", RUN, str(path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as first:
+        assert first.stdout.readline() == "waits\n"
+        for options in ({}, {"after": 3}, {"overwrite": True}):
+            with pytest.raises(InputError) as caught:
+                Log(path, **options)
+            assert str(caught.value) == (
+                f"A log must have one writer only, got {path}, which another process has open.\n"
+                f"Wait for it to end, or name another log, e.g. log='{tmp_path}/run-2.csv'."
+            )
+        if ends == "killed":
+            first.kill()
+        first.communicate("\n")
+    assert len(read_log(path)) == (5 if ends == "by itself" else 0)
+    if ends == "by itself":
+        with pytest.raises(InputError, match="must not replace a file that is there"):
+            Log(path)
+        assert len(read_log(path)) == 5
+    with Log(path, after=5) as log:  # the control: now it is free
+        log.write({"step": 6})
+    assert os.listdir(tmp_path) == ["run.csv"]
+
+
+def test_one_process_has_a_log_open_once(tmp_path):
+    (tmp_path / "link.csv").symlink_to("run.csv")
+    with Log(tmp_path / "run.csv") as log:
+        for name in ("run.csv", "link.csv"):
+            with pytest.raises(
+                InputError, match=r"one writer only, got .*run\.csv, which this process has open already"
+            ):
+                Log([tmp_path / "other.csv", tmp_path / name])
+        log.write({"step": 1})
+    assert read_log(tmp_path / "run.csv") == [{"step": 1}]
+    assert not (tmp_path / "other.csv").exists()
+    with Log(tmp_path / "other.csv"):  # what was refused holds nothing
+        pass
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_a_log_that_is_edited_or_moved_while_it_is_written(tmp_path, suffix):
+    """An editor writes another file and renames it; whoever rotates logs moves one away."""
+    path = tmp_path / f"run.{suffix}"
+    with Log(path) as log:
+        log.write({"step": 1, "loss": 0.5})
+        (tmp_path / "edited").write_bytes(path.read_bytes())
+        os.replace(tmp_path / "edited", path)
+        log.write({"step": 2, "loss": 0.25})
+        os.rename(path, tmp_path / f"moved.{suffix}")
+        log.write({"step": 3, "loss": 0.125})
+        log.amend({"step": 3, "loss": 0.125, "eval": 1.0})
+        path.unlink()
+        log.amend({"step": 3, "loss": 0.125, "eval": 1.0})
+        log.write({"step": 4})
+    assert read_log(tmp_path / f"moved.{suffix}") == [{"step": 1, "loss": 0.5}, {"step": 2, "loss": 0.25}]
+    assert read_log(path) == [{"step": 3, "loss": 0.125, "eval": 1.0}, {"step": 4}]
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_a_log_that_becomes_something_else_is_left_alone(tmp_path, suffix):
+    path = tmp_path / f"run.{suffix}"
+    with Log(path) as log:
+        log.write({"step": 1})
+        path.unlink()
+        path.write_text("a letter\n, and more\n")
+        for write in (log.write, log.amend):
+            with pytest.raises(LogError, match=r"run\..* could not be written: .*is something else"):
+                write({"step": 2, "loss": 0.5})
+    assert path.read_text() == "a letter\n, and more\n"
+
+
+def test_what_is_no_plain_file_is_not_replaced(tmp_path):
+    os.mkfifo(tmp_path / "run.csv")
+    for options in ({}, {"after": 1}, {"overwrite": True}):
+        with pytest.raises(InputError, match=r"must not replace a file that is there, got .*run\.csv"):
+            Log(tmp_path / "run.csv", **options)
+    assert (tmp_path / "run.csv").is_fifo()
 
 
 @pytest.mark.parametrize(

@@ -57,27 +57,33 @@ class WriterLock:
         self._file: Any = None
         self._key: tuple[int, int] | None = None
 
-    def acquire(self, refuse: Callable[[str], Exception]) -> None:
+    def acquire(self, what: str, path: Path, *, remedy: str) -> None:
         """Waits some seconds for it.
 
         Args:
-          refuse: makes the error to be raised, from the reason.
+          what: is written, in words.
+          path: of what is written.
+          remedy: for who cannot have it.
 
         Raises:
           OSError: if the file cannot be made.
-          What `refuse` makes: if somebody else holds it, or this process already does.
+          InputError: if another process holds it, or this one already does.
         """
+
+        def refusal(why: str) -> InputError:
+            return InputError(f"{what} must have one writer only", given=f"{path}, {why}", remedy=remedy)
+
         end = time.monotonic() + _PATIENCE
-        while not self._is_acquired(refuse):
+        while not self._is_acquired(refusal):
             if time.monotonic() > end:
-                raise refuse("which another process has open")
+                raise refusal("which another process has open")
             time.sleep(0.05)
 
-    def _is_acquired(self, refuse: Callable[[str], Exception]) -> bool:
+    def _is_acquired(self, refusal: Callable[[str], Exception]) -> bool:
         with self._changing:
             # Before it is opened: to close it again would let go of the lock, which is that of the process.
             if _identity(self._path) in self._held:
-                raise refuse("which this process has open already")
+                raise refusal("which this process has open already")
             file = open(self._path, "ab")
             try:
                 import fcntl
@@ -132,7 +138,8 @@ class CheckpointFolder:
             if not (self.path / _MARKER).exists():
                 self._check_empty()
                 (self.path / _MARKER).touch()
-            self._lock.acquire(self._refusal)
+            remedy = "Wait for it to end, end it, or use another folder."
+            self._lock.acquire("A folder of checkpoints", self.path, remedy=remedy)
         except OSError as error:
             raise InputError(
                 "The folder for checkpoints must be one that can be written to",
@@ -266,13 +273,6 @@ class CheckpointFolder:
                 given=f"{self.path} with {', '.join(others[:3])}" + (", ..." if len(others) > 3 else ""),
                 remedy=f"Name a folder of its own, e.g. {str(self.path / 'checkpoints')!r}.",
             )
-
-    def _refusal(self, why: str) -> InputError:
-        return InputError(
-            "A folder of checkpoints must have one writer only",
-            given=f"{self.path}, {why}",
-            remedy="Wait for it to end, end it, or use another folder.",
-        )
 
 
 def _identity(file: Path | int) -> tuple[int, int] | None:

@@ -13,17 +13,22 @@ from typing import Any
 import numpy as np
 
 from anybatch.errors import AnybatchError, InputError
+from anybatch.training.checkpoint_folder import WriterLock
 
 Row = dict[str, int | float]
+
+
+Check = Callable[[Path, list[Row]], None]
 
 
 class LogError(AnybatchError, OSError):
     """A row that could not be written: the disk is full, for one. The rows before are as they were."""
 
-    def __init__(self, path: Path, error: OSError) -> None:
+    def __init__(self, path: Path, error: OSError | InputError) -> None:
         self.path = path
+        reason = error.given if isinstance(error, InputError) else error.strerror or error
         super().__init__(
-            f"The log {path} could not be written: {error.strerror or error}. Its rows so far are all there.\n"
+            f"The log {path} could not be written: {reason}. Its rows so far are all there.\n"
             "Make space, or name a log on another disk, e.g. log='/tmp/run.csv'."
         )
 
@@ -33,6 +38,8 @@ class Log:
 
     - **Whole rows.** A process that is killed in the middle of a row leaves the rows before it as they were, and the
       next one drops the half.
+    - **One writer.** Another process that opens the same log is refused.
+    - **No row is lost.** If an editor replaces the file, or it is moved away, rows go on after what is there.
     - **As if it had never stopped.** With `after`, the log of a run that goes on is, byte for byte, that of one that
       was never interrupted, if it writes the same rows.
 
@@ -53,9 +60,11 @@ class Log:
       paths: of one file or of several, which get the same rows; .csv or .jsonl. Folders are made.
       after: goes on with the rows of a file up to this step, and drops later ones. None begins a new file.
       overwrite: whether a new file may replace one that is there.
+      check: called with the path and all rows of each file that is gone on with, before any of them is dropped.
 
     Raises:
-      InputError: for a path that cannot be written to, or a file that is there and is no log, or should not go.
+      InputError: for a path that cannot be written to, or a file that is there and is no log, or should not go, or
+        that another writer has open.
     """
 
     def __init__(
@@ -64,6 +73,7 @@ class Log:
         *,
         after: int | None = None,
         overwrite: bool = False,
+        check: Check | None = None,
     ) -> None:
         several = [paths] if isinstance(paths, (str, os.PathLike)) else list(paths)
         resolved = [Path(os.path.realpath(path)) for path in several]
@@ -74,9 +84,22 @@ class Log:
                 remedy='Name them, e.g. log="run.csv" or log=["run.csv", "run.jsonl"].',
             )
         formats = [_format(path) for path in resolved]
-        # All are checked before the first is changed.
-        kept = [_kept(path, after, overwrite) for path in resolved]
-        self._files = [kind(path, rows) for kind, path, rows in zip(formats, resolved, kept, strict=True)]
+        self._files: list[_File] = []
+        self._locks: list[WriterLock] = []
+        try:
+            self._locks += map(_locked, resolved)
+            # All are checked before the first is changed.
+            kept = [_kept(path, after, overwrite, check) for path in resolved]
+            self._files += (kind(path, rows) for kind, path, rows in zip(formats, resolved, kept, strict=True))
+        except BaseException:
+            self.close()
+            raise
+        self._first = kept[0][0] if kept[0] else None
+
+    @property
+    def first_rows(self) -> dict[str, Row | None]:
+        """The `finite` numbers of its first row, by which a log is known again; None before it. One for each path."""
+        return {str(file.path): self._first and finite(self._first) for file in self._files}
 
     def write(self, row: Mapping[str, Any]) -> None:
         """Appends a row, and hands it to the system. What is None is left out.
@@ -87,7 +110,8 @@ class Log:
         Raises:
           LogError: if it could not be written.
         """
-        self._with_each(row, lambda file, checked: file.append(checked))
+        checked = self._with_each(row, lambda file, checked: file.append(checked))
+        self._first = self._first or checked
 
     def amend(self, row: Mapping[str, Any]) -> None:
         """Replaces the last row, as when something else became known of the same step.
@@ -98,20 +122,25 @@ class Log:
         Raises:
           LogError: if it could not be written.
         """
-        self._with_each(row, lambda file, checked: file.amend(checked))
+        checked = self._with_each(row, lambda file, checked: file.amend(checked))
+        if self._first is None or self._first["step"] == checked["step"]:
+            self._first = checked
 
-    def _with_each(self, row: Mapping[str, Any], write: Callable[["_File", Row], None]) -> None:
+    def _with_each(self, row: Mapping[str, Any], write: Callable[["_File", Row], None]) -> Row:
         checked = _checked(row)
         for file in self._files:
             try:
                 write(file, checked)
-            except OSError as error:
+            except (OSError, InputError) as error:
                 raise LogError(file.path, error) from error
+        return checked
 
     def close(self) -> None:
-        """Closes the files."""
+        """Closes the files, and lets another writer in."""
         for file in self._files:
             file.close()
+        for lock in self._locks:
+            lock.release()
 
     def __enter__(self) -> "Log":
         return self
@@ -161,15 +190,9 @@ class _File(abc.ABC):
     def __init__(self, path: Path, rows: list[Row]) -> None:
         self.path = path
         try:
-            if not path.parent.exists():
-                path.parent.mkdir(parents=True, exist_ok=True)
             self._replace(rows)
         except OSError as error:
-            raise InputError(
-                "A log must be a file that can be written to",
-                given=f"{path} ({error.strerror})",
-                remedy="Name another one, or see to its permissions and the space on its disk.",
-            ) from error
+            raise _not_writable(path, error) from error
 
     @staticmethod
     @abc.abstractmethod
@@ -182,7 +205,7 @@ class _File(abc.ABC):
 
     def amend(self, row: Row) -> None:
         """Replaces the last row."""
-        self._replace([*read_log(self.path)[:-1], row])
+        self._replace([*self._rows()[:-1], row])
 
     def close(self) -> None:
         self._file.close()
@@ -190,6 +213,14 @@ class _File(abc.ABC):
     @abc.abstractmethod
     def _text(self, rows: list[Row]) -> str:
         """All lines of a file with these rows."""
+
+    def _rows(self) -> list[Row]:
+        """What is there now: nothing, if somebody has moved the file away."""
+        return read_log(self.path) if self.path.exists() else []
+
+    def _is_ours(self) -> bool:
+        """Whether the file of that name is still the one that was opened: an editor may have written another."""
+        return self.path.exists() and os.path.samestat(os.stat(self.path), os.fstat(self._file.fileno()))
 
     def _write(self, text: str) -> None:
         size = os.fstat(self._file.fileno()).st_size
@@ -219,7 +250,10 @@ class _JsonLines(_File):
     name = "JSON lines"
 
     def append(self, row: Row) -> None:
-        self._write(self._text([row]))
+        if self._is_ours():
+            self._write(self._text([row]))
+        else:
+            self._replace([*self._rows(), row])
 
     def _text(self, rows: list[Row]) -> str:
         lines = [{name: value if math.isfinite(value) else None for name, value in row.items()} for row in rows]
@@ -236,10 +270,10 @@ class _Csv(_File):
     first_line = 2
 
     def append(self, row: Row) -> None:
-        if all(name in self._columns for name in row):
+        if self._is_ours() and all(name in self._columns for name in row):
             self._write(_csv_line([_cell(row, name) for name in self._columns]))
         else:
-            self._replace([*read_log(self.path), row])
+            self._replace([*self._rows(), row])
 
     def _text(self, rows: list[Row]) -> str:
         columns = _columns(rows)
@@ -273,12 +307,34 @@ def _format(path: Path) -> type[_File]:
     return _FORMATS[path.suffix]
 
 
-def _kept(path: Path, after: int | None, overwrite: bool) -> list[Row]:
+def _locked(path: Path) -> WriterLock:
+    lock, another = WriterLock(path.with_name(f".{path.name}.lock"), is_removed=True), path.with_stem(path.stem + "-2")
+    try:
+        if not path.parent.exists():
+            path.parent.mkdir(parents=True, exist_ok=True)
+        lock.acquire("A log", path, remedy=f"Wait for it to end, or name another log, e.g. log={str(another)!r}.")
+    except OSError as error:
+        raise _not_writable(path, error) from error
+    return lock
+
+
+def _not_writable(path: Path, error: OSError) -> InputError:
+    return InputError(
+        "A log must be a file that can be written to",
+        given=f"{path} ({error.strerror})",
+        remedy="Name another one, or see to its permissions and the space on its disk.",
+    )
+
+
+def _kept(path: Path, after: int | None, overwrite: bool, check: Check | None) -> list[Row]:
     if not path.exists():
         return []
-    if after is not None:
-        return [row for row in read_log(path) if row["step"] <= after]
-    if not overwrite and (path.is_dir() or path.stat().st_size):
+    if after is not None and path.is_file():
+        rows = read_log(path)
+        if check is not None:
+            check(path, rows)
+        return [row for row in rows if row["step"] <= after]
+    if not path.is_file() or (not overwrite and path.stat().st_size):
         raise InputError(
             "A new log must not replace a file that is there",
             given=f"{path}",
@@ -297,6 +353,11 @@ def _checked(row: Mapping[str, Any]) -> Row:
             remedy='Pass it, e.g. log.write({"step": 1, "loss": 0.5}).',
         )
     return numbers
+
+
+def finite(row: Row) -> Row:
+    """What comes back from a log of any format."""
+    return {name: value for name, value in row.items() if math.isfinite(value)}
 
 
 def _plain(name: Any, value: Any) -> int | float:

@@ -6,6 +6,7 @@ import os
 import time
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -14,7 +15,7 @@ from anybatch.errors import InputError, user_stacklevel
 from anybatch.training.checkpoints import CheckpointError, Checkpoints
 from anybatch.training.feed import Feed
 from anybatch.training.kinds import named_arrays, with_arrays
-from anybatch.training.log import Log, read_log
+from anybatch.training.log import Log, finite, read_log
 from anybatch.training.progress import Silent
 from anybatch.training.rows import Rows, evaluation
 from anybatch.training.sources import Position
@@ -95,6 +96,7 @@ class Run:
         self.rows = Rows()
         self.history: list[dict[str, Any]] = []  # rows of the log
         self._log: Log | None = None
+        self._logs: dict[str, Any] | None = None  # those that the run had before: path -> first row
         self._keep_every = 1
         self._evaluated: int | None = None  # the step after which it was
         self._last_row: dict[str, Any] = {}
@@ -109,17 +111,23 @@ class Run:
           CheckpointError: if the folder cannot take the state.
         """
         newest = None if self.checkpoints is None else self.checkpoints.latest()
+        given: dict[str, Any] = {}
         if newest is not None:
-            self._resume(newest, resume=resume)
+            given = self._resume(newest, resume=resume)
         if log is not None and jax.process_index() == 0:
-            self._log = Log(log, after=self.resumed_from)
+            self._log = Log(log, after=self.resumed_from, check=self._check_log)
             if self.resumed_from is not None:
                 self.history = read_log(log if isinstance(log, (str, os.PathLike)) else log[0])
         if self.checkpoints is not None and newest is None:
             # The first: it shows at once whether the folder can take it, and whoever comes next knows the beginning.
             self._save(is_last=True)
+        if getattr(self.step, "donates", False):  # the first step would have used it up: it is not to stay beside it
+            for array in given.values():
+                if isinstance(array, jax.Array):
+                    array.delete()
 
-    def _resume(self, newest: int, *, resume: bool) -> None:
+    def _resume(self, newest: int, *, resume: bool) -> dict[str, Any]:
+        """Takes the state of a checkpoint. Returns the arrays of the one that was given."""
         assert self.checkpoints is not None
         if not resume:
             raise InputError(
@@ -129,13 +137,9 @@ class Run:
             )
         self.steps, arrays, record = self.checkpoints.restore(named_arrays(self.state))
         given, self.state = named_arrays(self.state), with_arrays(self.state, arrays)
-        if getattr(self.step, "donates", False):  # the first step would have used it up: it is not to stay beside it
-            for array in given.values():
-                if isinstance(array, jax.Array):
-                    array.delete()
         self.resumed_from, self.position = self.steps, self._own_position(record["positions"])
         self._saved = (self.steps, time.monotonic())
-        self.rows = Rows(record["rows"])
+        self.rows, self._logs = Rows(record["rows"]), record.get("logs")
         if hasattr(self.step, "adopt"):
             self.step.adopt(record["decisions"])
         self.shown.say(f"Going on after step {self.steps}, from {self.checkpoints.folder}")
@@ -144,6 +148,25 @@ class Run:
         if others:
             before, here = (", ".join(f"{name} {each.get(name)}" for name in others) for each in (then, now))
             self.shown.say(f"It was saved with {before}, and this is {here}: it may go on with other bits.")
+        return given
+
+    def _check_log(self, path: Path, rows: list[dict[str, Any]]) -> None:
+        """Raises an InputError for a log of another run. One that has no row yet is known by its path."""
+        logs = self._logs
+        if logs is None or not rows:  # 0.7.0 did not tell
+            return
+        if finite(rows[0]) in logs.values() or logs.get(str(path), rows[0]) is None:
+            return
+        assert self.checkpoints is not None
+        had, another = next(iter(logs), None), str(path.with_stem(path.stem + "-2"))
+        raise InputError(
+            "The log of a run that goes on must be its own",
+            given=f"log={str(path)!r}, of another run, while the checkpoint of step {self.steps} is in "
+            f"{self.checkpoints.folder}",
+            remedy="Name "
+            + (f"the log that the run had, {had!r}, or " if had else "")
+            + f"a new one, e.g. log={another!r}.",
+        )
 
     def _own_position(self, positions: list[Position | None]) -> Position | None:
         """Where this process stood. In another number of processes than before, all must have stood alike."""
@@ -227,6 +250,7 @@ class Run:
                     "positions": of_all_processes(self.position),
                     "rows": self.rows.kept,
                     "decisions": getattr(self.step, "decisions", {}),
+                    "logs": (self._logs or {}) | (self._log.first_rows if self._log else {}),
                 }
                 self.checkpoints.save(self.steps, named_arrays(self.state), record)
                 self._saved = (self.steps, time.monotonic())
