@@ -1,8 +1,11 @@
 """What the commands `explain`, `verify` and `doctor` print."""
 
 import contextlib
+import operator
+import os
 import pathlib
 from collections.abc import Callable, Iterator
+from html import escape as escape_html
 from typing import Any
 
 from rich.console import Console
@@ -12,9 +15,12 @@ from rich.table import Table
 
 from anybatch import doctor as examination
 from anybatch.errors import InputError
+from anybatch.files import check_target, write_whole
 from anybatch.plan import explain as explain_loss
+from anybatch.planning import picture
 from anybatch.problem import load_problem
 from anybatch.verify import verify as verify_loss
+from anybatch.version import __version__
 
 
 def explain(target: str, *, html: pathlib.Path | None, plot: pathlib.Path | None, **options: Any) -> bool:
@@ -26,6 +32,16 @@ def explain(target: str, *, html: pathlib.Path | None, plot: pathlib.Path | None
                 given=str(path),
                 remedy=f"mkdir -p {path.absolute().parent}",
             )
+    if html is not None and plot is not None and os.path.realpath(html) == os.path.realpath(plot):
+        raise InputError(
+            "The page and the plot must be two files",
+            given=f"--html {html} and --plot {plot}",
+            remedy="For example: --html plan.html --plot plan.png",
+        )
+    if html is not None:
+        _check_page(html)
+    if plot is not None:
+        picture.check_path(plot, given=f"--plot {plot}")
     loss, params, batch = load_problem(target)
     with _progress("Planning") as notify:
         plan = explain_loss(loss, params, batch, progress=notify, **options)
@@ -33,8 +49,18 @@ def explain(target: str, *, html: pathlib.Path | None, plot: pathlib.Path | None
     if plot is not None:
         plan.plot(str(plot))
     if html is not None:
-        html.write_text(f'<!doctype html><meta charset="utf-8"><title>{target}</title>{_STYLE}{plan._repr_html_()}')
+        title = f'{_PAGE}{__version__}"><title>{escape_html(target)}</title>'
+        content = f"{title}{_STYLE}{plan._repr_html_()}".encode("utf-8", errors="replace")
+        must = "The page needs a file that can be written"
+        write_whole(_check_page(html), content, must=must, given=f"--html {html}")
     return plan.chosen is not None
+
+
+def _check_page(path: pathlib.Path) -> pathlib.Path:
+    """The file that the page of a plan is written to; it replaces no other file than such a page."""
+    must = "A page replaces no file but one of a plan of anybatch"
+    is_ours = operator.methodcaller("startswith", _PAGE.encode())
+    return check_target(path, must=must, given=f"--html {path}", is_ours=is_ours)
 
 
 def verify(target: str, **options: Any) -> bool:
@@ -67,6 +93,9 @@ def _progress(task: str) -> Iterator[Callable[[str], None]]:
         number = progress.add_task(task, total=None)
         yield lambda text: progress.update(number, description=text)
 
+
+# How the page of a plan begins, by which it is known again.
+_PAGE = '<!doctype html><meta charset="utf-8"><meta name="generator" content="anybatch explain '
 
 _STYLE = """<style>
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 60em; margin: 2em auto; padding: 0 1em; }

@@ -15,7 +15,19 @@ COURSES = PACKAGE / "learn" / "courses"  # no modules: what learners read and wr
 # A module may import those of lower floors, and those before it in the list of its own floor.
 FLOORS = [
     [
-        *("version", "errors", "checks", "trees", "updates", "compat", "memory", "placement", "hints", "mesh_settings"),
+        *(
+            "version",
+            "errors",
+            "files",
+            "checks",
+            "trees",
+            "updates",
+            "compat",
+            "memory",
+            "placement",
+            "hints",
+            "mesh_settings",
+        ),
         *("hlo", "collectives"),
     ],
     ["batch", "arguments", "loss", "auxiliary", "gradient_noise", "process_rows", "distributed"],

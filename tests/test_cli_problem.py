@@ -6,11 +6,14 @@ import subprocess
 import sys
 import textwrap
 
+import jax.numpy as jnp
 import pytest
+from typer.testing import CliRunner
 
 import anybatch as ab
-from anybatch import doctor
+from anybatch import cli, commands, doctor
 from anybatch.problem import load_problem
+from anybatch.report import Report
 
 pytestmark = pytest.mark.thorough
 
@@ -42,6 +45,36 @@ def test_the_example_of_the_help_works_as_pasted(folder):
     assert "\x1b" not in result.stdout
     assert "<svg" in (folder / "plan.html").read_text()
     assert (folder / "plan.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    "options, words",
+    [
+        (["--html", "train.py"], "A page replaces no file but one of a plan of anybatch, got --html train.py"),
+        (["--plot", "train.py"], "A plot replaces no file but one of a plan of anybatch, got --plot train.py"),
+        (["--html", "report.html"], "A page replaces no file but one of a plan of anybatch, got --html report.html"),
+        (["--html", "plan.svg", "--plot", "./plan.svg"], "must be two files, got --html plan.svg and --plot plan.svg"),
+        (["--html", "folder"], "A page replaces no file but"),
+        (["--html", "missing/plan.html"], "mkdir -p"),
+    ],
+)
+def test_explain_replaces_no_file_of_somebody_else(tmp_path, monkeypatch, options, words):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "train.py").write_text("def problem(): ...")
+    Report("A run", []).write("report.html")
+    before = {path: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()}
+    monkeypatch.setattr(commands, "load_problem", lambda target: pytest.fail("it began to plan"))
+    result = CliRunner().invoke(cli.app, ["explain", "train.py:problem", *options])
+    assert result.exit_code == 2 and words in result.output
+    assert {path: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()} == before
+
+
+def test_explain_replaces_its_own_page(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(commands, "load_problem", lambda target: (lambda w, x: jnp.mean(x * w), 1.0, jnp.ones(8)))
+    for _ in range(2):
+        commands.explain("<it>", html=tmp_path / "plan.html", plot=tmp_path / "plan.svg", timed=False)
+    assert "<title>&lt;it&gt;</title>" in (tmp_path / "plan.html").read_text()
 
 
 def test_verify_compares_the_routes(folder):

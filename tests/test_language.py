@@ -18,7 +18,10 @@ from anybatch.language.config import RunConfig, example
 from anybatch.language.folder import RunFolder
 from anybatch.language.gpt import GPT, count
 from anybatch.language.text import Corpus, Vocabulary, Windows, read_text
+from anybatch.report import Report
 from anybatch.report.drawing import visible
+from anybatch.training import checkpoint_folder
+from anybatch.training.checkpoints import Checkpoints
 from anybatch.training.sources import open_source
 
 pytestmark = pytest.mark.thorough  # what it tests does not depend on the version of JAX
@@ -407,6 +410,58 @@ def test_a_signal_after_the_last_step_costs_no_report(config, tmp_path, monkeypa
     said = capsys.readouterr().out
     assert "To go on" not in said and "It goes on with batch = 15, was 16." in said
     assert (tmp_path / "anybatch-report.html").exists()
+
+
+def test_a_report_takes_the_place_of_nothing_else(config, tmp_path, monkeypatch):
+    """Neither of the text, nor of the settings, nor of what the run itself writes."""
+    (tmp_path / "run.toml").write_text('report = "run.toml"')
+    (tmp_path / "link.html").symlink_to("text.txt")
+    before = {path: path.read_bytes() for path in tmp_path.iterdir()}
+    for report, words in [("text.txt", "which is the text"), ("link.html", "the text"), ("run.toml", "something else")]:
+        with pytest.raises(ab.InputError, match=rf"got report = '{report}', .*{words}\."):
+            job.run(dataclasses.replace(config, report=report), command="again")
+    for report in ("log.csv", "settings.json", "vocabulary.json", "LOG.csv", "checkpoints/r.html", "checkpoints"):
+        with pytest.raises(ab.InputError) as caught:
+            job.run(dataclasses.replace(config, report=f"anybatch-run/{report}"), command="again")
+        assert str(caught.value) == (
+            "The report must be a file of its own, got "
+            f"report = 'anybatch-run/{report}', which the run writes itself.\n"
+            'For example: report = "anybatch-report.html"'
+        )
+    assert {path: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()} == before
+    Report("A run", []).write(tmp_path / "page.html")  # a report may be the text, too
+    page = (tmp_path / "page.html").read_bytes()
+    with pytest.raises(ab.InputError, match=r"of its own, got report = 'page.html', which is the text\."):
+        job.run(dataclasses.replace(config, text="page.html", report="page.html"), command="again")
+    assert (tmp_path / "page.html").read_bytes() == page
+    job.Job(dataclasses.replace(config, report="page.html"))  # the control
+
+
+def test_a_file_that_comes_while_the_run_goes_on_is_not_replaced_by_the_report(config, tmp_path, monkeypatch):
+    def slow(*arguments, **options):
+        (tmp_path / "anybatch-report.html").write_text("mine")
+        return ab.fit(*arguments, **options)
+
+    monkeypatch.setattr(job, "fit", slow)
+    with pytest.raises(ab.InputError, match="replaces no file but a report of anybatch"):
+        job.run(config, command="again")
+    assert (tmp_path / "anybatch-report.html").read_text() == "mine"
+    monkeypatch.undo()
+    monkeypatch.chdir(tmp_path)
+    assert job.run(dataclasses.replace(config, report="r.html"), command="again") == 0  # nothing was lost
+    assert (tmp_path / "r.html").exists()
+
+
+def test_a_second_run_does_not_change_what_the_first_was_told(tmp_path, monkeypatch):
+    """Both began in a new folder; the first has the checkpoints open."""
+    monkeypatch.setattr(checkpoint_folder, "_PATIENCE", 0.1)
+    config = RunConfig(out=str(tmp_path / "run"), steps=5)
+    first, second = run_folder(config), run_folder(dataclasses.replace(config, width=256))
+    first.begin()
+    told = (tmp_path / "run" / "settings.json").read_bytes()
+    with Checkpoints(tmp_path / "run" / "checkpoints"), pytest.raises(ab.InputError, match="must have one writer only"):
+        second.begin()
+    assert (tmp_path / "run" / "settings.json").read_bytes() == told
 
 
 def test_nothing_is_begun_that_cannot_be_written(config, tmp_path):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 import pathlib
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from learn_terminal import Terminal
 from typer.testing import CliRunner
 
 from anybatch import cli
+from anybatch.errors import InputError
 from anybatch.learn.catalogue import COURSES, Course
 from anybatch.learn.progress import RECORD, Progress
 from anybatch.learn.terminal import commands, development
@@ -381,6 +383,36 @@ def test_a_new_course_writes_over_nothing(tmp_path, before, exercise, words):
     named = ["--exercise", exercise] if exercise else []
     result = CliRunner().invoke(cli.app, ["learn", "dev", "new", str(folder), *named])
     assert result.exit_code == 2 and words in result.output and sorted(folder.rglob("*")) == seen
+
+
+def test_a_new_exercise_writes_over_no_folder(tmp_path):
+    folder = tmp_path / "course"
+    development.new(folder, None)
+    (folder / "02_mine").mkdir()
+    (folder / "02_mine" / "check.py").write_text("hours of work")
+    catalogue = (folder / "catalogue.toml").read_bytes()
+    result = CliRunner().invoke(cli.app, ["learn", "dev", "new", str(folder), "--exercise", "mine"])
+    assert result.exit_code == 2
+    assert result.output.startswith(f"A new exercise begins in a folder that is not there, got {folder}/02_mine.\n")
+    assert (folder / "02_mine" / "check.py").read_text() == "hours of work"
+    assert (folder / "catalogue.toml").read_bytes() == catalogue
+    assert development.new(folder, "other")  # the control
+
+
+def test_the_catalogue_is_written_whole_or_stays(tmp_path, monkeypatch):
+    folder = tmp_path / "course"
+    development.new(folder, None)
+    catalogue = (folder / "catalogue.toml").read_bytes()
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(
+        InputError, match=r"folder that can be written, got .*catalogue.toml \(No space left on device\)"
+    ):
+        development.new(folder, "another")
+    assert (folder / "catalogue.toml").read_bytes() == catalogue
 
 
 # The real thing.

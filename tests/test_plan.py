@@ -146,6 +146,30 @@ def test_the_plot_is_a_picture(tmp_path):
         plan.plot(str(tmp_path / "plan.what"))
 
 
+@pytest.mark.parametrize("kind", ["png", "svg", "pdf", "jpg"])
+def test_the_plot_replaces_no_picture_but_that_of_a_plan(tmp_path, kind):
+    plan = ab.explain(network, *problem(64), memory=900 * KIB, timed=False)
+    path = tmp_path / f"plan.{kind}"
+    plan.plot(str(path))
+    first = path.read_bytes()
+    if kind == "jpg":  # it has no place for a mark
+        with pytest.raises(ab.InputError, match="replaces no file but"):
+            plan.plot(str(path))
+    else:
+        plan.plot(str(path))
+    foreign = [b"a letter, that has anybatch plan in it", first.replace(b"anybatch plan", b"matplotlib 99")]
+    for content in foreign:
+        path.write_bytes(content)
+        with pytest.raises(ab.InputError) as caught:
+            plan.plot(str(path))
+        assert str(caught.value) == (
+            f"A plot replaces no file but one of a plan of anybatch, got path='{path}', which is something else.\n"
+            f"Name another file, or first: mv {path} {path}.kept"
+        )
+        assert path.read_bytes() == content
+    assert [each.name for each in tmp_path.iterdir()] == [path.name]
+
+
 def test_rematerialisation_is_a_candidate_where_it_is_allowed():
     """Where no microbatch fits, computing twice may."""
     params, batch = problem(16, width=8, depth=6)

@@ -506,6 +506,71 @@ def test_a_place_that_cannot_be_written_is_named(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"Call me Ishmael.",
+        b"<!DOCTYPE html><title>A page of somebody else</title>",
+        b'How to tell: <meta name="generator" content="anybatch 0.7.0">',
+        b'<!doctype html><meta charset="utf-8"><meta name="generator" content="anybatch explain 0.7.0">',
+        b"\xff\x00" * 10**6,
+    ],
+    ids=["text", "page", "quotation", "plan", "bytes"],
+)
+@pytest.mark.parametrize("way", ["file", "symlink"])
+def test_a_file_that_is_no_report_is_not_replaced(tmp_path, content, way):
+    (tmp_path / "book.txt").write_bytes(content)
+    (tmp_path / "link.html").symlink_to("book.txt")
+    path = tmp_path / ("book.txt" if way == "file" else "link.html")
+    with pytest.raises(ab.InputError) as caught:
+        Report("A run", [], samples=[("never drawn", None)]).write(path)
+    assert str(caught.value) == (
+        f"A report replaces no file but a report of anybatch, got path='{path}', which is something else.\n"
+        f"Name another file, or first: mv {path} {path}.kept"
+    )
+    assert (tmp_path / "book.txt").read_bytes() == content and (tmp_path / "link.html").is_symlink()
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_reports_and_empty_files_are_replaced(tmp_path):
+    """The control. Whoever made a link to a report still has it."""
+    path, link = tmp_path / "report.html", tmp_path / "link.html"
+    path.touch()
+    link.symlink_to("report.html")
+    for title, target in [("First", path), ("Second", path), ("Third", link)]:
+        assert Report(title, []).write(target) == target
+        assert f"<h1>{title}" in path.read_text("utf-8")
+    assert link.is_symlink()
+
+
+@pytest.mark.parametrize("special", ["fifo", "device"])
+def test_what_is_no_plain_file_is_not_replaced(tmp_path, special):
+    path = tmp_path / "report.html"
+    if special == "fifo":
+        os.mkfifo(path)
+    else:
+        path.symlink_to("/dev/null")
+    with pytest.raises(ab.InputError, match="replaces no file but a report of anybatch"):
+        Report("A run", []).write(path)
+    assert not path.is_file()
+
+
+def test_a_page_that_is_not_all_written_leaves_the_one_before(tmp_path, monkeypatch):
+    path = Report("First", []).write(tmp_path / "report.html")
+    for error, raised in [
+        (OSError(28, "No space left on device"), ab.InputError),
+        (KeyboardInterrupt(), KeyboardInterrupt),
+    ]:
+
+        def fails(*_, error=error):
+            raise error
+
+        monkeypatch.setattr(os, "fsync", fails)
+        with pytest.raises(raised, match="No space left on device" if raised is ab.InputError else None):
+            Report("Second", []).write(path)
+        assert "<h1>First" in path.read_text("utf-8") and os.listdir(tmp_path) == ["report.html"]
+
+
 def test_without_jinja2_it_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "jinja2", None)
     with pytest.raises(ab.InputError, match=re.escape('pip install "anybatch[cli]"')):

@@ -10,8 +10,10 @@ import tempfile
 from typing import Any
 
 from anybatch.errors import InputError
+from anybatch.files import write_whole
 from anybatch.language.config import RunConfig, written
 from anybatch.language.text import Vocabulary
+from anybatch.report.page import check_path
 from anybatch.training.checkpoint_folder import CheckpointFolder
 
 # With another one of these, what was saved is not of this model.
@@ -20,6 +22,9 @@ OF_THE_MODEL = ("level", "layers", "heads", "width", "context", "dtype")
 # These do not change what is learned. Another text does, and is told by its sum: its file may have moved.
 WITHOUT_EFFECT = {"text", "out", "report", "evaluate_every", "checkpoint_every"}
 WITHOUT_EFFECT |= {"verify", "prompt", "sample", "temperature"}
+
+# What a run writes into its folder, beside its checkpoints.
+OWN_FILES = ("log.csv", "vocabulary.json", "settings.json")
 
 # In a folder of checkpoints, beside those that are complete and what is hidden.
 _LEFTOVER = re.compile(r"\d+\.(replaced|removed|orbax-checkpoint-tmp.*)")
@@ -101,18 +106,29 @@ class RunFolder:
         ]
 
     def begin(self) -> None:
-        """Right before a run: clears away the demonstration that it replaces, and writes what a new one was told."""
+        """Right before a run: clears away the demonstration that it replaces, and writes what a new one was told.
+
+        Raises:
+          InputError: if another process is at it: what that one was told is not to be replaced.
+        """
         if self.is_replaced:
             self._clear()
         if not self.goes_on:
-            self.write_settings()
+            self._checkpoints.open()
+            try:
+                self.write_settings()
+            finally:
+                self._checkpoints.close()
 
     def write_settings(self) -> None:
         """The vocabulary, without which the parameters would mean nothing, and what the run was told."""
         vocabulary = {"level": self.config.level, "characters": self.vocabulary.characters}
         settings = {"run": self._kind, "text_sha256": self._sum, **dataclasses.asdict(self.config)}
-        (self.path / "vocabulary.json").write_text(json.dumps(vocabulary) + "\n", "utf-8")
-        (self.path / "settings.json").write_text(json.dumps(settings, indent=2) + "\n", "utf-8")
+        for name, content in (("vocabulary", json.dumps(vocabulary)), ("settings", json.dumps(settings, indent=2))):
+            must = "The folder of a run must be one that can be written"
+            write_whole(
+                self.path / f"{name}.json", f"{content}\n".encode(), must=must, given=f"out = {str(self.path)!r}"
+            )
 
     def _check_writable(self) -> None:
         try:
@@ -188,7 +204,7 @@ class RunFolder:
         try:
             self._checkpoints.tidy(keep=1)
             self._checkpoints.remove(self._checkpoints.steps())
-            for name in ("log.csv", "vocabulary.json", "settings.json"):
+            for name in OWN_FILES:
                 (self.path / name).unlink(missing_ok=True)
         finally:
             self._checkpoints.close()
@@ -200,18 +216,37 @@ def expanded(path: str) -> pathlib.Path:
     return pathlib.Path(os.path.expanduser(path))
 
 
-def check_report(path: pathlib.Path) -> None:
-    """Whether a report can be written.
+def check_report(path: pathlib.Path, folder: pathlib.Path, text: str) -> None:
+    """Whether a report can be written, and takes the place of nothing else.
+
+    Args:
+      path: of the report.
+      folder: of the run.
+      text: the path of what is learned; empty for what comes with anybatch.
 
     Raises:
       InputError: if it cannot.
     """
+    report, home = _folded(path), _folded(folder)
+    is_text = bool(text) and report == _folded(expanded(text))
+    if is_text or report in {home / name for name in OWN_FILES} or report.is_relative_to(home / "checkpoints"):
+        raise InputError(
+            "The report must be a file of its own",
+            given=f"report = {str(path)!r}, which {'is the text' if is_text else 'the run writes itself'}",
+            remedy='For example: report = "anybatch-report.html"',
+        )
     if path.is_dir() or not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
         raise InputError(
             "The report must be a file in a folder that is there and can be written",
             given=f"report = {str(path)!r}",
             remedy=f'For example report = "anybatch-report.html", or first: mkdir -p "{path.parent}"',
         )
+    check_path(path, given=f"report = {str(path)!r}")
+
+
+def _folded(path: pathlib.Path) -> pathlib.Path:
+    """A path to compare with others: links followed, and without case, which some file systems do not tell."""
+    return pathlib.Path(os.path.realpath(path).casefold())
 
 
 def _named(text: Any) -> str:

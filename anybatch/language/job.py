@@ -80,7 +80,7 @@ class Job:
         self.folder = RunFolder(config, text, self.corpus.vocabulary, name=name, resume=resume, is_demo=is_demo)
         self.report = expanded(config.report) if config.report else None
         if self.report is not None:
-            check_report(self.report)
+            check_report(self.report, self.folder.path, config.text)
         self.model = GPT(
             vocabulary=self.corpus.vocabulary.size,
             context=config.context,

@@ -1,11 +1,57 @@
 """The plot of a plan."""
 
+import io
+import os
+import pathlib
 from collections.abc import Sequence
 from typing import Any
 
 from anybatch.errors import InputError
+from anybatch.files import check_target, write_whole
 
 BLUE, ORANGE, GRAY = "#1f5fa8", "#d9731a", "#8a8a8a"
+
+
+# How a picture of a plan is known again: kind -> the field that has the mark, and how such a file begins.
+_MARK = "anybatch plan"
+_FIELDS = {"png": ("Software", b"\x89PNG"), "svg": ("Creator", b"<?xml"), "pdf": ("Creator", b"%PDF")}
+
+
+def check_path(path: str | os.PathLike[str], given: str | None = None) -> pathlib.Path:
+    """The file that a picture is written to, links followed.
+
+    Raises:
+      InputError: if there is a file that is neither empty nor a picture of a plan.
+    """
+
+    def is_ours(content: bytes) -> bool:
+        return _MARK.encode() in content and any(content.startswith(begin) for _, begin in _FIELDS.values())
+
+    must = "A plot replaces no file but one of a plan of anybatch"
+    return check_target(path, must=must, given=given or f"path={str(path)!r}", is_ours=is_ours)
+
+
+def save(figure: Any, path: str | os.PathLike[str]) -> None:
+    """Writes a figure to a file, all of it or nothing.
+
+    Raises:
+      InputError: for a name that does not say which kind of picture, or a file that is not to be replaced.
+    """
+    target, content = check_path(path), io.BytesIO()
+    kind = target.suffix.removeprefix(".").lower()
+    try:
+        if not kind:
+            raise ValueError("It has no ending.")
+        metadata = {_FIELDS[kind][0]: _MARK} if kind in _FIELDS else None
+        figure.savefig(content, format=kind, dpi=144, bbox_inches="tight", metadata=metadata)
+    except ValueError as error:
+        raise InputError(
+            "The name of a picture must end in what kind it is",
+            given=f"path={str(path)!r}",
+            remedy=f"For example plan.plot('plan.png') or 'plan.svg'. ({error})",
+        ) from None
+    must = "A plot needs a file that can be written"
+    write_whole(target, content.getvalue(), must=must, given=f"path={str(path)!r}")
 
 
 def draw(plan: Any) -> Any:

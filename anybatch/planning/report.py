@@ -182,21 +182,16 @@ class Plan:
         """Memory and time against the microbatch size, as a figure of matplotlib.
 
         Args:
-          path: where to save it, if anywhere: a name that ends in .png, .svg or .pdf.
+          path: where to save it, if anywhere: a name that ends in .png, .svg or .pdf. An earlier plot of a plan is
+            replaced, and no other file.
 
         Raises:
-          InputError: without matplotlib, or for a name that does not say which kind of picture.
+          InputError: without matplotlib, for a name that does not say which kind of picture, or for a file of that name
+            which is something else.
         """
         figure = picture.draw(self)
         if path is not None:
-            try:
-                figure.savefig(path, dpi=144, bbox_inches="tight")
-            except ValueError as error:
-                raise InputError(
-                    "The name of a picture must end in what kind it is",
-                    given=f"path={path!r}",
-                    remedy=f"For example plan.plot('plan.png') or 'plan.svg'. ({error})",
-                ) from None
+            picture.save(figure, path)
         return figure
 
     def _picture(self) -> str:

@@ -1,14 +1,15 @@
 """`Report`: a training run on one page that needs nothing else."""
 
-import contextlib
 import dataclasses
 import importlib.resources
 import os
 import pathlib
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from anybatch.errors import InputError
+from anybatch.files import check_target, check_writable, write_whole
 from anybatch.gradient_noise import NoiseScale
 from anybatch.memory import readable
 from anybatch.planning.report import Plan
@@ -35,6 +36,9 @@ from anybatch.report.tables import (
 )
 from anybatch.verify import Verification
 from anybatch.version import __version__
+
+# How a report is known again: by the beginning of the page, which names what wrote it.
+_OURS = re.compile(rb'<!DOCTYPE html>.*<meta name="generator" content="anybatch \d', re.DOTALL)
 
 MOST_CHARACTERS = 20_000  # of a sample
 MOST_COLUMNS = 12  # evaluations and scalars of aux that get a plot
@@ -113,7 +117,9 @@ class Report:
         )
 
     def write(self, path: str | os.PathLike[str]) -> pathlib.Path:
-        """Writes the page to a file, all of it or nothing: a page that is there already is replaced in one moment.
+        """Writes the page to a file, all of it or nothing: a report that is there already is replaced in one moment.
+
+        **No other file is replaced**: not one that is neither empty nor a report of anybatch.
 
         Args:
           path: of the file. `~` is the home folder.
@@ -122,32 +128,16 @@ class Report:
           Its path.
 
         Raises:
-          InputError: for a folder that is not there or cannot be written, before anything is drawn.
+          InputError: for a folder that is not there or cannot be written, or a file that is no report, before anything
+            is drawn; for a disk that is full.
         """
-        target = pathlib.Path(os.path.expanduser(path))
-        beside = target.with_name(f".{target.name}.{os.getpid()}.new") if target.name else target
-        if not target.name or os.path.isdir(target) or not os.path.isdir(target.parent):
-            raise InputError(
-                "A report needs the name of a file in a folder that is there",
-                given=f"path={str(path)!r}",
-                remedy=f'For example report.write("report.html"), or first: mkdir -p "{target.parent}"',
-            )
-        try:
-            beside.touch()
-        except OSError as error:
-            raise InputError(
-                "A report needs a folder that can be written",
-                given=f"path={str(path)!r} ({error.strerror})",
-                remedy='Write it elsewhere, for example report.write("report.html").',
-            ) from None
-        try:
-            # Half of a pair of code units is no character; nobody could read it either.
-            beside.write_text(self.html(), encoding="utf-8", errors="replace", newline="\n")
-            beside.replace(target)
-        finally:
-            with contextlib.suppress(OSError):
-                beside.unlink(missing_ok=True)
-        return target
+        target = check_path(path)
+        options = {"must": "A report needs a folder that can be written", "given": f"path={str(path)!r}"}
+        check_writable(target, **options)
+        # Half of a pair of code units is no character; nobody could read it either.
+        content = self.html().encode("utf-8", errors="replace")
+        write_whole(check_path(path), content, **options)
+        return pathlib.Path(os.path.expanduser(path))
 
     @property
     def _examples(self) -> int | None:
@@ -197,6 +187,27 @@ class Report:
             f"{text}; a step has {batch:,.0f} {unit}. To first order, a step makes {now:.0%} of the progress of one "
             f"without noise, and with twice the batch it would make {twice:.0%}."
         )
+
+
+def check_path(path: str | os.PathLike[str], given: str | None = None) -> pathlib.Path:
+    """The file that a report is written to, links followed.
+
+    Args:
+      path: of the report. `~` is the home folder.
+      given: how the user named it, for the error.
+
+    Raises:
+      InputError: if its folder is not there, or it is a file that is neither empty nor a report of anybatch.
+    """
+    target, given = pathlib.Path(os.path.expanduser(path)), given or f"path={str(path)!r}"
+    if not target.name or os.path.isdir(target) or not os.path.isdir(target.parent):
+        raise InputError(
+            "A report needs the name of a file in a folder that is there",
+            given=given,
+            remedy=f'For example report.write("report.html"), or first: mkdir -p "{target.parent}"',
+        )
+    must = "A report replaces no file but a report of anybatch"
+    return check_target(path, must=must, given=given, is_ours=lambda content: bool(_OURS.match(content[:2048])))
 
 
 def _told(plan: Plan) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from anybatch.errors import InputError
+from anybatch.files import write_whole
 from anybatch.learn.catalogue import COURSES, Course, Exercise
 from anybatch.learn.grading import examine_check, grade
 from anybatch.learn.runner.submissions import Runner
@@ -259,8 +260,15 @@ def new(folder: pathlib.Path, name: str | None) -> bool:
         catalogue = begin.replace('"mine"', f'"{mine}"') if mine.isidentifier() else begin
     title = _TITLE if name == _NAME else name.replace("_", " ").capitalize()
     home = folder / f"{number:02}_{name}"
+    if home.exists():
+        raise InputError(
+            "A new exercise begins in a folder that is not there",
+            given=str(home),
+            remedy=f"Move it, or choose another name: anybatch learn dev new {folder} --exercise another_name",
+        )
     _write_exercise(home, name, title)
-    path.write_text(f'{catalogue}[[exercise]]\nfolder = "{home.name}"\ntitle = "{title}"\n', "utf-8")
+    content = f'{catalogue}[[exercise]]\nfolder = "{home.name}"\ntitle = "{title}"\n'.encode()
+    write_whole(path, content, must="A course needs a folder that can be written", given=str(path))
     print(f"{home} is a whole exercise. Edit its files, and prove it:")
     print(f"  anybatch learn dev check --course {folder} --exercise {number}")
     print(f"Try it as a learner does:\n  anybatch learn --course {folder} --at {number}")
