@@ -6,6 +6,7 @@ import tomllib
 
 import pytest
 import typer
+from typer.testing import CliRunner
 
 import anybatch
 from anybatch import cli, doctor
@@ -74,3 +75,16 @@ def test_the_doctor_and_the_commands_know_the_same_extras():
 def test_the_help_of_train_can_be_pasted():
     said = run("train", "--help").stdout
     assert "anybatch train --example > run.toml\n" in said and "\\b" not in said and "\b" not in said
+
+
+@pytest.mark.parametrize("report", ["book.txt", "run.toml", "link.html", "anybatch-run/log.csv"])
+def test_train_writes_its_report_over_no_file_of_the_user(tmp_path, monkeypatch, report):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "book.txt").write_text("Call me Ishmael. " * 50)
+    (tmp_path / "link.html").symlink_to("book.txt")
+    (tmp_path / "run.toml").write_text(f'text = "book.txt"\nreport = "{report}"\n')
+    files = {path: path.read_bytes() for path in tmp_path.iterdir()}
+    result = CliRunner().invoke(cli.app, ["train", "--config", "run.toml"])
+    assert result.exit_code == 2 and f"got report = '{report}', which " in result.output
+    assert {path: path.read_bytes() for path in files} == files
+    assert not (tmp_path / "anybatch-run" / "log.csv").exists()

@@ -374,6 +374,12 @@ def test_files_of_others_are_left_alone(tmp_path, name, resume):
     assert (tmp_path / name).read_text() == "{}" and len(list(tmp_path.iterdir())) == 1
 
 
+def test_settings_of_another_program_are_left_alone(tmp_path):
+    (tmp_path / "settings.json").write_text('{"run": "fast"}')
+    with pytest.raises(ab.InputError, match=r"must be new, or one of a run, got .* with settings.json"):
+        run_folder(RunConfig(out=str(tmp_path)))
+
+
 def test_a_report_goes_home_or_into_the_folder(config, tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     assert job.Job(dataclasses.replace(config, report="~/r.html")).report == tmp_path / "r.html"

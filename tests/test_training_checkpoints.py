@@ -444,6 +444,17 @@ def test_one_writer_only(tmp_path, monkeypatch):
     Checkpoints(tmp_path).close()  # the control
 
 
+def test_a_second_writer_that_is_refused_lets_no_third_one_in(tmp_path):
+    """A lock of the system is the process's: to open the file and close it again would let go of it."""
+    attempt = "import fcntl, sys; fcntl.lockf(open(sys.argv[1], 'w'), fcntl.LOCK_EX | fcntl.LOCK_NB)"
+    command = [sys.executable, "-c", attempt, str(tmp_path / ".lock")]
+    with Checkpoints(tmp_path):
+        with pytest.raises(InputError, match="which this process has open already"):
+            Checkpoints(tmp_path)
+        assert subprocess.run(command, capture_output=True).returncode == 1
+    assert subprocess.run(command, capture_output=True).returncode == 0  # the control
+
+
 def test_a_checkpoint_of_another_model(tmp_path):
     saved = {"same": jnp.zeros(3), "shape": jnp.zeros((3, 2)), "dtype": jnp.zeros(3), "old": jax.random.key(0)}
     wanted = {"same": jnp.zeros(3), "shape": jnp.zeros((2, 3)), "dtype": jnp.zeros(3, jnp.bfloat16), "new": 1}

@@ -272,6 +272,12 @@ def test_a_log_that_becomes_something_else_is_left_alone(tmp_path, suffix):
     assert path.read_text() == "a letter\n, and more\n"
 
 
+def test_a_file_with_the_name_of_the_lock_is_kept(tmp_path):
+    (tmp_path / ".run.csv.lock").write_text("mine")
+    written(tmp_path / "run.csv", ROWS)
+    assert (tmp_path / ".run.csv.lock").read_text() == "mine"
+
+
 def test_what_is_no_plain_file_is_not_replaced(tmp_path):
     os.mkfifo(tmp_path / "run.csv")
     for options in ({}, {"after": 1}, {"overwrite": True}):

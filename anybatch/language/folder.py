@@ -144,7 +144,8 @@ class RunFolder:
 
     def _check_nothing_else(self) -> None:
         """Without a checkpoint there is no run to go on with: what has the names of one's files is not to be lost."""
-        names = ["log.csv"] if self._stored.get("run") else ["log.csv", "settings.json", "vocabulary.json"]
+        is_ours = self._stored.get("run") in ("demo", "train") and "text_sha256" in self._stored
+        names = ["log.csv"] if is_ours else ["log.csv", "settings.json", "vocabulary.json"]
         found = [name for name in names if (self.path / name).exists()]
         found += [f"checkpoints/{name}" for name in self._foreign()]
         if found:

@@ -107,7 +107,8 @@ class WriterLock:
         if self._file is not None:
             with self._changing:
                 self._held.discard(self._key)
-                if self._is_removed:  # while it is held: who waits for it finds that it is gone, and makes another
+                # While it is held: who waits for it finds that it is gone, and makes another.
+                if self._is_removed and not os.fstat(self._file.fileno()).st_size:
                     with contextlib.suppress(OSError):
                         self._path.unlink()
                 self._file.close()
