@@ -3,8 +3,8 @@
 import dataclasses
 import inspect
 import operator
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import numpy as np
@@ -23,58 +23,144 @@ class Arrays(NamedTuple):
     rest: list[Any]  # arrays that every microbatch sees alike
 
 
+ROLES = ("argnums", "batch_argnums", "rng_argnums", "batch_argnames")  # the options that `Roles.of` takes
+
+
 @dataclasses.dataclass(frozen=True)
 class Roles:
-    """Which positional arguments are differentiated, which carry the batch, which are PRNG keys."""
+    """Which arguments are differentiated, which carry the batch, which are PRNG keys."""
 
     argnums: int | tuple[int, ...]
     batch_argnums: tuple[int, ...]
     rng_argnums: tuple[int, ...]
+    batch_argnames: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, *, argnums: Any, batch_argnums: Any, rng_argnums: Any) -> "Roles":
+    def of(cls, *, argnums: Any, batch_argnums: Any, rng_argnums: Any, batch_argnames: Any = ()) -> "Roles":
         """Checks what can be checked before a call."""
         wrt = _positions("argnums", argnums)
+        names = _names("batch_argnames", batch_argnames)
         roles = cls(
             argnums=wrt if isinstance(argnums, (tuple, list)) else wrt[0],
-            batch_argnums=_positions("batch_argnums", batch_argnums),
+            batch_argnums=_positions("batch_argnums", batch_argnums, may_be_empty=bool(names)),
             rng_argnums=_positions("rng_argnums", rng_argnums, may_be_empty=True),
+            batch_argnames=names,
         )
         _must_not_overlap(_as_given(roles))
         return roles
 
     def sort(self, fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> "Arguments":
         """Sorts the arguments of one call of `fun`, and checks them."""
-        positions = {name: _in_range(name, given, len(args)) for name, given in _as_given(self).items()}
-        _must_not_overlap(positions)
-        names = _argument_names(fun, len(args))
-        role_of = {position: name for name, given in positions.items() for position in given}
+        call = _Call(fun, args, kwargs)
+        places = {name: call.places(name, given) for name, given in _as_given(self).items()}
+        _must_not_overlap(places)
+        named = tuple(place for place in call.named(self.batch_argnames) if place not in places["batch_argnums"])
+        _must_not_overlap({**places, "batch_argnames": named})
+        places["batch_argnums"] += named
+        role_of = {place: _ROLES[name] for name, given in places.items() for place in given}
 
         leaves: list[_Leaf] = []
-        for position in positions["argnums"]:  # in the order given, which is the order of the gradients
-            leaves += [
-                _Leaf(position, name, leaf, "wrt") for name, leaf in named_leaves(names[position], args[position])
-            ]
-        for position, argument in enumerate(args):
-            role = {"batch_argnums": "batch", "rng_argnums": "keys"}.get(role_of.get(position, ""), "rest")
-            if role_of.get(position) != "argnums":
-                leaves += [_Leaf(position, name, leaf, role) for name, leaf in named_leaves(names[position], argument)]
-        leaves += [_Leaf(None, name, leaf, "rest") for name, leaf in named_leaves("kwargs", kwargs)]
+        for place in places["argnums"]:  # in the order given, which is the order of the gradients
+            leaves += call.leaves(place, "wrt")
+        for place in (*range(len(args)), *sorted(kwargs)):
+            if role_of.get(place) != "wrt":
+                leaves += call.leaves(place, role_of.get(place, "rest"))
 
         num_examples = batch.count_examples(
-            [(leaf.name, leaf.value) for leaf in leaves if leaf.role == "batch"], self.batch_argnums
+            [(leaf.name, leaf.value) for leaf in leaves if leaf.role == "batch"], self._batch_options
         )
         for leaf in leaves:
             _check(leaf)
-        wrt_trees = [jax.tree.structure(args[position]) for position in positions["argnums"]]
+        wrt_trees = [jax.tree.structure(call[place]) for place in places["argnums"]]
         return Arguments(args, kwargs, leaves, num_examples, wrt_trees, isinstance(self.argnums, tuple))
+
+    @property
+    def _batch_options(self) -> str:
+        """What the batch is named by, as it was given."""
+        plain = {"batch_argnums": self.batch_argnums, "batch_argnames": self.batch_argnames}
+        return " and ".join(f"{name}={_plain(given)!r}" for name, given in plain.items() if given)
+
+
+_ROLES = {"argnums": "wrt", "batch_argnums": "batch", "rng_argnums": "keys"}
+
+Place: TypeAlias = int | str  # of an argument: its position, or its name if it is passed by keyword
 
 
 class _Leaf(NamedTuple):
-    position: int | None  # of its argument; None for keyword arguments
+    place: Place  # of its argument
     name: str
     value: Any
     role: str
+
+
+class _Call:
+    """The arguments of one call, by their places."""
+
+    def __init__(self, fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.args, self.kwargs = args, kwargs
+        try:
+            parameters = list(inspect.signature(fun).parameters.values())
+        except (TypeError, ValueError):
+            parameters = []
+        self._is_known = bool(parameters)
+        self._takes_any_name = any(each.kind == each.VAR_KEYWORD for each in parameters)
+        self._names = [each.name for each in parameters if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)]
+        self._positional = [
+            each.name for each in parameters if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)
+        ]
+
+    def __getitem__(self, place: Place) -> Any:
+        return self.kwargs[place] if isinstance(place, str) else self.args[place]
+
+    def leaves(self, place: Place, role: str) -> list[_Leaf]:
+        """The leaves of an argument, with the names that a message shows."""
+        name = place if isinstance(place, str) else self._name(place)
+        return [_Leaf(place, path, leaf, role) for path, leaf in named_leaves(name, self[place])]
+
+    def places(self, option: str, positions: tuple[int, ...]) -> tuple[Place, ...]:
+        """Where the arguments at these positions of the signature are.
+
+        Raises:
+          InputError: for an argument that was not passed; as in JAX, what is differentiated is passed by position.
+        """
+        return tuple(self._place(option, position) for position in positions)
+
+    def named(self, names: tuple[str, ...]) -> tuple[Place, ...]:
+        """Where the arguments of these names are. One that was left out, for its default, is nowhere."""
+        found: list[Place] = []
+        for name in names:
+            if name in self.kwargs:
+                found.append(name)
+            elif name in self._positional[: len(self.args)]:
+                found.append(self._positional.index(name))
+            elif self._is_known and name not in self._names and not self._takes_any_name:
+                raise InputError(
+                    "batch_argnames must be names of arguments of the loss",
+                    given=f"batch_argnames={name!r}",
+                    remedy=f"Choose from {', '.join(map(repr, self._names))}.",
+                )
+        return tuple(found)
+
+    def _place(self, option: str, position: int) -> Place:
+        number = len(self.args)
+        if -number <= position < number:
+            return position % number
+        if option != "argnums" and 0 <= position < len(self._positional) and self._positional[position] in self.kwargs:
+            return self._positional[position]
+        raise InputError(
+            f"{option} must be among the {number} positional arguments of the call",
+            given=f"{option}={position}",
+            remedy=f"Pass that argument by position, not by keyword, or choose {option} "
+            + (f"from 0 to {number - 1}." if number else "after giving the function arguments.")
+            + (
+                " Where the whole batch is passed by keyword, name it: batch_argnums=(), batch_argnames=..."
+                if option == "batch_argnums" and self.kwargs
+                else ""
+            ),
+        )
+
+    def _name(self, position: int) -> str:
+        return self._positional[position] if position < len(self._positional) else f"args[{position}]"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,13 +193,43 @@ class Arguments:
     def call(self, fun: Callable[..., Any], arrays: Arrays) -> Any:
         """Calls the user's function with other arrays in the places of those given."""
         supply = {role: iter(getattr(arrays, role)) for role in Arrays._fields}
-        values: dict[int | None, list[Any]] = {}
+        values: dict[Place, list[Any]] = {}
         for leaf in self.leaves:
             value = next(supply[leaf.role]) if _is_dynamic(leaf) else leaf.value
-            values.setdefault(leaf.position, []).append(value)
-        args = [jax.tree.unflatten(jax.tree.structure(arg), values.get(i, [])) for i, arg in enumerate(self.args)]
-        kwargs = jax.tree.unflatten(jax.tree.structure(self.kwargs), values.get(None, []))
-        return fun(*args, **kwargs)
+            values.setdefault(leaf.place, []).append(value)
+
+        def filled(place: Place, argument: Any) -> Any:
+            return jax.tree.unflatten(jax.tree.structure(argument), values.get(place, []))
+
+        args = [filled(position, argument) for position, argument in enumerate(self.args)]
+        return fun(*args, **{name: filled(name, argument) for name, argument in self.kwargs.items()})
+
+    def refuse_unnamed_rows(self, who: str) -> None:
+        """Refuses an array that is not named as part of the batch, but has as many rows as the batch has examples.
+
+        Keyword arguments are looked at, and positional arguments that are themselves an array. A tree by position is
+        not: parameters that are not differentiated may have as many rows by chance.
+
+        Args:
+          who: what would see all of its rows, "example" or "microbatch".
+        """
+        for leaf in self.leaves if self.num_examples > 1 else ():
+            if leaf.role != "rest" or not is_array(leaf.value) or leaf.value.shape[:1] != (self.num_examples,):
+                continue
+            if isinstance(leaf.place, str):
+                option, bound = f'batch_argnames="{leaf.place}"', leaf.place
+            elif leaf.value is self.args[leaf.place] and not is_key(leaf.value):
+                positions = {each.place for each in self.leaves if each.role == "batch" and isinstance(each.place, int)}
+                option, bound = f"batch_argnums={(*sorted(positions), leaf.place)}", leaf.name
+            else:
+                continue
+            raise InputError(
+                "An array with as many rows as the batch has examples must be part of the batch, or of the loss",
+                given=f"{leaf.name} = {describe(leaf.value)} for {self.num_examples} examples, of which every {who} "
+                "would see all rows",
+                remedy=f"Pass {option} for one row to each example. If every {who} is to see all rows, close over it"
+                + (f": functools.partial(loss, {bound}=...)." if bound.isidentifier() else "."),
+            )
 
     def as_gradient(self, leaves: Sequence[Any]) -> Any:
         """The leaves of the gradient in the tree that `jax.grad` returns them in."""
@@ -175,37 +291,32 @@ def _positions(name: str, given: Any, *, may_be_empty: bool = False) -> tuple[in
     return positions
 
 
-def _in_range(name: str, positions: tuple[int, ...], num_args: int) -> tuple[int, ...]:
-    for position in positions:
-        if not -num_args <= position < num_args:
-            raise InputError(
-                f"{name} must be among the {num_args} positional arguments of the call",
-                given=f"{name}={position}",
-                remedy=f"Pass that argument by position, not by keyword, or choose {name} "
-                + (f"from 0 to {num_args - 1}." if num_args else "after giving the function arguments."),
-            )
-    return tuple(position % num_args for position in positions)
+def _names(option: str, given: Any) -> tuple[str, ...]:
+    several = tuple(given) if isinstance(given, (tuple, list)) else (given,)
+    if not all(isinstance(name, str) for name in several):
+        raise InputError(
+            f"{option} must be the name of an argument, or a tuple of names",
+            given=f"{option}={given!r}",
+            remedy=f'Pass a str or a tuple of them, e.g. {option}="y" or {option}=("x", "y").',
+        )
+    return several
 
 
-def _must_not_overlap(positions: dict[str, tuple[int, ...]]) -> None:
-    owner: dict[int, str] = {}
-    for name, given in positions.items():
-        for position in given:
-            if position in owner:
+def _plain(given: tuple[Any, ...]) -> Any:
+    return given[0] if len(given) == 1 else given
+
+
+def _must_not_overlap(places: Mapping[str, Sequence[Place]]) -> None:
+    owner: dict[Place, str] = {}
+    for name, given in places.items():
+        for place in given:
+            if place in owner:
                 raise InputError(
                     "argnums, batch_argnums and rng_argnums must not overlap",
-                    given=f"position {position} in {owner[position]}"
-                    + (" twice" if owner[position] == name else f" and in {name}"),
+                    given=(f"position {place}" if isinstance(place, int) else f"argument {place!r}")
+                    + f" in {owner[place]}"
+                    + (" twice" if owner[place] == name else f" and in {name}"),
                     remedy="An argument is differentiated, or cut into microbatches, or a PRNG key: "
                     "e.g. value_and_grad(loss, argnums=0, batch_argnums=1, rng_argnums=2).",
                 )
-            owner[position] = name
-
-
-def _argument_names(fun: Callable[..., Any], num_args: int) -> list[str]:
-    try:
-        parameters = inspect.signature(fun).parameters.values()
-    except (TypeError, ValueError):
-        parameters = {}.values()
-    names = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    return names[:num_args] + [f"args[{position}]" for position in range(len(names), num_args)]
+            owner[place] = name

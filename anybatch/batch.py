@@ -51,8 +51,12 @@ class Cut:
         return -(-self.examples // self.size)
 
 
-def count_examples(named_leaves: Sequence[tuple[str, Any]], batch_argnums: tuple[int, ...]) -> int:
+def count_examples(named_leaves: Sequence[tuple[str, Any]], where: str) -> int:
     """The number of examples that every leaf of the batch has along axis 0.
+
+    Args:
+      named_leaves: of the batch.
+      where: the options that name the batch, for a message.
 
     Raises:
       InputError: where there is no array, a leaf without axis 0, or a disagreement; with a table of leaves.
@@ -60,7 +64,7 @@ def count_examples(named_leaves: Sequence[tuple[str, Any]], batch_argnums: tuple
     if not named_leaves:
         raise InputError(
             "The batch needs at least one array",
-            given=f"no leaves in the argument at batch_argnums={_plain(batch_argnums)}",
+            given=f"no leaves in the argument at {where}",
             remedy="Point batch_argnums at the argument that holds the examples, e.g. batch_argnums=1.",
         )
     if any(not is_array(leaf) or leaf.ndim == 0 for _, leaf in named_leaves):
@@ -134,7 +138,3 @@ def join_rows(stacked: jax.Array, last: jax.Array | None, axis: int, runs: int =
 
 def _table(rows: Sequence[tuple[str, str]]) -> str:
     return "\n".join(f"{name}: {text}" for name, text in rows) + ("\n" if len(rows) == 1 else "")
-
-
-def _plain(argnums: tuple[int, ...]) -> int | tuple[int, ...]:
-    return argnums[0] if len(argnums) == 1 else argnums

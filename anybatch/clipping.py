@@ -71,6 +71,7 @@ def clipped_grad(
     normalize_by: float = 1.0,
     strict: bool = False,
     batch_argnums: int | tuple[int, ...] = 1,
+    batch_argnames: str | tuple[str, ...] = (),
     keep_batch_dim: bool = False,
     microbatch_size: int | str | None = "auto",
     method: str = "auto",
@@ -116,6 +117,7 @@ def clipped_grad(
         up. Gradients from such factors are then clipped a little early, by a few percent. Otherwise roundings are taken
         for numbers of either sign. Float32 makes no difference. `anybatch.privacy` is strict.
       batch_argnums: see there.
+      batch_argnames: see there.
       keep_batch_dim: see there.
       microbatch_size: see there. It changes nothing but memory and time: clipping is by example.
       method: see there.
@@ -137,6 +139,7 @@ def clipped_grad(
 
     Raises:
       InputError: for arguments that cannot be worked with, before any work is done.
+      CoupledError: with `keep_batch_dim=True`, for a loss that looks across examples, such as one with BatchNorm.
       NothingFitsError: if no microbatch fits the memory.
     """
     return ClippedFunction(fun, ExampleSettings.of(wants="sum", **locals()), with_value=False)

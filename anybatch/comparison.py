@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from anybatch import compat
-from anybatch.arguments import Arguments, Arrays, Roles
+from anybatch.arguments import ROLES, Arguments, Arrays, Roles
 from anybatch.gradient import value_and_grad
 from anybatch.trees import is_array, named_leaves
 from anybatch.widening import WideLoss, all_equations, widened
@@ -112,7 +112,7 @@ class Trial:
     @functools.cached_property
     def arguments(self) -> Arguments:
         """The arguments, sorted."""
-        roles = Roles.of(**{name: self.options[name] for name in ("argnums", "batch_argnums", "rng_argnums")})
+        roles = Roles.of(**{name: self.options[name] for name in ROLES})
         return roles.sort(self.fun, self.args, self.kwargs)
 
     @functools.cached_property

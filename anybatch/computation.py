@@ -68,6 +68,8 @@ class Gradient:
     """The gradient that one call asks for, to be computed in any way."""
 
     def __init__(self, fun: Callable[..., Any], settings: Settings, arguments: Arguments) -> None:
+        if settings.reduction != "infer" and settings.microbatch_size is not None:
+            arguments.refuse_unnamed_rows("microbatch")
         self.examples = arguments.num_examples
         self.field = None if settings.over is None else Field(settings.over, arguments)
         self.settings = settings

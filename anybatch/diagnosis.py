@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from anybatch.arguments import Arrays
+from anybatch.arguments import ROLES, Arrays
 from anybatch.comparison import LeafDifference, Outcome, Trial, difference
 from anybatch.read import read
 from anybatch.reading.report import Reading
@@ -97,7 +97,7 @@ class _Case:
     @functools.cached_property
     def reading(self) -> Reading:
         given = self.given
-        options = {name: given.options[name] for name in ("argnums", "has_aux", "batch_argnums", "rng_argnums")}
+        options = {name: given.options[name] for name in (*ROLES, "has_aux")}
         return read(given.loss, *given.args, **options, **given.kwargs)
 
 

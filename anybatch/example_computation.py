@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from anybatch import compat
+from anybatch import compat, limits
 from anybatch.arguments import Arguments
 from anybatch.computation import Computation, Gradient, Way
 from anybatch.errors import InputError
@@ -40,6 +40,7 @@ class ExampleGradient(Gradient):
     def __init__(
         self, fun: Callable[..., Any], settings: ExampleSettings, arguments: Arguments, is_padding: Any | None
     ) -> None:
+        arguments.refuse_unnamed_rows("example")
         super().__init__(fun, settings.common, _varying(arguments))
         self.own = settings
         self._programs: dict[str, Program] = {}
@@ -48,14 +49,52 @@ class ExampleGradient(Gradient):
 
     def _trace_loss(self, num_examples: int) -> tuple[TracedLoss, Any]:
         """The loss of one example, whatever the number."""
-        how: dict[str, Any] = {"weighted": False, "has_aux": self.settings.has_aux}
-        number = 1 if self.own.keep_batch_dim else None
+        if not self.own.keep_batch_dim:
+            return self._traced_at(None, self._say_if_written_for_batches)
+        traced = self._traced_at(1)
+        self._refuse_if_coupled()
+        return traced
+
+    def _traced_at(
+        self, number: int | None, failed: Callable[[Exception], None] = lambda error: None
+    ) -> tuple[TracedLoss, Any]:
+        how: dict[str, Any] = {"weighted": False, "has_aux": self.settings.has_aux, "failed": failed}
         if self.field is None:
             return trace_loss(self._fun, self.arguments, number, **how)
         with self.field.watched():
             on_mesh = (self.field.mesh, self.field.over.axes)
             traced, consts = trace_loss(self._fun, self.arguments, number, **how, on_mesh=on_mesh)
         return traced, self.field.placed(consts)
+
+    def _refuse_if_coupled(self) -> None:
+        """Refuses a loss of batches that looks across examples: it is read at the size of the batch.
+
+        A loss that cannot be traced with more than one example is one of a batch of one, and there is nothing to read.
+        """
+
+        def give_up(error: Exception) -> None:
+            raise _TakesOneExample from error
+
+        try:
+            loss, consts = self._traced_at(max(2, self.examples), give_up)
+        except _TakesOneExample:
+            return
+        limits.check_examples_apart(loss, consts, fresh_draws=bool(self.arguments.arrays.keys))
+
+    def _say_if_written_for_batches(self, error: Exception) -> None:
+        """Raises an error that says more, where a loss fails for one example and does not for a batch of one."""
+        try:
+            self._traced_at(1)
+        except Exception:
+            return
+        names = [leaf.name for leaf in self.arguments.leaves if leaf.role == "batch"]
+        types = self.arguments.types(None).batch
+        shapes = [f"{name} = {describe(one)}" for name, one in zip(names, types, strict=True)]
+        raise InputError(
+            "Without keep_batch_dim the loss must be that of one example, without the axis of the batch",
+            given="\n".join([*shapes, f"and a loss that raises {type(error).__name__}: {error}"]),
+            remedy="If it is written for batches, pass keep_batch_dim=True: it is then given batches of one example.",
+        ) from error
 
     @property
     def draws_anew(self) -> bool:
@@ -275,6 +314,10 @@ class ExampleGradient(Gradient):
         return leaves
 
 
+class _TakesOneExample(Exception):
+    """A loss that cannot be traced with more than one example."""
+
+
 def _check_padding(is_padding: Any, examples: int) -> Any:
     if is_padding is None:
         return None
@@ -302,7 +345,8 @@ def _check_keys(arguments: Arguments) -> None:
             raise InputError(
                 "PRNG keys must be named in rng_argnums, so that every example draws numbers of its own",
                 given=f"{leaf.name} = {describe(leaf.value)}",
-                remedy=f"Pass rng_argnums={leaf.position}; a function that closes over a key shares its numbers.",
+                remedy=(f"Pass rng_argnums={leaf.place}" if isinstance(leaf.place, int) else "Name it by its position")
+                + "; a function that closes over a key shares its numbers.",
             )
 
 

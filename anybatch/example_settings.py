@@ -51,6 +51,7 @@ class ExampleSettings:
         argnums: Any,
         has_aux: bool,
         batch_argnums: Any,
+        batch_argnames: Any,
         rng_argnums: Any,
         keep_batch_dim: Any,
         microbatch_size: Any,
@@ -108,7 +109,9 @@ class ExampleSettings:
             )
         common = Settings.of(
             fun,
-            roles=Roles.of(argnums=argnums, batch_argnums=batch_argnums, rng_argnums=rng_argnums),
+            roles=Roles.of(
+                argnums=argnums, batch_argnums=batch_argnums, rng_argnums=rng_argnums, batch_argnames=batch_argnames
+            ),
             has_aux=has_aux,
             microbatch_size=microbatch_size,
             reduction="sum",

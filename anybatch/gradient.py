@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from anybatch import limits
-from anybatch.arguments import Arguments, Roles
+from anybatch.arguments import ROLES, Arguments, Roles
 from anybatch.computation import Gradient, Way
 from anybatch.planning.running import run_as_planned
 from anybatch.programs import PROGRAMS
@@ -22,6 +22,7 @@ def value_and_grad(
     has_aux: bool = False,
     *,
     batch_argnums: int | tuple[int, ...] = 1,
+    batch_argnames: str | tuple[str, ...] = (),
     microbatch_size: int | str | None = "auto",
     reduction: str = "infer",
     aux_reduction: Any = None,
@@ -69,9 +70,14 @@ def value_and_grad(
       fun: the loss, a scalar of real numbers. It is traced, as under `jit`.
       argnums: which positional arguments to differentiate with respect to, an int or a tuple of ints.
       has_aux: whether `fun` returns a pair `(loss, aux)`.
-      batch_argnums: which positional arguments carry the batch, along axis 0 of every array in them. They are
-        named, never guessed by shape. All other arguments, keyword arguments too, are seen whole by every
-        microbatch. Python numbers and strings among them are constants: a new value compiles a new program.
+      batch_argnums: which arguments carry the batch, along axis 0 of every array in them: their positions in the
+        signature of `fun`, where they may also be passed by keyword. They are named, never guessed by shape. All other
+        arguments are seen whole by every microbatch. Python numbers and strings among them are constants: a new value
+        compiles a new program.
+      batch_argnames: names of further arguments that carry the batch, as `static_argnames` of `jax.jit` names them,
+        e.g. `"y"` or `("x", "y")`. An array that is passed whole but has as many rows as the batch has examples is read
+        as it is used by `"infer"`; with a declared reduction it is refused if it is passed by keyword, or is itself a
+        positional argument: every microbatch would see all of its rows.
       microbatch_size: how many examples at a time. Any size will do; the last microbatch may be smaller. `None` is the
         full batch. `"auto"` plans: it takes what `anybatch.plan` has measured to be fastest, in this process or an
         earlier one; without such measurements the largest that fits, which is known from the program alone and, if
@@ -134,7 +140,9 @@ def value_and_grad(
     """
     settings = Settings.of(
         fun,
-        roles=Roles.of(argnums=argnums, batch_argnums=batch_argnums, rng_argnums=rng_argnums),
+        roles=Roles.of(
+            argnums=argnums, batch_argnums=batch_argnums, rng_argnums=rng_argnums, batch_argnames=batch_argnames
+        ),
         has_aux=has_aux,
         microbatch_size=microbatch_size,
         reduction=reduction,
@@ -197,7 +205,7 @@ def settings_of(
     bound = inspect.signature(value_and_grad).bind(fun, argnums, has_aux, **options)
     bound.apply_defaults()
     named = dict(bound.arguments)
-    roles = Roles.of(**{name: named.pop(name) for name in ("argnums", "batch_argnums", "rng_argnums")})
+    roles = Roles.of(**{name: named.pop(name) for name in ROLES})
     return Settings.of(named.pop("fun"), roles=roles, **named, noise=noise)
 
 

@@ -1,15 +1,20 @@
 """Whether the part of a loss that runs on the whole batch at once is small enough, and what to say if it is not."""
 
 import warnings
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
 
 from anybatch import compat
-from anybatch.errors import CoupledError, HeadTooLargeError, LargeHeadWarning, user_stacklevel
+from anybatch.errors import CoupledError, HeadTooLargeError, InputError, LargeHeadWarning, user_stacklevel
+from anybatch.loss import TracedLoss
 from anybatch.memory import memory_budget, readable
+from anybatch.reading import source
+from anybatch.reading.loss_reading import split_loss
 from anybatch.reading.report import Reading, report
-from anybatch.reading.split import Split
+from anybatch.reading.source import Blame
+from anybatch.reading.split import Split, ancestors
 
 # Bytes of a head that is nobody's concern: of one that compares embeddings, and of one with layers of the model in it.
 SMALL = 16 * 2**20
@@ -45,6 +50,52 @@ def check_head(split: Split, *, on_coupled: str, memory: Any = None) -> Reading:
                 f"{readable(budget)}.\n{_blamed(reading)}"
             )
     return reading
+
+
+def check_examples_apart(loss: TracedLoss, consts: Sequence[Any], *, fresh_draws: bool) -> None:
+    """Refuses a loss that looks across examples, and that is going to be given batches of one.
+
+    What it computes from the data of all examples counts, too: in a batch of one it is something else. A function of
+    sums over the examples does not, such as a mean over all tokens: of one example, it is that of its own sums.
+
+    Args:
+      loss: traced at more than one example.
+      consts: what it closes over.
+      fresh_draws: whether each example draws its own random numbers.
+
+    Raises:
+      CoupledError: if it does, with the line.
+      InputError: for a loss that cannot be read.
+    """
+    try:
+        split = split_loss(loss, consts, fresh_draws=fresh_draws, sums_data_later=True)
+    except InputError as error:
+        raise InputError(
+            error.must,
+            given=error.given,
+            remedy="Take it out of the loss, or write the loss of one example and leave keep_batch_dim out.",
+        ) from error
+    reading, of_data = report(split), next(_across_data(split), None)
+    if not reading.separable or of_data is not None:
+        where = _where(reading) if of_data is None else f" at {of_data}."
+        raise CoupledError(
+            f"This loss looks across examples{where}\n"
+            "keep_batch_dim=True gives it batches of one, in which it is another loss: nothing is left there of "
+            "BatchNorm, or of a comparison with other examples. Keep the examples apart there (GroupNorm or LayerNorm "
+            "instead of BatchNorm). Or, if batches of one are meant, write that loss of one example and leave "
+            "keep_batch_dim out: lambda params, example: loss(params, jax.tree.map(lambda leaf: leaf[None], example))."
+        )
+
+
+def _across_data(split: Split) -> Iterator[Blame]:
+    """Where the loss computes from the data of all examples what it then uses for each of them."""
+    reader, mine = split.reader, ancestors(split.graph.outputs[0])
+    for node in split.graph.nodes:
+        outcome = reader.outcomes.get(node)
+        first = [value for value in node.outputs if value in reader.computed_first]
+        first += [] if outcome is None else outcome.whole
+        if node in mine and any(reader.uses_batch[value] for value in first):
+            yield source.blame(node, "each example uses what it computes from the data of all of them")
 
 
 def warn_of_large_head(split: Split, reading: Reading) -> None:

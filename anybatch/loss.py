@@ -83,6 +83,7 @@ def trace_loss(
     weighted: bool,
     has_aux: bool,
     on_mesh: tuple[Any, tuple[str, ...]] | None = None,
+    failed: Callable[[Exception], None] = lambda error: None,
 ) -> tuple[TracedLoss, tuple[Any, ...]]:
     """Traces `fun` at `num_examples` examples, and checks what it returns. Also returns what it closes over.
 
@@ -90,6 +91,8 @@ def trace_loss(
 
     On a mesh, with axes that its examples are spread over, its program says nothing of where arrays lie: it is to run
     on the examples of one device at a time.
+
+    `failed` is called with what the loss itself raises, and may raise something that says more.
 
     Raises:
       InputError: where the loss is not a scalar of real numbers, or not of the form that was declared.
@@ -111,15 +114,13 @@ def trace_loss(
         traced, consts = (compat.trace if on_mesh is None else _trace_anywhere)(flat_loss, *leaves)
     except Exception as error:
         if num_examples is None:
-            error.add_note(
-                "This happened in the loss for one example, which it sees without the axis of the batch. If it is "
-                "written for batches, pass keep_batch_dim=True."
-            )
+            error.add_note("This happened in the loss for one example, which it sees without the axis of the batch.")
         elif num_examples != arguments.num_examples and not isinstance(error, InputError):
             error.add_note(
                 f"This happened in the loss for {num_examples} of the {arguments.num_examples} examples. A microbatch "
                 "has fewer examples than the batch: the loss must take their number from its arguments."
             )
+        failed(error)
         raise
     type_of = jax.typeof if on_mesh is None else compat.bare
     const_types = [compat.abstract(type_of(const)) for const in consts]

@@ -23,7 +23,7 @@ TELLING = 0.02
 
 # The options of `value_and_grad` that `per_example_norms` has, too.
 OF_EXAMPLES = (
-    *("batch_argnums", "rng_argnums", "microbatch_size", "memory", "accumulator_dtype"),
+    *("batch_argnums", "batch_argnames", "rng_argnums", "microbatch_size", "memory", "accumulator_dtype"),
     *("mesh", "axis_name", "param_specs"),
 )
 
@@ -161,6 +161,7 @@ def _read_reduction(fun: Callable[..., Any], settings: Settings, arguments: Argu
 def _of_one(fun: Callable[..., Any], settings: Settings, value: Any) -> Callable[..., Any]:
     """What to differentiate for a batch of one; and its term, and its weight."""
 
+    @functools.wraps(fun)
     def of_one(*args: Any, **kwargs: Any) -> tuple[Any, tuple[Any, Any]]:
         loss = fun(*args, **kwargs)
         loss = loss[0] if settings.has_aux else loss

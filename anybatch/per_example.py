@@ -96,6 +96,7 @@ def per_example_grads(
     has_aux: bool = False,
     *,
     batch_argnums: int | tuple[int, ...] = 1,
+    batch_argnames: str | tuple[str, ...] = (),
     keep_batch_dim: bool = False,
     microbatch_size: int | str | None = "auto",
     method: str = "auto",
@@ -131,9 +132,14 @@ def per_example_grads(
       fun: the loss of one example, a scalar of real numbers. It is traced, as under `jit`.
       argnums: which positional arguments to differentiate with respect to, an int or a tuple of ints.
       has_aux: whether `fun` returns a pair `(loss, aux)`. aux then is returned for every example, along axis 0.
-      batch_argnums: which positional arguments carry the batch, along axis 0 of every array in them.
-      keep_batch_dim: whether `fun` is written for batches: it then sees a batch of one example. By default it sees one
-        example, without the axis of the batch.
+      batch_argnums: which arguments carry the batch, along axis 0 of every array in them: their positions in the
+        signature of `fun`, where they may also be passed by keyword.
+      batch_argnames: names of further arguments that carry the batch, e.g. `"y"` or `("x", "y")`. All arguments that
+        neither option names are seen whole by every example. Of these, an array with as many rows as there are examples
+        is refused if it is passed by keyword, or is itself a positional argument: close over it instead.
+      keep_batch_dim: whether `fun` is written for batches: it then sees a batch of one example, and the loss of an
+        example is that of its batch of one. By default it sees one example, without the axis of the batch. `fun` is
+        traced once more, with the whole batch, and refused if it looks across examples there.
       microbatch_size: how many examples at a time. Any size will do. `None` takes all at once; `"auto"` takes what
         `anybatch.plan` has measured to be fastest, or else the largest that fits.
       method: `"vmap"` computes every gradient by itself. `"factored"` keeps what gradients are multiplied from instead,
@@ -162,6 +168,7 @@ def per_example_grads(
 
     Raises:
       InputError: for arguments that cannot be worked with, before any work is done.
+      CoupledError: with `keep_batch_dim=True`, for a loss that looks across examples, such as one with BatchNorm.
       NothingFitsError: if no microbatch fits the memory.
     """
     return ExampleFunction(fun, ExampleSettings.of(wants="gradients", **locals()))
@@ -174,6 +181,7 @@ def per_example_norms(
     *,
     per_leaf: bool = False,
     batch_argnums: int | tuple[int, ...] = 1,
+    batch_argnames: str | tuple[str, ...] = (),
     keep_batch_dim: bool = False,
     microbatch_size: int | str | None = "auto",
     method: str = "auto",
@@ -211,6 +219,7 @@ def per_example_norms(
       has_aux: see there.
       per_leaf: whether to return a norm for each parameter, in the tree of what is differentiated.
       batch_argnums: see there.
+      batch_argnames: see there.
       keep_batch_dim: see there.
       microbatch_size: see there.
       method: see there.

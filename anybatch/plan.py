@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from anybatch import compat
-from anybatch.arguments import Roles
+from anybatch.arguments import ROLES, Roles
 from anybatch.computation import Gradient
 from anybatch.errors import InputError
 from anybatch.per_example import ExampleFunction
@@ -26,6 +26,7 @@ def plan(
     argnums: int | tuple[int, ...] = 0,
     has_aux: bool = False,
     batch_argnums: int | tuple[int, ...] = 1,
+    batch_argnames: str | tuple[str, ...] = (),
     reduction: str = "infer",
     aux_reduction: Any = None,
     rng_argnums: int | tuple[int, ...] = (),
@@ -71,6 +72,7 @@ def plan(
       argnums: as for `value_and_grad`, like those that follow.
       has_aux: see there.
       batch_argnums: see there.
+      batch_argnames: see there.
       reduction: see there.
       aux_reduction: see there.
       rng_argnums: see there.
@@ -94,6 +96,7 @@ def plan(
         "argnums": argnums,
         "has_aux": has_aux,
         "batch_argnums": batch_argnums,
+        "batch_argnames": batch_argnames,
         "reduction": reduction,
         "aux_reduction": aux_reduction,
         "rng_argnums": rng_argnums,
@@ -147,6 +150,7 @@ _DEFAULTS: dict[str, Any] = {
     "argnums": 0,
     "has_aux": False,
     "batch_argnums": 1,
+    "batch_argnames": (),
     "reduction": "infer",
     "aux_reduction": None,
     "rng_argnums": (),
@@ -172,7 +176,7 @@ def _gradients_of(fun: Callable[..., Any], options: dict[str, Any]) -> Callable[
         planned = fun.planned(memory=options["memory"], objective=options["objective"])
         return lambda args, kwargs: planned.gradient(args, kwargs, kwargs.pop("is_padding", None))
     options = dict(options)
-    roles = Roles.of(**{name: options.pop(name) for name in ("argnums", "batch_argnums", "rng_argnums")})
+    roles = Roles.of(**{name: options.pop(name) for name in ROLES})
     settings = Settings.of(fun, roles=roles, microbatch_size="auto", **options)
     return lambda args, kwargs: Gradient(fun, settings, roles.sort(fun, args, kwargs))
 

@@ -18,6 +18,7 @@ def read(
     argnums: int | tuple[int, ...] = 0,
     has_aux: bool = False,
     batch_argnums: int | tuple[int, ...] = 1,
+    batch_argnames: str | tuple[str, ...] = (),
     rng_argnums: int | tuple[int, ...] = (),
     **kwargs: Any,
 ) -> Reading:
@@ -38,7 +39,8 @@ def read(
       *args: its arguments.
       argnums: which positional arguments are differentiated.
       has_aux: whether `fun` returns a pair `(loss, aux)`.
-      batch_argnums: which positional arguments carry the batch.
+      batch_argnums: which arguments carry the batch, as for `value_and_grad`.
+      batch_argnames: names of further ones.
       rng_argnums: which positional arguments are PRNG keys of which each microbatch may draw its own numbers, if
         it cannot draw those of the full batch.
       **kwargs: keyword arguments of `fun`.
@@ -46,7 +48,9 @@ def read(
     Raises:
       InputError: for arguments that cannot be worked with, or a loss that cannot be read.
     """
-    roles = Roles.of(argnums=argnums, batch_argnums=batch_argnums, rng_argnums=rng_argnums)
+    roles = Roles.of(
+        argnums=argnums, batch_argnums=batch_argnums, rng_argnums=rng_argnums, batch_argnames=batch_argnames
+    )
     leaves, tree = jax.tree.flatten((args, kwargs))
     abstract = [position for position, leaf in enumerate(leaves) if isinstance(leaf, jax.ShapeDtypeStruct)]
     reading: Reading | None = None

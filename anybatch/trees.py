@@ -37,6 +37,6 @@ def describe(leaf: Any) -> str:
     >>> describe(np.zeros((3, 2), np.float32)), describe("adam")
     ('float32[3,2]', "'adam'")
     """
-    if is_array(leaf):
+    if is_array(leaf) or isinstance(leaf, jax.ShapeDtypeStruct):
         return f"{leaf.dtype}[{','.join(map(str, leaf.shape))}]"
     return repr(leaf)

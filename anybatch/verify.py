@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from anybatch import diagnosis
-from anybatch.arguments import Arguments, Roles
+from anybatch.arguments import ROLES, Arguments, Roles
 from anybatch.comparison import LeafDifference, Route, Trial
 from anybatch.errors import AnybatchError, InputError
 from anybatch.gradient import value_and_grad
@@ -121,6 +121,7 @@ def verify(
     argnums: int | tuple[int, ...] = 0,
     has_aux: bool = False,
     batch_argnums: int | tuple[int, ...] = 1,
+    batch_argnames: str | tuple[str, ...] = (),
     reduction: str = "infer",
     aux_reduction: Any = None,
     rng_argnums: int | tuple[int, ...] = (),
@@ -162,9 +163,10 @@ def verify(
       meshes: over which meshes to compute it, too: at the smallest and the largest size, with examples spread over the
         axis `axis_name`. By default none: on one device.
       axis_name: see `value_and_grad`.
-      argnums: as for `value_and_grad`, like the six that follow.
+      argnums: as for `value_and_grad`, like the seven that follow.
       has_aux: see there.
       batch_argnums: see there.
+      batch_argnames: see there.
       reduction: see there.
       aux_reduction: see there. Leaves that are declared "stack" or "last" are not compared.
       rng_argnums: see there.
@@ -184,6 +186,7 @@ def verify(
         "argnums": argnums,
         "has_aux": has_aux,
         "batch_argnums": batch_argnums,
+        "batch_argnames": batch_argnames,
         "reduction": reduction,
         "aux_reduction": aux_reduction,
         "rng_argnums": rng_argnums,
@@ -192,7 +195,7 @@ def verify(
     several = tuple(meshes) if isinstance(meshes, (tuple, list)) else (meshes,)
     for mesh in (None, *several):  # checks them
         value_and_grad(fun, **options, microbatch_size=1, mesh=mesh, axis_name=axis_name)
-    roles = Roles.of(argnums=argnums, batch_argnums=batch_argnums, rng_argnums=rng_argnums)
+    roles = Roles.of(**{name: options[name] for name in ROLES})
     whole = roles.sort(fun, args, kwargs)
     _must_have_values(whole)
     num_examples = _sample(sample, whole.num_examples, sizes)

@@ -155,8 +155,10 @@ def test_argnums_out_of_range(name, options):
     )
 
 
-def test_a_batch_passed_by_keyword():
-    assert "Pass that argument by position, not by keyword" in text_of(lambda: wrap(loss)(1.0, x=X))
+def test_parameters_passed_by_keyword():
+    """As in JAX. A batch may be: it is found by the signature."""
+    assert "Pass that argument by position, not by keyword" in text_of(lambda: wrap(loss)(w=1.0, x=X))
+    assert wrap(loss)(1.0, x=X)[0] == 2.5
 
 
 @pytest.mark.parametrize("params, shown", [(jnp.arange(3), "int32[3]"), (3, "3"), (True, "True"), ("w", "'w'")])

@@ -15,6 +15,14 @@ pytestmark = pytest.mark.thorough
 # Those with a way of their own to a gradient; the others are more of the same.
 TELLING = {
     *("gpt_scanned", "lstm_of_unequal_lengths", "mixture_of_experts", "nnx_model", "equinox_model"),
+    *("resnet_with_batch_norm", "nnx_model_with_batch_norm", "two_towers", "q_learning", "proximal_policy"),
+}
+
+
+# Those that look across examples: layers and losses of the whole batch, or data that is normalised over it.
+COUPLED = {
+    *("resnet_with_batch_norm", "nnx_model_with_batch_norm", "two_towers", "advantage_actor_critic"),
+    *("q_learning", "proximal_policy"),
 }
 
 
@@ -47,20 +55,16 @@ def test_norms_and_clipped_sums_of_real_models(model_defaults, monkeypatch, case
     keyed = len(args) == 3 and is_key(args[2])
     if any(is_key(leaf) for leaf in jax.tree.leaves(args[2:])) and not keyed:
         pytest.skip("its keys are arguments among others")
+    options = {"has_aux": case.has_aux, "keep_batch_dim": True, "rng_argnums": 2 if keyed else ()}
+    if case.name in COUPLED:
+        with pytest.raises(ab.CoupledError, match=r"zoo_\w+.py:\d+ in "):
+            ab.per_example_norms(loss, **options)(*args)
+        return
     grads = one_by_one(case, loss, args, keyed)
     norms = norms_of(grads)
     clip_norm = float(np.median(norms)) or 1.0  # an example cannot be told from others that are not there
 
-    fun = ab.clipped_grad(
-        loss,
-        has_aux=case.has_aux,
-        clip_norm=clip_norm,
-        keep_batch_dim=True,
-        method="factored",
-        microbatch_size=3,
-        rng_argnums=2 if keyed else (),
-        return_norms=True,
-    )
+    fun = ab.clipped_grad(loss, clip_norm=clip_norm, method="factored", microbatch_size=3, return_norms=True, **options)
     total, beside = jax.jit(fun)(*args)
 
     np.testing.assert_allclose(beside.norms, norms, rtol=1e-9)

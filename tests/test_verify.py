@@ -237,7 +237,7 @@ def test_inside_jit():
         (lambda: verify(3.0, 2.0, X), "The loss must be a function, got fun=3.0."),
         (lambda: verify(line, 2.0, X, reduction="median"), "reduction must be one of"),
         (lambda: verify(line, 2.0, X, batch_argnums=0), "must not overlap"),
-        (lambda: verify(line, 2.0, x=X), "Pass that argument by position"),
+        (lambda: verify(line, w=2.0, x=X), "Pass that argument by position"),
         (lambda: verify(lambda w, x: w * x, 2.0, X), "The loss must return a scalar"),
         (lambda: verify(line, 2.0, X, reduction="weighted"), "the loss must return a pair (total, weight)"),
         (lambda: verify(with_aux, 2.0, X, reduction="mean", has_aux=True), "needs an aux_reduction"),

@@ -21,7 +21,6 @@ from anybatch.privacy.refusals import (
     check_options,
     check_outside_shard_map,
     check_sampling,
-    check_separable,
 )
 
 
@@ -74,7 +73,6 @@ class PrivateGrad:
                 given=f"sensitivity={self.sensitivity} with {self._options}",
                 remedy="Leave out the option that keeps clipping from bounding it.",
             )
-        self._read: set[Any] = set()
 
     def __call__(self, *args: Any, noise_key: Any, is_padding: Any = None, **kwargs: Any) -> Any:
         check_key("noise_key", noise_key)
@@ -129,7 +127,6 @@ class PrivateGrad:
 
         Raises:
           InputError: for arguments to which no noise can be added, or a batch that is no sample at the declared rate.
-          CoupledError: for a loss that looks across examples.
         """
         check_outside_shard_map()
         wrt = [args[position] for position in self._positions if position < len(args)]
@@ -160,19 +157,9 @@ class PrivateGrad:
         )
 
     def _check_batch(self, args: tuple[Any, ...], kwargs: dict[str, Any], is_padding: Any) -> None:
-        given = self._options.get("batch_argnums", 1)
-        positions = (given,) if isinstance(given, int) else tuple(given)
-        batch = [args[position] for position in positions if position < len(args)]
         if self.num_examples is not None and self.sampling_rate is not None:
+            batch = self._clipped.settings.common.roles.sort(self._fun, args, kwargs).arrays.batch
             check_batch_size(batch, is_padding, self.num_examples, self.sampling_rate, self.max_batch_size)
-        if not self._options.get("keep_batch_dim", False):
-            return
-        leaves, structure = jax.tree.flatten((args, kwargs))
-        shapes = (structure, *(jax.typeof(leaf) if hasattr(leaf, "shape") else leaf for leaf in leaves))
-        if shapes not in self._read:
-            roles = {"batch_argnums": given, "rng_argnums": self._options.get("rng_argnums", ())}
-            check_separable(self._fun, args, kwargs, argnums=self._argnums, has_aux=self._has_aux, **roles)
-            self._read.add(shapes)
 
 
 def private_grad(

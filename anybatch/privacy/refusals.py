@@ -1,18 +1,16 @@
 """What would break a guarantee without a sign of it, refused."""
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import jax
 import numpy as np
 
 from anybatch.checks import whole
-from anybatch.errors import CoupledError, InputError
+from anybatch.errors import InputError
 from anybatch.privacy.keys import is_at_hand
 from anybatch.privacy.numbers import constant, most_of
 from anybatch.privacy.sampling import rate_of
-from anybatch.read import read
 
 # States of optimizers that collect the gradients of several calls.
 ACCUMULATING = ("MultiStepsState", "ApplyEvery")
@@ -115,32 +113,6 @@ def _known(is_padding: Any) -> np.ndarray | None:
     if is_padding is None or isinstance(is_padding, jax.core.Tracer):
         return None
     return np.asarray(is_padding) if is_at_hand(is_padding) else None
-
-
-def check_separable(fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], **roles: Any) -> None:
-    """Refuses a loss that, given a whole batch, looks across its examples.
-
-    Args:
-      fun: a loss that takes batches, and will be given batches of one.
-      args: its arguments, with the whole batch.
-      kwargs: its keyword arguments.
-      **roles: of the arguments, as `read` takes them.
-
-    Raises:
-      CoupledError: if it looks across examples, with the line.
-    """
-    try:
-        reading = read(fun, *args, **roles, **kwargs)
-    except Exception:
-        return  # a loss that cannot take more than one example does not look across them
-    if not reading.separable:
-        where = f" at {reading.blame[0]}." if reading.blame else "."
-        raise CoupledError(
-            f"This loss looks across examples{where}\n"
-            "One example then changes the gradients of all others, and clipping bounds none of that; in batches of "
-            "one, it is another loss. Keep the examples apart there (GroupNorm or LayerNorm instead of BatchNorm), or "
-            "write the loss of one example and leave keep_batch_dim out."
-        )
 
 
 def check_outside_shard_map() -> None:
