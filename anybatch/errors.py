@@ -30,7 +30,10 @@ class InputError(AnybatchError, ValueError, TypeError):
 
 
 class CoupledError(AnybatchError, ValueError):
-    """A loss that looks across examples, where the caller asked that it must not: `on_coupled="error"`."""
+    """A loss that looks across examples, where it must not.
+
+    With `on_coupled="error"`; for a noise scale; or with `keep_batch_dim=True`, where every example is taken by itself.
+    """
 
 
 class HeadTooLargeError(AnybatchError, MemoryError):

@@ -1,4 +1,4 @@
-"""Whether the part of a loss that runs on the whole batch at once is small enough, and what to say if it is not."""
+"""Whether a loss may look across examples, and whether what it then computes from all of them is small enough."""
 
 import warnings
 from collections.abc import Iterator, Sequence

@@ -11,6 +11,7 @@ from per_example_losses import clipped_sum
 from test_factors import assert_close
 
 import anybatch as ab
+from anybatch import privacy
 
 W = jnp.array([1.0, -2.0, 0.5])
 X = jnp.linspace(-1, 2, 24).reshape(8, 3)
@@ -212,3 +213,14 @@ def test_declared_reductions_do_not_broadcast_a_batch_by_keyword():
 def test_names_that_are_none(options, text):
     assert text in text_of(lambda: ab.value_and_grad(loss, microbatch_size=2, **options)(W, X, y=Y))
     assert text in text_of(lambda: ab.per_example_norms(loss, **options)(W, X, y=Y))
+
+
+def test_a_private_gradient_counts_the_rows_of_a_batch_by_keyword():
+    options = {"clip_norm": 1.0, "noise_multiplier": 1.0, "expected_batch_size": 2, "num_examples": 100}
+    names = {"batch_argnums": (), "batch_argnames": ("x", "y")}
+    key = jax.random.key(7)
+    fun = privacy.private_grad(keyword_only, **options, **names, max_batch_size=7, allow_key_reuse=True)
+    assert "8 rows and max_batch_size=7" in text_of(lambda: fun(W, x=X, y=Y, noise_key=key))
+    assert fun(W, x=X[:7], y=Y[:7], noise_key=key).shape == (3,)
+    unnamed = privacy.private_grad(loss, **options, allow_key_reuse=True)
+    assert 'Pass batch_argnames="y"' in text_of(lambda: unnamed(W, X, y=Y, noise_key=key))

@@ -351,7 +351,7 @@ def train_step(
     Args:
       loss: of the whole batch: `loss(params, batch)`, or `loss(params, batch, key)` if the state has a key; a step gets
         `jax.random.fold_in(state.key, state.step)`. `params` is what the state has: any pytree, an Equinox model, or a
-        model of `flax.nnx`. Keyword arguments of a step are passed on to it.
+        model of `flax.nnx`. Keyword arguments of a step are passed on to it; `batch_argnames=` names those with rows.
       optimizer: of optax, or anything with its `init` and `update`. None for states that have their own: a `TrainState`
         of flax, or a pair `(model, nnx.Optimizer(...))`.
       has_aux: whether the loss returns a pair `(loss, aux)`. aux is that of the full batch.
