@@ -1,11 +1,14 @@
 """What privacy costs, and the batches that it is accounted for."""
 
 import dataclasses
+import math
 import sys
+import time
 
 import jax
 import numpy as np
 import pytest
+from scipy import optimize, stats
 
 from anybatch import privacy
 from anybatch.errors import InputError
@@ -103,6 +106,65 @@ def test_a_budget_out_of_reach():
         privacy.noise_multiplier(epsilon=1e-8, delta=1e-9, sampling_rate=1.0, steps=100_000, accountant="rdp")
 
 
+# Little noise --------------------------------------------------------------------------------------------------------
+
+
+def gaussian_epsilon(noise, steps, delta):
+    """Without sampling, steps are one with noise by the square root of their number, whose delta is known exactly."""
+    mean = math.sqrt(steps) / noise
+
+    def excess(epsilon):
+        upper, lower = mean / 2 - epsilon / mean, -mean / 2 - epsilon / mean
+        return stats.norm.cdf(upper) - math.exp(epsilon + stats.norm.logcdf(lower)) - delta
+
+    return optimize.brentq(excess, 0, mean * (mean + 40), xtol=1e-12, rtol=1e-12)
+
+
+# Above about 700, exp(-epsilon) is next to nothing; below a noise of 0.001, there is no grid.
+@pytest.mark.parametrize("noise, steps", [(1.0, 1), (0.294, 100), (0.2, 1000), (0.05, 1), (0.02, 7), (1e-4, 3)])
+def test_epsilon_of_little_noise_is_an_upper_bound_and_not_far(noise, steps):
+    exact = gaussian_epsilon(noise, steps, 1e-5)
+    spent = privacy.epsilon(noise_multiplier=noise, sampling_rate=1.0, steps=steps, delta=1e-5)
+    assert exact <= spent * (1 + 1e-9)
+    assert spent <= exact * 1.01
+
+
+def test_sampling_counts_with_little_noise_too():
+    run = {"steps": 1000, "delta": 1e-5}
+    assert privacy.epsilon(noise_multiplier=0.1, sampling_rate=0.01, **run) == pytest.approx(1195.7, rel=1e-3)
+    assert gaussian_epsilon(0.1, **run) > 40 * 1195.7  # the control
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: privacy.epsilon(noise_multiplier=1e-3, sampling_rate=0.01, steps=1000, delta=1e-5),
+        lambda: privacy.epsilon(noise_multiplier=0.05, sampling_rate=0.01, steps=100, delta=1e-5),
+        lambda: privacy.epsilon(noise_multiplier=1.0, sampling_rate=1.0, steps=10**6, delta=1e-12),
+    ],
+    ids=["least noise", "little noise", "many steps"],
+)
+def test_epsilon_takes_seconds(call):
+    before = time.process_time()
+    assert 0 < call() < math.inf
+    assert time.process_time() - before < 10
+
+
+def test_the_noise_of_a_large_budget_is_found_in_seconds():
+    run = {"delta": 1e-5, "sampling_rate": 0.01, "steps": 1000}
+    before = time.process_time()
+    noise = privacy.noise_multiplier(epsilon=50, **run)
+    assert time.process_time() - before < 20
+    assert 49.9 < privacy.epsilon(noise_multiplier=noise, **run) <= 50
+
+
+def test_divergences_lost_to_rounding_are_not_taken_for_none():
+    """Of steps whose results differ by 4e-8 in total variation, as no delta of 1e-12 covers."""
+    run = {"noise_multiplier": 1e6, "sampling_rate": 0.001, "steps": 100, "delta": 1e-12}
+    assert run["steps"] * run["sampling_rate"] * math.sqrt(2 / math.pi) / 2 / run["noise_multiplier"] > 1e-8
+    assert 0 < privacy.epsilon(**run, accountant="rdp") < 0.1
+
+
 def test_without_the_library_there_is_a_way_out(monkeypatch):
     monkeypatch.setitem(sys.modules, "dp_accounting", None)
     with pytest.raises(InputError, match=r'pip install "anybatch\[privacy\]"'):
@@ -171,8 +233,6 @@ def test_batches_of_a_key_can_be_drawn_again():
 
 def test_there_is_room_for_every_draw():
     """The tail of the binomial distribution, by a library; and not much more room than needed."""
-    from scipy import stats
-
     for examples, expected, steps in [(60_000, 256, 14_000), (1000, 500, 10), (10**8, 4096, 10**6), (50, 1, 100)]:
         batches = privacy.poisson_batches(examples, expected_batch_size=expected, steps=steps, seed=0)
         excess = steps * stats.binom.sf(batches.batch_size, examples, expected / examples)
