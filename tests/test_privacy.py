@@ -55,6 +55,11 @@ def with_harmful(batch, target):
     return {"x": batch["x"], "y": np.concatenate([np.array([target], batch["y"].dtype), batch["y"][1:]])}
 
 
+def padded(batch):
+    """The batch as one without padding."""
+    return privacy.PaddedBatch(batch, np.zeros(len(jax.tree.leaves(batch)[0]), bool))
+
+
 def without_first(batch):
     return jax.tree.map(lambda array: array[1:], batch)
 
@@ -81,7 +86,7 @@ def test_one_example_changes_the_sum_by_at_most_the_sensitivity(harm, method):
         loss, clip_norm=0.7, noise_multiplier=1.0, expected_batch_size=8, microbatch_size=5, method=method
     )
     assert grad.sensitivity == 0.7 / 8
-    (whole, _), (rest, _) = (grad.clipped((params, each), {}, None) for each in (batch, without_first(batch)))
+    (whole, _), (rest, _) = (grad.clipped((params, padded(each)), {}, None) for each in (batch, without_first(batch)))
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(whole))
     assert distance(whole, rest) <= grad.sensitivity * rounding(12)
     if harm in ("large", "usual"):
@@ -91,9 +96,9 @@ def test_one_example_changes_the_sum_by_at_most_the_sensitivity(harm, method):
 def test_padding_instead_of_an_example_changes_as_much():
     params, batch = parameters(), with_harmful(examples(12), 1e6)
     grad = privacy.private_grad(loss, clip_norm=0.7, noise_multiplier=1.0, expected_batch_size=8)
-    whole, _ = grad.clipped((params, batch), {}, None)
+    whole, _ = grad.clipped((params, padded(batch)), {}, None)
     padded, _ = grad.clipped((params, batch), {}, np.arange(12) == 0)
-    rest, _ = grad.clipped((params, without_first(batch)), {}, None)
+    rest, _ = grad.clipped((params, padded(without_first(batch))), {}, None)
     assert distance(whole, padded) <= grad.sensitivity * rounding(12)
     assert distance(padded, rest) <= 1e-6 * grad.sensitivity
 
@@ -121,7 +126,9 @@ def test_without_clipping_one_example_changes_more(harm):
     mean = functools.partial(jax.grad(lambda params, batch: jnp.sum(jax.vmap(loss, (None, 0))(params, batch))), params)
     assert not distance(mean(batch), mean(without_first(batch))) <= 100 * 0.7
     if harm == "large":  # those that are not finite are left out even so
-        (whole, _), (rest, _) = (grad.clipped((params, each), {}, None) for each in (batch, without_first(batch)))
+        (whole, _), (rest, _) = (
+            grad.clipped((params, padded(each)), {}, None) for each in (batch, without_first(batch))
+        )
         assert distance(whole, rest) > 100 * 0.7 / 8
 
 
@@ -141,9 +148,9 @@ def test_narrow_parameters_are_noised_before_they_are_rounded():
     narrow_loss, params, batch = narrow_problem()
     options = {"clip_norm": 1.0, "microbatch_size": None}
     grad = privacy.private_grad(narrow_loss, noise_multiplier=1.0, expected_batch_size=400, **options)
-    (whole, _), (rest, _) = (grad.clipped((params, each), {}, None) for each in (batch, without_first(batch)))
+    (whole, _), (rest, _) = (grad.clipped((params, padded(each)), {}, None) for each in (batch, without_first(batch)))
     assert distance(whole, rest) <= grad.sensitivity * rounding(400)
-    assert grad(params, batch, noise_key=privacy.secret_key())["w"].dtype == jnp.bfloat16
+    assert grad(params, padded(batch), noise_key=privacy.secret_key())["w"].dtype == jnp.bfloat16
     # The control: rounded first, one example may change it by more.
     rounded = ab.clipped_grad(narrow_loss, normalize_by=400.0, **options)
     compiled = jax.jit(lambda first: rounded(params, batch, is_padding=jnp.arange(400) < first))
@@ -312,7 +319,7 @@ def test_a_step_is_clipping_noise_and_the_optimizer():
     params, batch = parameters(), examples(11)
     optimizer = optax.sgd(0.1, momentum=0.9)
     step = dp_sgd(optimizer, noise_multiplier=0, allow_no_noise=True)
-    state, metrics = step(step.init(params, privacy.secret_key()), batch)
+    state, metrics = step(step.init(params, privacy.secret_key()), padded(batch))
 
     def clip(gradient):
         norm = optax.tree.norm(gradient)
@@ -356,8 +363,8 @@ def test_epsilon_of_a_run():
     assert step.epsilon(state, 1e-3) == 0
     batches = privacy.poisson_batches(40, expected_batch_size=8, steps=3, seed=privacy.secret_key())
     data = examples(40)
-    for indices, is_padding in batches:
-        state, _ = step(state, jax.tree.map(lambda array, rows=indices: array[rows], data), is_padding=is_padding)
+    for draw in batches:
+        state, _ = step(state, draw.take(data))
     spent = {"noise_multiplier": 1.5, "sampling_rate": 0.2, "steps": 3, "delta": 1e-3}
     assert step.epsilon(state, 1e-3) == privacy.epsilon(**spent)
     assert step.epsilon(state, 1e-3, accountant="rdp") == privacy.epsilon(**spent, accountant="rdp")
@@ -402,7 +409,7 @@ def test_constants_of_a_step_are_not_traced():
     step = privacy.dp_sgd(powered, optax.sgd(0.1), allow_no_noise=True, microbatch_size=4, **options)
     state = step.init(parameters(), privacy.secret_key())
     once, _ = step(state, examples(9), power=1, name="loss", is_padding=[False] * 9)
-    other, _ = step(once, examples(9), power=2, name="loss")
+    other, _ = step(once, padded(examples(9)), power=2, name="loss")
     assert distance(once.params, state.params) > 0 < distance(other.params, once.params)
 
 
@@ -410,7 +417,8 @@ def test_steps_inside_a_scan():
     step = dp_sgd()
     state = step.init(parameters(), privacy.secret_key())
     batches = jax.tree.map(lambda array: array.reshape(4, 6, *array.shape[1:]), examples(24))
-    end, norms = jax.jit(lambda state: jax.lax.scan(lambda state, batch: step(state, batch), state, batches))(state)
+    padded_batches = privacy.PaddedBatch(batches, np.zeros((4, 6), bool))
+    end, norms = jax.jit(lambda state: jax.lax.scan(step, state, padded_batches))(state)
     assert int(end.steps) == 4
     assert len(set(np.asarray(norms.gradient_norm).tolist())) == 4
 
@@ -424,7 +432,7 @@ def test_a_state_is_a_small_tree():
 
 def test_what_is_not_private_is_called_so():
     step = dp_sgd(return_values=True, return_norms=True)
-    _, metrics = step(step.init(parameters(), privacy.secret_key()), examples(9))
+    _, metrics = step(step.init(parameters(), privacy.secret_key()), padded(examples(9)))
     values = jax.vmap(loss, (None, 0))(parameters(), examples(9))
     np.testing.assert_allclose(metrics.not_private.values, values, rtol=1e-5)
     assert metrics.not_private.norms.shape == (9,)
@@ -438,7 +446,7 @@ def test_aux_and_more_arguments():
     grad = privacy.private_grad(
         with_aux, has_aux=True, clip_norm=0.7, noise_multiplier=1.0, expected_batch_size=8, rng_argnums=3
     )
-    arguments = (parameters(), examples(9), jnp.float32(2), jax.random.key(1))
+    arguments = (parameters(), padded(examples(9)), jnp.float32(2), jax.random.key(1))
     noised, aux = grad(*arguments, noise_key=privacy.secret_key(), power=2)
     assert jax.tree.structure(noised) == jax.tree.structure(parameters())
     assert aux["kept"].shape == (9,)
@@ -452,10 +460,10 @@ def test_gradients_of_several_arguments_are_clipped_together():
     rest = {name: params[name] for name in ("w", "v")}
     grad = privacy.private_grad(split_loss, (0, 2), clip_norm=0.7, noise_multiplier=1.0, expected_batch_size=8)
     (whole, _), (less, _) = (
-        grad.clipped((rest, each, params["b"]), {}, None) for each in (batch, without_first(batch))
+        grad.clipped((rest, padded(each), params["b"]), {}, None) for each in (batch, without_first(batch))
     )
     assert 0.99 * grad.sensitivity < distance(whole, less) <= grad.sensitivity * rounding(12)
-    noised = grad(rest, batch, params["b"], noise_key=privacy.secret_key())
+    noised = grad(rest, padded(batch), params["b"], noise_key=privacy.secret_key())
     assert jax.tree.structure(noised) == jax.tree.structure((rest, params["b"]))
 
 
@@ -509,5 +517,5 @@ def test_arrays_that_lie_elsewhere_are_put_on_the_mesh(where):
     step = dp_sgd(mesh=mesh, microbatch_size=2)
     placed = jax.device_put(params if where == "parameters" else batch, elsewhere)
     state = step.init(placed if where == "parameters" else params, privacy.secret_key())
-    state, _ = step(state, placed if where == "batch" else batch)
+    state, _ = step(state, padded(placed if where == "batch" else batch))
     assert state.params["w"].sharding.device_set == set(mesh.devices.flat)

@@ -25,7 +25,7 @@ def loss(params, example):
 
 
 PARAMS = jnp.ones(3)
-BATCH = {"x": np.ones((6, 3), np.float32), "y": np.zeros(6, np.float32)}
+BATCH = privacy.PaddedBatch({"x": np.ones((6, 3), np.float32), "y": np.zeros(6, np.float32)}, np.zeros(6, bool))
 
 
 def private_grad(fun=loss, **options):
@@ -148,9 +148,9 @@ def test_batches_larger_than_the_sampling_rate_gives():
     with pytest.raises(
         InputError, match=r"A batch must be a Poisson sample at the declared rate.*got 64 examples, where 4"
     ):
-        step(state, many(64))
+        step(state, many(64), is_padding=np.zeros(64, bool))
     with pytest.raises(InputError, match="A batch must be a Poisson sample at the declared rate"):
-        jax.eval_shape(step, state, many(64))
+        jax.eval_shape(functools.partial(step, is_padding=np.zeros(64, bool)), state, many(64))
     with pytest.raises(InputError, match="got 60 examples, where 4 of 100000 are expected"):
         step(state, many(64), is_padding=np.arange(64) >= 60)
     step(state, many(64), is_padding=np.arange(64) >= 9)  # the control
@@ -225,7 +225,7 @@ def test_a_step_that_failed_may_be_repeated():
     step = dp_sgd()
     state = step.init(PARAMS, privacy.secret_key())
     with pytest.raises(InputError):
-        step(state, {"x": np.ones((6, 3), np.float32), "y": np.zeros(5, np.float32)})
+        step(state, BATCH._replace(examples={"x": np.ones((6, 3), np.float32), "y": np.zeros(5, np.float32)}))
     step(state, BATCH)
 
 

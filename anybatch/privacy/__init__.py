@@ -39,12 +39,14 @@ for one example of theirs); and that the number of examples is public: it sets t
 from anybatch.privacy.accounting import epsilon, noise_multiplier
 from anybatch.privacy.mechanism import PrivateGrad, private_grad
 from anybatch.privacy.noise import add_noise, secret_key
-from anybatch.privacy.sampling import PoissonBatches, poisson_batches
+from anybatch.privacy.sampling import Draw, PaddedBatch, PoissonBatches, poisson_batches
 from anybatch.privacy.training import DpSgd, Metrics, State, dp_sgd
 
 __all__ = [
     "DpSgd",
+    "Draw",
     "Metrics",
+    "PaddedBatch",
     "PoissonBatches",
     "PrivateGrad",
     "State",

@@ -23,7 +23,7 @@ LEAST_NOISE = 0.05
 # Of Rényi divergences, for a first guess.
 WHOLE_ORDERS = (*range(2, 64), 128, 256, 512)
 
-# Privacy losses are rounded up to a grid. The default spacing is that of dp-accounting. It is widened so that the losses
+# Privacy losses are rounded up to a grid. The usual spacing is that of dp-accounting. It is widened so that the losses
 # of one step, and those of all steps, have at most so many points: more would take minutes, and gigabytes.
 SPACING, POINTS_OF_A_STEP, POINTS_IN_ALL = 1e-4, 160_000, 1_000_000
 

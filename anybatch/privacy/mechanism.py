@@ -21,6 +21,8 @@ from anybatch.privacy.refusals import (
     check_options,
     check_outside_shard_map,
     check_sampling,
+    check_shared,
+    padding_of,
 )
 
 
@@ -100,12 +102,28 @@ class PrivateGrad:
         asked = [self._options.get(name, False) for name in ("return_values", "return_norms")]
         return bool(self._has_aux or any(asked))
 
+    def padding_of(
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        is_padding: Any,
+        *,
+        call: str = "grad(params, {}, noise_key=key)",
+    ) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
+        """The arguments of the loss without their padding, and which rows are padding.
+
+        Raises:
+          InputError: if that is not known.
+        """
+        return padding_of(args, kwargs, is_padding, batch=self._batch(args, kwargs), call=call)
+
     def clipped(self, args: tuple[Any, ...], kwargs: dict[str, Any], is_padding: Any) -> tuple[Any, Any]:
         """The sum of clipped gradients by the expected batch size, in float32 at least; and what else was asked for.
 
         A sum that is rounded to bfloat16 before noise is added may change by far more than the sensitivity when one
         example is removed. So narrow parameters are differentiated as float32, and the loss sees them narrow as ever.
         """
+        args, kwargs, is_padding = self.padding_of(args, kwargs, is_padding)
         self.check(args, kwargs, is_padding)
         wrt = [args[position] for position in self._positions]
         clipped, wide = self._clipped, args
@@ -156,9 +174,26 @@ class PrivateGrad:
             **{"strict": True, **self._options},
         )
 
+    def _batch(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+        """The arguments that are batches."""
+        positions, names = self._batch_argnums(len(args)), self._batch_argnames
+        return [args[position] for position in positions] + [kwargs[name] for name in names if name in kwargs]
+
+    def _batch_argnums(self, number: int) -> list[int]:
+        return [position % number for position in _several(self._options.get("batch_argnums", 1)) if position < number]
+
+    @property
+    def _batch_argnames(self) -> tuple[str, ...]:
+        return _several(self._options.get("batch_argnames", ()))
+
     def _check_batch(self, args: tuple[Any, ...], kwargs: dict[str, Any], is_padding: Any) -> None:
+        arguments = self._clipped.settings.common.roles.sort(self._fun, args, kwargs)
+        named = {leaf.place for leaf in arguments.leaves if leaf.role != "rest"}
+        others = {f"args[{place}]": arg for place, arg in enumerate(args) if place not in named}
+        others |= {name: value for name, value in kwargs.items() if name not in named}
+        check_shared(others, arguments.num_examples)
         if self.num_examples is not None and self.sampling_rate is not None:
-            batch = self._clipped.settings.common.roles.sort(self._fun, args, kwargs).arrays.batch
+            batch = arguments.arrays.batch
             check_batch_size(batch, is_padding, self.num_examples, self.sampling_rate, self.max_batch_size)
 
 
@@ -191,8 +226,9 @@ def private_grad(
     >>> def loss(w, example):
     ...     return (w * example["x"] - example["y"]) ** 2
     >>> grad = privacy.private_grad(loss, clip_norm=1.0, noise_multiplier=1.1, expected_batch_size=4)
-    >>> batch = {"x": jnp.ones(6), "y": jnp.ones(6)}
-    >>> noised = grad(jnp.array(0.0), batch, noise_key=privacy.secret_key())
+    >>> data = {"x": jnp.ones(60), "y": jnp.ones(60)}
+    >>> draw = privacy.poisson_batches(60, expected_batch_size=4, steps=1, seed=privacy.secret_key()).batch(0)
+    >>> noised = grad(jnp.array(0.0), draw.take(data), noise_key=privacy.secret_key())
     >>> grad.sensitivity, noised.shape
     (0.25, ())
 
@@ -211,8 +247,9 @@ def private_grad(
       **options: of `ab.clipped_grad`: `microbatch_size`, `method`, `batch_argnums`, `mesh`, ...
 
     Returns:
-      A function with the arguments of `fun`, and `noise_key=` and `is_padding=`, that returns the gradient; or
-      `(gradient, extra)` if `ab.clipped_grad` does with these options.
+      A function with the arguments of `fun`, and `noise_key=`, that returns the gradient; or `(gradient, extra)` if
+      `ab.clipped_grad` does with these options. The batch must say which of its rows are padding: it is a
+      `privacy.PaddedBatch`, or `is_padding=` is given, too.
 
     Raises:
       InputError: for what would void the guarantee, before any work is done.
@@ -231,6 +268,10 @@ def private_grad(
         allow_key_reuse=allow_key_reuse,
         options=options,
     )
+
+
+def _several(given: Any) -> tuple[Any, ...]:
+    return tuple(given) if isinstance(given, (tuple, list)) else (given,)
 
 
 def _is_narrow(leaf: Any) -> bool:

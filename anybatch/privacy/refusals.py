@@ -10,7 +10,8 @@ from anybatch.checks import whole
 from anybatch.errors import InputError
 from anybatch.privacy.keys import is_at_hand
 from anybatch.privacy.numbers import constant, most_of
-from anybatch.privacy.sampling import rate_of
+from anybatch.privacy.sampling import PaddedBatch, rate_of
+from anybatch.trees import describe, is_array, is_key
 
 # States of optimizers that collect the gradients of several calls.
 ACCUMULATING = ("MultiStepsState", "ApplyEvery")
@@ -71,6 +72,101 @@ def check_options(options: dict[str, Any], expected_batch_size: float) -> dict[s
     return options
 
 
+def rows_of(batch: Any) -> int | None:
+    """The number of rows that all arrays of a batch have; None if they differ, or there are none."""
+    rows = {leaf.shape[0] for leaf in jax.tree.leaves(batch) if getattr(leaf, "ndim", 0)}
+    return rows.pop() if len(rows) == 1 else None
+
+
+def padding_of(
+    args: tuple[Any, ...], kwargs: dict[str, Any], is_padding: Any, *, batch: Any, call: str
+) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
+    """The arguments of the loss without their padding, and which rows are padding.
+
+    Args:
+      args: the arguments of a call; those that are a `PaddedBatch` say what is padding.
+      kwargs: its keyword arguments, the same.
+      is_padding: what was given by this keyword.
+      batch: those of the arguments that are batches, for the message.
+      call: how it is called, for the message.
+
+    Raises:
+      InputError: if it is not known which rows are padding, or given twice.
+    """
+    padded = [value for value in (*args, *kwargs.values()) if isinstance(value, PaddedBatch)]
+    masks = {id(mask): mask for mask in (is_padding, *(each.is_padding for each in padded)) if mask is not None}
+    if not masks:
+        others = [f"{name}={describe(value)}" for name, value in kwargs.items() if _looks_like_padding(name, value)]
+        ignored = f", and {', '.join(others)}, which only the loss would see" if others else ""
+        rows = rows_of(batch) or "len(batch)"
+        raise InputError(
+            "It must be known which rows of a batch are padding: padding that counts as examples voids the guarantee",
+            given=f"{' and '.join(type(each).__name__ for each in batch) or 'no batch'} without is_padding{ignored}",
+            remedy=f"Pass {call.format('draw.take(data)')} for each draw of privacy.poisson_batches(...), or "
+            "ab.fit(step, state, batches.of(data)). For a batch that has no padding, say so: "
+            f"is_padding=np.zeros({rows}, bool).",
+        )
+    if len(masks) > 1:
+        raise InputError(
+            "It must be given once which rows of a batch are padding",
+            given=f"{len(padded)} PaddedBatch {'and' if is_padding is not None else 'without'} is_padding=",
+            remedy=f"Take all arrays at once: {call.format('draw.take((x, y))')}; or pass each array by itself, and "
+            "is_padding=draw.is_padding.",
+        )
+
+    def plain(value: Any) -> Any:
+        return value.examples if isinstance(value, PaddedBatch) else value
+
+    (mask,) = masks.values()
+    mask = mask if is_array(mask) else np.asarray(mask)
+    return tuple(map(plain, args)), {name: plain(value) for name, value in kwargs.items()}, mask
+
+
+def check_shared(arguments: dict[str, Any], rows: int | None) -> None:
+    """Refuses what each example would see whole, though it has one row for each of them.
+
+    Args:
+      arguments: those that are no batch, by name.
+      rows: of the batch. With a single one, no example sees another.
+
+    Raises:
+      InputError: for an array, or a list of numbers, with as many rows.
+    """
+    for name, value in arguments.items():
+        for path, leaf in jax.tree_util.tree_leaves_with_path(value, is_leaf=_is_list_of_numbers):
+            length = len(leaf) if _is_list_of_numbers(leaf) else leaf.shape[0] if _has_rows(leaf) else 0
+            if length != rows or length < 2:
+                continue
+            found = f"{name}{jax.tree_util.keystr(path)}"
+            kind = describe(leaf) if is_array(leaf) else f"a {type(leaf).__name__} of {length} numbers"
+            if _looks_like_padding(name, value):
+                remedy = f"If it says which rows are padding, pass it as is_padding={name}. Otherwise put"
+            else:
+                remedy = "Put"
+            raise InputError(
+                "An argument with one row for each example must be part of the batch: each example would see the rows "
+                "of all, and clipping bounds none of that",
+                given=f"{found} = {kind}, beside a batch of {rows} rows",
+                remedy=f'{remedy} it into the batch: {{"x": x, "{name}": {name}}}; or, if it is positional, name it in '
+                f"batch_argnums. If it is public, and no row for each example, close over it: "
+                f"functools.partial(loss, {name}=...).",
+            )
+
+
+def _has_rows(leaf: Any) -> bool:
+    return is_array(leaf) and leaf.ndim > 0 and not is_key(leaf)
+
+
+def _is_list_of_numbers(node: Any) -> bool:
+    return isinstance(node, (list, tuple)) and bool(node) and all(isinstance(item, (bool, int, float)) for item in node)
+
+
+def _looks_like_padding(name: str, value: Any) -> bool:
+    """Whether a keyword may be meant for `is_padding`: `is_padding_example`, `pad_mask`; not `padding="SAME"`."""
+    is_named_so = any(part.startswith(("pad", "ispad")) for part in name.lower().split("_"))
+    return is_named_so and (_is_list_of_numbers(value) or any(map(_has_rows, jax.tree.leaves(value))))
+
+
 def check_batch_size(
     batch: Any, is_padding: Any, num_examples: int, sampling_rate: float, max_batch_size: int | None
 ) -> None:
@@ -83,10 +179,9 @@ def check_batch_size(
       sampling_rate: as declared.
       max_batch_size: the most rows that were declared, if any were.
     """
-    rows = {leaf.shape[0] for leaf in jax.tree.leaves(batch) if getattr(leaf, "ndim", 0)}
-    if len(rows) != 1:
+    size = rows_of(batch)
+    if size is None:
         return  # clipped_grad says what is wrong
-    (size,) = rows
     if max_batch_size is not None and size > max_batch_size:
         raise InputError(
             "A batch must not be larger than declared",
@@ -94,9 +189,9 @@ def check_batch_size(
             remedy="Pass max_batch_size=batches.batch_size, of privacy.poisson_batches(...).",
         )
     padding = _known(is_padding)
-    if is_padding is not None and padding is None:
+    if padding is None:
         return
-    examples = size - (0 if padding is None else int(padding.sum()))
+    examples = size - int(padding.sum())
     most = most_of(num_examples, sampling_rate, failure=1e-15)
     if examples > most:
         raise InputError(
@@ -110,7 +205,7 @@ def check_batch_size(
 
 def _known(is_padding: Any) -> np.ndarray | None:
     """Which rows are padding, if that is known without waiting for a device."""
-    if is_padding is None or isinstance(is_padding, jax.core.Tracer):
+    if isinstance(is_padding, jax.core.Tracer):
         return None
     return np.asarray(is_padding) if is_at_hand(is_padding) else None
 

@@ -1,10 +1,11 @@
-"""Poisson sampling: batches in which each example is by a toss of its own, in arrays of one size."""
+"""Poisson sampling: batches in which each example is by a toss of its own, in arrays of one size with padding."""
 
 import dataclasses
 import math
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 
 from anybatch.checks import whole
@@ -12,7 +13,7 @@ from anybatch.errors import InputError
 from anybatch.privacy.keys import LEDGER, value_of
 from anybatch.privacy.noise import check_key
 from anybatch.privacy.numbers import log_of_excess, most_of, positive, probability
-from anybatch.trees import is_array
+from anybatch.trees import describe, is_array, named_leaves
 
 # The probability that any draw of a whole run has more examples than there is room for.
 OVERFLOW = 1e-12
@@ -21,9 +22,66 @@ OVERFLOW = 1e-12
 _PURPOSE = 0x706F6973736F6E
 
 
+class PaddedBatch(NamedTuple):
+    """A batch that says which of its rows are padding: what `privacy.dp_sgd` and `privacy.private_grad` take.
+
+    It is a pytree. The loss is given its examples, one at a time, and never its padding.
+
+    >>> import numpy as np
+    >>> from anybatch import privacy
+    >>> batch = privacy.PaddedBatch({"x": np.ones((3, 2))}, is_padding=np.array([False, False, True]))
+    >>> batch.examples["x"].shape
+    (3, 2)
+
+    Args:
+      examples: a tree of arrays with one row for each example along axis 0.
+      is_padding: booleans, one for each row. Rows that are padding count for nothing.
+    """
+
+    examples: Any
+    is_padding: Any
+
+
+class Draw(NamedTuple):
+    """One Poisson sample: which examples are in a batch. It unpacks as `(indices, is_padding)`.
+
+    Args:
+      indices: of the examples, in ascending order; then zeros, as padding.
+      is_padding: booleans, False for each example and True for padding.
+    """
+
+    indices: Any
+    is_padding: Any
+
+    def take(self, data: Any) -> PaddedBatch:
+        """The batch of these examples.
+
+        >>> import numpy as np
+        >>> from anybatch import privacy
+        >>> draw = privacy.poisson_batches(4, sampling_rate=1.0, steps=1, seed=0).batch(0)
+        >>> draw.take({"x": np.arange(4) * 10}).examples["x"].tolist()
+        [0, 10, 20, 30]
+
+        Args:
+          data: a tree of arrays with all examples along axis 0.
+
+        Raises:
+          InputError: if an array has no row for one of the indices, or inside `jit`, where that is not known.
+        """
+        if isinstance(self.indices, jax.core.Tracer):
+            raise InputError(
+                "The indices of a draw must be known when examples are taken",
+                given="a draw inside jit",
+                remedy="Take them outside, and pass the batch: draw.take(data).",
+            )
+        # JAX would take the last row for an index beyond it, and that example would count more than once.
+        _check_rows(data, int(np.max(self.indices)) + 1, exactly=False)
+        return PaddedBatch(jax.tree.map(lambda array: array[self.indices], data), self.is_padding)
+
+
 @dataclasses.dataclass(frozen=True)
 class PoissonBatches:
-    """The batches of a run, each as `(indices, is_padding)`; made by `privacy.poisson_batches`.
+    """The batches of a run, each a `Draw`, or with `of(data)` a `PaddedBatch`; made by `privacy.poisson_batches`.
 
     Args:
       num_examples: of the dataset.
@@ -31,6 +89,7 @@ class PoissonBatches:
       steps: the number of batches.
       batch_size: the length of the arrays: room for every draw.
       start: the step at which iterating begins.
+      data: of which batches are taken; None for draws alone.
     """
 
     num_examples: int
@@ -38,27 +97,56 @@ class PoissonBatches:
     steps: int
     batch_size: int
     start: int = 0
+    data: Any = dataclasses.field(default=None, repr=False, compare=False)
     _entropy: tuple[int, ...] = dataclasses.field(default=(), repr=False)
+
+    # For `ab.fit`: the draws of another pass would be the same, and those are not accounted for.
+    single_pass = True
 
     @property
     def expected_batch_size(self) -> float:
         """The number of examples that a batch has on average: what a sum of gradients is divided by."""
         return self.num_examples * self.sampling_rate
 
+    def of(self, data: Any) -> "PoissonBatches":
+        """The same draws, taken of the data: each is a `PaddedBatch`, as `ab.fit` and `privacy.dp_sgd` take it.
+
+        **Resumable.** A run of `ab.fit` that goes on from a checkpoint has the batches that it would have had: the
+        checkpoint holds the seed, which is used in place of the one given here. Keep it as secret as the key.
+
+        >>> import numpy as np
+        >>> from anybatch import privacy
+        >>> batches = privacy.poisson_batches(4, sampling_rate=0.5, steps=2, seed=0).of({"x": np.arange(4)})
+        >>> [batch.examples["x"].shape == batch.is_padding.shape for batch in batches]
+        [True, True]
+
+        Args:
+          data: a tree of arrays with all examples along axis 0. They are not copied.
+
+        Raises:
+          InputError: for arrays that do not have `num_examples` rows.
+        """
+        _check_rows(data, self.num_examples, exactly=True)
+        return dataclasses.replace(self, data=data)
+
     def __len__(self) -> int:
         return self.steps - self.start
 
-    def __iter__(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        return (self.batch(step) for step in range(self.start, self.steps))
+    def __iter__(self) -> Iterator[Any]:
+        return _Drawing(self)
 
-    def batch(self, step: int) -> tuple[np.ndarray, np.ndarray]:
+    def get_state(self) -> dict[str, Any]:
+        """Where a run begins; see `_Drawing`."""
+        return _Drawing(self).get_state()
+
+    def batch(self, step: int) -> Any:
         """The batch of one step, which depends on the seed and on the step alone.
 
         Args:
           step: from 0 to `steps - 1`.
 
         Returns:
-          `(indices, is_padding)`: indices of examples in ascending order, then zeros where `is_padding` is True.
+          A `Draw`, or a `PaddedBatch` of the data.
 
         Raises:
           InputError: if the draw has more examples than there is room for; with the size that was chosen for you, this
@@ -83,7 +171,45 @@ class PoissonBatches:
         dtype = np.int32 if self.num_examples < 2**31 else np.int64
         indices = np.zeros(self.batch_size, dtype)
         indices[:chosen] = np.sort(random.choice(self.num_examples, chosen, replace=False, shuffle=False))
-        return indices, np.arange(self.batch_size) >= chosen
+        draw = Draw(indices, np.arange(self.batch_size) >= chosen)
+        return draw if self.data is None else draw.take(self.data)
+
+
+class _Drawing(Iterator[Any]):
+    """An iterator over batches that can say where it stands, for checkpoints, and go on from there."""
+
+    def __init__(self, batches: PoissonBatches) -> None:
+        self._batches, self._step = batches, batches.start
+
+    def __next__(self) -> Any:
+        if self._step >= self._batches.steps:
+            raise StopIteration
+        self._step += 1
+        return self._batches.batch(self._step - 1)
+
+    def get_state(self) -> dict[str, Any]:
+        own = self._batches
+        return {
+            "num_examples": own.num_examples,
+            "sampling_rate": own.sampling_rate,
+            "seed": list(own._entropy),
+            "step": self._step,
+        }
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        # With other batches, steps that are repeated after an interruption would have the same noise on other data.
+        own = self._batches
+        now = {"num_examples": own.num_examples, "sampling_rate": own.sampling_rate}
+        other = [f"{name}={now[name]!r}, and {state[name]!r} before" for name in now if now[name] != state[name]]
+        if other:
+            raise InputError(
+                "Batches that go on must be drawn as before: the steps are accounted for at one sampling rate",
+                given="\n".join(other),
+                remedy="Pass the data and the expected_batch_size of before, or begin anew with another folder for "
+                "checkpoints. What both runs spend adds up.",
+            )
+        self._batches = dataclasses.replace(own, _entropy=tuple(state["seed"]))
+        self._step = state["step"]
 
 
 def poisson_batches(
@@ -109,8 +235,17 @@ def poisson_batches(
     >>> from anybatch import privacy
     >>> batches = privacy.poisson_batches(60_000, expected_batch_size=256, steps=10, seed=privacy.secret_key())
     >>> for indices, is_padding in batches:
-    ...     pass  # batch = jax.tree.map(lambda array: array[indices], data)
+    ...     pass
     >>> indices.shape == is_padding.shape == (batches.batch_size,)
+    True
+
+    `batches.of(data)` are the batches themselves, for `ab.fit`. In a loop, `draw.take(data)` is one of them:
+
+    >>> import numpy as np
+    >>> data = {"x": np.zeros((60_000, 5))}
+    >>> for draw in batches:
+    ...     batch = draw.take(data)
+    >>> batch.examples["x"].shape == (batches.batch_size, 5)
     True
 
     Args:
@@ -143,7 +278,23 @@ def poisson_batches(
             given=f"max_batch_size={size} for {num_examples * rate:g} examples on average over {steps} steps",
             remedy=f"Leave it out, or pass at least max_batch_size={smallest}; or lower expected_batch_size.",
         )
-    return PoissonBatches(num_examples, rate, steps, size, start, _entropy(seed))
+    return PoissonBatches(num_examples, rate, steps, size, start, None, _entropy(seed))
+
+
+def _check_rows(data: Any, number: int, *, exactly: bool) -> None:
+    """Refuses data without one row for each example."""
+    named = named_leaves("data", data)
+    bad = [
+        f"{name}: {describe(leaf)}"
+        for name, leaf in named
+        if not (is_array(leaf) and leaf.ndim) or leaf.shape[0] < number or (exactly and leaf.shape[0] != number)
+    ]
+    if bad or not named:
+        raise InputError(
+            f"data must be a tree of arrays with {'' if exactly else 'at least '}{number} rows, one for each example",
+            given="\n".join(bad[:10]) or "a tree without arrays",
+            remedy='For example draw.take({"x": x, "y": y}) with len(x) == len(y) == num_examples.',
+        )
 
 
 def _sampling_rate(num_examples: int, sampling_rate: Any, expected_batch_size: Any) -> float:

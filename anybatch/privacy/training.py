@@ -14,7 +14,6 @@ from anybatch.privacy.keys import LEDGER
 from anybatch.privacy.mechanism import PrivateGrad
 from anybatch.privacy.noise import at_least_float32, check_floating, check_key
 from anybatch.privacy.refusals import check_optimizer
-from anybatch.trees import is_array
 from anybatch.updates import Constants, add_updates, apart, together
 
 # Sets the noise apart from whatever else may have been drawn with the key of a run.
@@ -88,9 +87,12 @@ class DpSgd:
                 given=f"state of type {type(state).__name__}",
                 remedy="state = step.init(params, key), then state, metrics = step(state, batch).",
             )
+        (_, *own), kwargs, is_padding = self.gradient.padding_of(
+            (state.params, *batch), kwargs, is_padding, call="step(state, {})"
+        )
+        batch = tuple(own)
         if not self.gradient.allow_key_reuse:
             LEDGER.check_step(state.key)
-        is_padding = None if is_padding is None else _as_array(is_padding)
         self.gradient.check((state.params, *batch), kwargs, is_padding)  # while it can be seen what is padding
         used = state.key
         state, batch, kwargs, is_padding = _on_mesh((state, batch, kwargs, is_padding), self.gradient.mesh)
@@ -100,6 +102,30 @@ class DpSgd:
             results = self._taken(state, batch, kwargs, is_padding)
         LEDGER.record_step(used)
         return results
+
+    @property
+    def decisions(self) -> dict[str, Any]:
+        """What the account of a run rests on, for the checkpoints of `ab.fit`."""
+        names = ("noise_multiplier", "clip_norm", "expected_batch_size", "num_examples")
+        return {name: getattr(self.gradient, name) for name in names}
+
+    def adopt(self, decisions: dict[str, Any]) -> None:
+        """Checks that a run that goes on had this step before.
+
+        Raises:
+          InputError: if not: `step.epsilon` would account for the steps that were taken as if they were like these.
+        """
+        own = self.decisions
+        other = [
+            f"{name}={own[name]}, and {before} before" for name, before in decisions.items() if own[name] != before
+        ]
+        if other:
+            raise InputError(
+                "A private run must go on with the step that it had: all its steps are accounted for alike",
+                given="\n".join(other),
+                remedy="Pass dp_sgd the numbers of before, or begin anew with another folder for checkpoints. What "
+                "both runs spend adds up.",
+            )
 
     def epsilon(self, state: State, delta: float, accountant: str = "pld") -> float:
         """The epsilon that was spent so far, as `privacy.epsilon` has it; waits for the steps taken.
@@ -168,11 +194,13 @@ def dp_sgd(
     ... )
     >>> batches = privacy.poisson_batches(100, expected_batch_size=10, steps=5, seed=privacy.secret_key())
     >>> state = step.init(jnp.zeros(3), privacy.secret_key())
-    >>> for indices, is_padding in batches:
-    ...     batch = jax.tree.map(lambda array: array[indices], data)
-    ...     state, metrics = step(state, batch, is_padding=is_padding)
+    >>> for draw in batches:
+    ...     state, metrics = step(state, draw.take(data))
     >>> print(f"epsilon {step.epsilon(state, delta=1e-3):.2f} after {state.steps} steps")
     epsilon 0.31 after 5 steps
+
+    The loop may be that of `ab.fit`, which saves and resumes: `ab.fit(step, state, batches.of(data))`. It goes on only
+    with a step that has the noise and the sampling of before, since all steps are accounted for alike.
 
     **Time.** The whole step is one compiled program. It may also be part of a larger one, as in `jax.jit` or
     `jax.lax.scan`; in there, nothing sees whether a state is stepped twice.
@@ -192,8 +220,10 @@ def dp_sgd(
       **options: of `ab.clipped_grad`: `microbatch_size`, `method`, `batch_argnums`, `mesh`, ...
 
     Returns:
-      `step`: `state = step.init(params, key)`, `state, metrics = step(state, batch, is_padding=...)`, and
-      `step.epsilon(state, delta)`. It may be called with more arguments of the loss, after the batch.
+      `step`: `state = step.init(params, key)`, `state, metrics = step(state, batch)`, and
+      `step.epsilon(state, delta)`. The batch must say which of its rows are padding: it is a `privacy.PaddedBatch`, or
+      `is_padding=` is given, too. It may be called with more arguments of the loss, after the batch; none of them may
+      have a row for each example, unless it is in `batch_argnums`.
 
     Raises:
       InputError: for what would void the guarantee, before any work is done.
@@ -237,10 +267,6 @@ def _on_mesh(tree: Any, mesh: Mesh | None) -> Any:
         return leaf if is_there else jax.device_put(leaf, NamedSharding(mesh, PartitionSpec()))
 
     return jax.tree.map(put, tree)
-
-
-def _as_array(is_padding: Any) -> Any:
-    return is_padding if is_array(is_padding) else np.asarray(is_padding)
 
 
 def _norm(tree: Any) -> jax.Array:

@@ -18,7 +18,7 @@ from anybatch.training.checkpoints import Checkpoints
 from anybatch.training.feed import Feed, to_device
 from anybatch.training.progress import Silent, display
 from anybatch.training.run import Run, Schedule, every
-from anybatch.training.sources import open_source
+from anybatch.training.sources import beginning_of, check_passes, open_source
 from anybatch.training.stopping import Stopper
 
 # How often to say that batches are gone through once more, in seconds.
@@ -97,7 +97,8 @@ def fit(
       step: `step(state, batch)` returns `(state, metrics)`: that of `anybatch.train_step`, or your own.
       state: to begin with. Where a checkpoint is found, that is taken instead; this one tells how it must look.
       batches: `anybatch.Batches`, a dataset or loader of grain, or any iterable of trees of arrays. It must give the
-        same batches each time that it is made, or nobody can go on exactly.
+        same batches each time that it is made, or nobody can go on exactly. For `anybatch.privacy.dp_sgd`, the batches
+        of `privacy.poisson_batches(...).of(data)`.
       steps: after how many to end, those before a resumption too. What can be iterated over again is, until then.
       epochs: or after how many passes over the batches. By default one.
       evaluate: a function of the state that returns a number, or a mapping of them, for the log.
@@ -129,12 +130,14 @@ def fit(
         checkpoint_every=every("checkpoint_every", checkpoint_every, needs=("checkpoints", checkpoints)),
     )
     steps, epochs = _length(steps, epochs)
+    check_passes(batches, steps, epochs)
     whole("prefetch", prefetch, 0)
     shown = display(progress, is_first=jax.process_index() == 0)
     with contextlib.ExitStack() as stack:
         folder = None if checkpoints is None else stack.enter_context(Checkpoints(checkpoints, keep=keep))
         total = _total(batches, steps, epochs)
         run = Run(step, state, evaluate, schedule, folder, shown, last_step=total)
+        run.position = beginning_of(batches)
         del state  # the run has it, and replaces it
         stack.callback(run.close)
         run.begin(log, resume=resume)

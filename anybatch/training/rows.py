@@ -159,7 +159,9 @@ def _figures(metrics: Any) -> dict[str, Any]:
         is_one_step = metrics.noise is not None and np.ndim(metrics.noise.steps) == 0
         return figures | ({"noise": metrics.noise} if is_one_step else {})
     if isinstance(metrics, Mapping):
-        return {name: value for key, part in metrics.items() for name, value in _scalars(str(key), part).items()}
+        # What a step of anybatch.privacy calls not private is for whoever asked for it, and not for a log.
+        parts = {str(key): part for key, part in metrics.items() if key != "not_private"}
+        return {name: value for key, part in parts.items() for name, value in _scalars(key, part).items()}
     if hasattr(metrics, "_asdict"):
         return _figures(metrics._asdict())
     return _scalars("loss", metrics)

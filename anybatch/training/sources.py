@@ -18,7 +18,7 @@ from anybatch.errors import InputError
 from anybatch.training.batches import Batches, check_same_kind
 from anybatch.trees import describe, is_array
 
-__all__ = ["Batches", "check_same_kind", "open_source"]
+__all__ = ["Batches", "beginning_of", "check_passes", "check_same_kind", "open_source"]
 
 Position = dict[str, Any]
 Notify = Callable[[int, int], None]
@@ -72,11 +72,38 @@ def open_source(
             remedy="Pass what it is made from: a list, a data loader, anybatch.Batches(arrays, batch_size); or an "
             "object whose __iter__ makes a new iterator.",
         )
+    if getattr(source, "single_pass", False):
+        check_passes(source, None, epochs)
+        epochs = 1
     place = _Place() if position is None else _Place.read(position)
     if isinstance(source, Batches):
         _check_position(position, "batches", source)
         return _walk_batches(source, place, epochs)
     return _Passes(source, once, epochs, place, position, notify).walk()
+
+
+def check_passes(batches: Any, steps: int | None, epochs: int | None) -> None:
+    """Refuses a second pass over batches of which each is for one step: those of `privacy.poisson_batches`.
+
+    Raises:
+      InputError: for more epochs than one, or more steps than there are batches.
+    """
+    if not getattr(batches, "single_pass", False):
+        return
+    if (epochs or 1) > 1 or (steps or 0) > len(batches):
+        asked = f"epochs={epochs}" if (epochs or 1) > 1 else f"steps={steps}"
+        raise InputError(
+            "Each batch of a private run is for one step: a second pass would repeat the draws of the first",
+            given=f"{asked} for {len(batches)} batches",
+            remedy="Draw a batch for each step: privacy.poisson_batches(..., steps=...).",
+        )
+
+
+def beginning_of(batches: Any) -> Position | None:
+    """The position before the first batch, for sources that are drawn by a seed of their own; None for others."""
+    if not getattr(batches, "single_pass", False):
+        return None
+    return _Place().position("get_state", state=_encode(batches.get_state()))
 
 
 @dataclasses.dataclass
@@ -214,6 +241,8 @@ class _Passes:
     def _load(self, position: Any) -> None:
         try:
             self.set(_decode(position["state"]))
+        except InputError:  # which says more
+            raise
         except Exception as error:
             raise InputError(
                 "A loader must take back the state that it gave",
