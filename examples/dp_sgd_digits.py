@@ -13,7 +13,6 @@ batches and the same noise, so that nothing is spent twice.
 """
 
 import argparse
-import json
 import pathlib
 import sys
 
@@ -31,7 +30,7 @@ parser.add_argument("--batch", type=int, default=256, help="examples of a batch,
 parser.add_argument("--microbatch", type=int, default=64, help="examples whose gradients are taken at a time")
 parser.add_argument("--epsilon", type=float, default=3.0, help="the privacy to spend in all; infinity for none")
 parser.add_argument("--delta", type=float, default=1e-4, help="the probability left out, below one by the examples")
-parser.add_argument("--folder", type=pathlib.Path, default=pathlib.Path("runs/digits"), help="of checkpoints and seeds")
+parser.add_argument("--folder", type=pathlib.Path, default=pathlib.Path("runs/digits"), help="of checkpoints")
 
 
 def digits():
@@ -74,32 +73,6 @@ def loss(params, example):
     return jax.nn.logsumexp(scores) - scores[example["digit"]]
 
 
-def keys_of_run(folder, settings):
-    """The secret keys of batches and noise: the same ones when a run goes on. Who has them can take the noise out."""
-    path = folder / "secret.json"
-    if not path.exists():
-        folder.mkdir(parents=True, exist_ok=True)
-        path.touch(mode=0o600)
-        keys = [jax.random.key_data(privacy.secret_key()).tolist() for _ in range(2)]
-        path.write_text(json.dumps({"settings": settings, "keys": keys}))
-    begun = json.loads(path.read_text())
-    if begun["settings"] != settings:  # the steps that were taken had other noise, and the account would be wrong
-        sys.exit(f"{folder} has a run with {begun['settings']}, now it is {settings}: choose another --folder")
-    return [jax.random.wrap_key_data(jnp.asarray(key, jnp.uint32)) for key in begun["keys"]]
-
-
-class Drawn:
-    """The batches of the run. Each depends on the seed and its number alone, so that whoever goes on has them again."""
-
-    def __init__(self, data, indices):
-        self.data, self.indices = data, indices
-
-    def __iter__(self):
-        for indices, is_padding in self.indices:
-            rows = {name: array[indices] for name, array in self.data.items()}
-            yield {"rows": rows, "is_padding": is_padding}
-
-
 def main():
     """Trains, or goes on."""
     args = parser.parse_args()
@@ -110,7 +83,6 @@ def main():
     rate = args.batch / examples
     is_private = args.epsilon < float("inf")
     budget = {"epsilon": args.epsilon, "delta": args.delta, "sampling_rate": rate, "steps": args.steps}
-    seed, noise_key = keys_of_run(args.folder, {name: str(value) for name, value in budget.items()})
     noise = privacy.noise_multiplier(**budget) if is_private else 0.0
     print(f"{examples} examples, {args.batch} in a batch on average, {args.steps} steps: noise multiplier {noise:.2f}")
 
@@ -124,6 +96,9 @@ def main():
         microbatch_size=args.microbatch,
         allow_no_noise=not is_private,
     )
+    # Two secret keys, of the batches and of the noise. A run that goes on has those of before: its checkpoints hold
+    # them, so that the folder is as secret as the data.
+    seed, noise_key = privacy.secret_key(), privacy.secret_key()
     batches = privacy.poisson_batches(examples, expected_batch_size=args.batch, steps=args.steps, seed=seed)
     state = step.init(init(jax.random.key(0)), noise_key)
 
@@ -136,9 +111,9 @@ def main():
 
     before = accuracy(state)
     run = ab.fit(
-        lambda state, batch: step(state, batch["rows"], is_padding=batch["is_padding"]),
+        step,
         state,
-        Drawn(train, batches),
+        batches.of(train),
         steps=args.steps,
         evaluate=accuracy,
         evaluate_every=50,

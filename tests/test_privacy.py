@@ -97,10 +97,10 @@ def test_padding_instead_of_an_example_changes_as_much():
     params, batch = parameters(), with_harmful(examples(12), 1e6)
     grad = privacy.private_grad(loss, clip_norm=0.7, noise_multiplier=1.0, expected_batch_size=8)
     whole, _ = grad.clipped((params, padded(batch)), {}, None)
-    padded, _ = grad.clipped((params, batch), {}, np.arange(12) == 0)
+    masked, _ = grad.clipped((params, batch), {}, np.arange(12) == 0)
     rest, _ = grad.clipped((params, padded(without_first(batch))), {}, None)
-    assert distance(whole, padded) <= grad.sensitivity * rounding(12)
-    assert distance(padded, rest) <= 1e-6 * grad.sensitivity
+    assert distance(whole, masked) <= grad.sensitivity * rounding(12)
+    assert distance(masked, rest) <= 1e-6 * grad.sensitivity
 
 
 @pytest.mark.parametrize("method", ["vmap", "factored"])

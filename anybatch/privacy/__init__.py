@@ -9,8 +9,9 @@ for two datasets of which one has one example more, and every set of outcomes, t
 It rests on three things:
 
 1. *Sensitivity.* The gradient before noise is the sum over the batch of `g_i * min(1, clip_norm / |g_i|)`, divided by
-   `expected_batch_size`, a constant. An example whose gradient is not finite counts for nothing. Adding or removing an
-   example changes the result by at most `clip_norm / expected_batch_size` in its norm, whatever the other examples are.
+   `expected_batch_size`, a constant. An example whose gradient is not finite counts for nothing, and so does padding,
+   which every batch must declare (`privacy.PaddedBatch`). Adding or removing an example changes the result by at most
+   `clip_norm / expected_batch_size` in its norm, whatever the other examples are.
 2. *Noise.* To each number of it independent Gaussian noise is added, with the standard deviation `noise_multiplier`
    times that sensitivity: once in a step, after the sum over microbatches and devices, before it is rounded to narrow
    dtypes.

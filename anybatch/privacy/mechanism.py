@@ -1,6 +1,7 @@
 """`private_grad`: the sum of clipped gradients with noise, for a training loop of one's own."""
 
 import functools
+import inspect
 import math
 from collections.abc import Callable
 from typing import Any
@@ -176,11 +177,13 @@ class PrivateGrad:
 
     def _batch(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
         """The arguments that are batches."""
-        positions, names = self._batch_argnums(len(args)), self._batch_argnames
-        return [args[position] for position in positions] + [kwargs[name] for name in names if name in kwargs]
+        positions = self._places("batch_argnums", 1, len(args))
+        return [args[place] for place in positions] + [kwargs[name] for name in self._batch_argnames if name in kwargs]
 
-    def _batch_argnums(self, number: int) -> list[int]:
-        return [position % number for position in _several(self._options.get("batch_argnums", 1)) if position < number]
+    def _places(self, option: str, default: Any, number: int) -> list[int]:
+        """The positions that an option names, among so many arguments."""
+        given = _several(self._options.get(option, default))
+        return [position % number for position in given if -number <= position < number]
 
     @property
     def _batch_argnames(self) -> tuple[str, ...]:
@@ -189,9 +192,10 @@ class PrivateGrad:
     def _check_batch(self, args: tuple[Any, ...], kwargs: dict[str, Any], is_padding: Any) -> None:
         arguments = self._clipped.settings.common.roles.sort(self._fun, args, kwargs)
         named = {leaf.place for leaf in arguments.leaves if leaf.role != "rest"}
-        others = {f"args[{place}]": arg for place, arg in enumerate(args) if place not in named}
-        others |= {name: value for name, value in kwargs.items() if name not in named}
-        check_shared(others, arguments.num_examples)
+        names = _names(self._fun, len(args))
+        shared = {names[place]: arg for place, arg in enumerate(args) if place not in named}
+        shared |= {name: value for name, value in kwargs.items() if name not in named}
+        check_shared(shared, arguments.num_examples)
         if self.num_examples is not None and self.sampling_rate is not None:
             batch = arguments.arrays.batch
             check_batch_size(batch, is_padding, self.num_examples, self.sampling_rate, self.max_batch_size)
@@ -268,6 +272,16 @@ def private_grad(
         allow_key_reuse=allow_key_reuse,
         options=options,
     )
+
+
+def _names(fun: Callable[..., Any], number: int) -> list[str]:
+    """What a loss calls its positional arguments."""
+    try:
+        parameters = list(inspect.signature(fun).parameters.values())
+    except (TypeError, ValueError):
+        parameters = []
+    names = [each.name for each in parameters if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
+    return names[:number] + [f"args[{place}]" for place in range(len(names), number)]
 
 
 def _several(given: Any) -> tuple[Any, ...]:

@@ -148,8 +148,8 @@ def check_shared(arguments: dict[str, Any], rows: int | None) -> None:
                 "of all, and clipping bounds none of that",
                 given=f"{found} = {kind}, beside a batch of {rows} rows",
                 remedy=f'{remedy} it into the batch: {{"x": x, "{name}": {name}}}; or, if it is positional, name it in '
-                f"batch_argnums. If it is public, and no row for each example, close over it: "
-                f"functools.partial(loss, {name}=...).",
+                f"batch_argnums. If it is public, and has as many rows by chance, close over it: "
+                f"functools.partial(loss, {name}=...); or draw batches with another max_batch_size=.",
             )
 
 

@@ -75,8 +75,9 @@ class Draw(NamedTuple):
                 remedy="Take them outside, and pass the batch: draw.take(data).",
             )
         # JAX would take the last row for an index beyond it, and that example would count more than once.
-        _check_rows(data, int(np.max(self.indices)) + 1, exactly=False)
-        return PaddedBatch(jax.tree.map(lambda array: array[self.indices], data), self.is_padding)
+        indices = np.asarray(self.indices)
+        _check_rows(data, int(np.max(indices, initial=-1)) + 1, exactly=False)
+        return PaddedBatch(jax.tree.map(lambda array: array[indices], data), self.is_padding)
 
 
 @dataclasses.dataclass(frozen=True)
