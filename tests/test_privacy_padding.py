@@ -69,14 +69,14 @@ def test_a_draw_unpacks_and_takes():
 @pytest.mark.parametrize(
     "data, text",
     [
-        ({"x": np.ones(NUMBER - 1)}, r"data must be a tree of arrays with 40 rows.*\n    data\['x'\]: float64\[39\]"),
+        ({"x": np.ones(NUMBER - 1)}, r"with 40 rows, one for each example, got data\['x'\]: float64\[39\]"),
         ({"x": np.ones(NUMBER + 1)}, "data must be a tree of arrays with 40 rows"),
         ({"x": jnp.ones(NUMBER), "y": 3}, r"data must be a tree of arrays with 40 rows.*got data\['y'\]: 3"),
         ({}, "data must be a tree of arrays with 40 rows, one for each example, got a tree without arrays"),
     ],
 )
 def test_data_that_the_draws_are_not_of(data, text):
-    with pytest.raises(InputError, match=text.replace(r".*\n    data", ".*got data")):
+    with pytest.raises(InputError, match=text):
         draws().of(data)
 
 
@@ -262,8 +262,8 @@ def change(example, seed, *, counts_padding=False):
 
 
 def drawn(seed):
-    (draw,) = draws(steps=1, seed=seed)
-    return draw.indices[~draw.is_padding].tolist()
+    ((indices, is_padding),) = draws(steps=1, seed=seed)
+    return indices[~is_padding].tolist()
 
 
 WITH_0 = next(seed for seed in range(1000) if 0 in drawn(seed) and len(drawn(seed)) > 2)
@@ -358,16 +358,6 @@ def test_what_is_not_private_is_not_logged(tmp_path, capfd):
         for row in [*rows, *run.history]:
             assert "gradient_norm" in row and not any("private" in name or "aux" in name for name in row)
     assert "private" not in capfd.readouterr().err
-
-
-def test_examples_per_second_do_not_tell_how_many_there_were(tmp_path):
-    """The rate counts rows, padding too: all batches have as many."""
-    from anybatch.training.rows import _num_examples
-
-    batches = draws().of(examples())
-    sizes = {int((~batch.is_padding).sum()) for batch in batches}
-    counted = {_num_examples(privacy.Metrics(jnp.ones(()), None), batch) for batch in batches}
-    assert counted == {batches.batch_size} and len(sizes) > 1
 
 
 def test_steps_inside_a_scan_take_padded_batches():
