@@ -19,6 +19,9 @@ class Draw(random.Random):
 
     num_examples: int
     sizes: tuple[int, ...]
+    blocks: list  # those of a model, each with parameters of its own
+    nested_left: int  # how many functions inside others a block of parameters may yet have
+    alone: bool = False  # whether what blocks of parameters are given is one example
     boldness: float  # how often an operation may run along the first axis, which mostly is that of the examples
 
     def axis(self, shape):

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from program_operations import WRAPPERS, Operations
+from program_parameters import Block
 
 STRUCTURES = Operations()
 operation = STRUCTURES.operation
@@ -234,6 +235,19 @@ def linear_algebra(draw, shape):
             lambda x: jnp.abs(jnp.fft.rfft(x, axis=-1)) ** 2,
         ]
     )
+
+
+# Models.
+
+
+@operation(needs=("trees",), weight=4)
+def block_of_a_model(draw, shape):
+    """With parameters of its own: stacked layers, trees, tied weights."""
+    if not shape or shape[-1] < 2 or len(draw.blocks) > 1:
+        return None
+    block, place = Block(draw, shape[-1], narrow=0.0), len(draw.blocks)
+    draw.blocks.append(block)
+    return lambda x, trees: block(trees[place], x) + block.penalty(trees[place])
 
 
 # What a head does with sums.

@@ -5,6 +5,7 @@
 
 import collections
 import dataclasses
+import functools
 import sys
 import traceback
 import warnings
@@ -14,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from comparing import quick_jit
+from interpreter import results_of
 from program_indexing import INDEXING
 from program_operations import ARRAYS, Draw, clipped_gradient
 from program_structures import STRUCTURES
@@ -22,7 +24,7 @@ import anybatch as ab
 
 OPERATIONS = [*ARRAYS, *INDEXING, *STRUCTURES]
 LARGEST_VALUE, MOST_AXES = 400, 4
-INPUTS = ["params", "params", "params", "batch", "batch", "labels", "key"]
+INPUTS = ["params", "params", "params", "batch", "batch", "labels", "key", "trees"]
 
 TERMS = [
     lambda x: jnp.mean(jnp.tanh(x)),
@@ -65,6 +67,7 @@ def weighted(fun, seed):
 class Program:
     """`loss(params, batch, key)`: three parameters, two arrays of examples and their labels, and a key.
 
+    Some programs have blocks of a model in them, each with a tree of parameters of its own beside the three.
     The number of examples is 2 to 7. In half of the programs features come in that number too, so that a shape does
     not tell which axis is which.
     """
@@ -78,14 +81,17 @@ class Program:
         param_shapes = [(), *(self._shape(draw.choice([0, 1, 2, 2])) for _ in range(2))]
         batch_shapes = [(self.num_examples, *self._shape(draw.choice([0, 1, 1, 2]))) for _ in range(2)]
         self.input_shapes = [*param_shapes, *batch_shapes]
-        self.named = {"labels": 5, "key": 6}
-        self.values = [jax.typeof(leaf) for leaf in jax.tree.leaves(self.arguments())]
-        self.moving = {0, 1, 2}  # what depends on the parameters
+        self.named = {"labels": 5, "key": 6, "trees": 7}
+        draw.blocks = []
+        params, batch, key = self.arguments()
+        self.values = [*(jax.typeof(leaf) for leaf in (*params[:3], *batch, key)), []]
+        self.moving = {0, 1, 2, self.named["trees"]}  # what depends on the parameters
         self.steps: list[Step] = []
         self._build(draw)
         unused = set(range(len(INPUTS), len(self.values))).difference(*(step.operands for step in self.steps))
         picks = draw.sample(sorted(unused), min(3, len(unused))) or [0]  # So that few operations are for nothing.
-        self.terms = [(draw.choice(TERMS), index) for index in [*picks, max(self.moving)]]
+        moving = self.moving - {self.named["trees"]}
+        self.terms = [(draw.choice(TERMS), index) for index in [*picks, max(moving)]]
         self.head = draw.choice(HEADS)
         self.has_aux = draw.chance(0.4)
         self.aux = [self._pick(recent=True) for _ in range(3)] if self.has_aux else []
@@ -128,6 +134,7 @@ class Program:
 
     def _add(self, name, fun, operands):
         """Appends a step and returns True, unless its operands do not fit or its result is large."""
+        self.values[self.named["trees"]] = jax.eval_shape(self._trees)
         try:
             value = jax.eval_shape(lambda *values: fun(*values), *(self.values[index] for index in operands))
         except (TypeError, ValueError):
@@ -140,8 +147,11 @@ class Program:
         self.values.append(value)
         return True
 
+    def _trees(self, generator=None):
+        return [block.parameters(generator or np.random.default_rng(0)) for block in self.draw.blocks]
+
     def loss(self, params, batch, key):
-        values = [*params, *batch, key]
+        values = [*params[:3], *batch, key, params[3]]
         for step in self.steps:
             values.append(step.fun(*(values[index] for index in step.operands)))
         value = self.head([term(values[index]) for term, index in self.terms])
@@ -151,14 +161,16 @@ class Program:
         generator = np.random.default_rng([self.seed, variant])
         arrays = [0.7 * generator.standard_normal(shape) for shape in self.input_shapes]
         labels = generator.integers(0, 3, self.num_examples)
-        return arrays[:3], [*arrays[3:], labels], jax.random.key(self.seed % 1000)
+        trees = jax.tree.map(np.asarray, self._trees(generator))
+        return [*arrays[:3], trees], [*arrays[3:], labels], jax.random.key(self.seed % 1000)
 
     def __str__(self):
         lines = [f"program {self.seed}: {self.num_examples} examples, microbatches of {self.microbatch_size}"]
         for index, value in enumerate(self.values):
-            step = self.steps[index - 7] if index >= 7 else None
+            step = self.steps[index - len(INPUTS)] if index >= len(INPUTS) else None
             origin = f"{step.name}({', '.join(f'v{i}' for i in step.operands)})" if step else INPUTS[index]
-            lines.append(f"  v{index} = {origin}: {value.shape}")
+            lines.append(f"  v{index} = {origin}: {getattr(value, 'shape', '')}")
+        lines += [str(block) for block in self.draw.blocks]
         terms = ", ".join(f"v{index} by {TERMS.index(term)}" for term, index in self.terms)
         return "\n".join([*lines, f"  head {HEADS.index(self.head)} of {terms}; aux: {self.aux}"])
 
@@ -201,6 +213,27 @@ def compare(program, value_and_grad=None, tolerance=1e-9):
     return Outcome("same", warned=warned)
 
 
+def compare_interpreted(program, tolerance=1e-9):
+    """As `compare`, without XLA: both gradients are traced, and evaluated by an interpreter."""
+    full = jax.value_and_grad(program.loss, has_aux=program.has_aux)
+    parts = ab.value_and_grad(program.loss, has_aux=program.has_aux, microbatch_size=program.microbatch_size)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        expected = results_of(full, *program.arguments())
+        try:
+            actual = results_of(parts, *program.arguments())
+        except ab.AnybatchError as error:
+            return Outcome("refused", str(error))
+        except Exception:
+            return Outcome("crashed", traceback.format_exc(limit=-12))
+    if not all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(expected)):
+        return Outcome("not finite")
+    error = difference(actual, expected)
+    if error > tolerance and error > 100 * sensitivity(program, functools.partial(results_of, full), expected):
+        return Outcome("different", f"by {error:.1e}")
+    return Outcome("same")
+
+
 def difference(actual, expected):
     """The largest relative difference: of the gradient as one vector, of the value, and of every aux leaf."""
 
@@ -218,7 +251,7 @@ def sensitivity(program, full, expected):
     params, (*arrays, labels), key = program.arguments()
 
     def moved(arrays):
-        return [x * (1 + 1e-13 * generator.standard_normal(x.shape)) for x in arrays]
+        return jax.tree.map(lambda x: x * (1 + 1e-13 * generator.standard_normal(x.shape)), arrays)
 
     return max(difference(full(moved(params), [*moved(arrays), labels], key), expected) for _ in range(4))
 

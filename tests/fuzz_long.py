@@ -1,0 +1,86 @@
+"""Any number of random programs, from a start seed: `python tests/fuzz_long.py --models 14000 --readings 6000`.
+
+`--models` are random models with trees of parameters (`model_programs.py`), `--readings` random losses (`programs.py`).
+Both are compared with `jax.value_and_grad` at the full batch, in float64, by an interpreter of jaxprs that compiles
+nothing (`interpreter.py`). One program in `--compiled` is compiled by XLA instead, and of these every fifth is spread
+over two simulated devices. A finding is printed with the seed that makes it again:
+`python tests/model_programs.py SEED`, `python tests/programs.py SEED`.
+
+Takes about 0.1 s a program and core. Exits with 1 if a gradient was wrong, or anything raised an error that is not one
+of anybatch's own.
+"""
+
+import argparse
+import collections
+import gc
+import os
+import sys
+import time
+
+os.environ["ANYBATCH_CACHE"] = "off"
+os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=2"
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import jax
+
+if jax.__version_info__ < (0, 11):  # A third of the time to compile.
+    os.environ["XLA_FLAGS"] += " --xla_cpu_use_fusion_emitters=false"
+jax.config.update("jax_enable_x64", True)
+
+from model_programs import ModelProgram, compare_compiled, compare_model
+from programs import Program, compare, compare_interpreted
+
+WRONG = ("different", "crashed")
+
+
+def model(seed, compiled, devices):
+    program = ModelProgram(seed)
+    return program, compare_compiled(program, devices) if compiled else compare_model(program)
+
+
+def reading(seed, compiled, devices):
+    program = Program(seed)
+    return program, compare(program) if compiled else compare_interpreted(program)
+
+
+def main(argv=None):
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--models", type=int, default=1000, help="how many random models")
+    parser.add_argument("--readings", type=int, default=500, help="how many random losses")
+    parser.add_argument("--start", type=int, default=0, help="the first seed of both")
+    parser.add_argument("--compiled", type=int, default=50, help="one program in so many is compiled; 0 for none")
+    options = parser.parse_args(argv)
+    began, counts, wrong = time.time(), collections.Counter(), 0
+    todo = [("model", model, number) for number in range(options.models)]
+    todo += [("reading", reading, number) for number in range(options.readings)]
+    gc.disable()  # What tracing leaves behind is collected below, once for many programs.
+    print(f"JAX {jax.__version__}: {options.models} models, {options.readings} readings from {options.start}", flush=True)
+    for done, (kind, run, number) in enumerate(todo, 1):
+        seed = options.start + number
+        compiled = options.compiled and number % options.compiled == options.compiled - 1
+        devices = 2 if compiled and number // options.compiled % 5 == 4 else 1
+        program, outcome = run(seed, compiled, devices)
+        counts[f"{kind} {outcome.kind}"] += 1
+        counts["compiled"] += bool(compiled)
+        if outcome.kind in WRONG:
+            wrong += 1
+            how = f"compiled for {devices}" if compiled else "interpreted"
+            print(f"FINDING {kind} {seed}, {how}: {outcome.kind} {outcome.text}\n{program}\n", flush=True)
+        elif outcome.kind == "refused" and counts[f"{kind} refused"] <= 5:
+            print(f"refused {kind} {seed}: {outcome.text}\n", flush=True)
+        if done % 200 == 0:
+            jax.clear_caches()  # Every program is traced once and never again.
+            gc.collect()
+        if done % 500 == 0 or done == len(todo):
+            seconds = time.time() - began
+            print(f"{done} of {len(todo)} in {seconds:.0f} s, {seconds / done:.3f} s each: {dict(counts)}", flush=True)
+    refused = counts["model refused"] + counts["reading refused"]
+    print(
+        f"JAX {jax.__version__}: {len(todo)} programs, {refused} refused, {wrong} findings, "
+        f"{time.time() - began:.0f} seconds"
+    )
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
