@@ -49,8 +49,6 @@ LONG = (
     "test_reading_fuzz.py::test_random_programs[2]",
     "test_reading_fuzz.py::test_random_programs[3]",
     "test_reading_fuzz.py::test_random_programs_over_a_mesh[3]",
-    "test_references_fuzz.py::test_random_programs[1]",
-    "test_references_fuzz.py::test_random_programs[2]",
     "test_remat.py::test_blocks_of_real_models_give_the_same_gradient[gpt_scanned]",
     "test_zoo.py::test_value_aux_and_gradient_are_those_of_the_full_batch[bert]",
     "test_zoo.py::test_value_aux_and_gradient_are_those_of_the_full_batch[lstm_of_unequal_lengths]",

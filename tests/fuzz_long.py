@@ -6,8 +6,8 @@ nothing (`interpreter.py`). One program in `--compiled` is compiled by XLA inste
 over two simulated devices. A finding is printed with the seed that makes it again:
 `python tests/model_programs.py SEED`, `python tests/programs.py SEED`.
 
-Takes 0.1 to 0.2 s of a core for each program. Exits with 1 if a gradient was wrong, or anything raised an error that is not one
-of anybatch's own.
+Takes 0.1 to 0.2 s of a core for each program. Exits with 1 if a gradient was wrong, or anything raised an error that is
+not one of anybatch's own.
 """
 
 import argparse
@@ -17,20 +17,23 @@ import os
 import sys
 import time
 
-os.environ["ANYBATCH_CACHE"] = "off"
-os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=2"
-os.environ.setdefault("JAX_PLATFORMS", "cpu")
-
 import jax
-
-if jax.__version_info__ < (0, 11):  # A third of the time to compile.
-    os.environ["XLA_FLAGS"] += " --xla_cpu_use_fusion_emitters=false"
-jax.config.update("jax_enable_x64", True)
-
 from model_programs import ModelProgram, compare_compiled, compare_model
 from programs import Program, compare, compare_interpreted
 
 WRONG = ("different", "crashed")
+
+
+def configure():
+    """XLA reads its flags when it is first used, not when it is imported."""
+    os.environ["ANYBATCH_CACHE"] = "off"
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    flags = "--xla_force_host_platform_device_count=2"
+    if jax.__version_info__ < (0, 11):  # A third of the time to compile.
+        flags += " --xla_cpu_use_fusion_emitters=false"
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flags}"
+    jax.config.update("jax_platforms", os.environ["JAX_PLATFORMS"])
+    jax.config.update("jax_enable_x64", True)
 
 
 def model(seed, compiled, devices):
@@ -50,12 +53,13 @@ def main(argv=None):
     parser.add_argument("--start", type=int, default=0, help="the first seed of both")
     parser.add_argument("--compiled", type=int, default=100, help="one program in so many is compiled; 0 for none")
     options = parser.parse_args(argv)
+    configure()
     began, counts, wrong = time.time(), collections.Counter(), 0
     todo = [("model", model, number, options.models) for number in range(options.models)]
     todo += [("reading", reading, number, options.readings) for number in range(options.readings)]
     todo.sort(key=lambda one: one[2] / one[3])  # Some of both, wherever it is stopped.
     gc.disable()  # What tracing leaves behind is collected below, once for many programs.
-    print(f"JAX {jax.__version__}: {options.models} models, {options.readings} readings from {options.start}", flush=True)
+    print(f"JAX {jax.__version__}: {options.models} models and {options.readings} readings, from {options.start}")
     for done, (kind, run, number, _) in enumerate(todo, 1):
         seed = options.start + number
         compiled = options.compiled and number % options.compiled == options.compiled - 1

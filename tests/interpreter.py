@@ -273,13 +273,14 @@ def _(params, x):
 @rule("pad")
 def _(params, x, value):
     config = params["padding_config"]
-    shape = [low + high + size + max(0, size - 1) * inside for (low, high, inside), size in zip(config, x.shape)]
-    spread = np.full([max(0, size + max(0, size - 1) * c[2]) for c, size in zip(config, x.shape)], value, x.dtype)
+    between = [size + max(0, size - 1) * c[2] for c, size in zip(config, x.shape, strict=True)]
+    shape = [c[0] + c[1] + size for c, size in zip(config, between, strict=True)]
+    spread = np.full(between, value, x.dtype)
     spread[tuple(slice(None, None, c[2] + 1) for c in config)] = x
-    spread = spread[tuple(slice(max(0, -c[0]), n - max(0, -c[1])) for c, n in zip(config, spread.shape))]
+    spread = spread[tuple(slice(max(0, -c[0]), n - max(0, -c[1])) for c, n in zip(config, spread.shape, strict=True))]
     result = np.full(shape, value, x.dtype)
     starts = [max(0, c[0]) for c in config]
-    result[tuple(slice(start, start + n) for start, n in zip(starts, spread.shape))] = spread
+    result[tuple(slice(start, start + n) for start, n in zip(starts, spread.shape, strict=True))] = spread
     return result
 
 
@@ -296,14 +297,16 @@ def _clamped(starts, sizes, shape):
 @rule("dynamic_slice")
 def _(params, x, *starts):
     sizes = params["slice_sizes"]
-    return x[tuple(slice(start, start + size) for start, size in zip(_clamped(starts, sizes, x.shape), sizes))]
+    return x[
+        tuple(slice(start, start + size) for start, size in zip(_clamped(starts, sizes, x.shape), sizes, strict=True))
+    ]
 
 
 @rule("dynamic_update_slice")
 def _(params, x, update, *starts):
     result = np.array(x)
     first = _clamped(starts, update.shape, x.shape)
-    result[tuple(slice(start, start + size) for start, size in zip(first, update.shape))] = update
+    result[tuple(slice(start, start + size) for start, size in zip(first, update.shape, strict=True))] = update
     return result
 
 
@@ -423,10 +426,6 @@ def _(params, words):
 # Looking up and writing: every window of the smaller array has its place in the larger one.
 
 
-def _batch_of(shape, offsets):
-    return [axis for axis in range(len(shape)) if axis not in offsets]
-
-
 def _windows(shape, indices, window, collapsed, batching, index_batching, start_map, output_shape, offsets, mode):
     """For each position of `output_shape`, the position in an array of `shape`, and whether it is inside."""
     grids = np.indices(output_shape)
@@ -483,11 +482,12 @@ for _name, _function in SCATTERS.items():
         numbers, mode = params["dimension_numbers"], _mode(params)
         offsets = numbers.update_window_dims
         dropped = (*numbers.inserted_window_dims, *numbers.operand_batching_dims)
-        window, sizes = [1] * x.ndim, iter(updates.shape[axis] for axis in offsets)
+        sizes = iter(updates.shape[axis] for axis in offsets)
         window = [1 if axis in dropped else next(sizes) for axis in range(x.ndim)]
         position, inside = _windows(
             *(x.shape, indices, window, numbers.inserted_window_dims, numbers.operand_batching_dims),
-            *(numbers.scatter_indices_batching_dims, numbers.scatter_dims_to_operand_dims, updates.shape, offsets, mode),
+            *(numbers.scatter_indices_batching_dims, numbers.scatter_dims_to_operand_dims, updates.shape),
+            *(offsets, mode),
         )
         result = np.array(x)
         where = tuple(p[inside] for p in position)

@@ -331,7 +331,7 @@ class Body:
             return 0.5 * h + 0.5 * jnp.tanh(made) if residual else jnp.tanh(made)
 
         self.pieces.append(used)
-        self.write(f"h = use {patterns!r} {which} of {['v%d' % pick for pick in picks]}")
+        self.write(f"h = use {patterns!r} {which} of {', '.join(f'v{pick}' for pick in picks)}")
 
     # Functions inside.
 
@@ -535,7 +535,8 @@ class Body:
 
         def piece(values, h):
             outside = [values[index] for index in closed]
-            xs = [values[i] if which is False else DERIVED[which](values[i]) for i, which in zip(stacked, made)]
+            pairs = zip(stacked, made, strict=True)
+            xs = [values[i] if which is False else DERIVED[which](values[i]) for i, which in pairs]
             xs = [*xs, jnp.asarray(constant, h.dtype)] if data else xs
 
             def layer(carry, rows):

@@ -7,7 +7,7 @@ import sys
 import jax
 import pytest
 from meshes import mesh_of
-from programs import Program, compare, survey
+from programs import Program, compare, compare_interpreted, survey
 
 import anybatch as ab
 
@@ -38,6 +38,19 @@ def check(seeds, value_and_grad=None):
 def test_random_programs(part):
     first = FIRST_SEED + part * PROGRAMS_PER_TEST
     check(range(first, first + PROGRAMS_PER_TEST))
+
+
+def test_random_programs_interpreted():
+    """Others than above, without XLA. `python tests/fuzz_long.py --readings 6000` runs as many as one likes."""
+    seeds = range(FIRST_SEED + 500_000, FIRST_SEED + 500_000 + PROGRAMS_PER_TEST)
+    outcomes = {seed: compare_interpreted(Program(seed)) for seed in seeds}
+    wrong = [f"{one.kind} {one.text}\n{Program(seed)}" for seed, one in outcomes.items() if one.kind != "same"]
+    assert len(wrong) <= 1 and not any(one.kind in ("different", "crashed") for one in outcomes.values()), wrong
+
+
+def test_some_programs_have_blocks_of_a_model():
+    programs = [Program(seed) for seed in range(40)]
+    assert sum(any(step.name == "block_of_a_model" for step in program.steps) for program in programs) >= 5
 
 
 @pytest.mark.thorough

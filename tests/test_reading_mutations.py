@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import pytest
 from comparing import assert_same, quick_jit
 from inferred_losses import INFERRED, NUM_EXAMPLES
-from programs import Program, compare
+from programs import Program, compare_interpreted
 
 import anybatch as ab
 from anybatch.reading import evaluation, positions, states
@@ -304,8 +304,8 @@ def noticed_by(use):
         if not use.primitives & primitives:
             continue
         if is_used(use, made.loss, made.arguments(), has_aux=made.has_aux):
-            if compare(made).kind in ("different", "crashed"):
-                yield f"program {seed}", functools.partial(lambda made: compare(made).kind != "same", made)
+            if compare_interpreted(made).kind in ("different", "crashed"):
+                yield f"program {seed}", functools.partial(lambda made: compare_interpreted(made).kind != "same", made)
     for case in INFERRED:
         options = {"has_aux": case.has_aux, "batch_argnums": case.batch_argnums}
         if is_used(use, case.loss, case.make(NUM_EXAMPLES), **options) and goes_wrong(case):
