@@ -157,10 +157,10 @@ class Gradient:
         """The loss, read."""
         loss, consts = self._trace(self.examples)
         fresh = bool(self.arguments.arrays.keys)
-        if self._is_in_parts:
-            return split_loss_in_one_pass(loss, consts, fresh_draws=fresh)
-        # What noise is told by are microbatches of the batch itself.
-        return split_loss(loss, consts, fresh_draws=fresh, may_select=not self.settings.noise)
+        # Noise is told by microbatches of the batch itself, and a fixed order of sums is one of its examples.
+        may_select = not self.settings.noise and not self.settings.reproducible
+        split = split_loss_in_one_pass if self._is_in_parts else split_loss
+        return split(loss, consts, fresh_draws=fresh, may_select=may_select)
 
     @functools.cached_property
     def checked_reading(self) -> Reading:

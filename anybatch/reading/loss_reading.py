@@ -23,16 +23,18 @@ _MAX_HINT = 1 << 20  # elements of an array that is looked at before anything ru
 _HARMLESS_EFFECTS = ("DebugEffect", "OrderedDebugEffect", "NamedAxisEffect")
 
 
-def split_loss_in_one_pass(loss: TracedLoss, consts: Sequence[Any], *, fresh_draws: bool = False) -> Split:
+def split_loss_in_one_pass(
+    loss: TracedLoss, consts: Sequence[Any], *, fresh_draws: bool = False, may_select: bool = False
+) -> Split:
     """Like `split_loss`, but nothing is summed before the microbatches if one pass over them is enough all the same.
 
     On many devices a sum is an exchange. The sum of a mask can join that of the gradients, unless examples are
     divided by it.
     """
-    split = split_loss(loss, consts, fresh_draws=fresh_draws, sums_data_later=True)
+    split = split_loss(loss, consts, fresh_draws=fresh_draws, sums_data_later=True, may_select=may_select)
     if split.seeds != Seeds.BETWEEN and not split.head_couples:
         return split
-    return split_loss(loss, consts, fresh_draws=fresh_draws)
+    return split_loss(loss, consts, fresh_draws=fresh_draws, may_select=may_select)
 
 
 def split_loss(

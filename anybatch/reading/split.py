@@ -21,7 +21,7 @@ from anybatch.reading.evaluation import FullBatch, Microbatch
 from anybatch.reading.graph import ELEMENTWISE, Graph, Node, Value
 from anybatch.reading.positions import Draw
 from anybatch.reading.reader import Reader
-from anybatch.reading.states import SUM, WHOLE, Mixed, Rows, State
+from anybatch.reading.states import SUM, WHOLE, Mixed, Rows, State, take_rows
 
 # Too costly to do for the whole batch at once only because it is done before the first microbatch.
 _HEAVY = frozenset("dot_general conv_general_dilated scan while cond pallas_call ragged_dot_general".split())
@@ -154,6 +154,15 @@ class Split:
         for position, value in enumerate(self.frontier):
             found.setdefault(self.reader.selection(value), []).append(position)
         return found
+
+    def selected_first(self, selection: int) -> dict[int, Rows]:
+        """Which of the values known first are rows of a selection, by their positions, and how these lie in them."""
+        states = [self.reader.state(value) for value in self.known_first]
+        return {
+            position: state
+            for position, (value, state) in enumerate(zip(self.known_first, states, strict=True))
+            if isinstance(state, Rows) and self.reader.selection(value) == selection
+        }
 
     @property
     def states(self) -> list[State]:
@@ -295,6 +304,7 @@ class Split:
         origin: Any = None,
         runs: int = 1,
         selection: int | None = None,
+        selected: Sequence[Any] = (),
     ) -> list[Any]:
         """Values of the prefix for `size` examples.
 
@@ -308,6 +318,7 @@ class Split:
           origin: the index in the batch of the first example that the inputs have, if they have not all of them.
           runs: of how many runs of examples they are made.
           selection: the rows that are counted as examples, if not those of the batch.
+          selected: of the values known first that have such rows, those of a part; without, they are looked up.
         """
         whole: dict[Value, Any] = dict(zip(self.known_first if known is not None else [], known or [], strict=True))
         whole.update(zip(self.hoisted if hoisted else [], hoisted, strict=True))
@@ -320,6 +331,10 @@ class Split:
         if selection is None:
             taken = take([inputs[position] for position in self.batch_positions], start, size, runs)
             mine.update(zip((self.graph.inputs[position] for position in self.batch_positions), taken, strict=True))
+        elif selected:
+            for (position, rows), array in zip(self.selected_first(selection).items(), selected, strict=True):
+                number = array.shape[rows.axis] // (rows.outer * rows.inner)
+                mine[self.known_first[position]] = take_rows(array, rows, number, start, size)
         index = start if origin is None else origin + start
         count = self.reader.count(selection)
         microbatch = Microbatch(self.reader, index, size, mine, whole, self.draw, runs, count)

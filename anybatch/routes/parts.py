@@ -97,6 +97,13 @@ class Place(Protocol):
     def once(self, fun: Callable[..., Any], *arguments: Any) -> Any:
         """Calls a function of whole arrays, lists and tuples of them, outside of the passes."""
 
+    def of_rows(self, number: int) -> "Place":
+        """The same place, for so many rows that are selected from the examples."""
+
+    @property
+    def has_all_examples(self) -> bool:
+        """Whether a part of the rows sees the whole batch, so that it can look up its own."""
+
     def __call__(self, work: Work) -> tuple[list[Any], list[Any]]:
         """The sums over all examples, and the rows of all of them in the order of the batch."""
 
@@ -115,6 +122,15 @@ class Here:
     def once(self, fun: Callable[..., Any], *arguments: Any) -> Any:
         """Calls the function."""
         return fun(*arguments)
+
+    def of_rows(self, number: int) -> "Here":
+        """The same place, for so many rows: they lie one after the other."""
+        return Here(number)
+
+    @property
+    def has_all_examples(self) -> bool:
+        """Yes."""
+        return True
 
     def __call__(self, work: Work) -> tuple[list[Any], list[Any]]:
         """The sums over the examples, and their rows."""

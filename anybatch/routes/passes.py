@@ -12,7 +12,7 @@ from jax import lax
 from anybatch import compat
 from anybatch.batch import Cut, first_start
 from anybatch.reading.split import Split
-from anybatch.reading.states import SUM, Rows, State, put_rows, take_rows
+from anybatch.reading.states import SUM, Rows, State, put_rows, replaced, take_rows
 from anybatch.reading.units import Units
 from anybatch.routes import blocks, references, squares
 from anybatch.routes.outputs import wide_dtype
@@ -26,6 +26,7 @@ class Given:
     variables: list[Any]  # what is differentiated: the parameters, then what was hoisted from them
     inputs: list[Any]  # those of the loss, all of them, with the examples of the part at hand
     known: list[Any]  # what was computed from data alone
+    selected: list[Any]  # of the values known first that are rows of a selection, those of the part at hand
     place: list[Any]  # the index in the batch of the first example of the part, unless it is 0
 
     @property
@@ -36,7 +37,7 @@ class Given:
     @property
     def types(self) -> "Given":
         """Their types."""
-        parts = (self.variables, self.inputs, self.known, self.place)
+        parts = (self.variables, self.inputs, self.known, self.selected, self.place)
         return Given(*([compat.abstract(jax.typeof(leaf)) for leaf in part] for part in parts))
 
 
@@ -65,22 +66,20 @@ class Prefix:
 
     def _trace(self, size: int) -> compat.Traced:
         split, types = self.split, self.given.types
-        if self.part.examples < size and self.selection is None:  # there are none: it is traced, and never called
-            for position in split.batch_positions:
-                rows = types.inputs[position]
-                types.inputs[position] = rows.update(shape=(size, *rows.shape[1:]))
+        if self.part.examples < size:  # there are none at all: it is traced for its types, and never called
+            self._give_rows(types, size)
         variables = jax.eval_shape(self.part.whole, types.variables) if self.part.is_shard else types.variables
-        leaves, tree = jax.tree.flatten((variables, types.inputs, types.known, types.place))
+        leaves, tree = jax.tree.flatten((variables, types.inputs, types.known, types.selected, types.place))
         first, num_wrt = split.num_consts, len(split.loss.types.wrt)
 
         def prefix(*flat: Any) -> list[Any]:
             *arrays, start = flat
-            variables, inputs, known, place = jax.tree.unflatten(tree, arrays)
+            variables, inputs, known, selected, place = jax.tree.unflatten(tree, arrays)
             inputs[first : first + num_wrt] = variables[:num_wrt]
-            origin = Given(variables, inputs, known, place).origin
+            origin = Given(variables, inputs, known, selected, place).origin
             wanted = [split.frontier[position] for position in self._positions]
             hoisted, runs = variables[num_wrt:], self.cut.runs
-            return split.prefix(inputs, known, hoisted, start, size, wanted, origin, runs, self.selection)
+            return split.prefix(inputs, known, hoisted, start, size, wanted, origin, runs, self.selection, selected)
 
         start = jax.ShapeDtypeStruct((), jnp.int32)
         traced, consts = compat.trace(prefix, *leaves, start)
@@ -90,6 +89,17 @@ class Prefix:
         if consts:  # constants of the loss, which this module hands back to it
             return dataclasses.replace(traced, bound=tuple(consts))
         return traced
+
+    def _give_rows(self, types: Given, size: int) -> None:
+        """Makes types of a part without rows those of one with as many as a microbatch has."""
+        if types.selected and self.selection is not None:
+            for index, rows in enumerate(self.split.selected_first(self.selection).values()):
+                array = types.selected[index]
+                types.selected[index] = array.update(shape=replaced(array.shape, rows.axis, rows.length(size)))
+        elif self.selection is None:
+            for position in self.split.batch_positions:
+                array = types.inputs[position]
+                types.inputs[position] = array.update(shape=(size, *array.shape[1:]))
 
     @functools.cached_property
     def whole(self) -> compat.Traced:
@@ -215,7 +225,7 @@ class Prefix:
 
     def _call(self, traced: compat.Traced, variables: list[Any], start: Any) -> list[Any]:
         given, start = self.given, jnp.asarray(start, jnp.int32)
-        arrays = (variables, given.inputs, given.known, given.place)
+        arrays = (variables, given.inputs, given.known, given.selected, given.place)
         return traced(traced.bound, *jax.tree.leaves(arrays), start)
 
     # The frontier: sums are carried through the loop, rows are emitted by every microbatch.

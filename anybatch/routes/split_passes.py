@@ -15,7 +15,7 @@ from anybatch.reading.split import Seeds, Split
 from anybatch.reading.states import Rows, State
 from anybatch.reading.units import Units
 from anybatch.routes import in_place, squares
-from anybatch.routes.parts import Give, Here, Part, Place, Work
+from anybatch.routes.parts import Give, Part, Place, Work
 from anybatch.routes.passes import Given, Prefix, gather_rows
 
 
@@ -42,22 +42,30 @@ class Passes:
     ) -> tuple[list[Any], list[Any]]:
         """Calls `fun(part, given, seeds)` wherever there are examples; `seeds` are those of the selection."""
         batch, split = self.split.batch_positions, self.split
-        place = self.place if selection is None else Here(selection)
+        place = self.place if selection is None else self.place.of_rows(selection)
+        selected = {} if selection is None or place.has_all_examples else split.selected_first(selection)
         states = [split.states[position] for position in self._differentiated(selection)[: len(seeds)]]
         in_rows = [isinstance(state, Rows) for state in states]
         others = [*inputs[: batch.start], *inputs[batch.stop :]]
         whole, tree = jax.tree.flatten(
             (variables, others, known, [seed for seed, has in zip(seeds, in_rows, strict=True) if not has])
         )
-        takes = [Rows(0)] * len(batch) + [state for state in states if isinstance(state, Rows)]
-        rows = [*inputs[batch.start : batch.stop], *(seed for seed, has in zip(seeds, in_rows, strict=True) if has)]
+        # The rows of a selection are those of the devices; what they are selected from is known as a whole.
+        takes = list(selected.values()) if selected else [Rows(0)] * len(batch)
+        takes += [state for state in states if isinstance(state, Rows)]
+        rows = [known[index] for index in selected] if selected else list(inputs[batch.start : batch.stop])
+        num_rows = len(rows)
+        rows += [seed for seed, has in zip(seeds, in_rows, strict=True) if has]
 
         def of_part(part: Part, whole: list[Any], rows: list[Any]) -> tuple[list[Any], list[Any]]:
             variables, others, known, sums = jax.tree.unflatten(tree, whole)
-            inputs = [*others[: batch.start], *rows[: len(batch)], *others[batch.start :]]
-            of_sums, of_rows = iter(sums), iter(rows[len(batch) :])
+            own = rows[:num_rows]
+            # The examples themselves are not looked at then.
+            examples = [jnp.zeros(())] * len(batch) if selected else own
+            inputs = [*others[: batch.start], *examples, *others[batch.start :]]
+            of_sums, of_rows = iter(sums), iter(rows[num_rows:])
             mine = [next(of_rows if has else of_sums) for has in in_rows]
-            return fun(part, Given(variables, inputs, known, part.place[:1]), mine)
+            return fun(part, Given(variables, inputs, known, own if selected else [], part.place[:1]), mine)
 
         return place(Work(of_part, whole, rows, takes, gives, len(variables) if seeds else 0))
 
@@ -129,7 +137,8 @@ class Passes:
         num_own = len(variables) + (0 if self.units is None else squares.CARRIED)
 
         def backward(part: Part, given: Given, seeds: list[Any]) -> tuple[list[Any], list[Any]]:
-            leaves, tree = jax.tree.flatten((given.variables, given.inputs, given.known, given.place, seeds))
+            arrays = (given.variables, given.inputs, given.known, given.selected, given.place, seeds)
+            leaves, tree = jax.tree.flatten(arrays)
             anywhere = part.anywhere
 
             def compute(*flat: Any, mutate: bool) -> list[Any]:

@@ -116,6 +116,15 @@ class Spread:
         )
         return run(*arguments)
 
+    def of_rows(self, number: int) -> "Spread":
+        """So many rows that are selected from the examples, over the same devices."""
+        return dataclasses.replace(self, examples=number, reduce="once")
+
+    @property
+    def has_all_examples(self) -> bool:
+        """No: a device has its own."""
+        return False
+
     # On a device.
 
     def _part(self, examples: int, index: Any, **more: Any) -> Part:
