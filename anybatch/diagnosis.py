@@ -19,8 +19,8 @@ from anybatch.trees import is_array, is_key
 
 Differences = Mapping[int, Sequence[LeafDifference]]  # for each microbatch size that failed, leaf by leaf
 
-READ_IT = "or leave reduction out: then anybatch reads the loss itself"
 ACROSS = "Leave reduction out: such a loss is computed exactly too, at the price of a second pass where one is needed."
+FULL_BATCH = "pass microbatch_size=None, which takes the full batch at once"
 
 
 def diagnose(trial: Trial, failed: Differences, given: Trial) -> str:
@@ -82,8 +82,28 @@ class _Case:
         """A size that makes three microbatches, or two of few examples."""
         return math.ceil(self.trial.num_examples / 3)
 
-    def agrees(self, size: int, reduction: str) -> bool:
-        return all(leaf.ok for leaf in self.trial.compare(size, reduction))
+    def agrees(self, reduction: str) -> bool:
+        """Whether the sizes that failed agree with the full batch if the loss is declared so. What is advised must."""
+        try:
+            return all(leaf.ok for size in self.failed for leaf in self.trial.compare(size, reduction))
+        except Exception:  # a loss that cannot be computed so
+            return False
+
+    @functools.cached_property
+    def reading_agrees(self) -> bool:
+        return self.declared != "infer" and self.agrees("infer")
+
+    @property
+    def or_read(self) -> str:
+        """The advice to leave the reduction out, if that was tried and is right."""
+        return ", or leave reduction out: then anybatch reads the loss itself" if self.reading_agrees else ""
+
+    @property
+    def across(self) -> str:
+        """What to do about a loss that looks across examples."""
+        if self.reading_agrees:
+            return ACROSS
+        return f"Read by anybatch it differs as well, which is an error: please report it. Until then {FULL_BATCH}."
 
     def differs_with(self, arrays: Arrays) -> str | None:
         """One of the failed leaves that, in the full batch itself, is another one with these arrays."""
@@ -134,7 +154,7 @@ def _aux_alone(case: _Case) -> str | None:
                 return (
                     f"The gradient is right, and {name} is not: it is a {candidate} over the examples, and "
                     f'aux_reduction="{declared[position]}" was declared. With aux_reduction="{candidate}" it agrees.\n'
-                    f"Pass that for it, {READ_IT}."
+                    f"Pass that for it{case.or_read}."
                 )
     return None
 
@@ -158,7 +178,7 @@ def _heads_that_are_no_sums(case: _Case) -> str | None:
                 f'With reduction="weighted" the loss returns two sums over the examples, and its {name} is none: '
                 f"it is {one:.6g} for the batch, and {other:.6g} added up over microbatches of {case.third}.\n"
                 "Return e.g. (jnp.sum(losses * mask), jnp.sum(mask)): no mean, and no term that does not depend on the "
-                f"examples, such as a regulariser; {READ_IT}."
+                f"examples, such as a regulariser{case.or_read}."
             )
     return None
 
@@ -166,7 +186,7 @@ def _heads_that_are_no_sums(case: _Case) -> str | None:
 def _another_reduction(case: _Case) -> str | None:
     """Declared otherwise, it agrees."""
     other = {"mean": "sum", "sum": "mean"}.get(case.declared)
-    if other is None or not case.agrees(case.size, other):
+    if other is None or not case.agrees(other):
         return None
     factor = ""
     for size in case.failed:
@@ -181,7 +201,7 @@ def _another_reduction(case: _Case) -> str | None:
             break
     return (
         f'The loss is a {other} over its examples, and reduction="{case.declared}" was declared. {factor}'
-        f'With reduction="{other}" it agrees.\nPass reduction="{other}", {READ_IT}.'
+        f'With reduction="{other}" it agrees.\nPass reduction="{other}"{case.or_read}.'
     )
 
 
@@ -196,8 +216,8 @@ def _randomness(case: _Case) -> str | None:
         return (
             f"Randomness: {name} of the full batch depends on the key, and with rng_argnums each microbatch draws its "
             "own numbers. So it is equal in distribution only, and no route can be told from its equal by one draw.\n"
-            "For the numbers that the full batch draws, leave reduction and rng_argnums out. To verify the rest, "
-            "switch dropout off."
+            "For the numbers that the full batch draws, leave reduction and rng_argnums out, and verify that. To "
+            "verify the rest, switch dropout off."
         )
     shared = [jax.random.fold_in(leaf, 1) if is_key(leaf) else leaf for leaf in arrays.rest]
     if case.declared != "infer" and (name := case.differs_with(arrays._replace(rest=shared))):
@@ -223,7 +243,7 @@ def _counted_for_each_microbatch(case: _Case) -> str | None:
     return (
         "A term that does not depend on the examples, such as a regulariser, is counted once for each microbatch: with "
         "three of them the result is off by twice as much as with two.\n"
-        f'Add its gradient outside, or make the loss a mean and pass reduction="mean", {READ_IT}.'
+        f'Add its gradient outside, or make the loss a mean and pass reduction="mean"{case.or_read}.'
     )
 
 
@@ -241,8 +261,9 @@ def _unequal_weights(case: _Case) -> str | None:
     if abs(weights.sum() - 1) > close or weights.min() < -close or np.abs(weights - shares).max() < close:
         return None
     return _mean_of_means(
+        case,
         f"of {len(starts)} microbatches the full batch weighs {_list(weights)}, and of its examples they have "
-        f"{_list(shares)}"
+        f"{_list(shares)}",
     )
 
 
@@ -264,18 +285,23 @@ def _what_the_reading_says(case: _Case) -> str | None:
     """The loss, read."""
     reading = case.reading
     if case.declared == "infer":
+        # Advice that is wrong as well would be worse than none: each way is tried.
+        declared = next(
+            (f'declare reduction="{other}", with which it agrees' for other in _sums_of(reading) if case.agrees(other)),
+            None,
+        )
         return (
             f"anybatch read the loss as: {reading.kind}. Its gradient should then be that of the full batch: this is "
-            'an error in anybatch, please report it. Until then declare the loss, e.g. reduction="mean".'
+            f"an error in anybatch, please report it. Until then {declared or FULL_BATCH}."
         )
     if reading.blame:
         lines = [f"    {blame.file}:{blame.line} ({blame.primitive}): {blame.why}" for blame in reading.blame]
         title = f"The loss looks across examples, which no {case.declared} does:"
-        return "\n".join([title, *dict.fromkeys(lines), ACROSS])
-    if not case.agrees(case.size, "infer"):
+        return "\n".join([title, *dict.fromkeys(lines), case.across])
+    if not case.reading_agrees:
         return None
     if "ratio" in reading.kind:
-        return _mean_of_means(f"the loss is a {reading.kind}")
+        return _mean_of_means(case, f"the loss is a {reading.kind}")
     return (
         f'The loss is: {reading.kind}. Declared as reduction="{case.declared}" it is another one.\n'
         "Leave reduction out, with which it agrees."
@@ -293,7 +319,12 @@ def _constant_factor(case: _Case) -> str | None:
     shown = ", ".join(f"{factor:.6g} with microbatch_size={size}" for size, factor in factors.items())
     return (
         f"The gradient is that of the full batch times {shown}. The loss divides or multiplies by a number of examples "
-        f"in a way that reduction={case.declared!r} does not say.\nLeave reduction out: then anybatch reads the loss."
+        f"in a way that reduction={case.declared!r} does not say.\n"
+        + (
+            "Leave reduction out: then anybatch reads the loss."
+            if case.reading_agrees
+            else f"{FULL_BATCH.capitalize()}."
+        )
     )
 
 
@@ -303,7 +334,7 @@ def _no_combination(case: _Case) -> str | None:
         return None
     return (
         "The loss looks across examples, as BatchNorm in training or a contrastive loss does: the gradient of the full "
-        f"batch is no combination of those of its microbatches, whatever their weights.\n{ACROSS}"
+        f"batch is no combination of those of its microbatches, whatever their weights.\n{case.across}"
     )
 
 
@@ -314,7 +345,7 @@ def _aux_of_another_kind(case: _Case) -> str | None:
         return None
     return (
         f"The gradient is right, and {name} is not: over the examples it is neither a mean nor a sum.\n"
-        f"Return what it is made of, as sums, and compute it from them outside; {READ_IT}."
+        f"Return what it is made of, as sums, and compute it from them outside{case.or_read}."
     )
 
 
@@ -334,11 +365,16 @@ TESTS = (
 )
 
 
-def _mean_of_means(evidence: str) -> str:
+def _sums_of(reading: Reading) -> list[str]:
+    """Reductions that a loss could be declared with, none for one that couples examples."""
+    return ["mean", "sum"] if reading.separable else []
+
+
+def _mean_of_means(case: _Case, evidence: str) -> str:
     return (
         f"A mean of means over unequal counts: {evidence}. The loss divides by something other than the number of "
         "examples, as tokens or the unmasked.\n"
-        f'Return (total, weight) and pass reduction="weighted", {READ_IT}.'
+        f'Return (total, weight) and pass reduction="weighted"{case.or_read}.'
     )
 
 

@@ -8,6 +8,7 @@ import pytest
 from verified import BATCH, PARAMS, READ_IT, X, losses_of, masked_loss, masked_mean, mean_loss, sum_loss
 
 from anybatch import diagnosis
+from anybatch.routes import in_place
 from anybatch.verify import verify
 
 pytestmark = pytest.mark.thorough
@@ -164,3 +165,26 @@ def test_a_key_that_the_gradient_does_not_depend_on_is_not_blamed():
 
     result = verify(loss, PARAMS, BATCH, jax.random.key(0), reduction="mean", microbatch_sizes=5)
     assert result.diagnosis.startswith("The loss is a sum over its examples")
+
+
+def test_no_way_is_advised_that_is_wrong_too(monkeypatch):
+    """Here every accumulation swaps two gradients, whatever is declared: the full batch alone is right."""
+
+    def swapped(in_place_fun, pure, *arrays):
+        first, second, *rest = pure(*arrays)
+        return [second, first, *rest]
+
+    monkeypatch.setattr(in_place, "call", swapped)
+    params = {"a": jnp.array([1.0, 2.0]), "b": jnp.array([3.0, -1.0])}
+    x = jnp.arange(1.0, 9.0).reshape(4, 2)
+
+    def loss(params, x):
+        return jnp.mean(jnp.sum(x * params["a"][None] + jnp.sin(x * params["b"][None]), axis=1))
+
+    read = verify(loss, params, x, microbatch_sizes=2)
+    assert not read.ok
+    assert "Until then pass microbatch_size=None, which takes the full batch at once." in read.diagnosis
+    assert "reduction=" not in read.diagnosis
+    declared = verify(loss, params, x, microbatch_sizes=2, reduction="mean")
+    assert not declared.ok
+    assert "leave reduction out" not in declared.diagnosis.lower()
