@@ -322,7 +322,8 @@ class Body:
         else:
             self.pieces.append(lambda values, h: jnp.sin(h))
             return self.write("h = sin(h)")
-        which = draw.randrange(len(USES[patterns]))
+        most = 2 if draw.chance(0.4) else len(USES[patterns])  # Often one of the plainest, which come first.
+        which = draw.randrange(min(most, len(USES[patterns])))
         fun = USES[patterns][which]
         residual = draw.chance(0.5)
 
@@ -347,6 +348,7 @@ class Body:
         """Indices of some of the arrays, one of them perhaps twice; and of those that are closed over."""
         draw, count = self.draw, len(self.shapes)
         passed = [draw.randrange(count) for _ in range(draw.randint(1, most))] if count else []
+        passed = [*passed, passed[0]] if passed and draw.chance(0.3) else passed
         closed = [draw.randrange(count) for _ in range(draw.choice([0, 0, 1, 2]))] if count else []
         return passed, closed
 
