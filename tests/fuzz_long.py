@@ -71,8 +71,8 @@ def main(argv=None):
             wrong += 1
             how = f"compiled for {devices}" if compiled else "interpreted"
             print(f"FINDING {kind} {seed}, {how}: {outcome.kind} {outcome.text}\n{program}\n", flush=True)
-        elif outcome.kind == "refused" and counts[f"{kind} refused"] <= 5:
-            print(f"refused {kind} {seed}: {outcome.text}\n", flush=True)
+        elif outcome.kind in ("refused", "invalid") and counts[f"{kind} {outcome.kind}"] <= 5:
+            print(f"{outcome.kind} {kind} {seed}: {outcome.text}\n", flush=True)
         if done % 200 == 0:
             jax.clear_caches()  # Every program is traced once and never again.
             gc.collect()

@@ -4,10 +4,12 @@ Compiling a random program takes XLA ten times as long as tracing it takes JAX, 
 for are in what is traced. Every floating-point number is a float64 here, whatever the program says: casts to
 bfloat16 and back are there in the program, but nothing is rounded, and gradients agree to the last digits.
 
-References (`jax.new_ref`) are arrays that are written in place. What is not covered: XLA, lowering, and how JAX turns
-references into values when it lowers them. Primitives without a rule are computed by JAX.
+References (`jax.new_ref`) are arrays that are written in place. To give one to a nested function twice is an error
+here: JAX 0.10 and 0.11 turn the two into separate values when they lower it, and lose what is written to one of them.
+What is not covered: XLA, and the rest of lowering. Primitives without a rule are computed by JAX.
 """
 
+import itertools
 import math
 import warnings
 
@@ -29,6 +31,10 @@ def rule(names):
         return function
 
     return add
+
+
+class AliasedReferenceError(Exception):
+    """One reference reaches a nested function twice."""
 
 
 class Ref:
@@ -66,6 +72,9 @@ def _run(opened, arguments):
     known = dict(zip(variables, arguments, strict=True))
     for equation in opened.eqns:
         operands = [_widened(v.val) if isinstance(v, jex_core.Literal) else known[v] for v in equation.invars]
+        refs = [operand.array for operand in operands if isinstance(operand, Ref)]
+        if any(np.may_share_memory(a, b) for a, b in itertools.combinations(refs, 2)):
+            raise AliasedReferenceError(f"{equation.primitive} is given one reference twice")
         one = RULES.get(equation.primitive.name)
         results = _by_jax(equation, operands) if one is None else one(equation.params, *operands)
         results = results if equation.primitive.multiple_results else [results]

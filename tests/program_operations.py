@@ -21,6 +21,7 @@ class Draw(random.Random):
     sizes: tuple[int, ...]
     blocks: list  # those of a model, each with parameters of its own
     nested_left: int  # how many functions inside others a block of parameters may yet have
+    forwards: bool = False  # whether what is drawn will be differentiated forwards
     alone: bool = False  # whether what blocks of parameters are given is one example
     boldness: float  # how often an operation may run along the first axis, which mostly is that of the examples
 

@@ -6,6 +6,7 @@ as it would alone.
 """
 
 import collections
+import contextlib
 import functools
 
 import jax
@@ -81,6 +82,15 @@ def passed_on(w):
 passed_on.defvjp(lambda w: (w, None), lambda _, g: (1.5 * g,))
 
 
+BACKWARDS_ONLY = set()
+
+
+def with_own_backward_pass(fun):
+    """Marks a function that JAX cannot differentiate forwards."""
+    BACKWARDS_ONLY.add(fun)
+    return fun
+
+
 def custom_vjp_of(fun):
     """`fun`, with a backward pass that is given, and is right."""
     wrapped = jax.custom_vjp(lambda *args: fun(*args))
@@ -136,7 +146,7 @@ USES = {
         lambda h, v: h * jnp.max(v) + jnp.min(v),
         lambda h, v: h * lax.dynamic_slice_in_dim(v, 1, 1),
         lambda h, v: h * softsign(v),
-        lambda h, v: h * passed_on(v),
+        with_own_backward_pass(lambda h, v: h * passed_on(v)),
         lambda h, v: h * jnp.linalg.norm(v),
         lambda h, v: h * v.at[0].set(0.3),
         lambda h, v: h + jnp.zeros_like(v).at[1].add(v[0]),
@@ -150,7 +160,7 @@ USES = {
         jitted_norm,
         lambda h, a, b: jnp.where(a > b, h * a, h + b),
         lambda h, a, b: h @ jnp.outer(a, b),
-        lambda h, a, b: scaled(h, jnp.broadcast_to(a, h.shape)) + b,
+        with_own_backward_pass(lambda h, a, b: scaled(h, jnp.broadcast_to(a, h.shape)) + b),
         lambda h, a, b: h * jax.jit(jnp.multiply)(a, b),
         lambda h, a, b: jnp.hypot(h * a, b),
         lambda h, a, b: h * lax.optimization_barrier((a, b))[1] + a,
@@ -178,7 +188,7 @@ USES = {
         lambda h, m: h @ (m / (1.0 + jnp.linalg.norm(m, axis=0, keepdims=True))),
         lambda h, m: h @ jnp.sort(m, 0),
         lambda h, m: h @ lax.optimization_barrier(m),
-        lambda h, m: h @ passed_on(m),
+        with_own_backward_pass(lambda h, m: h @ passed_on(m)),
         lambda h, m: h @ jax.jit(jnp.transpose)(m),
         lambda h, m: lax.scan(lambda c, row: (jnp.tanh(c * row), None), h, m)[0],
         lambda h, m: lax.fori_loop(0, 2, lambda i, c: jnp.tanh(c @ m), h),
@@ -237,7 +247,7 @@ DERIVED = [
     lambda w: lax.stop_gradient(w) + 0.5 * w,
     lambda w: jax.checkpoint(jnp.sin)(w),
     lambda w: softsign(w),
-    lambda w: passed_on(w),
+    with_own_backward_pass(lambda w: passed_on(w)),
     lambda w: jnp.where(w > 0, w, 0.2 * w),
     lambda w: w * jnp.arange(1.0, 1.0 + w.size).reshape(w.shape).astype(w.dtype) / max(w.size, 1),
     lambda w: lax.rev(w, tuple(range(w.ndim))),
@@ -282,8 +292,14 @@ class Body:
         self.lines.append(line)
         self.lines.extend(f"    {inner}" for inner in (body.lines if body else []))
 
+    def some_derivation(self):
+        return self.draw.choice([which for which, fun in enumerate(DERIVED) if self.allows(fun)])
+
+    def allows(self, fun):
+        return fun not in BACKWARDS_ONLY or not self.draw.forwards
+
     def derive(self):
-        index, which = self.draw.randrange(len(self.shapes)), self.draw.randrange(len(DERIVED))
+        index, which = self.draw.randrange(len(self.shapes)), self.some_derivation()
 
         def derived(values, h):
             values.append(DERIVED[which](values[index]))
@@ -323,7 +339,7 @@ class Body:
             self.pieces.append(lambda values, h: jnp.sin(h))
             return self.write("h = sin(h)")
         most = 2 if draw.chance(0.4) else len(USES[patterns])  # Often one of the plainest, which come first.
-        which = draw.randrange(min(most, len(USES[patterns])))
+        which = draw.choice([one for one, fun in enumerate(USES[patterns][:most]) if self.allows(fun)])
         fun = USES[patterns][which]
         residual = draw.chance(0.5)
 
@@ -390,10 +406,20 @@ class Body:
         self.call(f"remat {policy} {prevents}", functools.partial(jax.checkpoint, **options), self.draw.chance(0.7))
 
     def _custom_vjp(self):
-        self._custom("custom_vjp", custom_vjp_of)
+        if self.draw.forwards:
+            return self._custom_jvp()
+        return self._custom("custom_vjp", custom_vjp_of)
 
     def _custom_jvp(self):
-        self._custom("custom_jvp", custom_jvp_of)
+        with self.differentiated_forwards():
+            self._custom("custom_jvp", custom_jvp_of)
+
+    @contextlib.contextmanager
+    def differentiated_forwards(self):
+        """Inside, nothing is drawn that JAX can only differentiate backwards."""
+        before, self.draw.forwards = self.draw.forwards, True
+        yield
+        self.draw.forwards = before
 
     def _custom(self, name, wrap):
         """Arguments only: nothing that is differentiated may be closed over."""
@@ -422,7 +448,8 @@ class Body:
         def wrap(fun):
             return lambda own, h: jnp.tanh(h + jax.jvp(lambda own: fun(own, h), (own,), (own,))[1])
 
-        self.call("jvp", wrap)
+        with self.differentiated_forwards():
+            self.call("jvp", wrap)
 
     def _grad_of_parameters(self):
         """At features that are no example, so that rows stay apart; it moves as many others as there are."""
@@ -523,7 +550,7 @@ class Body:
         if length is None or draw.chance(0.1):
             stacked, length = [], draw.choice([1, 2, 3])
         _, closed = self.some()
-        made = [draw.chance(0.25) and draw.randrange(len(DERIVED)) for _ in stacked]  # what is scanned over is computed
+        made = [draw.chance(0.25) and self.some_derivation() for _ in stacked]  # what is scanned over is computed
         carried = [draw.randrange(len(self.shapes)) for _ in range(draw.choice([0, 0, 0, 1, 2]))] if self.shapes else []
         data = draw.chance(0.3)
         xs_shapes = [self.shapes[index][1:] for index in stacked] + ([(self.width,)] if data else [])

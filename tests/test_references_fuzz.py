@@ -201,7 +201,7 @@ def traced(seed):
 
     try:
         trace = compat.trace(loss, *leaves)[0]
-    except NotImplementedError:  # JAX has no derivative that is inside.
+    except (NotImplementedError, TypeError):  # JAX has no such derivative inside.
         return None
     return trace, chosen(trace)
 
