@@ -67,6 +67,9 @@ def main(argv=None):
         program, outcome = run(seed, compiled, devices)
         counts[f"{kind} {outcome.kind}"] += 1
         counts["compiled"] += bool(compiled)
+        counts["model warned"] += kind == "model" and bool(outcome.warned)
+        if kind == "model" and outcome.warned and counts["model warned"] <= 5:
+            print(f"warned model {seed}: {outcome.warned}\n{program}\n", flush=True)
         if outcome.kind in WRONG:
             wrong += 1
             how = f"compiled for {devices}" if compiled else "interpreted"

@@ -167,19 +167,6 @@ def _(monkeypatch):
     monkeypatch.setattr(references, "IDENTICAL", frozenset())
 
 
-@mutation("constants of a scan are written in place")
-def _(monkeypatch):
-    right = compat.nested_input
-
-    def nested_input(equation, position):
-        if equation.primitive.name != "scan":
-            return right(equation, position)
-        body = compat.opened(equation.params["jaxpr"])
-        return body, body.invars[position]
-
-    monkeypatch.setattr(compat, "nested_input", nested_input)
-
-
 @mutation("gradients in place and by value in one scan", until=(0, 11))
 def _(monkeypatch):
     monkeypatch.setattr(compat, "TRANSPOSES_MIXED_SCANS", True)
@@ -238,6 +225,8 @@ def test_a_mistake_is_noticed(name):
             traced(seed)  # while nothing is wrong
     with pytest.MonkeyPatch.context() as monkeypatch:
         mutate(monkeypatch)
+        if chooses:  # Where JAX is wrong, comparing terms would be a second line of defence.
+            monkeypatch.setattr(references, "with_same_terms", lambda add, totals, written_in_place: written_in_place)
         seed = first_noticed(range(MOST_PROGRAMS), chooses)
     print(f"{name}: noticed by program {seed}")
     assert seed is not None, f"noticed by none of {MOST_PROGRAMS} programs"
