@@ -96,8 +96,8 @@ def _compute(equation: Any, operands: list[Any]) -> list[Any]:
         return operands
     if name in _OF_ZERO and 0 in operands:
         return [0]
-    if name in ("scatter-add", "scatter_add") and operands[0] == 0:
-        return [_by_index(operands[2])]
+    if name in ("scatter-add", "scatter_add"):
+        return [(operands[0] + _by_index(operands[2])) % _PRIME]
     if name in _CALLS:
         return _run(next(params[key] for key in ("jaxpr", "call_jaxpr", "fun_jaxpr") if key in params), operands)
     if name == "scan":
@@ -112,12 +112,18 @@ def _compute(equation: Any, operands: list[Any]) -> list[Any]:
 
 def _accumulate(equation: Any, operands: list[Any]) -> list[Any]:
     accumulator, *others = operands
-    if equation.primitive.name == "freeze":
-        return [accumulator.total]
-    if equation.primitive.name != "addupdate" or not isinstance(accumulator, _Accumulator):
+    if not isinstance(accumulator, _Accumulator):
+        raise _NotComparable
+    name, before = equation.primitive.name, accumulator.total
+    if name == "freeze" or (name == "get" and not others):
+        return [before]
+    if name == "swap" and len(others) == 1:
+        accumulator.total = others[0]
+        return [before]
+    if name != "addupdate":
         raise _NotComparable
     value, *indices = others
-    accumulator.total = (accumulator.total + (_by_index(value) if indices else value)) % _PRIME
+    accumulator.total = (before + (_by_index(value) if indices else value)) % _PRIME
     return []
 
 
