@@ -97,7 +97,7 @@ def with_same_terms(add: Callable[..., list[Any]], totals: Sequence[Any], writte
         chosen = left if left != chosen else [False] * len(chosen)
     if chosen != list(written_in_place):
         warnings.warn(
-            f"JAX {jax.__version__} does not add up the gradients of this loss in place as it does by value. "
+            f"JAX {compat.versions()[0]} does not add up the gradients of this loss in place as it does by value. "
             f"{sum(written_in_place) - sum(chosen)} of {len(chosen)} are added up by value, which is right and takes "
             "one more buffer for each of them. Please report this loss to anybatch.",
             RuntimeWarning,
