@@ -32,6 +32,7 @@ bench: $(STAMP)
 	$(BIN)/python benchmarks/overhead.py
 	$(BIN)/python benchmarks/reading.py
 	$(BIN)/python benchmarks/contrastive.py
+	$(BIN)/python benchmarks/selections.py
 	$(BIN)/python benchmarks/planning.py
 
 docs: $(STAMP)

@@ -218,9 +218,10 @@ def test_names_that_are_none(options, text):
 def test_a_private_gradient_counts_the_rows_of_a_batch_by_keyword():
     options = {"clip_norm": 1.0, "noise_multiplier": 1.0, "expected_batch_size": 2, "num_examples": 100}
     names = {"batch_argnums": (), "batch_argnames": ("x", "y")}
-    key = jax.random.key(7)
+    own = {"noise_key": jax.random.key(7), "is_padding": np.zeros(8, bool)}
     fun = privacy.private_grad(keyword_only, **options, **names, max_batch_size=7, allow_key_reuse=True)
-    assert "8 rows and max_batch_size=7" in text_of(lambda: fun(W, x=X, y=Y, noise_key=key))
-    assert fun(W, x=X[:7], y=Y[:7], noise_key=key).shape == (3,)
+    assert "8 rows and max_batch_size=7" in text_of(lambda: fun(W, x=X, y=Y, **own))
+    assert fun(W, x=X[:7], y=Y[:7], **{**own, "is_padding": np.zeros(7, bool)}).shape == (3,)
     unnamed = privacy.private_grad(loss, **options, allow_key_reuse=True)
-    assert 'Pass batch_argnames="y"' in text_of(lambda: unnamed(W, X, y=Y, noise_key=key))
+    text = text_of(lambda: unnamed(W, X, y=Y, **own))
+    assert "An argument with one row for each example must be part of the batch" in text and "y = float32[8" in text
