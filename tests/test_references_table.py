@@ -209,3 +209,13 @@ def test_fingerprints_tell_which_terms_a_program_adds_up(float64):
     # The control: in another program, terms are others, or those of another parameter.
     assert expected != terms.fingerprints(programs(params, 2.0 * jnp.ones((3, WIDTH)))[0], names)
     assert expected != terms.fingerprints(in_place, [1, 0, 2])
+
+
+def test_an_accumulator_that_is_given_twice_would_be_noticed(float64, monkeypatch):
+    """JAX 0.10 and 0.11 lose a gradient there only when they lower the program, which no trace shows."""
+    monkeypatch.setattr(references, "_is_safe", lambda *_: True)
+    tied = jax.jit(lambda one, other, x: jnp.mean(jnp.sin(x @ one) @ other))
+    w, x = jnp.eye(WIDTH) + 0.5, jnp.arange(12.0).reshape(4, WIDTH)
+    with pytest.warns(RuntimeWarning, match="1 of 1 are added up by value, which is right"):
+        actual = ab.grad(lambda w, x: tied(w, w, x), microbatch_size=2, reduction="mean")(w, x)
+    np.testing.assert_allclose(actual, jax.grad(lambda w, x: tied(w, w, x))(w, x), rtol=1e-12)

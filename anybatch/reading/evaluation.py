@@ -6,9 +6,10 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
-from anybatch.reading import positions, selection
+from anybatch.reading import positions
 from anybatch.reading.graph import Node, Value
 from anybatch.reading.reader import Reader
+from anybatch.reading.selection import Lookup
 from anybatch.reading.states import SUM, WHOLE, Rows, State, take_rows
 
 _MAX_DEPTH = 60  # operations that a whole value is followed back through, in search of rows that are cheap
@@ -66,7 +67,8 @@ class Microbatch:
       whole: values at the full batch: of inputs with rows, and of what was computed before.
       draw: how to draw random numbers of which only some rows are needed.
       runs: of how many runs of consecutive examples it is made; `start` is in the first.
-      num_examples: of how many examples, if not of all: of the rows that were selected from them.
+      selection: the rows that are counted as examples, if not those of the batch; see `Fact`.
+      looks_up: whether `whole` has all that rows can be selected from.
     """
 
     def __init__(
@@ -78,9 +80,10 @@ class Microbatch:
         whole: Mapping[Value, Any],
         draw: "positions.Draw",
         runs: int = 1,
-        num_examples: int | None = None,
+        selection: int | None = None,
+        looks_up: bool = False,
     ) -> None:
-        self.num_examples = reader.batch_size if num_examples is None else num_examples
+        self.selection, self.num_examples = selection, reader.count(selection)
         self.reader, self.start, self.size, self.draw, self.runs = reader, start, size, draw, runs
         self.known = dict(known)
         wholes = {value: array for value, array in known.items() if reader.state(value) == WHOLE}
@@ -88,6 +91,7 @@ class Microbatch:
         self._rows: dict[tuple[Value, Rows], Any] = {}
         self._read_whole: Collection[Value] = ()
         self._depth = 0
+        self._lookup = Lookup(self.whole) if looks_up else None
 
     def nested(self, reader: Reader, operands: Sequence[Any], states: Sequence[State], start: Any = None) -> list[Any]:
         """The results of a nested function, in the given states.
@@ -102,7 +106,6 @@ class Microbatch:
             {},
             self.draw,
             self.runs,
-            self.num_examples,
         )
         inner.run(reader.graph.outputs)
         return [inner.as_state(output, state) for output, state in zip(reader.graph.outputs, states, strict=True)]
@@ -112,7 +115,8 @@ class Microbatch:
         nodes: dict[int, Node] = {}
         pending = list(wanted)
         for node in self.reader.graph.nodes:
-            if node.has_effects and node in self.reader.outcomes:
+            outcome = self.reader.outcomes.get(node)
+            if node.has_effects and outcome is not None and outcome.selection == self.selection:
                 nodes[node.index] = node
                 pending.extend(node.inputs)
         while pending:
@@ -190,10 +194,11 @@ class Microbatch:
 
         Rows that are selected from the data by their position are taken from the data, so that no copy is made of all.
         """
-        rows = self.reader.state(value)
+        rows, selected = self.reader.state(value), None
         assert isinstance(rows, Rows)
-        numbers = self.numbers(lax.iota(jnp.int32, rows.length(self.size)), rows.inner)
-        selected = selection.rows_at(self.whole, value, numbers, rows.axis)
+        if self._lookup is not None:
+            numbers = self.numbers(lax.iota(jnp.int32, rows.length(self.size)), rows.inner)
+            selected = self._lookup.rows(value, numbers, rows.axis)
         return self._cut(self.whole[value], rows) if selected is None else selected
 
     # Rows of the batch by their number, and rows of this microbatch: `inner` of them for each example.

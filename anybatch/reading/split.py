@@ -153,6 +153,9 @@ class Split:
         found: dict[int | None, list[int]] = {}
         for position, value in enumerate(self.frontier):
             found.setdefault(self.reader.selection(value), []).append(position)
+        for node, outcome in self.reader.outcomes.items():
+            if node.has_effects:  # a print is meant to happen, whether or not its loop makes anything else
+                found.setdefault(outcome.selection, [])
         return found
 
     def selected_first(self, selection: int) -> dict[int, Rows]:
@@ -336,8 +339,9 @@ class Split:
                 number = array.shape[rows.axis] // (rows.outer * rows.inner)
                 mine[self.known_first[position]] = take_rows(array, rows, number, start, size)
         index = start if origin is None else origin + start
-        count = self.reader.count(selection)
-        microbatch = Microbatch(self.reader, index, size, mine, whole, self.draw, runs, count)
+        microbatch = Microbatch(
+            self.reader, index, size, mine, whole, self.draw, runs, selection, looks_up=origin is None
+        )
         microbatch.run(wanted)
         return [jnp.asarray(microbatch.value(value)) for value in wanted]
 
