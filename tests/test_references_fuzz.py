@@ -46,9 +46,9 @@ def test_random_models():
     check(range(FIRST_SEED, FIRST_SEED + PROGRAMS_PER_TEST))
 
 
-@pytest.mark.parametrize("seed", [183, 207, 377, 427])
+@pytest.mark.parametrize("seed", [66, 120, 487, 533])
 def test_models_whose_gradients_were_swapped(seed):
-    """In JAX 0.10, before gradients in place and by value were kept apart in a scan."""
+    """In JAX 0.10, before gradients in place and by value were kept apart in a scan: two loudly, two silently."""
     check([seed])
 
 
