@@ -211,6 +211,7 @@ def test_fingerprints_tell_which_terms_a_program_adds_up(float64):
     assert expected != terms.fingerprints(in_place, [1, 0, 2])
 
 
+@pytest.mark.skipif(jax.__version_info__ >= (0, 12), reason="this version of JAX is right there")
 def test_an_accumulator_that_is_given_twice_would_be_noticed(float64, monkeypatch):
     """JAX 0.10 and 0.11 lose a gradient there only when they lower the program, which no trace shows."""
     monkeypatch.setattr(references, "_is_safe", lambda *_: True)
