@@ -85,7 +85,9 @@ class _Case:
     def agrees(self, reduction: str) -> bool:
         """Whether the sizes that failed agree with the full batch if the loss is declared so. What is advised must."""
         try:
-            return all(leaf.ok for size in self.failed for leaf in self.trial.compare(size, reduction))
+            options = {**self.trial.options, **({"aux_reduction": None} if reduction == "infer" else {})}
+            trial = dataclasses.replace(self.trial, options=options)
+            return all(leaf.ok for size in self.failed for leaf in trial.compare(size, reduction))
         except Exception:  # a loss that cannot be computed so
             return False
 
