@@ -39,7 +39,7 @@ def check_target(
 
 
 def _may_go(file: pathlib.Path, is_ours: Callable[[bytes], bool]) -> bool:
-    """False also for a file that cannot be read: nobody knows whose it is."""
+    """Whether the file is empty or ours. False if it cannot be read."""
     try:
         size = file.stat().st_size
         with file.open("rb") as opened:
@@ -53,7 +53,7 @@ def _may_go(file: pathlib.Path, is_ours: Callable[[bytes], bool]) -> bool:
 
 
 def check_writable(path: pathlib.Path, *, must: str, given: str) -> None:
-    """Whether `write_whole` can write there, as far as can be known before.
+    """Raises if `write_whole` could not write there, as far as can be known before.
 
     Raises:
       InputError: if it cannot.

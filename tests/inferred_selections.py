@@ -120,6 +120,25 @@ def a_dynamic_slice(params, batch):
 
 
 @SELECTIONS.case(passes=1)
+def a_slice_that_starts_beyond_the_last_row(params, batch):
+    """The start is clamped, and does not fit the integers that count rows."""
+    start = jnp.where(batch["y"][0] < jnp.inf, jnp.uint32(2**31), jnp.uint32(0))
+    rows = lax.dynamic_slice(batch["x"], (start, jnp.uint32(0)), (len(batch["x"]) - 3, 4))
+    return jnp.mean(predict(params, rows) ** 2)
+
+
+@SELECTIONS.case(passes=1)
+def differences_of_differences(params, batch):
+    """Each level looks up two neighbours: followed back without end, that would be a thousand rows for each."""
+    return jnp.mean(predict(params, jnp.diff(jnp.sin(batch["x"]), n=10, axis=0)) ** 2)
+
+
+@SELECTIONS.case(passes=1)
+def running_sums(params, batch):
+    return jnp.mean(predict(params, lax.associative_scan(jnp.add, batch["x"])[1:]) ** 2)
+
+
+@SELECTIONS.case(passes=1)
 def joined_pieces(params, batch):
     x = batch["x"]
     return jnp.sum(jnp.sin(predict(params, jnp.concatenate([x[:2], x[1:], x]))))

@@ -183,6 +183,7 @@ SELECTED = {
     "differences of neighbours": lambda params, x: errors(params, x[1:] - x[:-1]),
     "halves": lambda params, x: errors(params, x[: len(x) // 2]) + 2.0 * errors(params, x[len(x) // 2 :]),
     "an eighth and the rest": lambda params, x: errors(params, x[: len(x) // 8]) + errors(params, x[len(x) // 8 :]),
+    "a sixteenth": lambda params, x: errors(params, x[: len(x) // 16]),
     "padded": lambda params, x: errors(params, jnp.pad(x, ((2, 3), (0, 0)))),
     "repeated": lambda params, x: errors(params, jnp.repeat(x, 3, axis=0)),
     "rolled": lambda params, x: errors(params, jnp.roll(x, 1, axis=0) + x),

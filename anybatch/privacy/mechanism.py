@@ -111,7 +111,7 @@ class PrivateGrad:
         *,
         call: str = "grad(params, {}, noise_key=key)",
     ) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
-        """The arguments of the loss without their padding, and which rows are padding.
+        """The arguments with each `PaddedBatch` replaced by its examples, and which rows are padding.
 
         Raises:
           InputError: if that is not known.

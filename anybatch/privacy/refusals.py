@@ -81,7 +81,7 @@ def rows_of(batch: Any) -> int | None:
 def padding_of(
     args: tuple[Any, ...], kwargs: dict[str, Any], is_padding: Any, *, batch: Any, call: str
 ) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
-    """The arguments of the loss without their padding, and which rows are padding.
+    """The arguments with each `PaddedBatch` replaced by its examples, and which rows are padding.
 
     Args:
       args: the arguments of a call; those that are a `PaddedBatch` say what is padding.
@@ -123,7 +123,7 @@ def padding_of(
 
 
 def check_shared(arguments: dict[str, Any], rows: int | None) -> None:
-    """Refuses what each example would see whole, though it has one row for each of them.
+    """Refuses an array with one row per example that is not part of the batch: every example would see all of it.
 
     Args:
       arguments: those that are no batch, by name.

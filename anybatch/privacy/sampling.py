@@ -1,4 +1,4 @@
-"""Poisson sampling: batches in which each example is by a toss of its own, in arrays of one size with padding."""
+"""Poisson sampling: each example is in a batch with the same probability, independently; batches are padded."""
 
 import dataclasses
 import math
@@ -90,7 +90,7 @@ class PoissonBatches:
       steps: the number of batches.
       batch_size: the length of the arrays: room for every draw.
       start: the step at which iterating begins.
-      data: of which batches are taken; None for draws alone.
+      data: the arrays from which `batch` takes examples. None: `batch` returns a `Draw`.
     """
 
     num_examples: int
@@ -101,7 +101,7 @@ class PoissonBatches:
     data: Any = dataclasses.field(default=None, repr=False, compare=False)
     _entropy: tuple[int, ...] = dataclasses.field(default=(), repr=False)
 
-    # For `ab.fit`: the draws of another pass would be the same, and those are not accounted for.
+    # For `ab.fit`: a second pass would repeat the same draws, which the accounting does not cover.
     single_pass = True
 
     @property
@@ -112,8 +112,8 @@ class PoissonBatches:
     def of(self, data: Any) -> "PoissonBatches":
         """The same draws, taken of the data: each is a `PaddedBatch`, as `ab.fit` and `privacy.dp_sgd` take it.
 
-        **Resumable.** A run of `ab.fit` that goes on from a checkpoint has the batches that it would have had: the
-        checkpoint holds the seed, which is used in place of the one given here. Keep it as secret as the key.
+        **Resumable.** A resumed run of `ab.fit` gets the same batches as one that was not interrupted. The checkpoint
+        holds the seed, which is used in place of the one given here. Keep it as secret as the key.
 
         >>> import numpy as np
         >>> from anybatch import privacy

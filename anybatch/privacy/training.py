@@ -111,10 +111,10 @@ class DpSgd:
         return {name: getattr(self.gradient, name) for name in names}
 
     def adopt(self, decisions: dict[str, Any]) -> None:
-        """Checks that a run that goes on had this step before.
+        """Checks that a resumed run had these settings before.
 
         Raises:
-          InputError: if not: `step.epsilon` would account for the steps that were taken as if they were like these.
+          InputError: if not: `step.epsilon` assumes that all steps had the same noise and sampling.
         """
         # Another machine may calibrate the noise to other last bits.
         other = [
@@ -225,8 +225,8 @@ def dp_sgd(
     Returns:
       `step`: `state = step.init(params, key)`, `state, metrics = step(state, batch)`, and
       `step.epsilon(state, delta)`. The batch must say which of its rows are padding: it is a `privacy.PaddedBatch`, or
-      `is_padding=` is given, too. It may be called with more arguments of the loss, after the batch; none of them may
-      have a row for each example, unless it is in `batch_argnums`.
+      `is_padding=` is passed beside it. It may be called with more arguments of the loss, after the batch; none of them
+      may have a row for each example, unless it is in `batch_argnums`.
 
     Raises:
       InputError: for what would void the guarantee, before any work is done.

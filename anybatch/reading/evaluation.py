@@ -68,7 +68,7 @@ class Microbatch:
       draw: how to draw random numbers of which only some rows are needed.
       runs: of how many runs of consecutive examples it is made; `start` is in the first.
       selection: the rows that are counted as examples, if not those of the batch; see `Fact`.
-      looks_up: whether `whole` has all that rows can be selected from.
+      looks_up: whether `whole` holds the full batch, so that selected rows can be read from it.
     """
 
     def __init__(
@@ -118,7 +118,7 @@ class Microbatch:
             outcome = self.reader.outcomes.get(node)
             if node.has_effects and outcome is not None and outcome.selection == self.selection:
                 nodes[node.index] = node
-                pending.extend(node.inputs)
+                pending.extend(operand for operand in node.inputs if operand not in outcome.whole)
         while pending:
             value = pending.pop()
             if value.is_constant or value in self.known or value.node is None or value.node.index in nodes:

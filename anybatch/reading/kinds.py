@@ -78,7 +78,9 @@ class _Words:
         if state == SUM:
             return self._of_sum(value)
         if node is None or state == WHOLE or isinstance(state, Rows):
-            return "a function of the data alone"
+            return (
+                f"a function of {'the parameters and of some data' if self.reader.moves(value) else 'the data alone'}"
+            )
         if node.name in _FUNCTIONS:
             return f"{_FUNCTIONS[node.name]} of a {self.of_terms(node.inputs[0])}"
         if node.name == "div" and all(self._uses_batch(operand) for operand in node.inputs):

@@ -11,8 +11,8 @@ from anybatch.reading import source
 from anybatch.reading.graph import CHECKPOINTS, ELEMENTWISE, Graph, Node, Value, opened_function
 from anybatch.reading.states import FED_BACK, SUM, WHOLE, Mixed, NotRowwise, Rows, State
 
-# A selection of the batch with fewer rows than this part of it, such as a few anchors, is read as a whole value.
-SMALL_SELECTION = 1 / 16
+# A selection of few rows, such as anchors, is read as a whole value: at most so many, and a small part of the batch.
+FEW_ROWS, SMALL_PART = 16, 1 / 16
 
 MAX_UNROLLED = 64  # steps of a loop that may be unrolled to find the one that brings examples together
 
@@ -38,7 +38,7 @@ class Outcome:
       nested: the readings of the functions inside it.
       whole: operands with rows that are read whole, which their values allow.
       reorders: whether it sorts rows, or looks up sorted ones, so that the order of its results is its own affair.
-      selection: that of its operands, see `Fact`.
+      selection: the selection of its operands with rows, see `Fact`.
     """
 
     states: Sequence[State]
@@ -57,13 +57,12 @@ class Fact:
     """What is known of a value.
 
     Args:
-      state: its state.
+      state: how it follows from microbatches, see `states`.
       moves: whether it depends on what the gradient is taken with respect to.
       has_gradient: whether it has a gradient.
       is_zero: whether it is known to be zero.
-      selection: which rows it has, or is a sum over: None for those of the batch. A loss may select rows of its data,
-        as `x[::2]` or `x[1:]`, and compute with those; then the number of rows that were selected. Values of different
-        numbers of rows are computed in loops of their own.
+      selection: which rows the value has or sums over. None: the examples of the batch. An integer M: the M rows that
+        the loss selected from its data, as by `x[::2]`. Values with different M are computed in different loops.
     """
 
     state: State
@@ -125,8 +124,8 @@ class Reader:
         self.outcomes: dict[Node, Outcome] = {}
         self._zeros: dict[Value, bool] = {}
         self.blames: list[source.Blame] = []
-        self.rearranged: dict[Node, source.Blame] = {}  # what selects, sorts or shifts rows of data alone, and where
-        self.kept_whole: dict[Value, source.Blame] = {}  # selections that are not cut into rows
+        self.rearranged: dict[Node, source.Blame] = {}  # selects, sorts or shifts rows of data alone
+        self.kept_whole: dict[Value, source.Blame] = {}  # selections that are computed with at full size
         self.computed_first: set[Value] = set()  # from data alone, once, before the first microbatch
         self.cut_later: set[Value] = set()  # those of them that then are cut into rows like the batch itself
         self.hoisted: list[Node] = []  # of parameters alone, with a derivative that cannot be taken in parts
@@ -306,7 +305,7 @@ class Reader:
         if length == rows.length(self.count(selection)):
             self.cut_later.add(output)
             return rows, selection
-        if length <= max(1, SMALL_SELECTION * self.batch_size):
+        if length <= max(1, min(FEW_ROWS, SMALL_PART * self.batch_size)):
             return WHOLE, None
         if length != self.batch_size and not self.may_select:
             self.kept_whole[output] = self.rearranged.get(node) or source.blame(node, "it selects rows of the batch")

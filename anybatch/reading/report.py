@@ -46,7 +46,7 @@ class Reading:
       frontier: what is added up or gathered for the head, which is computed once.
       blame: the lines that look across examples, the first of them first.
       rearranged: the lines that select, sort or shift rows of the data before the parameters meet them. The gradient is
-        exact and separable all the same, but a row may be computed from several examples, or from none.
+        still exact. A row that the model sees may come from several examples, or from padding.
       num_examples: the size of the batch.
       head_bytes: what the head computes from the whole batch at once, about.
       activation_bytes: what the whole loss computes from the batch, about.

@@ -12,7 +12,7 @@ from jax import lax
 from anybatch.reading.graph import ELEMENTWISE, Node, Value
 from anybatch.reading.states import replaced
 
-_MAX_DEPTH = 60  # operations that rows are followed back through
+_MAX_STEPS = 200  # operations that the rows of one value are followed back through, before all of it is computed
 _MAX_PARTS = 4  # of a concatenation: rows of every part are looked up, and most of them dropped
 
 
@@ -26,20 +26,24 @@ class Lookup:
     def __init__(self, known: Any) -> None:
         self._known = known
         self._found: dict[tuple[Value, int, int], tuple[Any, Any]] = {}
-        self._depth = 0
+        self._depth = self._steps = 0
 
     def rows(self, value: Value, numbers: Any, axis: int) -> Any:
-        """The rows of a value along an axis, or None if all of it must be computed first.
+        """The rows of a value along an axis, or None if they can only be taken from the whole computed value.
 
         Args:
           value: the value, of data alone.
           numbers: the numbers of the rows, all of them within the value.
           axis: the axis of the rows.
         """
-        if value.is_key or self._depth >= _MAX_DEPTH:
-            return None
+        if self._depth == 0:
+            self._steps = 0
         key = (value, id(numbers), axis)
         if key not in self._found:  # with the numbers, which must live as long as their identity is a key
+            self._steps += 1
+            # Rows of neighbours are looked up at other numbers: many steps of such a program double each time.
+            if value.is_key or self._steps > _MAX_STEPS:
+                return None
             self._depth += 1
             self._found[key] = (numbers, self._look_up(value, numbers, axis))
             self._depth -= 1
@@ -56,8 +60,8 @@ class Lookup:
         """The rows of what a node computes, from those of its operands."""
         params = node.params
         if node.name == "slice":
-            stride = params["strides"][axis] if params["strides"] else 1
-            found = self.rows(node.inputs[0], params["start_indices"][axis] + numbers * stride, axis)
+            first, stride = params["start_indices"][axis], params["strides"][axis] if params["strides"] else 1
+            found = self.rows(node.inputs[0], numbers if (first, stride) == (0, 1) else first + numbers * stride, axis)
             return None if found is None else _sliced(node, found, axis)
         if node.name == "dynamic_slice":
             return self._dynamically_sliced(node, numbers, axis)
@@ -90,7 +94,10 @@ class Lookup:
         source, *starts = node.inputs
         sizes = node.params["slice_sizes"]
         at = [self._known[start] for start in starts]
-        first = jnp.clip(jnp.asarray(at[axis]).astype(numbers.dtype), 0, source.shape[axis] - sizes[axis])
+        start = jnp.asarray(at[axis])
+        if start.dtype.itemsize < numbers.dtype.itemsize:
+            start = start.astype(numbers.dtype)  # a narrow one may not hold the last start
+        first = jnp.clip(start, 0, source.shape[axis] - sizes[axis]).astype(numbers.dtype)
         found = self.rows(source, first + numbers, axis)
         at[axis] = jnp.zeros((), jnp.result_type(at[axis]))
         smaller = {**node.params, "slice_sizes": replaced(sizes, axis, numbers.size)}
@@ -133,7 +140,7 @@ class Lookup:
         if axis not in looked_up or dimensions.start_indices_batching_dims:
             return None
         if source not in self._known.known:
-            return None  # all of it is needed: it must be one of the arrays that were given, or a copy has to be made
+            return None  # any row of the source may be asked for, so that it must be in memory already
         mine = self.rows(indices, numbers, looked_up.index(axis))
         if mine is None:
             mine = jnp.take(jnp.asarray(self._known[indices]), numbers, looked_up.index(axis), mode="clip")

@@ -321,7 +321,7 @@ class Split:
           origin: the index in the batch of the first example that the inputs have, if they have not all of them.
           runs: of how many runs of examples they are made.
           selection: the rows that are counted as examples, if not those of the batch.
-          selected: of the values known first that have such rows, those of a part; without, they are looked up.
+          selected: the values of `known` that have such rows, cut to those of a part; empty if all rows are here.
         """
         whole: dict[Value, Any] = dict(zip(self.known_first if known is not None else [], known or [], strict=True))
         whole.update(zip(self.hoisted if hoisted else [], hoisted, strict=True))

@@ -129,7 +129,7 @@ class Here:
 
     @property
     def has_all_examples(self) -> bool:
-        """Yes."""
+        """True: there is only one part."""
         return True
 
     def __call__(self, work: Work) -> tuple[list[Any], list[Any]]:

@@ -26,7 +26,7 @@ class Given:
     variables: list[Any]  # what is differentiated: the parameters, then what was hoisted from them
     inputs: list[Any]  # those of the loss, all of them, with the examples of the part at hand
     known: list[Any]  # what was computed from data alone
-    selected: list[Any]  # of the values known first that are rows of a selection, those of the part at hand
+    selected: list[Any]  # values of `known` with rows of the selection, cut to those of the part; none if all are here
     place: list[Any]  # the index in the batch of the first example of the part, unless it is 0
 
     @property

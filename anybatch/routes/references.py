@@ -92,7 +92,7 @@ def with_same_terms(add: Callable[..., list[Any]], totals: Sequence[Any], writte
         same = [False] * len(chosen) if expected is None or found is None else list(map(operator.eq, expected, found))
         if all(same):
             break
-        # Which parameters differ decides; but if those are not written in place, others are to blame.
+        # Stop writing in place what differs. If only gradients that are added by value differ, write none in place.
         left = [each and is_same for each, is_same in zip(chosen, same, strict=True)]
         chosen = left if left != chosen else [False] * len(chosen)
     if chosen != list(written_in_place):
@@ -151,7 +151,7 @@ def _is_safe(jaxpr: Any, variable: Any) -> bool:
 
 
 def _in_mixed_scans(jaxpr: Any, reached_by: Mapping[Any, set[Any]], direct: set[Any], moving: set[Any]) -> set[Any]:
-    """The accumulators that a scan would be given beside gradients that it returns as values.
+    """Accumulators that must not be given to a scan, since it also returns gradients of other inputs as values.
 
     Args:
       jaxpr: a program, or a function nested in it.

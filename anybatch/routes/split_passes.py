@@ -60,7 +60,7 @@ class Passes:
         def of_part(part: Part, whole: list[Any], rows: list[Any]) -> tuple[list[Any], list[Any]]:
             variables, others, known, sums = jax.tree.unflatten(tree, whole)
             own = rows[:num_rows]
-            # The examples themselves are not looked at then.
+            # A loop over selected rows reads nothing else, so that the examples are placeholders.
             examples = [jnp.zeros(())] * len(batch) if selected else own
             inputs = [*others[: batch.start], *examples, *others[batch.start :]]
             of_sums, of_rows = iter(sums), iter(rows[num_rows:])
@@ -112,6 +112,7 @@ class Passes:
         made: dict[int, Any] = {}
         total: list[Any] | None = None
         noise: list[Any] = []
+        assert self.units is None or list(self.split.selections) == [None]  # noise is told by the batch itself
         seed_at = dict(zip(self.split.differentiated, seeds, strict=True))
         for selection, positions in self.split.selections.items():
             mine = [seed_at[position] for position in self._differentiated(selection)]

@@ -122,7 +122,7 @@ class Spread:
 
     @property
     def has_all_examples(self) -> bool:
-        """No: a device has its own."""
+        """False: each device has only its own examples."""
         return False
 
     # On a device.

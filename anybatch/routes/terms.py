@@ -6,8 +6,9 @@ in the place of every array. Sums are sums of fingerprints modulo a prime, in an
 of its name, its parameters and the fingerprints of its operands. A scan is evaluated once, with a symbol for its carry:
 what it adds to slices of a reference is what it would otherwise return stacked.
 
-Programs with the same fingerprints add up the same terms, unless hashes collide. Programs with other fingerprints may
-still compute the same: then gradients are not written in place.
+Programs with the same fingerprints add up the same terms, unless hashes collide, or the programs differ only in large
+constants or in the indices of a lookup, which are not compared. Programs with other fingerprints may still compute the
+same: then gradients are not written in place.
 """
 
 import hashlib
