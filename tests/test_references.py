@@ -1,6 +1,7 @@
 """Gradients are written in place only where JAX does it right, and are right everywhere."""
 
 import chex
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import pytest
@@ -205,6 +206,41 @@ def test_stacked_weights_of_different_dtypes_keep_their_own_gradients(narrow):
     for name, leaf in actual[1].items():
         unit = 2**-8 if name == narrow else 1e-6
         chex.assert_trees_all_close(leaf, expected[1][name], rtol=4 * unit, atol=unit)
+
+
+class Block(nn.Module):
+    """Norms, two layers and a gate: their gradients are written in place, but for that of the gate."""
+
+    @nn.compact
+    def __call__(self, h, _):
+        inner = nn.Dense(4)(nn.gelu(nn.Dense(6)(nn.LayerNorm()(h))))
+        gate = self.param("A", nn.initializers.normal(), (4,))  # before all others in the tree
+        return h + nn.sigmoid(gate) * inner, None
+
+
+class Layers(nn.Module):
+    remat: bool
+
+    @nn.compact
+    def __call__(self, x):
+        block = nn.remat(Block) if self.remat else Block
+        h, _ = nn.scan(block, variable_axes={"params": 0}, split_rngs={"params": True}, length=3)()(
+            nn.Dense(4)(x), None
+        )
+        return nn.LayerNorm()(h)
+
+
+@pytest.mark.parametrize("remat", [False, True])
+def test_scanned_layers_of_flax(model_defaults, remat):
+    model, x = Layers(remat), jax.random.normal(jax.random.key(0), (6, 5))
+    params = jax.tree.map(lambda leaf: leaf.astype(jnp.float64), model.init(jax.random.key(1), x))
+
+    def loss(params, x):
+        return jnp.mean(jnp.sin(model.apply(params, x)))
+
+    expected = jax.value_and_grad(loss)(params, x)
+    actual = ab.value_and_grad(loss, microbatch_size=2)(params, x)
+    chex.assert_trees_all_close(actual, expected, rtol=1e-10, atol=1e-14)
 
 
 def test_tied_weights_in_a_nested_function_are_not():
