@@ -13,6 +13,7 @@ import pytest
 import anybatch as ab
 from anybatch import compat
 from anybatch.memory import memory_budget
+from anybatch.reading import selection
 
 
 def layers(params, x):
@@ -202,7 +203,10 @@ def test_memory_is_flat_in_the_batch_where_rows_are_selected(name):
 
 def test_that_memory_is_flat_can_fail():
     """The control: sorting needs all of the data."""
-    sorts = lambda params, x: errors(params, jnp.sort(x, axis=0)[1:])  # noqa: E731
+
+    def sorts(params, x):
+        return errors(params, jnp.sort(x, axis=0)[1:])
+
     assert temporaries_of_small(sorts, 16384) > 2 * temporaries_of_small(sorts, 512)
 
 
@@ -224,3 +228,27 @@ def test_a_selection_that_stays_whole_is_counted_named_and_warned_of():
         lower(selects, *shapes(16384), reproducible=True)
     with pytest.raises(ab.CoupledError, match=rf"looks across examples at {re.escape(__file__)}:\d+ in selects"):
         lower(selects, *shapes(64), reproducible=True, on_coupled="error")
+
+
+def test_a_print_happens_in_the_loop_of_the_rows_it_prints(capsys):
+    def loss(params, x):
+        jax.debug.print("example {}", x[0, 0])
+        selected = x[::2]
+        jax.debug.print("row {}", jnp.sum(selected, axis=1))
+        return errors(params, selected)
+
+    x = jnp.arange(24.0).reshape(6, 4)
+    ab.value_and_grad(loss, microbatch_size=2)([jnp.eye(4)], x)
+    jax.effects_barrier()
+    printed = capsys.readouterr().out
+    assert sorted(line for line in printed.splitlines() if line.startswith("row")) == ["row [ 6. 38.]", "row [70.]"]
+
+
+def test_rows_are_followed_back_through_a_bounded_number_of_steps(monkeypatch):
+    """Each difference of neighbours looks up two rows: unbounded, thirty of them would take 2**30 steps."""
+    steps = []
+    look_up = selection.Lookup._look_up
+    monkeypatch.setattr(selection.Lookup, "_look_up", lambda self, *args: (steps.append(1), look_up(self, *args))[1])
+    params, x = shapes(64, width=4, depth=1)
+    lower(lambda params, x: errors(params, jnp.diff(x, n=12, axis=0)), params, x)
+    assert 0 < len(steps) < 5000
