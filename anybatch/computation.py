@@ -257,8 +257,12 @@ class Gradient:
 
     @property
     def _is_in_parts(self) -> bool:
-        """Whether examples are computed in parts even where a microbatch has room for them all."""
-        return self.field is not None or self.settings.reproducible
+        """Whether examples are computed in parts even where a microbatch has room for them all.
+
+        No examples have no parts: their loss is whatever the user's function makes of an empty batch, such as NaN for a
+        mean, and no sum over devices tells that.
+        """
+        return self.examples > 0 and (self.field is not None or self.settings.reproducible)
 
     def _size(self, way: Way) -> int:
         """The examples of a microbatch."""

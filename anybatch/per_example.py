@@ -14,8 +14,7 @@ from anybatch.computation import Way
 from anybatch.errors import InputError
 from anybatch.example_computation import ExampleGradient, Results
 from anybatch.example_settings import ExampleSettings
-from anybatch.planning.running import run_as_planned
-from anybatch.programs import PROGRAMS
+from anybatch.planning.running import run_as_planned, run_first_that_compiles
 
 
 class PerExample(NamedTuple):
@@ -33,6 +32,7 @@ class ExampleFunction:
         functools.update_wrapper(self, fun)
         _check_names(fun)
         self.fun, self.settings = fun, settings
+        self._failed: set[Way] = set()  # that XLA could not compile, so that not every call tries again
 
     def gradient(self, args: tuple[Any, ...], kwargs: dict[str, Any], is_padding: Any = None) -> ExampleGradient:
         """What one call asks for, to be planned or computed."""
@@ -58,9 +58,10 @@ class ExampleFunction:
                 way, outputs = run_as_planned(gradient)
             else:
                 assert not isinstance(size, str)
-                way = Way(size)
-                computation = gradient.computation(way)
-                outputs = PROGRAMS.run(computation.fun, *computation.leaves, has_effects=computation.has_effects)
+                ways = [Way(size, method=method) for method in gradient.methods]
+                ways = [way for way in ways if way not in self._failed] or ways
+                way, outputs = run_first_that_compiles(gradient, ways)
+                self._failed.update(ways[: ways.index(way)])
             return gradient.outcome(way, outputs)
 
     def _beside(self, found: Results) -> Any:

@@ -2,6 +2,7 @@
 
 import functools
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -44,6 +45,32 @@ def full_batch(loss, number, has_aux=False):
 def test_it_is_the_gradient_of_the_full_batch(loss, devices):
     fun = ab.value_and_grad(loss, microbatch_size=3, mesh=mesh_of(devices))
     assert worst(jax.jit(fun)(parameters(), examples(32)), full_batch(loss, 32)) < EXACT
+
+
+def _with_regulariser(params, batch):
+    return mean(params, batch) + 0.1 * jnp.sum(params["b"] ** 2)
+
+
+def _root_mean_square(params, batch):
+    return jnp.sqrt(mean(params, batch))
+
+
+def _root_of_sum(params, batch):
+    return jnp.sqrt(total(params, batch))
+
+
+@pytest.mark.parametrize("sizes", [(8,), (4, 2)], ids=["data", "data and model"])
+@pytest.mark.parametrize(
+    "loss",
+    [mean, total, masked, contrastive, _with_regulariser, _root_mean_square, _root_of_sum],
+    ids=lambda loss: loss.__name__,
+)
+def test_no_examples_have_the_value_and_gradient_that_jax_gives_them(loss, sizes):
+    expected = full_batch(loss, 0)  # NaN for means, with gradient 0
+    for size in (None, 2):
+        fun = ab.value_and_grad(loss, microbatch_size=size, mesh=mesh_of(*sizes))
+        for call in (fun, jax.jit(fun)):
+            chex.assert_trees_all_equal(call(parameters(), examples(0)), expected)
 
 
 @pytest.mark.parametrize("number", [29, 5])  # more than the devices have alike, and fewer than there are devices

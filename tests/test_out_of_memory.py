@@ -3,12 +3,16 @@
 Here the runtime only says so; `benchmarks/out_of_memory.py` fills a real GPU.
 """
 
+from typing import ClassVar
+
 import chex
 import jax
 import pytest
 from planned import network, problem
 
 import anybatch as ab
+from anybatch import computation
+from anybatch.example_computation import ExampleGradient
 from anybatch.planning import planner
 from anybatch.programs import Programs
 
@@ -94,6 +98,86 @@ def test_what_fails_for_other_reasons_is_raised_as_it_is(device):
     with pytest.raises(jax.errors.JaxRuntimeError, match="something else"):
         ab.value_and_grad(network)(params, batch)
     assert device.ran == [64]
+
+
+@pytest.fixture
+def compiler(monkeypatch):
+    """A compiler that fails for some methods or sizes, as XLA may for a kernel that asks for too much."""
+
+    class Compiler:
+        message = "INTERNAL: a kernel asks for more than there is"
+        fails = staticmethod(lambda way: False)
+        tried: ClassVar[list[computation.Way]] = []
+
+    state = Compiler()
+    state.tried = []
+    original, of_way = Programs.compile, {}
+    for kind in (computation.Gradient, ExampleGradient):
+        make = kind.computation
+
+        def made(gradient, way, make=make):
+            found = make(gradient, way)
+            of_way[found.fun] = way
+            return found
+
+        monkeypatch.setattr(kind, "computation", made)
+
+    def compile(programs, fun, *arrays, has_effects):
+        way = of_way[fun]
+        state.tried.append(way)
+        if state.fails(way):
+            raise jax.errors.JaxRuntimeError(state.message)
+        return original(programs, fun, *arrays, has_effects=has_effects)
+
+    monkeypatch.setattr(Programs, "compile", compile)
+    planner._DECIDED.clear()
+    return state
+
+
+def test_a_method_that_does_not_compile_is_not_taken_by_default(compiler):
+    params, batch = problem(16)
+    compiler.fails = lambda way: way.method == "factored"
+    expected = ab.clipped_grad(network, clip_norm=0.1, keep_batch_dim=True, method="vmap")(params, batch)
+    for size in ("auto", 4):
+        fun = ab.clipped_grad(network, clip_norm=0.1, keep_batch_dim=True, microbatch_size=size)
+        del compiler.tried[:]
+        with pytest.warns(ab.TightMemoryWarning, match='XLA cannot compile .*method="factored": INTERNAL') as caught:
+            chex.assert_trees_all_close(fun(params, batch), expected, rtol=1e-4, atol=1e-6)
+        assert caught[0].filename == __file__
+        assert [way.method for way in compiler.tried] == ["factored", "vmap"]
+        fun(params, batch)  # the next call begins there
+        assert [way.method for way in compiler.tried] == ["factored", "vmap", "vmap"]
+
+
+def test_a_method_that_was_asked_for_fails_as_it_is(compiler):
+    params, batch = problem(16)
+    compiler.fails = lambda way: way.method == "factored"
+    fun = ab.clipped_grad(network, clip_norm=0.1, keep_batch_dim=True, microbatch_size=4, method="factored")
+    with pytest.raises(jax.errors.JaxRuntimeError, match="more than there is"):
+        fun(params, batch)
+
+
+def test_a_size_that_does_not_compile_is_never_chosen(compiler):
+    params, batch = problem(64)
+    expected = jax.value_and_grad(network)(params, batch)
+    compiler.fails = lambda way: way.microbatch_size == 64
+    with pytest.warns(ab.TightMemoryWarning, match="XLA cannot compile microbatch_size=64: INTERNAL"):
+        actual = ab.value_and_grad(network)(params, batch)
+    chex.assert_trees_all_close(actual, expected, rtol=1e-4, atol=1e-6)
+    plan = ab.explain(network, params, batch, memory="1GiB", timed=False)
+    assert plan.microbatch_size < 64
+    assert plan.candidates[0].fits is False
+    assert "XLA cannot compile microbatch_size=64: INTERNAL: a kernel asks for more than there is" in str(plan)
+
+
+def test_what_never_compiles_is_tried_a_few_times_and_raised_as_it_is(compiler):
+    params, batch = problem(4096)
+    compiler.fails = lambda way: True
+    for fun in (ab.value_and_grad(network), ab.value_and_grad(network, memory="1GiB")):
+        del compiler.tried[:]
+        with pytest.raises(jax.errors.JaxRuntimeError, match="more than there is"):
+            fun(params, batch)
+        assert len(compiler.tried) <= 4
 
 
 def test_where_no_size_is_left_the_error_comes_through(device):

@@ -34,6 +34,12 @@ def clock(monkeypatch):
     return install
 
 
+@pytest.fixture
+def kept(tmp_path, monkeypatch):
+    """A folder in which plans are kept."""
+    monkeypatch.setenv("ANYBATCH_CACHE", str(tmp_path))
+
+
 def _between(milliseconds, size):
     known = sorted(milliseconds)
     below, above = max(s for s in known if s <= size), min(s for s in known if s >= size)
@@ -58,6 +64,35 @@ def test_of_those_as_fast_the_leanest_is_taken(clock):
         "Chosen: microbatch_size=11, which needs the least memory of those within 2% of the fastest (132.0 ms)."
     )
     assert KNEE[11] <= (1 + AS_FAST) * KNEE[16] < KNEE[8]
+
+
+def test_without_timing_what_was_timed_before_is_followed(clock, kept):
+    clock(VALLEY)
+    timed = ab.plan(network, *problem(64), memory="1GiB")
+    plan = ab.explain(network, *problem(64), memory="1GiB", timed=False)
+    assert plan.microbatch_size == timed.microbatch_size == 19
+    assert plan.reason == timed.reason  # of those within 2% of the fastest
+
+
+def test_no_time_is_claimed_for_what_was_not_chosen_by_time(clock, kept):
+    """Times are known from an earlier plan, with another budget: nothing was compared under this one."""
+    clock(VALLEY)
+    ab.plan(network, *problem(64), memory="1GiB")
+    plan = ab.explain(network, *problem(64), memory="2GiB", timed=False)
+    assert plan.microbatch_size == 64 and "fastest" not in plan.reason
+    assert plan.reason == "Chosen: all examples at once, since they fit."
+    known = {each.microbatch_size: each.total for each in plan.candidates}
+    plan = ab.explain(network, *problem(64), memory=known[32] + 1024, timed=False)
+    assert plan.microbatch_size == 32 and "fastest" not in plan.reason
+    assert plan.reason.startswith("Chosen: microbatch_size=32, the largest that fits.")
+
+
+def test_what_does_not_fit_is_not_the_fastest(clock, kept):
+    clock(VALLEY)
+    known = {each.microbatch_size: each.total for each in ab.plan(network, *problem(64), memory="1GiB").candidates}
+    plan = ab.plan(network, *problem(64), memory=known[16] + 1024)
+    assert plan.microbatch_size == 16
+    assert plan.reason == "Chosen: microbatch_size=16, the fastest."  # 22 is faster, and does not fit
 
 
 def test_the_knee_may_lie_between_two_sizes(clock):

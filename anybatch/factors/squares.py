@@ -236,7 +236,7 @@ def _pairs(parts: list[tuple[Any, list[Any]]]) -> tuple[Any, Any]:
         else:
             looked_up.append((term, mine))
     side = common(*(row.dtype for row in rows))
-    dense = jnp.concatenate([row.astype(side) for row in rows], axis=1)
+    dense = _joined_sides(rows, side)
     within = _times(dense, dense)
     if looked_up:
         index, updates = _joined(looked_up)
@@ -247,12 +247,22 @@ def _pairs(parts: list[tuple[Any, list[Any]]]) -> tuple[Any, Any]:
         bottom = jnp.concatenate([jnp.swapaxes(between, 1, 2), same.astype(within.dtype)], axis=2)
         within = jnp.concatenate([top, bottom], axis=1)
     dtype = common(*(column.dtype for column in columns))
-    every = jnp.concatenate([column.astype(dtype) for column in columns], axis=1)
+    every = _joined_sides(columns, dtype)
     products = _times(every, every)
     within = within.astype(wide(within.dtype, products.dtype))
     traces = (jnp.sum(_lengths(each) ** 2, axis=-1) for each in (within, products.astype(within.dtype)))
     lost = every.shape[1] * _underflow(dense, every, *traces)
     return within * products.astype(within.dtype), lost
+
+
+def _joined_sides(sides: Sequence[Any], dtype: Any) -> Any:
+    """The vectors of several terms, (examples, vectors, entries), written out.
+
+    On a GPU, XLA would join them inside the kernel of their products, which then holds both sides twice. For GPT-2,
+    that was more shared memory than an H200 has, and did not compile.
+    """
+    joined = jnp.concatenate([side.astype(dtype) for side in sides], axis=1)
+    return lax.optimization_barrier(joined) if len(sides) > 1 else joined
 
 
 def _joined(looked_up: list[tuple[Any, list[Any]]]) -> tuple[Any, Any]:

@@ -1,5 +1,7 @@
 """A search told as a plan: what was found, why one way was chosen, what limits it, what would help."""
 
+import dataclasses
+
 from anybatch.computation import Gradient, Way
 from anybatch.memory import default_device, readable
 from anybatch.planning.budget import Budget
@@ -8,8 +10,16 @@ from anybatch.planning.report import Candidate, Plan
 from anybatch.planning.search import AS_FAST, Search
 
 
-def as_plan(search: Search, budget: Budget, way: Way | None, seconds: float) -> Plan:
-    """The plan that a search comes to."""
+def as_plan(search: Search, budget: Budget, way: Way | None, seconds: float, *, by_time: bool) -> Plan:
+    """The plan that a search comes to.
+
+    Args:
+      search: what was found.
+      budget: what may be taken.
+      way: the one that was chosen; None if none fits.
+      seconds: how long it took.
+      by_time: whether it was chosen by measured times. Times may be known, from an earlier search, even if not.
+    """
     gradient = search.bench.gradient
     listed = sorted(_listed(search, way), key=_order)
     candidates = {each: _candidate(search, budget, each) for each in listed}
@@ -22,8 +32,8 @@ def as_plan(search: Search, budget: Budget, way: Way | None, seconds: float) -> 
         objective=gradient.settings.objective,
         budget=budget.allowed,
         budget_source=budget.source,
-        reason=_reason(search, budget, way, smallest),
-        limits=_limits(budget, smallest) if is_limited else "",
+        reason=_reason(search, budget, way, smallest, by_time=by_time),
+        limits=" ".join(filter(None, [_limits(budget, smallest) if is_limited else "", _not_compiled(search)])),
         advice=_advice(search, budget, way, smallest) if is_limited else "",
         device=_device(search),
         compilations=search.bench.compilations,
@@ -86,26 +96,30 @@ def _least(search: Search) -> tuple[Way, Bytes] | None:
     return min(known.items(), key=lambda item: item[1].total) if known else None
 
 
-def _reason(search: Search, budget: Budget, way: Way | None, least: tuple[Way, Bytes] | None) -> str:
-    gradient, timed = search.bench.gradient, search.seconds
+def _reason(search: Search, budget: Budget, way: Way | None, least: tuple[Way, Bytes] | None, *, by_time: bool) -> str:
+    gradient = search.bench.gradient
+    timed = {each: search.seconds[each] for each in search.in_time()}
     if way is None:
         needs = "" if least is None else f": even {_examples(least[0])} at a time needs {readable(least[1].total)}"
         left = "" if budget.allowed is None else f" and there are {readable(budget.allowed)}"
         return f"Nothing fits{needs}{left}."
     if gradient.settings.objective == "memory":
         return f"Chosen: {way}, which needs the least memory."
-    if way in timed and len(timed) > 1:
+    if by_time and way in timed and len(timed) > 1:
         fastest = min(timed.values())
         if timed[way] == fastest:
             return f"Chosen: {way}, the fastest."
-        return (
-            f"Chosen: {way}, which needs the least memory of those within {AS_FAST:.0%} of the fastest "
-            f"({1e3 * fastest:.1f} ms)."
-        )
+        if timed[way] <= (1 + AS_FAST) * fastest:
+            return (
+                f"Chosen: {way}, which needs the least memory of those within {AS_FAST:.0%} of the fastest "
+                f"({1e3 * fastest:.1f} ms)."
+            )
+        return f"Chosen: {way}, the fastest when it was chosen. One that was timed later was faster."
     if gradient.is_at_once(way):
         those = "all examples" if gradient.field is None else "all examples of a device"
         return f"Chosen: {those} at once, since they fit."
-    return f"Chosen: {way}, the largest that fits. It was not timed."
+    not_timed = "It was not timed." if way not in timed else "Its time was not compared with that of others."
+    return f"Chosen: {way}, the largest that fits. {not_timed}"
 
 
 def _limits(budget: Budget, least: tuple[Way, Bytes] | None) -> str:
@@ -137,6 +151,15 @@ def _limits(budget: Budget, least: tuple[Way, Bytes] | None) -> str:
     return " ".join(texts)
 
 
+def _not_compiled(search: Search) -> str:
+    """Which ways XLA could not compile, for other reasons than memory."""
+    failures = {way: error for way, error in search.bench.failures.items() if way.style in search.styles}
+    if not failures:
+        return ""
+    first = str(next(iter(failures.values()))).partition("\n")[0][:200]
+    return f"XLA cannot compile {' or '.join(map(str, failures))}: {first}"
+
+
 def _advice(search: Search, budget: Budget, way: Way | None, least: tuple[Way, Bytes] | None) -> str:
     gradient = search.bench.gradient
     if least is None or budget.allowed is None:
@@ -148,13 +171,23 @@ def _advice(search: Search, budget: Budget, way: Way | None, least: tuple[Way, B
         if found.batch > 0.25 * fixed:
             helps.append("keep the batch on the host (numpy arrays) and pass it in parts")
         helps.append(_spread_further(gradient))
-    if (found.activations > 0.25 * found.total or way is not None) and (way is None or way.remat is None):
+    if way is not None and way.remat is None:
         if gradient.settings.remat is None:
             helps.append('pass remat="auto", which may compute activations twice instead of keeping them')
         helps.append("wrap blocks of the model in jax.checkpoint")
+    if way is None and _helps_to_compute_twice(search, least[0], budget.allowed):
+        helps.append('pass remat="auto", which computes activations twice instead of keeping them, and fits')
     if way is None:
         helps.append("allow more with memory=")
     return "What would help: " + "; ".join(helps) + "." if helps else ""
+
+
+def _helps_to_compute_twice(search: Search, least: Way, allowed: int) -> bool:
+    """Whether the leanest way fits if activations are computed twice; it is compiled to find out."""
+    gradient = search.bench.gradient
+    if gradient.settings.remat is not None or gradient.loss.traced.has_effects or least.method is not None:
+        return False
+    return search.fits(dataclasses.replace(least, remat="nothing_saveable"), allowed)
 
 
 def _spread_further(gradient: Gradient) -> str:

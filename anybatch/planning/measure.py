@@ -54,6 +54,7 @@ class Workbench:
         self.text_hashes: dict[Way, str | None] = {}
         self._repeats: dict[Way, int] = {}
         self.routes: dict[Way, str] = {}
+        self.failures: dict[Way, Exception] = {}  # why XLA could not compile some, where it was not for memory
         self.taken: dict[Way, list[float]] = {}  # the times of the last race, one by one
         # Of a record that is damaged, what comes before the damage is used.
         with contextlib.suppress(KeyError, TypeError, ValueError, AttributeError, OverflowError):
@@ -106,10 +107,18 @@ class Workbench:
         return self.routes[way]
 
     def bytes_of(self, way: Way) -> Bytes | None:
-        """The bytes of a way; None if even compiling it ran out of memory."""
+        """The bytes of a way; None if XLA cannot compile it, for want of memory or for another reason."""
+        if way not in self.bytes and self._is_hopeless(way):
+            return None
         if way not in self.bytes:
             self._compile(way)
         return self.bytes[way]
+
+    def _is_hopeless(self, way: Way) -> bool:
+        """Whether XLA has failed with several sizes of this style and compiled none, so that others are not tried."""
+        failed = [other for other in self.failures if other.style == way.style]
+        is_known = any(found is not None for other, found in self.bytes.items() if other.style == way.style)
+        return len(failed) >= FAILURES and not is_known
 
     def program(self, way: Way) -> Program:
         """A program that can be run."""
@@ -135,9 +144,10 @@ class Workbench:
             else:
                 compiled = compile_for_types(computation, self.gradient.field)
         except jax.errors.JaxRuntimeError as error:
-            if not compat.is_out_of_memory(error):
-                raise
+            # Not every program that is right compiles: a kernel may ask for more than a device has.
             self.bytes[way] = None
+            if not compat.is_out_of_memory(error):
+                self.failures[way] = error
             return
         self.bytes[way] = count_bytes(compiled, self.gradient)
 
@@ -178,6 +188,9 @@ class Workbench:
                 taken[way].append(seconds(way, self._repeats[way]))
         return {way: statistics.median(each) if each else math.inf for way, each in taken.items()}
 
+
+# After as many sizes that XLA cannot compile, no others are tried.
+FAILURES = 3
 
 # Seconds that a turn lasts. A clock and a scheduler say little about less. And a GPU runs at the pace that its power
 # and heat allow: a program that follows a lighter one is faster than it would be by itself, at first.

@@ -55,6 +55,7 @@ class Planner:
         *,
         are_given: bool = True,
         copies: int = 0,
+        source: str | None = None,
         notify: Callable[[str], None] = lambda text: None,
     ) -> None:
         """Plans a gradient.
@@ -63,9 +64,10 @@ class Planner:
           gradient: the gradient.
           are_given: whether its arrays lie on a device, or will when it runs.
           copies: how many copies of what is differentiated the step around it needs beside the gradient's own memory.
+          source: where its budget comes from, in words, if not from `memory=` as the user gave it.
           notify: is told what is being done.
         """
-        self.gradient, self.notify, self.copies = gradient, notify, copies
+        self.gradient, self.notify, self.copies, self.source = gradient, notify, copies, source
         self.settings = gradient.settings
         # Processes that run one program together must decide alike: by bytes alone, and by nothing that one remembers.
         self.is_shared = gradient.field is not None and jax.process_count() > 1
@@ -77,6 +79,8 @@ class Planner:
     @functools.cached_property
     def budget(self) -> Budget:
         budget = budget_of(self.gradient, are_given=self.are_given)
+        if self.source is not None:
+            budget = dataclasses.replace(budget, source=self.source)
         if self.copies and budget.allowed is not None and self.settings.memory is None:
             less = self.copies * self.gradient.local_bytes("wrt")
             budget = dataclasses.replace(
@@ -204,14 +208,18 @@ class Planner:
         start = time.perf_counter()
         budget, record = self.budget, self._load()
         timed = timed and self.settings.objective == "speed" and self.is_kept
-        remembered = self._choice(record, timed=timed)
+        # What was measured before counts, whether or not candidates may be run now.
+        measured = self._choice(record, timed=True) if self.settings.objective == "speed" else None
+        remembered = measured or (None if timed else self._choice(record, timed=False))
         if remembered is not None:
             bench = Workbench(self.gradient, record)
             search = Search(bench, budget.allowed, self.styles, self.notify)
             shown = {self.full, *(Way(remembered.microbatch_size, *style) for style in self.styles)}
             if not thorough or shown <= set(bench.bytes):
-                return as_plan(search, budget, remembered, time.perf_counter() - start)
-        plan, bench, search = self._search(budget, timed=timed and self._can_time, thorough=thorough)
+                seconds = time.perf_counter() - start
+                return as_plan(search, budget, remembered, seconds, by_time=measured is not None)
+        may_time = timed and self._can_time
+        plan, bench, search = self._search(budget, timed=may_time, thorough=thorough, measured=measured)
         way = _way(plan)
         if way is not None and plan.chosen is not None:
             self.remember(way, plan.chosen.total)
@@ -223,17 +231,28 @@ class Planner:
     def _can_time(self) -> bool:
         return Workbench(self.gradient).can_run and not self.is_shared
 
-    def _search(self, budget: Budget, *, timed: bool, thorough: bool = False) -> tuple[Plan, Workbench, Search]:
+    def _search(
+        self, budget: Budget, *, timed: bool, thorough: bool = False, measured: Way | None = None
+    ) -> tuple[Plan, Workbench, Search]:
+        """Looks for the way.
+
+        Args:
+          budget: what may be taken.
+          timed: whether candidates may be run.
+          thorough: whether to compile more than what it takes to decide.
+          measured: the way that was found to be fastest before, if it was looked for: there is only more to show.
+        """
         start = time.perf_counter()
         bench = Workbench(self.gradient, self._load())
         search = Search(bench, budget.allowed, self.styles, self.notify)
-        way: Way | None
-        if self.settings.objective == "memory":
+        way = measured
+        if measured is not None:
+            pass
+        elif self.settings.objective == "memory":
             way = search.leanest()
         elif timed:
             way = search.fastest()
         else:
-            way = None
             if budget.reserve and budget.allowed is not None:
                 roomy = Search(bench, budget.allowed - budget.reserve, self.styles, self.notify)
                 way = roomy.any_fitting()
@@ -241,8 +260,12 @@ class Planner:
             way = way or search.any_fitting()
         if thorough:
             search.look_around(way, timed=timed)
-        self._save(bench, way, budget, timed=timed)
-        return as_plan(search, budget, way, time.perf_counter() - start), bench, search
+        if way is None and bench.failures and not any(search.known.values()):
+            raise next(iter(bench.failures.values()))  # it is not for memory that nothing can be chosen
+        by_time = timed or measured is not None
+        self._save(bench, way, budget, timed=by_time)
+        seconds = time.perf_counter() - start
+        return as_plan(search, budget, way, seconds, by_time=by_time), bench, search
 
     # What is kept on disk.
 

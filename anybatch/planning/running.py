@@ -1,6 +1,8 @@
 """Runs a gradient as planned, and goes on with smaller microbatches if memory runs out all the same."""
 
+import dataclasses
 import warnings
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -8,6 +10,7 @@ import jax
 from anybatch import compat
 from anybatch.computation import Gradient, Way
 from anybatch.errors import TightMemoryWarning, user_stacklevel
+from anybatch.planning.measure import FAILURES
 from anybatch.planning.planner import Planner
 from anybatch.programs import PROGRAMS, Program, can_run
 
@@ -15,37 +18,85 @@ from anybatch.programs import PROGRAMS, Program, can_run
 def run_as_planned(gradient: Gradient) -> tuple[Way, list[Any]]:
     """The way that was taken, and what the computation returned.
 
-    Out of memory, because of another process or a gap between two arrays: the microbatch is halved, a warning says so
-    once, and the next call begins there. The examples, their order and the result stay the same.
+    Out of memory, because of another process or a gap between two arrays: the microbatch is halved. A program that XLA
+    cannot compile: another method is taken, or else the microbatch is halved. A warning says so once, and the next call
+    begins there. The examples, their order and the result stay the same.
     """
     if gradient.share <= 1 or compat.is_jit_disabled():
         way = Way(gradient.share, gradient.settings.fixed_remat, gradient.reduces[0], gradient.methods[0])
-        return way, _run(gradient, way, None)
+        return way, _ready(gradient, way, None)()
     planner = Planner(gradient)
     decision = planner.decide()
     way, program = decision.way, decision.program
-    failed: list[Way] = []
+    reasons: list[str] = []
     while True:
+        is_compiled = False
         try:
-            outputs = _run(gradient, way, program)
+            run = _ready(gradient, way, program)
+            is_compiled = True
+            outputs = run()
             break
         except jax.errors.JaxRuntimeError as error:
-            smaller = halved(gradient, way)
-            if smaller is None or not compat.is_out_of_memory(error) or planner.is_shared:
+            ran_out, other = compat.is_out_of_memory(error), halved(gradient, way)
+            if not is_compiled:
+                other = _by_another_method(gradient, way) or other
+            is_hopeless = not ran_out and (is_compiled or len(reasons) == FAILURES)
+            if other is None or is_hopeless or planner.is_shared:
                 raise  # of several processes, one cannot go on otherwise than the others
-            failed.append(way)
-        way, program = smaller, None
-    if failed:
+            reasons.append(_ran_out(way) if is_compiled else not_compiled(way, error))
+        way, program = other, None
+    if reasons:
         planner.remember(way)
         draws = ", but for numbers that each microbatch draws" if gradient.draws_anew else ""
         warnings.warn(
-            f"Memory ran out at {failed[0]}, though it should have fit: another process may use the device, or no "
-            f"gap between the arrays on it is large enough. Going on with {way}; the gradient is the same{draws}.\n"
+            f"{reasons[0]} Going on with {way}; the gradient is the same{draws}.\n"
             f"To begin there, pass {way}, or a smaller memory=.",
             TightMemoryWarning,
             stacklevel=user_stacklevel(),
         )
     return way, outputs
+
+
+def run_first_that_compiles(gradient: Gradient, ways: Sequence[Way]) -> tuple[Way, list[Any]]:
+    """The first of some ways that XLA can compile, and what its computation returned. A warning names the others.
+
+    Raises:
+      JaxRuntimeError: that of the first of them, if it can compile none.
+    """
+    errors: dict[Way, Exception] = {}
+    for way in ways:
+        try:
+            run = _ready(gradient, way, None)
+        except jax.errors.JaxRuntimeError as error:
+            errors[way] = error
+            continue
+        for failed, why in errors.items():
+            warnings.warn(
+                f"{not_compiled(failed, why)} Going on with {way}; the result is the same.",
+                TightMemoryWarning,
+                stacklevel=user_stacklevel(),
+            )
+        return way, run()
+    raise next(iter(errors.values()))
+
+
+def _ran_out(way: Way) -> str:
+    return (
+        f"Memory ran out at {way}, though it should have fit: another process may use the device, or no gap between "
+        "the arrays on it is large enough."
+    )
+
+
+def not_compiled(way: Way, error: Exception) -> str:
+    """That XLA could not compile a way, and why, in one line."""
+    return f"XLA cannot compile {way}: {str(error).partition(chr(10))[0][:200]}."
+
+
+def _by_another_method(gradient: Gradient, way: Way) -> Way | None:
+    """The same size by the method that comes after this one; None if there is no other."""
+    methods = gradient.methods
+    following = methods[methods.index(way.method) + 1 :] if way.method in methods else ()
+    return dataclasses.replace(way, method=following[0]) if following else None
 
 
 def halved(gradient: Gradient, way: Way) -> Way | None:
@@ -57,12 +108,14 @@ def halved(gradient: Gradient, way: Way) -> Way | None:
     return Way(-(-size // (2 * unit)) * unit, *way.style)
 
 
-def _run(gradient: Gradient, way: Way, program: Program | None) -> list[Any]:
+def _ready(gradient: Gradient, way: Way, program: Program | None) -> Callable[[], list[Any]]:
+    """A function that runs a way, once that is compiled."""
     computation = gradient.computation(way)
     if not can_run(*computation.leaves):
-        return computation.fun(*computation.leaves)
+        return lambda: computation.fun(*computation.leaves)
     if program is None:
         program = PROGRAMS.compile(computation.fun, *computation.leaves, has_effects=computation.has_effects)
         PROGRAMS.keep(program)
+    compiled = program
     # Whether memory sufficed shows only when the program has run.
-    return jax.block_until_ready(program(*computation.leaves))
+    return lambda: jax.block_until_ready(compiled(*computation.leaves))

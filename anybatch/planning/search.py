@@ -92,7 +92,12 @@ class Search:
         height = statistics.fmean(found.total for _, found in nearest)
         rise = sum((each - middle) * (found.total - height) for each, found in nearest)
         slope = max(0.0, rise / sum((each - middle) ** 2 for each, _ in nearest))
-        return int(height + slope * (size - middle))
+        # A line that is too steep would end below what no microbatch size changes. Activations are a fixed part and so
+        # much for each example: at a smaller size no less than in proportion, at a larger one no less than there.
+        least = max(
+            found.total - found.activations + int(found.activations * min(1.0, size / each)) for each, found in points
+        )
+        return max(least, int(height + slope * (size - middle)))
 
     def _points(self, style: Style, *, with_full: bool) -> list[tuple[int, Bytes]]:
         points = [
@@ -202,14 +207,14 @@ class Search:
             lean = self.largest_fitting(style)
             if lean is not None:
                 self._descend(lean)
-        if not self._in_time():
+        if not self.in_time():
             return None
         seconds = self.bench.seconds
-        for way in self._around(min(self._in_time(), key=seconds.__getitem__)):
+        for way in self._around(min(self.in_time(), key=seconds.__getitem__)):
             if self.fits(way):
                 self._time(way)
-        best = min(self._in_time(), key=seconds.__getitem__)
-        close = [way for way in self._in_time() if seconds[way] <= CLOSE * seconds[best]]
+        best = min(self.in_time(), key=seconds.__getitem__)
+        close = [way for way in self.in_time() if seconds[way] <= CLOSE * seconds[best]]
         self._race(close, best)
         chosen = self._leanest_of_the_fast(close)
         smaller = [way for way in self._around(chosen) if self._size(way) < self._size(chosen)]
@@ -237,7 +242,7 @@ class Search:
         as_fast = [way for way in ways if seconds[way] <= (1 + AS_FAST) * fastest]
         return min(as_fast, key=lambda way: (self._total(way), self._size(way)))
 
-    def _in_time(self) -> list[Way]:
+    def in_time(self) -> list[Way]:
         """The ways that were timed and fit."""
         return [way for way, each in self.seconds.items() if math.isfinite(each) and self.fits(way)]
 

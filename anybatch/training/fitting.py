@@ -1,5 +1,6 @@
 """A compiled step that fits the memory: checked before it runs, and made smaller if memory runs out all the same."""
 
+import dataclasses
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -10,7 +11,8 @@ from anybatch import compat
 from anybatch.computation import Gradient, Way
 from anybatch.errors import NothingFitsError, TightMemoryWarning, user_stacklevel
 from anybatch.memory import memory_budget, memory_left, readable
-from anybatch.planning.running import halved
+from anybatch.planning.measure import FAILURES
+from anybatch.planning.running import halved, not_compiled
 
 
 class FittingProgram:
@@ -58,19 +60,24 @@ class FittingProgram:
         Raises:
           NothingFitsError: if not even the smallest fits the memory that somebody named.
         """
+        failures = 0
         while True:
             self._program = self._make(self.way)
-            stats = self._program.lower(arrays, rows).compile().memory_analysis()
-            excess = None if stats is None else self._excess(stats)
+            smaller = halved(self._gradient, self.way)
+            try:
+                stats = self._program.lower(arrays, rows).compile().memory_analysis()
+            except jax.errors.JaxRuntimeError as error:
+                failures += not compat.is_out_of_memory(error)
+                if smaller is None or failures > FAILURES:
+                    raise
+                excess: str | None = not_compiled(self.way, error)
+            else:
+                excess = None if stats is None else self._excess(stats)
             if excess is None:
                 break
-            smaller = halved(self._gradient, self.way)
             if smaller is None:
                 if self._is_named:
-                    raise NothingFitsError(
-                        f'{excess}\nPass a larger memory=, or spread the state over a mesh; remat="auto" computes '
-                        "activations twice instead of keeping them."
-                    )
+                    raise NothingFitsError(f"{excess}\n{self._ways_out(arrays, rows, stats)}")
                 warnings.warn(excess, TightMemoryWarning, stacklevel=user_stacklevel())
                 break
             if is_adopted:
@@ -83,24 +90,37 @@ class FittingProgram:
             self.way = smaller
         self._note(self.way)
 
+    def _ways_out(self, arrays: list[Any], rows: list[Any], stats: Any) -> str:
+        """What lets the step fit, as far as it was tried."""
+        ways = [f"Pass memory={readable(self._needed(stats))!r} or more", "spread the state over a mesh (mesh=)"]
+        if self.way.remat is None and self._gradient.settings.remat is None:
+            twice = self._make(dataclasses.replace(self.way, remat="nothing_saveable"))
+            if self._excess(twice.lower(arrays, rows).compile().memory_analysis()) is None:
+                ways.append('pass remat="auto", which computes activations twice instead of keeping them, and fits')
+        return f"{', or '.join(ways)}."
+
     @property
     def _is_named(self) -> bool:
         return self._memory is not None and not (isinstance(self._memory, str) and "%" in self._memory)
 
     def _excess(self, stats: Any) -> str | None:
         """By how much the step is too large, in words."""
-        new = stats.temp_size_in_bytes + stats.output_size_in_bytes - stats.alias_size_in_bytes
+        needed = self._needed(stats)
         if self._is_named:
-            needed, allowed = stats.argument_size_in_bytes + new, memory_budget(self._memory)
-            where = f"memory={self._memory!r}"
+            allowed, where = memory_budget(self._memory), f"memory={self._memory!r}"
         else:
             if jax.process_count() > 1:  # all of them must decide alike, and each has something else left
                 return None
-            needed, allowed, where = new, memory_left(self._gradient.devices), "what is left"
+            allowed, where = memory_left(self._gradient.devices), "what is left"
         if allowed is None or needed <= allowed:
             return None
         parts = f"{readable(stats.argument_size_in_bytes)} of it for the state and the batch"
         return f"A step by {self.way} takes {readable(needed)}, {parts}: more than {readable(allowed)} ({where})."
+
+    def _needed(self, stats: Any) -> int:
+        """The bytes that count: of memory that somebody named, the state and the batch too; else what is new."""
+        new = stats.temp_size_in_bytes + stats.output_size_in_bytes - stats.alias_size_in_bytes
+        return int(new + stats.argument_size_in_bytes if self._is_named else new)
 
     def _first(self, arrays: list[Any], rows: list[Any]) -> Any:
         """Whether memory suffices shows for certain only when the program has run."""

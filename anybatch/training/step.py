@@ -11,6 +11,7 @@ import jax
 from anybatch.computation import Gradient, Way
 from anybatch.errors import InputError, user_stacklevel
 from anybatch.gradient import settings_of
+from anybatch.memory import memory_budget, readable
 from anybatch.planning.planner import Planner
 from anybatch.planning.report import Plan
 from anybatch.settings import Settings
@@ -285,7 +286,11 @@ class TrainStep:
 
     def _planner(self, gradient: Gradient, progress: Callable[[str], None] | None = None) -> Planner:
         copies = COPIES if self._donate else COPIES_WITHOUT_DONATION
-        return Planner(gradient, copies=copies, notify=progress or (lambda text: None))
+        memory, source = self._update.options.get("memory"), None
+        if gradient.settings.memory != memory:
+            kept = (memory_budget(memory) or 0) - (memory_budget(gradient.settings.memory) or 0)
+            source = f"memory={memory!r}, less {readable(kept)} that the optimizer keeps"
+        return Planner(gradient, copies=copies, source=source, notify=progress or (lambda text: None))
 
     def _planned(
         self, state: Any, batch: Any, kwargs: Any, *, timed: bool, thorough: bool = False, progress: Any = None
@@ -294,9 +299,6 @@ class TrainStep:
         gradient = self._update.gradient(given)
         with gradient.context():
             plan = self._planner(gradient, progress).plan(timed=timed, thorough=thorough)
-        memory = self._update.options.get("memory")
-        if gradient.settings.memory != memory:
-            plan = dataclasses.replace(plan, budget_source=f"memory={memory!r}, less what the optimizer keeps")
         if plan.chosen is not None and self._is_planned:
             way = Way(plan.chosen.microbatch_size, plan.chosen.remat, plan.chosen.reduce, plan.chosen.method)
             way, before = self._with_noise(way, gradient), self._ways.get(given.name)

@@ -14,7 +14,7 @@ from anybatch.computation import Gradient
 from anybatch.errors import InputError
 from anybatch.gradient import compute, settings_of
 from anybatch.gradient_noise import NoiseScale
-from anybatch.memory import memory_budget, readable
+from anybatch.memory import memory_budget
 from anybatch.placement import local_bytes
 from anybatch.routes import squares
 from anybatch.settings import Settings
@@ -105,7 +105,7 @@ class Update:
         changes: dict[str, Any] = {}
         memory = self.options.get("memory")
         if memory is not None and not (isinstance(memory, str) and "%" in memory):
-            changes["memory"] = readable(max(1, (memory_budget(memory) or 0) - beside_gradient(given, args)))
+            changes["memory"] = max(1, (memory_budget(memory) or 0) - beside_gradient(given, args))
         if self.options.get("mesh") is not None and self.options.get("param_specs") is None:
             changes["param_specs"] = jax.tree.map(_spec, args[0])
         settings = self.settings(fun, given, **changes)
