@@ -11,6 +11,10 @@ import pytest
 from planned import contrastive, elementwise, network, problem, scanned, total_bytes, totals
 
 import anybatch as ab
+from anybatch.computation import Gradient, Way
+from anybatch.gradient import settings_of
+from anybatch.planning.measure import Bytes, Workbench
+from anybatch.planning.search import Search
 from anybatch.settings import POLICIES
 
 pytestmark = pytest.mark.thorough
@@ -168,6 +172,32 @@ def test_the_plot_replaces_no_picture_but_that_of_a_plan(tmp_path, kind):
         )
         assert path.read_bytes() == content
     assert [each.name for each in tmp_path.iterdir()] == [path.name]
+
+
+@pytest.mark.parametrize("activations", [{8: 100, 16: 900}, {4: 10, 8: 12, 16: 5000}, {16: 3000, 32: 100}])
+def test_no_prediction_is_below_what_no_size_changes(activations):
+    """A line through activations that rise steeply crosses 0, and would promise less than the arguments take."""
+    params, batch = problem(64)
+    settings = settings_of(network, 0, False, {})
+    bench = Workbench(Gradient(network, settings, settings.roles.sort(network, (params, batch), {})))
+    fixed = Bytes(parameters=100, batch=200, others=0, gradients=100, results=4, activations=0)
+    for size, number in activations.items():
+        bench.bytes[Way(size)] = dataclasses.replace(fixed, activations=number)
+    search = Search(bench, allowed=None)
+    predicted = [search.on_line(Way(size)) for size in (1, 2, 3, 5, 6, 9, 12)]
+    assert min(predicted) > fixed.total
+    smallest = min(activations)
+    assert search.on_line(Way(1)) >= fixed.total + activations[smallest] // smallest
+
+
+def test_computing_twice_is_advised_only_where_it_lets_it_fit():
+    params, batch = problem(16, width=8, depth=6)
+    sequences = {name: jnp.tile(leaf[:, None], (1, 4096, 1)) for name, leaf in batch.items()}
+    lean = ab.plan(elementwise, params, sequences, memory="1GiB", objective="memory", remat="auto").chosen.total
+    for memory, helps in ((lean + KIB, True), (lean // 2, False)):
+        advice = ab.explain(elementwise, params, sequences, memory=memory, timed=False).advice
+        assert ('remat="auto"' in advice) == helps, advice
+        assert "memory=" in advice and "jax.checkpoint" not in advice
 
 
 def test_rematerialisation_is_a_candidate_where_it_is_allowed():

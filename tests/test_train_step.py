@@ -2,6 +2,7 @@
 
 import functools
 import math
+import re
 
 import chex
 import jax
@@ -230,6 +231,38 @@ def test_the_plan_bounds_the_whole_step(monkeypatch):
     with pytest.raises(ab.NothingFitsError, match="Nothing fits"):
         tight = ab.train_step(loss, optax.adam(0.01), memory="1MiB")
         tight(tight.init(wide), batch)
+
+
+def test_what_does_not_fit_names_the_memory_that_was_given():
+    wide = {"a": jnp.ones((64, 512)), "b": jnp.ones(512)}
+    batch = {"x": np.ones((256, 64), np.float32), "y": np.ones(256, np.float32)}
+    tight = ab.train_step(loss, optax.adam(0.01), memory="300KiB")
+    with pytest.raises(ab.NothingFitsError) as caught:
+        tight(tight.init(wide), batch)
+    text = str(caught.value)
+    assert "(memory='300KiB', less 260.0 KiB that the optimizer keeps)" in text
+    assert "remat" not in text  # without any activations it would not fit either
+    assert set(re.findall(r"memory='([^']*)'", text)) == {"300KiB"}
+
+
+def test_a_step_that_does_not_fit_says_how_much_does():
+    """The gradient fits by itself; with the update, the step does not."""
+    wide = {"a": jnp.ones((64, 512)), "b": jnp.ones(512)}
+    batch = {"x": np.ones((64, 64), np.float32), "y": np.ones(64, np.float32)}
+
+    def by_hand(memory):
+        return ab.train_step(loss, optax.adam(0.01), memory=memory, donate=False)
+
+    step = by_hand("1GiB")
+    gradient = step.plan(step.init(wide), batch)
+    memory = gradient.candidates[-1].total + 8 * 2**10 + sum(leaf.nbytes for leaf in wide.values()) * 2
+    tight = by_hand(memory)
+    with pytest.raises(ab.NothingFitsError) as caught:
+        tight(tight.init(wide), batch)
+    text = str(caught.value)
+    assert f"(memory={memory})" in text and "remat" not in text
+    roomy = by_hand(int(re.search(r"Pass memory=(\d+) \(bytes\) or more", text)[1]))
+    roomy(roomy.init(wide), batch)
 
 
 def test_memory_that_runs_out_is_met_with_smaller_microbatches(monkeypatch):

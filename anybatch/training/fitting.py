@@ -92,7 +92,7 @@ class FittingProgram:
 
     def _ways_out(self, arrays: list[Any], rows: list[Any], stats: Any) -> str:
         """What lets the step fit, as far as it was tried."""
-        ways = [f"Pass memory={readable(self._needed(stats))!r} or more", "spread the state over a mesh (mesh=)"]
+        ways = [f"Pass memory={self._needed(stats)} (bytes) or more", "spread the state over a mesh (mesh=)"]
         if self.way.remat is None and self._gradient.settings.remat is None:
             twice = self._make(dataclasses.replace(self.way, remat="nothing_saveable"))
             if self._excess(twice.lower(arrays, rows).compile().memory_analysis()) is None:
