@@ -178,3 +178,37 @@ def test_gradients_of_examples_are_never_there():
     by_vmap = ab.clipped_grad(wide_loss, clip_norm=1.0, microbatch_size=None, method="vmap")
     assert temporaries(factored, params, batch) < 4 * one_gradient
     assert temporaries(by_vmap, params, batch) > 30 * one_gradient  # the control
+
+
+def _tied(params, tokens):
+    hidden = jnp.tanh(params["table"][tokens])
+    logits = jax.nn.log_softmax(hidden @ params["table"].T)
+    return -jnp.mean(jnp.take_along_axis(logits, tokens[:, None], axis=1))
+
+
+def _used_twice(params, x):
+    return jnp.sum(jnp.tanh(jnp.tanh(x @ params["table"]) @ params["table"]))
+
+
+@pytest.mark.parametrize("loss", [_tied, _used_twice], ids=lambda loss: loss.__name__)
+def test_no_kernel_joins_the_sides_that_it_multiplies(monkeypatch, loss):
+    """XLA would join them inside of it on a GPU, with more shared memory than there is: they are written out first."""
+    monkeypatch.setattr(choice, "_prefers_gram", lambda products, lookups, prefer: True)
+    params = {"table": jnp.ones((16, 16)) / 16}
+    batch = jnp.ones((3, 8), jnp.int32) if loss is _tied else jnp.ones((3, 8, 16))
+    fun = ab.clipped_grad(loss, clip_norm=1.0, method="factored", microbatch_size=None)
+    makers, joined, multiplied = {}, [], []
+
+    def look(jaxpr):
+        for equation in jaxpr.eqns:
+            makers.update((str(id(jaxpr)) + str(output), equation.primitive.name) for output in equation.outvars)
+            if equation.primitive.name == "dot_general":
+                sources = [makers.get(str(id(jaxpr)) + str(operand)) for operand in equation.invars]
+                multiplied.append(sources)
+                joined.extend(source for source in sources if source == "concatenate")
+            for inner in jax.extend.core.jaxprs_in_params(equation.params):
+                look(getattr(inner, "jaxpr", inner))
+
+    look(jax.make_jaxpr(fun)(params, batch).jaxpr)
+    assert not joined
+    assert ["optimization_barrier"] * 2 in multiplied
