@@ -182,10 +182,11 @@ class Microbatch:
                 self._depth += 1
                 direct = positions.compute_rows(self, node, value, rows)
                 self._depth -= 1
-            self._rows[key] = self._cut(self.whole[value], rows) if direct is None else direct
+            self._rows[key] = self.cut(self.whole[value], rows) if direct is None else direct
         return self._rows[key]
 
-    def _cut(self, array: Any, rows: State) -> Any:
+    def cut(self, array: Any, rows: State) -> Any:
+        """The rows of these examples of an array that has those of the full batch."""
         assert isinstance(rows, Rows)
         return take_rows(jnp.asarray(array), rows, self.num_examples, self.start, self.size, self.runs)
 
@@ -199,7 +200,7 @@ class Microbatch:
         if self._lookup is not None:
             numbers = self.numbers(lax.iota(jnp.int32, rows.length(self.size)), rows.inner)
             selected = self._lookup.rows(value, numbers, rows.axis)
-        return self._cut(self.whole[value], rows) if selected is None else selected
+        return self.cut(self.whole[value], rows) if selected is None else selected
 
     # Rows of the batch by their number, and rows of this microbatch: `inner` of them for each example.
 

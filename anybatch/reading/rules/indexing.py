@@ -137,12 +137,17 @@ def _gather_from_rows(reader: Reader, node: Node, operand: Rows, indices: State,
         column = list(numbers.start_index_map).index(axis)
         index_axis = own_row_axis(reader, vectors, column, source.shape[axis])
         if index_axis is not None and indices in (WHOLE, operand.at(index_axis)):
-            rows = operand.at(index_axis)
+            rows, batched = operand.at(index_axis), None
+            if index_axis in numbers.start_indices_batching_dims:
+                # Its row of the operand is that of its number along the batching axis, too: a diagonal.
+                pair = list(numbers.start_indices_batching_dims).index(index_axis)
+                batched = operand.at(numbers.operand_batching_dims[pair])
 
             def run(microbatch: Any) -> list[Any]:
                 local = microbatch.value(vectors, rows)
                 local = _counted_from_here(local, column, microbatch, operand.inner)
-                return node([microbatch.value(source), local])
+                array = microbatch.value(source)
+                return node([array if batched is None else microbatch.cut(array, batched), local])
 
             return Outcome([operand.at(looked_up[index_axis])], [None, rows], run=run)
     raise NotRowwise("it looks up rows of other examples")
@@ -229,7 +234,7 @@ def _into_own_rows(reader: Reader, node: Node, states: Sequence[State]) -> Outco
             continue
         column = columns.index(axis)
         index_axis = own_row_axis(reader, vectors, column, target.shape[axis])
-        if index_axis is None:
+        if index_axis is None or index_axis in numbers.scatter_indices_batching_dims:
             continue
         axes = (axis, index_axis, update_axes[index_axis])
         if not _are_at(states, rows, axes):
