@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.extend.backend
 import jax.extend.core as jex_core
 import jax.numpy as jnp
 import jaxlib
@@ -189,6 +190,11 @@ def defining_file(equation: Any) -> str:
         info = getattr(inner, "debug_info", None)
         return str(getattr(info, "func_src_info", "") or "").rpartition(" at ")[2]
     return ""
+
+
+def platforms() -> set[str]:
+    """The platforms that this process has devices of, as `lax.platform_dependent` names them: "cpu", "cuda", ..."""
+    return set(jax.extend.backend.backends())
 
 
 def is_threefry(key_dtype: Any) -> bool:

@@ -39,6 +39,20 @@ def siglip(params, batch):
 
 
 @COUPLED.case(passes=2, make=views)
+def two_towers_with_a_diagonal(params, batch):
+    image, text = encode(params, batch)
+    logits = image @ text.T
+    return jnp.mean(jax.nn.logsumexp(logits, axis=1) - jnp.diag(logits)) + 0.1 * jnp.trace(logits) ** 2
+
+
+@COUPLED.case(passes=2, make=views)
+def diagonal_of_fewer_columns(params, batch):
+    """The first three examples alone."""
+    image, _ = encode(params, batch)
+    return jnp.mean(jnp.diag(image) ** 2) + jnp.mean(image**4)
+
+
+@COUPLED.case(passes=2, make=views)
 def nt_xent(params, batch):
     """Two views in one batch of 2N."""
     both = jnp.concatenate(encode(params, batch))

@@ -170,3 +170,67 @@ def sorted_features(params, batch):
     hidden = jnp.sort(logits_of(params, batch["x"]), axis=-1)
     largest, _ = jax.lax.top_k(batch["x"] @ params["w"], 2)
     return jnp.mean(hidden @ params["out"] + largest.sum(axis=-1) * jnp.median(batch["x"], axis=-1))
+
+
+# Diagonals, and other elements that each example finds by its own number.
+
+
+@LAYOUTS.case(passes=1, make=square)
+def diagonal_by_number(params, batch):
+    """The axis of the examples is looked up, and the other one is a batching axis of the same lookup."""
+    scores = jnp.tanh(batch["x"] @ params["w"]).T
+    own = jnp.take_along_axis(scores, jnp.arange(scores.shape[0])[:, None], axis=1)
+    return jnp.mean((own[:, 0] - batch["y"]) ** 2)
+
+
+@LAYOUTS.case(passes=1, make=square)
+def diagonal_of_layers_by_number(params, batch):
+    scores = jnp.stack([batch["x"] @ params["w"], jnp.sin(batch["x"] @ params["w"])]).transpose(2, 0, 1)
+    own = jnp.take_along_axis(scores, (jnp.arange(scores.shape[0]) - scores.shape[0])[:, None, None], axis=-1)
+    return jnp.mean((own[..., 0].sum(1) - batch["y"]) ** 2)
+
+
+@LAYOUTS.case(passes=1, make=square)
+def diagonal_of_a_square(params, batch):
+    return jnp.mean((jnp.diag(batch["x"] @ params["w"]) - batch["y"]) ** 2)
+
+
+@LAYOUTS.case(passes=1, make=square)
+def diagonal_of_a_transposed_square(params, batch):
+    return jnp.mean((jnp.diagonal(jnp.tanh(batch["x"] @ params["w"]).T) - batch["y"]) ** 2)
+
+
+@LAYOUTS.case(passes=1, make=square)
+def diagonal_beside_the_first(params, batch):
+    wide = jnp.concatenate([batch["x"] @ params["w"], batch["y"][:, None]], axis=1)
+    return jnp.mean(jnp.sin(jnp.diagonal(wide, offset=1)))
+
+
+@LAYOUTS.case(passes=1, make=square)
+def diagonal_of_pairs_with_data(params, batch):
+    """Every example is multiplied with the data of every other one, and one of these products is used."""
+    return jnp.mean(jnp.sin(jnp.diag(batch["x"] @ params["w"] @ batch["x"].T)))
+
+
+@LAYOUTS.case(passes=1, make=square)
+def trace_of_a_square(params, batch):
+    return jnp.trace(batch["x"] @ params["w"]) ** 2
+
+
+@LAYOUTS.case(passes=1, make=square)
+def diagonal_of_every_example(params, batch):
+    outer = batch["x"][:, :, None] * params["w"]
+    return jnp.mean((jnp.diagonal(outer, axis1=1, axis2=2).sum(-1) - batch["y"]) ** 2)
+
+
+@LAYOUTS.case(passes=1, make=square)
+def one_branch_for_each_platform(params, batch):
+    """The branches bring examples together in different ways, and only one of them runs on a machine."""
+    values = jnp.tanh(batch["x"] @ params["w"])
+    mask = jnp.eye(values.shape[0], dtype=values.dtype)
+
+    def masked(values):
+        return jnp.sum(values * mask, axis=0)
+
+    own = jax.lax.platform_dependent(values, tpu=masked, rocm=masked, default=jnp.diagonal)
+    return jnp.mean((own - batch["y"]) ** 2)

@@ -42,10 +42,38 @@ def _checkpoint(reader: Reader, node: Node, states: Sequence[State]) -> Outcome:
 def _branches(reader: Reader, node: Node, states: Sequence[State]) -> Outcome:
     if states[0] != WHOLE:
         raise NotRowwise("which branch it takes depends on the batch")
+    everywhere = range(len(node.params["branches"]))
+    try:
+        return _some_branches(reader, node, states, everywhere)
+    except NotRowwise:
+        here = _branches_of_this_machine(node)
+        if len(here) in (0, len(everywhere)):
+            raise
+        return _some_branches(reader, node, states, here)
+
+
+def _branches_of_this_machine(node: Node) -> list[int]:
+    """The branches of `lax.platform_dependent` that can be taken here; all of them, if it is another branching.
+
+    `jnp.diagonal` has one for kernels of Mosaic, which masks and sums, and one for all else, which looks up.
+    """
+    branches = node.params.get("branches_platforms") or [None] * len(node.params["branches"])
+    available, named = compat.platforms(), {name for names in branches for name in names or ()}
+    elsewhere = "branches_platforms" in node.params and available <= named  # so that no default is taken
+    return [
+        number
+        for number, names in enumerate(branches)
+        if (not elsewhere if names is None else not available.isdisjoint(names))
+    ]
+
+
+def _some_branches(reader: Reader, node: Node, states: Sequence[State], numbers: Sequence[int]) -> Outcome:
+    """Reads the branches of these numbers. The others are branches of other platforms."""
     facts = _facts(reader, node, states)[1:]
-    inners = [reader.nested(branch, facts) for branch in node.params["branches"]]
-    found, zero = inners[0].output_states(), _zeros(inners[0])
-    for inner in inners[1:]:
+    inners = {number: reader.nested(node.params["branches"][number], facts) for number in numbers}
+    first, *others = inners.values()
+    found, zero = first.output_states(), _zeros(first)
+    for inner in others:
         other_zero = _zeros(inner)
         found = [join(*each) for each in zip(found, inner.output_states(), zero, other_zero, strict=True)]
         zero = [one and other for one, other in zip(zero, other_zero, strict=True)]
@@ -53,10 +81,14 @@ def _branches(reader: Reader, node: Node, states: Sequence[State]) -> Outcome:
 
     def run(microbatch: Any) -> list[Any]:
         index, *operands = (microbatch.value(value) for value in node.inputs)
-        branches = [lambda *args, inner=inner: microbatch.nested(inner, args, found) for inner in inners]
+        if not others:
+            return microbatch.nested(first, operands, found)
+        # Branches of other platforms compute the same as those of this one.
+        chosen = [inners.get(number, first) for number in range(len(node.params["branches"]))]
+        branches = [lambda *args, inner=inner: microbatch.nested(inner, args, found) for inner in chosen]
         return lax.switch(jnp.asarray(index).astype(jnp.int32), branches, *operands)
 
-    return Outcome(found, run=run, scales=all(inner.scales for inner in inners), nested=inners)
+    return Outcome(found, run=run, scales=all(inner.scales for inner in inners.values()), nested=list(inners.values()))
 
 
 def _refuse_orders(states: Sequence[State]) -> None:
