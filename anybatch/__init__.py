@@ -10,6 +10,7 @@ from anybatch.errors import (
     LargeHeadWarning,
     NotAvailableError,
     NothingFitsError,
+    RuleFailedWarning,
     TightMemoryWarning,
 )
 from anybatch.gradient import grad, value_and_grad
@@ -48,6 +49,7 @@ __all__ = [
     "PerExample",
     "Plan",
     "Reading",
+    "RuleFailedWarning",
     "TightMemoryWarning",
     "TrainState",
     "Verification",

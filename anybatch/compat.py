@@ -184,14 +184,6 @@ def source_frames(equation: Any) -> list[tuple[str, int, str]]:
     return [(frame.file_name, frame.line_num, frame.function_name) for frame in frames]
 
 
-def defining_file(equation: Any) -> str:
-    """Where the function inside an equation was defined, or an empty text."""
-    for inner in jaxprs_in(equation):
-        info = getattr(inner, "debug_info", None)
-        return str(getattr(info, "func_src_info", "") or "").rpartition(" at ")[2]
-    return ""
-
-
 def platforms() -> set[str]:
     """The platforms that this process has devices of, as `lax.platform_dependent` names them: "cpu", "cuda", ..."""
     return set(jax.extend.backend.backends())

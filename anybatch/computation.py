@@ -16,8 +16,10 @@ from anybatch.errors import InputError
 from anybatch.field import Field, groups_of
 from anybatch.loss import TracedLoss, trace_loss
 from anybatch.reading.loss_reading import split_loss, split_loss_in_one_pass
+from anybatch.reading.reader import warn_of_failed_rule
 from anybatch.reading.report import Reading
 from anybatch.reading.split import Split
+from anybatch.reading.states import RuleFailed
 from anybatch.reading.units import Units, units_of
 from anybatch.routes import blocks, full, groups, parts, scan, split_passes, squares
 from anybatch.settings import Settings
@@ -76,6 +78,7 @@ class Gradient:
         self.arguments = arguments if self.field is None else self.field.arguments
         self._traced: dict[int, tuple[TracedLoss, Any]] = {}  # by the number of examples
         self._fun = fun
+        self._failed: dict[str, str] = {}  # primitives that could not be computed as they were read, and why
 
     def _trace(self, num_examples: int) -> tuple[TracedLoss, Any]:
         # Not by functools.cache of a method: a cycle would keep the arguments, the batch too, until it is collected.
@@ -160,7 +163,7 @@ class Gradient:
         # Noise is told by microbatches of the batch itself, and a fixed order of sums is one of its examples.
         may_select = not self.settings.noise and not self.settings.reproducible
         split = split_loss_in_one_pass if self._is_in_parts else split_loss
-        return split(loss, consts, fresh_draws=fresh, may_select=may_select)
+        return split(loss, consts, fresh_draws=fresh, may_select=may_select, failed=self._failed)
 
     @functools.cached_property
     def checked_reading(self) -> Reading:
@@ -174,7 +177,8 @@ class Gradient:
             return None
         # Read once more, so that sums of data alone are known for each microbatch.
         fresh = bool(self.arguments.arrays.keys)
-        return units_of(self.split, split_loss(*self._trace(self.examples), fresh_draws=fresh, sums_data_later=True))
+        again = split_loss(*self._trace(self.examples), fresh_draws=fresh, sums_data_later=True, failed=self._failed)
+        return units_of(self.split, again)
 
     def is_at_once(self, way: Way) -> bool:
         """Whether a way takes all examples at once."""
@@ -331,8 +335,24 @@ class Gradient:
         assert self.checked_reading is not None
         dtype = self.settings.accumulator_dtype
         passes = split_passes.Passes(self.split, self._size(way), dtype, self._place(way), way.remat, units)
-        compute = functools.partial(split_passes.value_and_grad, passes)
-        return lambda inputs: compute(*inputs), (self._trace(self.examples)[1], self.arguments.arrays)
+
+        def compute(inputs: Any) -> Any:
+            try:
+                return split_passes.value_and_grad(passes, *inputs)
+            except RuleFailed as failure:
+                return self._without_rule(failure, way, inputs)
+
+        return compute, (self._trace(self.examples)[1], self.arguments.arrays)
+
+    def _without_rule(self, failure: RuleFailed, way: Way, inputs: Any) -> Any:
+        """Computes from the whole batch at once what a rule said can be computed in microbatches, and cannot."""
+        self._failed[failure.blame.primitive] = failure.blame.why
+        for name in ("split", "checked_reading", "units"):
+            self.__dict__.pop(name, None)
+        compute, _ = self._as_read(way, self.units)
+        results = compute(inputs)  # or raises what the loss raises by itself
+        warn_of_failed_rule(failure.blame)
+        return results
 
     def _as_declared(self, way: Way) -> tuple[Callable[[Any], Any], Any]:
         settings, size = self.settings, self._size(way)

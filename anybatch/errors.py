@@ -52,6 +52,14 @@ class LargeHeadWarning(UserWarning):
     """Most of a model is computed from the whole batch at once, so that microbatches save little memory."""
 
 
+class RuleFailedWarning(UserWarning):
+    """An operation could not be computed microbatch by microbatch, though anybatch has a rule for it.
+
+    It is computed from the whole batch at once instead. The gradient is exact, and takes more memory. The rule has an
+    error: please report it, or correct it if you registered it with `anybatch.register_rule`.
+    """
+
+
 class NotAvailableError(AnybatchError, NotImplementedError):
     """A documented option that this version does not have yet; the message says what to use instead."""
 

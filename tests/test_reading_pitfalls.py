@@ -1,6 +1,7 @@
 """Losses that were read wrong once, or might have been."""
 
 import functools
+import inspect
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +11,8 @@ from jax import lax
 
 import anybatch as ab
 from anybatch.reading import positions
+from anybatch.reading.reader import Outcome
+from anybatch.reading.rules.table import RULES
 
 X = np.sin(np.arange(18.0)).reshape(6, 3)
 W = np.array([0.7, -1.2, 2.1])
@@ -271,3 +274,55 @@ def test_a_thousand_terms_are_described_without_running_out_of_stack():
 
     args = (W.astype(np.float32), X.astype(np.float32))
     assert ab.read(loss, *args).kind == "mean over 6 examples, plus a term of the parameters"
+
+
+def fails_when_read(reader, node, states):
+    raise IndexError("no such axis")
+
+
+def fails_when_computed(reader, node, states):
+    def run(microbatch):
+        raise IndexError("no such axis")
+
+    return Outcome([states[0]], run=run)
+
+
+def in_a_loop(w, x):
+    return jnp.mean(lax.scan(lambda h, _: (jnp.sinh(h * w[None]), None), x, None, length=2)[0])
+
+
+def in_a_checkpoint(w, x):
+    return jnp.mean(jax.checkpoint(jnp.sinh)(x * w[None]) ** 2)
+
+
+def by_itself(w, x):
+    return jnp.mean(jnp.sinh(x * w[None]) ** 2)
+
+
+@pytest.mark.parametrize("loss", [by_itself, in_a_loop, in_a_checkpoint])
+@pytest.mark.parametrize("rule", [fails_when_read, fails_when_computed])
+def test_a_rule_that_fails_is_told_and_the_gradient_is_exact(rule, loss, monkeypatch, float64):
+    monkeypatch.setitem(RULES, "sinh", rule)
+    with pytest.warns(ab.RuleFailedWarning, match=r"'sinh' failed \(IndexError: no such axis\)") as caught:
+        assert_exact(loss, W, 0.1 * X)
+    message = str(caught[0].message)
+    assert f"{__file__}:{inspect.getsourcelines(loss)[1] + 1} in {loss.__name__}" in message
+    assert "gradient is exact" in message and "whole batch at once" in message and "report it" in message
+
+
+def test_a_rule_that_fails_is_an_error_where_coupling_is(monkeypatch, float64):
+    monkeypatch.setitem(RULES, "sinh", fails_when_computed)
+    with pytest.raises(ab.CoupledError, match="the rule for the primitive 'sinh' failed"):
+        ab.value_and_grad(by_itself, microbatch_size=2, on_coupled="error")(W, X)
+
+
+def test_an_error_of_the_loss_itself_is_not_taken_for_one_of_a_rule():
+    def loss(w, x):
+        h = x * w[None]
+        return jnp.mean(h.at[:, np.array([0, 0])].multiply(h[:, :2]))
+
+    with pytest.raises(NotImplementedError, match="scatter_mul gradients") as expected:
+        jax.grad(loss)(W, X)
+    with pytest.raises(NotImplementedError, match="scatter_mul gradients") as error:
+        ab.grad(loss, microbatch_size=2)(W, X)
+    assert str(error.value) == str(expected.value)

@@ -3,14 +3,16 @@
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
-from anybatch.reading import positions
+from anybatch.errors import AnybatchError
+from anybatch.reading import positions, source
 from anybatch.reading.graph import Node, Value
-from anybatch.reading.reader import Reader
+from anybatch.reading.reader import Outcome, Reader
 from anybatch.reading.selection import Lookup
-from anybatch.reading.states import SUM, WHOLE, Rows, State, take_rows
+from anybatch.reading.states import SUM, WHOLE, Rows, RuleFailed, State, failure_of, take_rows
 
 _MAX_DEPTH = 60  # operations that a whole value is followed back through, in search of rows that are cheap
 
@@ -139,17 +141,24 @@ class Microbatch:
         if outcome is None:
             return
         self._read_whole = outcome.whole
-        if outcome.run is not None:
-            results = outcome.run(self)
-        else:
-            takes = outcome.takes or [None] * len(node.inputs)
-            operands = [self.value(operand, rows) for operand, rows in zip(node.inputs, takes, strict=True)]
-            results = node(operands, None if outcome.params is None else outcome.params(self.size))
+        try:
+            results = self._results(node, outcome)
+        except (AnybatchError, RuleFailed, jax.errors.JaxRuntimeError, FloatingPointError):
+            raise
+        except Exception as error:
+            raise RuleFailed(source.blame(node, failure_of(node.name, error))) from error
         self._read_whole = ()
         for output, result in zip(node.outputs, results, strict=True):
             self.known[output] = result
             if self.reader.state(output) == WHOLE:  # the counter of a loop, for example
                 self.whole.known[output] = result
+
+    def _results(self, node: Node, outcome: Outcome) -> list[Any]:
+        if outcome.run is not None:
+            return outcome.run(self)
+        takes = outcome.takes or [None] * len(node.inputs)
+        operands = [self.value(operand, rows) for operand, rows in zip(node.inputs, takes, strict=True)]
+        return node(operands, None if outcome.params is None else outcome.params(self.size))
 
     def value(self, value: Value, rows: Rows | None = None) -> Any:
         """A value for these examples. Of a whole one, all of it, or the given rows of these examples."""

@@ -105,14 +105,17 @@ class Graph:
       jaxpr: the function.
       opened: for checkpoints to look into and loops to unroll, by the identity of their equations, these equations
         and the functions that take their place.
+      calls: the calls around it, the outermost first, where it is a function inside an equation.
     """
 
-    def __init__(self, jaxpr: Any, opened: Mapping[int, tuple[Any, Any]] | None = None) -> None:
+    def __init__(
+        self, jaxpr: Any, opened: Mapping[int, tuple[Any, Any]] | None = None, calls: tuple[Any, ...] = ()
+    ) -> None:
         self._opened = opened or {}
         self._nodes: list[Node] = []
         variables, consts, _ = compat.open_jaxpr(jaxpr)
         self.inputs = [Value(variable.aval) for variable in variables[len(consts) :]]
-        self.outputs = self._add(jaxpr, self.inputs, ())
+        self.outputs = self._add(jaxpr, self.inputs, calls)
         self.nodes = self._live_nodes()
 
     def _add(self, jaxpr: Any, arguments: Sequence[Value], calls: tuple[Any, ...]) -> list[Value]:

@@ -1,6 +1,6 @@
 """Reads a loss that was traced at the full batch, and splits it into a prefix and a head."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -23,18 +23,16 @@ _MAX_HINT = 1 << 20  # elements of an array that is looked at before anything ru
 _HARMLESS_EFFECTS = ("DebugEffect", "OrderedDebugEffect", "NamedAxisEffect")
 
 
-def split_loss_in_one_pass(
-    loss: TracedLoss, consts: Sequence[Any], *, fresh_draws: bool = False, may_select: bool = False
-) -> Split:
+def split_loss_in_one_pass(loss: TracedLoss, consts: Sequence[Any], **options: Any) -> Split:
     """Like `split_loss`, but nothing is summed before the microbatches if one pass over them is enough all the same.
 
     On many devices a sum is an exchange. The sum of a mask can join that of the gradients, unless examples are
     divided by it.
     """
-    split = split_loss(loss, consts, fresh_draws=fresh_draws, sums_data_later=True, may_select=may_select)
+    split = split_loss(loss, consts, **options, sums_data_later=True)
     if split.seeds != Seeds.BETWEEN and not split.head_couples:
         return split
-    return split_loss(loss, consts, fresh_draws=fresh_draws, may_select=may_select)
+    return split_loss(loss, consts, **options)
 
 
 def split_loss(
@@ -44,6 +42,7 @@ def split_loss(
     fresh_draws: bool = False,
     sums_data_later: bool = False,
     may_select: bool = False,
+    failed: Mapping[str, str] | None = None,
 ) -> Split:
     """Reads a loss that was traced at the full batch, and splits it.
 
@@ -53,6 +52,7 @@ def split_loss(
       fresh_draws: whether a microbatch may draw its own random numbers, where it cannot draw those of the batch.
       sums_data_later: whether sums of data alone are left to the microbatches.
       may_select: whether rows that the loss selects from its data may have a loop of their own.
+      failed: primitives whose rules are not to be used, and why.
     """
     wrt, batch, keys, rest = loss.types
     moving = [Fact(WHOLE, True, jax.dtypes.issubdtype(leaf.dtype, np.inexact)) for leaf in wrt]
@@ -81,6 +81,7 @@ def split_loss(
                 may_reorder=may_reorder,
                 sums_data_later=sums_data_later,
                 may_select=may_select,
+                failed=failed,
             )
         except NeedsInlining as request:
             opened[id(request.equation)] = request.equation, request.function

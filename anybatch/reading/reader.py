@@ -1,15 +1,17 @@
 """Follows the batch axis through a graph, node by node, and gives every value its state."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
+from anybatch.errors import RuleFailedWarning, user_stacklevel
 from anybatch.reading import source
 from anybatch.reading.graph import CHECKPOINTS, ELEMENTWISE, Graph, Node, Value, opened_function
-from anybatch.reading.states import FED_BACK, SUM, WHOLE, Mixed, NotRowwise, Rows, State
+from anybatch.reading.states import FED_BACK, SUM, WHOLE, Mixed, NotRowwise, Rows, State, failure_of
 
 # A selection of few rows, such as anchors, is read as a whole value: at most so many, and a small part of the batch.
 FEW_ROWS, SMALL_PART = 16, 1 / 16
@@ -95,6 +97,7 @@ class Reader:
       reads_derivatives: whether functions with derivatives of their own are differentiated here; if not, their
         derivatives are read when an outer `grad` asks for them.
       may_select: whether rows that are selected from the data may have a loop of their own.
+      failed: primitives that could not be computed as their rules say, and why. They are taken to mix examples.
     """
 
     def __init__(
@@ -109,7 +112,9 @@ class Reader:
         sums_data_later: bool = False,
         reads_derivatives: bool = True,
         may_select: bool = False,
+        failed: Mapping[str, str] | None = None,
     ) -> None:
+        self.failed = failed or {}
         self.may_select = may_select
         self.sums_data_later = sums_data_later
         self.reads_derivatives = reads_derivatives
@@ -156,12 +161,14 @@ class Reader:
     def output_states(self) -> list[State]:
         return [self.state(value) for value in self.graph.outputs]
 
-    def nested(self, jaxpr: Any, facts: Sequence[Fact], reads_derivatives: bool | None = None) -> "Reader":
+    def nested(self, node: Node, jaxpr: Any, facts: Sequence[Fact], reads_derivatives: bool | None = None) -> "Reader":
         """Reads a function inside a node. It must be row-wise throughout."""
         if reads_derivatives is None:
             reads_derivatives = self.reads_derivatives
         options: dict[str, Any] = {"may_reorder": self.may_reorder, "reads_derivatives": reads_derivatives}
-        return Reader(Graph(jaxpr), self.num_examples, facts, self.rulebook, **options)
+        options["failed"] = self.failed
+        graph = Graph(jaxpr, calls=(*node.calls, node.equation))
+        return Reader(graph, self.num_examples, facts, self.rulebook, **options)
 
     @property
     def scales(self) -> bool:
@@ -204,6 +211,8 @@ class Reader:
         if any(isinstance(state, Mixed) for state in states):
             has_rows = any(isinstance(state, Rows) for state in states)
             raise NotRowwise(FED_BACK if has_rows else "it depends on values of the whole batch")
+        if node.name in self.failed:
+            raise NotRowwise(self.failed[node.name])
         rule = self.rulebook.rules.get(node.name)
         if rule is None:
             raise NotRowwise(
@@ -267,9 +276,9 @@ class Reader:
         except (NotRowwise, NeedsInlining):
             raise
         except Exception as error:  # a rule that fails must not become a gradient that is wrong
-            raise NotRowwise(
-                f"the rule for the primitive {node.name!r} failed ({type(error).__name__}: {error})"
-            ) from error
+            why = failure_of(node.name, error)
+            warn_of_failed_rule(source.blame(node, why))
+            raise NotRowwise(why) from error
         finally:
             self.num_examples = self.batch_size
 
@@ -335,23 +344,46 @@ class Reader:
 
     def is_zero(self, value: Value) -> bool:
         """Whether a whole value is known to be zero everywhere."""
-        if value not in self._zeros:
-            self._zeros[value] = False  # of an endless chain, one does not know
-            self._zeros[value] = self._is_zero(value)
-        return self._zeros[value]
+        seen: set[Value] = set()
+        pending = [value]
+        while pending:  # without recursion: a loss may add up thousands of terms
+            other = pending.pop()
+            if other in seen or self._zeros.get(other, False):
+                continue
+            seen.add(other)
+            needed = self._zero_if(other) if self._zeros.get(other, True) else None
+            if needed is None:
+                self._zeros[value] = False
+                return False
+            pending.extend(needed)
+        self._zeros.update(dict.fromkeys(seen, True))
+        return True
 
-    def _is_zero(self, value: Value) -> bool:
+    def _zero_if(self, value: Value) -> Sequence[Value] | None:
+        """The values that make this one zero if all of them are zero; None if it is not known to be zero."""
         known = value.known if value.is_constant else value.hint
         if known is not None:
-            return not value.is_key and isinstance(known, (np.ndarray, jax.Array)) and not np.any(np.asarray(known))
+            is_zero = not value.is_key and isinstance(known, (np.ndarray, jax.Array)) and not np.any(np.asarray(known))
+            return () if is_zero else None
         if value.is_constant or self.state(value) != WHOLE:
-            return False
+            return None
         node = value.node
         if node is None:
-            return self.facts[value].is_zero
+            return () if self.facts[value].is_zero else None
         if node.name in _KEEP_ZERO:
-            return self.is_zero(node.inputs[0])
-        return node.name in _ADD_ZEROS and all(map(self.is_zero, node.inputs))
+            return node.inputs[:1]
+        return node.inputs if node.name in _ADD_ZEROS else None
+
+
+def warn_of_failed_rule(blame: source.Blame) -> None:
+    """Says that a rule failed, and what became of it."""
+    warnings.warn(
+        f"A rule of anybatch failed at {blame}.\nThe gradient is exact all the same. From that line on, the loss is "
+        "computed from the whole batch at once, which takes more memory. Please report it with the loss, or correct "
+        "the rule if you registered it yourself.",
+        RuleFailedWarning,
+        stacklevel=user_stacklevel(),
+    )
 
 
 def _check_order(node: Node, states: Sequence[State], outcome: Outcome) -> None:

@@ -4,11 +4,15 @@ import dataclasses
 import functools
 import os
 import sysconfig
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 
 from anybatch import compat
 from anybatch.reading.graph import Node
+
+_INSTALLED = ("site-packages", "dist-packages")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,33 +54,43 @@ def blame(node: Node, why: str) -> Blame:
 
 
 def locate(node: Node) -> Place:
-    """The user's line that a node comes from: the innermost one that is not a library's."""
-    equation = node.equation
-    for call in node.calls:
-        # JAX caches the trace of a function that it jits itself, with the lines of whoever called it first.
-        if _is_library(compat.defining_file(call)):
-            equation = call
-            break
-    frames = compat.source_frames(equation)
-    for is_foreign in (_is_library, _is_own):  # or, where everything is installed, at least not JAX
-        for position, (file, line, function) in enumerate(frames):
-            if file and not is_foreign(file):
-                return Place(file, line, _plain(function), _callee(node, frames[:position]))
+    """The user's line that a node comes from: the innermost one that is not a library's.
+
+    JAX cuts the frames of an equation off where the function that contains it begins: a jitted function, one with a
+    derivative of its own, the body of a loop. If all of that is a library's, the line of the call is the user's.
+    """
+    equations = [node.equation, *reversed(node.calls)]
+    frames = [(depth, *frame) for depth, equation in enumerate(equations) for frame in compat.source_frames(equation)]
+    files = [file for _, file, _, _ in frames if file and not _is_own(file)]
+    package = _package(files[-1]) if files else ""
+    users: tuple[Callable[[str], bool], ...] = (
+        lambda file: not _is_library(file) and not file.startswith("<"),
+        lambda file: not _is_library(file),  # a line of a shell, or code that was generated
+        lambda file: bool(package) and file.startswith(package),  # all of it is installed: the package of the loss
+        lambda file: not _is_own(file),
+    )
+    for is_users in users:
+        for position, (depth, file, line, function) in enumerate(frames):
+            if file and is_users(file):
+                inside = _callee([frame[1:] for frame in frames[:position]], equations[1 : depth + 1][::-1])
+                return Place(file, line, _plain(function), inside)
     return Place()
 
 
-def _callee(node: Node, frames: list[tuple[str, int, str]]) -> str:
-    """The library function that the user's line called."""
+def _callee(frames: Sequence[tuple[str, int, str]], calls: Sequence[Any]) -> str:
+    """The library function that the user's line called.
+
+    Args:
+      frames: what is between that line and the equation, the innermost first.
+      calls: the calls of functions among these, the outermost first.
+    """
     outside = [_plain(function) for file, _, function in reversed(frames) if not _is_own(file)]
     # Wrappers of wrappers: the name that says something is that of a layer, or else a public one.
     for is_telling in (lambda name: name.endswith(".__call__"), lambda name: not _is_private(name), lambda name: True):
         for name in outside:
             if is_telling(name):
                 return name.removesuffix(".__call__")
-    for call in node.calls:
-        if _is_library(compat.defining_file(call)):
-            return str(call.params.get("name", ""))
-    return ""
+    return next((str(call.params["name"]) for call in calls if "name" in call.params), "")
 
 
 def _is_private(name: str) -> bool:
@@ -89,7 +103,7 @@ def _plain(function: str) -> str:
 
 @functools.cache
 def _is_library(file: str) -> bool:
-    installed = any(f"{os.sep}{name}{os.sep}" in file for name in ("site-packages", "dist-packages"))
+    installed = any(f"{os.sep}{name}{os.sep}" in file for name in _INSTALLED)
     return installed or _is_own(file) or any(file.startswith(root + os.sep) for root in _library_roots())
 
 
@@ -97,6 +111,15 @@ def _is_library(file: str) -> bool:
 def _is_own(file: str) -> bool:
     roots = (os.path.dirname(jax.__file__), os.path.dirname(os.path.dirname(__file__)))
     return file.startswith("<frozen") or any(file.startswith(root + os.sep) for root in roots)
+
+
+def _package(file: str) -> str:
+    """The folder of the installed package that a file is in, or an empty text."""
+    for name in _INSTALLED:
+        before, found, after = file.rpartition(f"{os.sep}{name}{os.sep}")
+        if found and os.sep in after:
+            return f"{before}{found}{after.split(os.sep)[0]}{os.sep}"
+    return ""
 
 
 @functools.cache

@@ -100,6 +100,23 @@ class NotRowwise(Exception):
         self.why, self.blame, self.unroll = why, blame, unroll
 
 
+class RuleFailed(Exception):
+    """Raised in a microbatch: an equation was read, and cannot be computed as its rule says.
+
+    Args:
+      blame: where, and what happened.
+    """
+
+    def __init__(self, blame: Any) -> None:
+        super().__init__(str(blame))
+        self.blame = blame
+
+
+def failure_of(primitive: str, error: Exception) -> str:
+    """What to say of a rule that raised an error, as a reason why its examples are taken to be mixed."""
+    return f"the rule for the primitive {primitive!r} failed ({type(error).__name__}: {error})"
+
+
 def join(one: State, other: State, one_is_zero: bool = False, other_is_zero: bool = False) -> State:
     """The state of a value that is sometimes `one` and sometimes `other`: a loop's carry, a branch's result."""
     if one == other:

@@ -74,7 +74,7 @@ def _linear_solve(reader: Reader, node: Node, states: Sequence[State]) -> Outcom
                 Fact(state, True, value.is_inexact)
                 for value, state in zip(node.inputs[first : first + length], states[first:], strict=False)
             ]
-            inner = reader.nested(jaxpr, [*consts, *(Fact(state, True, True) for state in found)])
+            inner = reader.nested(node, jaxpr, [*consts, *(Fact(state, True, True) for state in found)])
             if len(inner.graph.outputs) != len(sides):
                 raise NotRowwise("it solves with results beside the solution")
             for got, goal in zip(inner.output_states(), found, strict=True):

@@ -27,7 +27,7 @@ def _facts(reader: Reader, node: Node, states: Sequence[State]) -> list[Fact]:
 
 @rule("remat2", "remat", "checkpoint")
 def _checkpoint(reader: Reader, node: Node, states: Sequence[State]) -> Outcome:
-    inner = reader.nested(node.params["jaxpr"], _facts(reader, node, states))
+    inner = reader.nested(node, node.params["jaxpr"], _facts(reader, node, states))
     found = inner.output_states()
     options = {name: node.params[name] for name in ("prevent_cse", "policy") if name in node.params}
 
@@ -70,7 +70,7 @@ def _branches_of_this_machine(node: Node) -> list[int]:
 def _some_branches(reader: Reader, node: Node, states: Sequence[State], numbers: Sequence[int]) -> Outcome:
     """Reads the branches of these numbers. The others are branches of other platforms."""
     facts = _facts(reader, node, states)[1:]
-    inners = {number: reader.nested(node.params["branches"][number], facts) for number in numbers}
+    inners = {number: reader.nested(node, node.params["branches"][number], facts) for number in numbers}
     first, *others = inners.values()
     found, zero = first.output_states(), _zeros(first)
     for inner in others:
@@ -107,10 +107,10 @@ def _while(reader: Reader, node: Node, states: Sequence[State]) -> Outcome:
     split = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
     cond_consts, body_consts, carry = facts[: split[0]], facts[split[0] : split[1]], facts[split[1] :]
     for _ in range(4 + 2 * len(carry)):
-        condition = reader.nested(params["cond_jaxpr"], [*cond_consts, *carry])
+        condition = reader.nested(node, params["cond_jaxpr"], [*cond_consts, *carry])
         if condition.output_states() != [WHOLE]:
             raise NotRowwise("how often the loop runs depends on the batch")
-        body = reader.nested(params["body_jaxpr"], [*body_consts, *carry])
+        body = reader.nested(node, params["body_jaxpr"], [*body_consts, *carry])
         after = [_joined(fact, body.fact(output)) for fact, output in zip(carry, body.graph.outputs, strict=True)]
         if after == carry:
             break
@@ -158,7 +158,7 @@ def _scan(reader: Reader, node: Node, states: Sequence[State]) -> Outcome:
     carry = initial
     for _ in range(8 + 3 * num_carry):
         # A carry that starts from zero is taken to stay zero until a step says otherwise.
-        body = reader.nested(params["jaxpr"], [*facts[:num_consts], *carry, *scanned])
+        body = reader.nested(node, params["jaxpr"], [*facts[:num_consts], *carry, *scanned])
         after = [
             _joined(fact, dataclasses.replace(body.fact(output), is_zero=body.is_zero(output)))
             for fact, output in zip(carry, body.graph.outputs, strict=False)

@@ -53,6 +53,7 @@ class _Passes:
     """The forward and the backward pass of a node, as JAX makes them, traced at the full batch."""
 
     def __init__(self, node: Node, differentiated: Sequence[int], results: Sequence[int]) -> None:
+        self.node = node
         tree: Any = None
 
         def forward(*operands: Any) -> tuple[Any, Any]:
@@ -75,7 +76,7 @@ class _Passes:
         """Whether the backward pass is linear in the cotangents. The rules for sums are those of linear maps."""
         facts = [*[Fact(WHOLE, True)] * self.num_residuals, *[Fact(SUM, True)] * self.num_outputs]
         try:
-            inner = reader.nested(self.backward, facts)
+            inner = reader.nested(self.node, self.backward, facts)
         except NotRowwise:
             return False
         return all(
@@ -91,15 +92,15 @@ def _must_have(inner: Reader, found: Sequence[State], wanted: Sequence[State], w
             raise NotRowwise(why)
 
 
-def _read_part(reader: Reader, jaxpr: Any, states: Sequence[State]) -> Reader:
+def _read_part(reader: Reader, node: Node, jaxpr: Any, states: Sequence[State]) -> Reader:
     """Reads a part of a function with derivatives of its own: the function, or what was written as its derivative."""
-    return reader.nested(jaxpr, [Fact(state, True) for state in states], reads_derivatives=False)
+    return reader.nested(node, jaxpr, [Fact(state, True) for state in states], reads_derivatives=False)
 
 
 def _read_primal(reader: Reader, node: Node, states: Sequence[State]) -> tuple[Reader, bool, list[int], list[int]]:
     """The function itself; whether its derivative is needed; by which operands, and of which results."""
     refuse_sums(states)
-    primal = _read_part(reader, node.params["call_jaxpr"], states)
+    primal = _read_part(reader, node, node.params["call_jaxpr"], states)
     inexact = [position for position, value in enumerate(node.inputs) if value.is_inexact]
     moving = [position for position in inexact if reader.has_gradient(node.inputs[position])]
     results = [position for position, value in enumerate(node.outputs) if value.is_inexact]
@@ -145,7 +146,7 @@ def _custom_jvp(reader: Reader, node: Node, states: Sequence[State]) -> Outcome:
     def read() -> Reader:
         types = [value.type for value in node.inputs]
         traced = jax.make_jaxpr(jvp)(types, [types[position] for position in moving])
-        tangent = _read_part(reader, traced, [*states, *(states[position] for position in moving)])
+        tangent = _read_part(reader, node, traced, [*states, *(states[position] for position in moving)])
         _must_have(tangent, tangent.output_states(), goal, "the derivative that was written for it mixes examples")
         return tangent
 
@@ -191,7 +192,7 @@ def _custom_vjp(reader: Reader, node: Node, states: Sequence[State]) -> Outcome:
 
     def read() -> _Derivative:
         passes = _Passes(node, moving, results)
-        forward = _read_part(reader, passes.forward, states)
+        forward = _read_part(reader, node, passes.forward, states)
         saved = forward.output_states()[passes.num_outputs :]
         _must_have(forward, forward.output_states(), outputs, "the forward pass that was written for it mixes examples")
         # The cotangent of rows has rows. That of a sum is the same for every microbatch, and that of a whole value is
@@ -199,7 +200,7 @@ def _custom_vjp(reader: Reader, node: Node, states: Sequence[State]) -> Outcome:
         seeds = [state if isinstance(state, Rows) else WHOLE if state == SUM else SUM for state in outputs]
         why = "the backward pass that was written for it mixes examples"
         try:
-            backward = _read_part(reader, passes.backward, [*saved, *seeds])
+            backward = _read_part(reader, node, passes.backward, [*saved, *seeds])
         except NotRowwise as refusal:
             raise NotRowwise(f"{why}: {refusal.why}") from None
         _must_have(backward, backward.output_states(), goal, why)
