@@ -1,6 +1,7 @@
 """The arguments of one call, sorted by what they are to the gradient."""
 
 import dataclasses
+import functools
 import inspect
 import operator
 from collections.abc import Callable, Mapping, Sequence
@@ -52,6 +53,12 @@ class Roles:
     def sort(self, fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> "Arguments":
         """Sorts the arguments of one call of `fun`, and checks them."""
         call = _Call(fun, args, kwargs)
+        if not call.has_batch(self):
+            raise InputError(
+                "The batch must be an argument of the loss",
+                given=f"{self._batch_options} and a call with ({', '.join(call.names)})",
+                remedy=call.with_batch(),
+            )
         places = {name: call.places(name, given) for name, given in _as_given(self).items()}
         _must_not_overlap(places)
         named = tuple(place for place in call.named(self.batch_argnames) if place not in places["batch_argnums"])
@@ -66,9 +73,8 @@ class Roles:
             if role_of.get(place) != "wrt":
                 leaves += call.leaves(place, role_of.get(place, "rest"))
 
-        num_examples = batch.count_examples(
-            [(leaf.name, leaf.value) for leaf in leaves if leaf.role == "batch"], self._batch_options
-        )
+        rows = [(leaf.name, leaf.value) for leaf in leaves if leaf.role == "batch"]
+        num_examples = batch.count_examples(rows, self._batch_options, if_none=call.with_batch(only_if_seen=True))
         for leaf in leaves:
             _check(leaf)
         wrt_trees = [jax.tree.structure(call[place]) for place in places["argnums"]]
@@ -97,7 +103,7 @@ class _Call:
     """The arguments of one call, by their places."""
 
     def __init__(self, fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.args, self.kwargs = args, kwargs
+        self.fun, self.args, self.kwargs = fun, args, kwargs
         try:
             parameters = list(inspect.signature(fun).parameters.values())
         except (TypeError, ValueError):
@@ -108,6 +114,33 @@ class _Call:
         self._positional = [
             each.name for each in parameters if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)
         ]
+
+    def has_batch(self, roles: Roles) -> bool:
+        """Whether there may be a batch: named as such, or another argument than those differentiated and the keys."""
+        if roles.batch_argnames or any(self._find("batch_argnums", position) for position in roles.batch_argnums):
+            return True
+        taken = len(_as_given(roles)["argnums"]) + len(roles.rng_argnums)
+        return len(self.args) > taken or any(map(is_array, jax.tree.leaves(self.kwargs)))
+
+    @property
+    def names(self) -> list[str]:
+        """Those of the positional arguments."""
+        return [self._name(position) for position in range(len(self.args))]
+
+    def with_batch(self, *, only_if_seen: bool = False) -> str:
+        """How to write a loss that closes over its batch; if `only_if_seen`, nothing unless it closes over arrays."""
+        arrays = _closed_over(self.fun)
+        if only_if_seen and not arrays:
+            return ""
+        names = [name if name.isidentifier() else "params" for name in self.names] or ["params"]
+        added = list(arrays) or ["batch"]
+        signature, first = ", ".join([*names, *added]), len(names)
+        seen = ", ".join(f"{name} = {describe(array)}" for name, array in arrays.items())
+        if_so = f"The loss closes over {seen}. If that is its batch" if seen else "If the loss closes over its batch"
+        return (
+            f"{if_so}, make it an argument: def loss({signature}): ..., with "
+            f"batch_argnums={_plain(tuple(range(first, first + len(added))))}, called with ({signature})."
+        )
 
     def __getitem__(self, place: Place) -> Any:
         return self.kwargs[place] if isinstance(place, str) else self.args[place]
@@ -141,17 +174,23 @@ class _Call:
                 )
         return tuple(found)
 
-    def _place(self, option: str, position: int) -> Place:
+    def _find(self, option: str, position: int) -> tuple[Place, ...]:
         number = len(self.args)
         if -number <= position < number:
-            return position % number
+            return (position % number,)
         if option != "argnums" and 0 <= position < len(self._positional) and self._positional[position] in self.kwargs:
-            return self._positional[position]
+            return (self._positional[position],)
+        return ()
+
+    def _place(self, option: str, position: int) -> Place:
+        for place in self._find(option, position):
+            return place
+        number = len(self.args)
+        choices = f", or choose {option} from 0 to {number - 1}" if number > 1 else ""
         raise InputError(
-            f"{option} must be among the {number} positional arguments of the call",
+            f"{option} must be among the {number} positional argument{'' if number == 1 else 's'} of the call",
             given=f"{option}={position}",
-            remedy=f"Pass that argument by position, not by keyword, or choose {option} "
-            + (f"from 0 to {number - 1}." if number else "after giving the function arguments.")
+            remedy=f"Pass that argument by position, not by keyword{choices}."
             + (
                 " Where the whole batch is passed by keyword, name it: batch_argnums=(), batch_argnames=..."
                 if option == "batch_argnums" and self.kwargs
@@ -241,6 +280,32 @@ class Arguments:
 
     def _dynamic(self, role: str) -> list[_Leaf]:
         return [leaf for leaf in self.leaves if leaf.role == role and _is_dynamic(leaf)]
+
+
+def takes_batch(fun: Callable[..., Any]) -> bool:
+    """Whether a loss can be called with parameters and a batch, as far as its signature says."""
+    try:
+        signature = inspect.signature(fun)
+    except (TypeError, ValueError):
+        return True
+    try:
+        signature.bind_partial(None, None)
+    except TypeError:
+        return False
+    return True
+
+
+def _closed_over(fun: Callable[..., Any]) -> dict[str, Any]:
+    """The arrays with at least one axis that a function refers to without being given them, by their names."""
+    named: dict[str, Any] = {}
+    while isinstance(fun, functools.partial):
+        named, fun = {**fun.keywords, **named}, fun.func
+    try:
+        found = inspect.getclosurevars(inspect.unwrap(fun))
+    except (TypeError, ValueError):
+        return {}
+    named = {**found.globals, **found.nonlocals, **named}
+    return {name: value for name, value in named.items() if is_array(value) and value.ndim and not is_key(value)}
 
 
 def _is_dynamic(leaf: _Leaf) -> bool:

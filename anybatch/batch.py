@@ -51,27 +51,30 @@ class Cut:
         return -(-self.examples // self.size)
 
 
-def count_examples(named_leaves: Sequence[tuple[str, Any]], where: str) -> int:
+def count_examples(named_leaves: Sequence[tuple[str, Any]], where: str, if_none: str = "") -> int:
     """The number of examples that every leaf of the batch has along axis 0.
 
     Args:
       named_leaves: of the batch.
       where: the options that name the batch, for a message.
+      if_none: what to say besides, where no leaf has examples.
 
     Raises:
       InputError: where there is no array, a leaf without axis 0, or a disagreement; with a table of leaves.
     """
+    has_none = not any(is_array(leaf) and leaf.ndim for _, leaf in named_leaves)
+    more = f" {if_none}" if if_none and has_none else ""
     if not named_leaves:
         raise InputError(
             "The batch needs at least one array",
             given=f"no leaves in the argument at {where}",
-            remedy="Point batch_argnums at the argument that holds the examples, e.g. batch_argnums=1.",
+            remedy="Point batch_argnums at the argument that holds the examples, e.g. batch_argnums=1." + more,
         )
     if any(not is_array(leaf) or leaf.ndim == 0 for _, leaf in named_leaves):
         raise InputError(
             "Every leaf of the batch must be an array with examples along axis 0",
             given=_table([(name, describe(leaf)) for name, leaf in named_leaves]),
-            remedy="Pass what is not per-example data as another argument, or close over it.",
+            remedy="Pass what is not per-example data as another argument, or close over it." + more,
         )
     if len({leaf.shape[0] for _, leaf in named_leaves}) > 1:
         raise InputError(

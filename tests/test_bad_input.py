@@ -1,8 +1,11 @@
 """Bad input gets an error in three parts, before any work: what must hold, what was given, the ways out."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import anybatch as ab
@@ -152,6 +155,85 @@ def test_argnums_out_of_range(name, options):
     assert text_of(lambda: wrap(**options)(1.0, X)) == (
         f"{name} must be among the 2 positional arguments of the call, got {name}={options[name]}.\n"
         f"Pass that argument by position, not by keyword, or choose {name} from 0 to 1."
+    )
+
+
+ROWS = jnp.ones((4, 3))
+TARGETS = jnp.ones(4)
+P = jnp.ones(3)
+
+
+def closes(p):
+    return jnp.mean((ROWS @ p - TARGETS) ** 2)
+
+
+def closes_with_another(p, scale):
+    return scale * jnp.mean((ROWS @ p - TARGETS) ** 2)
+
+
+ENTRIES = {
+    "value_and_grad": lambda fun: ab.value_and_grad(fun),
+    "value_and_grad of a size": lambda fun: ab.value_and_grad(fun, microbatch_size=2),
+    "value_and_grad at once": lambda fun: ab.value_and_grad(fun, microbatch_size=None),
+    "value_and_grad with memory": lambda fun: ab.value_and_grad(fun, memory="1GiB"),
+    "value_and_grad, declared": lambda fun: ab.value_and_grad(fun, microbatch_size=2, reduction="mean"),
+    "under jit": lambda fun: jax.jit(ab.value_and_grad(fun, microbatch_size=2)),
+    "grad": lambda fun: ab.grad(fun),
+    "plan": lambda fun: functools.partial(ab.plan, fun),
+    "explain": lambda fun: functools.partial(ab.explain, fun),
+    "read": lambda fun: functools.partial(ab.read, fun),
+    "verify": lambda fun: functools.partial(ab.verify, fun),
+    "noise_scale": lambda fun: ab.noise_scale(fun, microbatch_size=2),
+    "per_example_grads": lambda fun: ab.per_example_grads(fun),
+    "per_example_norms": lambda fun: ab.per_example_norms(fun),
+    "clipped_grad": lambda fun: ab.clipped_grad(fun, clip_norm=1.0),
+}
+
+
+@pytest.mark.parametrize("entry", ENTRIES.values(), ids=ENTRIES)
+def test_a_loss_that_closes_over_its_batch(entry):
+    assert text_of(lambda: entry(closes)(P)) == (
+        "The batch must be an argument of the loss, got batch_argnums=1 and a call with (p).\n"
+        "The loss closes over ROWS = float32[4,3], TARGETS = float32[4]. If that is its batch, make it an argument: "
+        "def loss(p, ROWS, TARGETS): ..., with batch_argnums=(1, 2), called with (p, ROWS, TARGETS)."
+    )
+    assert text_of(lambda: entry(closes_with_another)(P, jnp.asarray(2.0))).endswith(
+        "The loss closes over ROWS = float32[4,3], TARGETS = float32[4]. If that is its batch, make it an argument: "
+        "def loss(p, scale, ROWS, TARGETS): ..., with batch_argnums=(2, 3), called with (p, scale, ROWS, TARGETS)."
+    )
+
+
+@pytest.mark.parametrize("batch", [None, {}, 2.0, jax.random.key(0)], ids=["None", "empty", "number", "key"])
+def test_an_argument_without_rows_beside_a_batch_that_is_closed_over(batch):
+    assert "def loss(p, scale, ROWS, TARGETS): ..., with batch_argnums=(2, 3)" in text_of(
+        lambda: ab.grad(closes_with_another)(P, batch)
+    )
+
+
+def test_a_loss_that_closes_over_its_batch_in_other_ways():
+    def make(data):
+        return lambda params: jnp.mean(data["x"] @ params)
+
+    general = (
+        "If the loss closes over its batch, make it an argument: def loss(params, batch): ..., with batch_argnums=1"
+    )
+    assert general in text_of(lambda: ab.grad(make({"x": ROWS}))(P))
+    bound = functools.partial(lambda params, x: jnp.mean(x @ params), x=ROWS)
+    assert "closes over x = float32[4,3]. If that is its batch, make it an argument: def loss(params, x): " in text_of(
+        lambda: ab.grad(bound)(P)
+    )
+    assert "def loss(p, ROWS, TARGETS): ..." in text_of(lambda: ab.grad(jax.jit(closes))(P))
+    assert "def loss(p, ROWS, TARGETS): ..." in text_of(lambda: ab.grad(functools.partial(closes))(P))
+    assert "a call with ()" in text_of(lambda: ab.grad(lambda: jnp.mean(ROWS))())
+    written = ab.grad(lambda p, x, y: jnp.mean((x @ p - y) ** 2), batch_argnums=(1, 2), microbatch_size=3)
+    np.testing.assert_allclose(written(P, ROWS, TARGETS), jax.grad(closes)(P))
+
+
+def test_a_step_of_a_loss_that_closes_over_its_batch():
+    assert text_of(lambda: ab.train_step(closes, optax.sgd(0.1))) == (
+        "The loss of a step must take the parameters and the batch, got a loss that takes (p).\n"
+        "If it closes over its batch, make the batch an argument: def loss(params, batch): ..., called by "
+        'step(state, batch). Several arrays of a batch go into one tree, e.g. {"x": x, "y": y}.'
     )
 
 

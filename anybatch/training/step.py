@@ -1,6 +1,7 @@
 """`train_step`: the gradient of a whole batch, and one update of an optimizer, as one compiled program."""
 
 import dataclasses
+import inspect
 import warnings
 import weakref
 from collections.abc import Callable, Mapping
@@ -8,6 +9,7 @@ from typing import Any
 
 import jax
 
+from anybatch.arguments import takes_batch
 from anybatch.computation import Gradient, Way
 from anybatch.errors import InputError, user_stacklevel
 from anybatch.gradient import settings_of
@@ -396,5 +398,12 @@ def train_step(
             remedy="For example optax.adamw(3e-4). A state of flax, or of nnx, has its own: leave it out.",
         )
     settings = settings_of(loss, 0, has_aux, options, noise=noise_scale)
+    if not takes_batch(loss):
+        raise InputError(
+            "The loss of a step must take the parameters and the batch",
+            given=f"a loss that takes {inspect.signature(loss)}",
+            remedy="If it closes over its batch, make the batch an argument: def loss(params, batch): ..., called by "
+            'step(state, batch). Several arrays of a batch go into one tree, e.g. {"x": x, "y": y}.',
+        )
     update = Update(loss, optimizer, has_aux, noise_scale, skip_nonfinite, options)
     return TrainStep(update, tokens=tokens, donate=donate, settings=settings)
