@@ -297,7 +297,7 @@ def _what_the_reading_says(case: _Case) -> str | None:
             f"an error in anybatch, please report it. Until then {declared or FULL_BATCH}."
         )
     if reading.blame:
-        lines = [f"    {blame.file}:{blame.line} ({blame.primitive}): {blame.why}" for blame in reading.blame]
+        lines = [f"    {blame.place} ({blame.primitive}): {blame.why}" for blame in reading.blame]
         title = f"The loss looks across examples, which no {case.declared} does:"
         return "\n".join([title, *dict.fromkeys(lines), case.across])
     if not case.reading_agrees:
@@ -335,8 +335,8 @@ def _no_combination(case: _Case) -> str | None:
     if case.declared not in ("mean", "sum") or _weights_of_microbatches(case) is not None:
         return None
     return (
-        "The loss looks across examples, as BatchNorm in training or a contrastive loss does: the gradient of the full "
-        f"batch is no combination of those of its microbatches, whatever their weights.\n{case.across}"
+        "The loss looks across examples: the gradient of the full batch is no combination of those of its "
+        f"microbatches, whatever their weights.\n{case.across}"
     )
 
 

@@ -35,10 +35,12 @@ def check_head(split: Split, *, on_coupled: str, memory: Any = None) -> Reading:
     """
     reading = report(split)
     if on_coupled == "error" and not reading.separable:
+        of_all = reading.head_bytes + sum(item.bytes for item in reading.frontier)
         raise CoupledError(
             f"This loss looks across examples{_where(reading)}\n"
-            "Its gradient needs the whole batch at once. Keep the examples apart there (GroupNorm or LayerNorm instead "
-            'of BatchNorm), or pass on_coupled="exact" to compute it in two passes over the microbatches.'
+            f"Its gradient needs values of the whole batch. Keep the examples apart there{_instead(reading)}, or pass "
+            'on_coupled="exact": the gradient is then exact, and everything after that line runs on the whole batch at '
+            f"once, which takes about {readable(of_all)}."
         )
     budget = memory_budget(memory)
     # The estimate may be too high, since XLA computes much in passing: only the compiled head decides.
@@ -80,10 +82,10 @@ def check_examples_apart(loss: TracedLoss, consts: Sequence[Any], *, fresh_draws
         where = _where(reading) if of_data is None else f" at {of_data}."
         raise CoupledError(
             f"This loss looks across examples{where}\n"
-            "keep_batch_dim=True gives it batches of one, in which it is another loss: nothing is left there of "
-            "BatchNorm, or of a comparison with other examples. Keep the examples apart there (GroupNorm or LayerNorm "
-            "instead of BatchNorm). Or, if batches of one are meant, write that loss of one example and leave "
-            "keep_batch_dim out: lambda params, example: loss(params, jax.tree.map(lambda leaf: leaf[None], example))."
+            "keep_batch_dim=True gives it batches of one, in which it is another loss: there are no other examples to "
+            f"average over or to compare with. Keep the examples apart there{_instead(reading)}. Or, if batches of one "
+            "are meant, write that loss of one example and leave keep_batch_dim out: lambda params, example: "
+            "loss(params, jax.tree.map(lambda leaf: leaf[None], example))."
         )
 
 
@@ -113,6 +115,10 @@ def warn_of_large_head(split: Split, reading: Reading) -> None:
 
 def _where(reading: Reading) -> str:
     return f" at {reading.blame[0]}." if reading.blame else "."
+
+
+def _instead(reading: Reading) -> str:
+    return " (GroupNorm or LayerNorm instead of BatchNorm)" if reading.is_norm_over_batch else ""
 
 
 def _blamed(reading: Reading) -> str:

@@ -108,6 +108,48 @@ def test_batch_norm_is_blamed_on_the_users_line_and_told_what_to_do():
         assert advice in text
 
 
+def advantages_normalised(params, batch):
+    """PPO: what is normalised over the batch are numbers, and no layer of the model follows."""
+    value = jnp.tanh(batch["x"] @ params)
+    advantage = jax.lax.stop_gradient(batch["mask"] - value)
+    advantage = (advantage - advantage.mean()) / (advantage.std() + 1e-6)  # this line is to blame
+    return jnp.mean((batch["x"] @ params) * advantage)
+
+
+def test_a_norm_that_is_no_layer_is_not_taken_for_batch_norm():
+    reading = ab.read(advantages_normalised, W, BATCH)
+    lines, first = inspect.getsourcelines(advantages_normalised)
+    line = first + next(number for number, line in enumerate(lines) if "this line is to blame" in line)
+    assert (reading.blame[0].line, reading.blame[0].why) == (
+        line,
+        "it combines each example with a sum or mean over the batch",
+    )
+    assert reading.passes == 2 and not reading.layers_in_head
+    texts = [str(reading), reading._repr_html_(), reading.advice]
+    for options in ({"reduction": "infer"}, {"reduction": "infer", "memory": "1GiB"}):
+        with pytest.raises(ab.CoupledError) as error:
+            ab.grad(advantages_normalised, microbatch_size=4, on_coupled="error", **options)(W, BATCH)
+        texts.append(str(error.value))
+        assert f"{__file__}:{line}" in texts[-1] and "exact" in texts[-1] and " B." in texts[-1]
+    with pytest.raises(ab.CoupledError) as error:
+        ab.per_example_norms(advantages_normalised, keep_batch_dim=True)(W, BATCH)
+    for text in [*texts, str(error.value)]:
+        assert "BatchNorm" not in text and "GroupNorm" not in text
+
+
+def test_a_loss_that_couples_examples_is_never_said_to_take_one_pass():
+    def loss(w, batch):
+        scores = batch["x"] @ w
+        return jnp.mean(scores**2) + jax.lax.stop_gradient(jnp.max(scores))
+
+    reading = ab.read(loss, W, BATCH)
+    assert (reading.kind, reading.passes) == ("couples examples", 1)
+    how = "each microbatch is computed once, and what couples the examples once for all of them"
+    assert str(reading).startswith(f"couples examples: {how}\n") and how in reading._repr_html_()
+    for text in (str(reading), reading._repr_html_()):
+        assert "one pass" not in text and "it takes the max over the examples" in text
+
+
 def test_on_coupled_error_names_the_line_and_the_ways_out():
     loss, params, x = batch_norm_problem()
     fun = ab.value_and_grad(loss, has_aux=True, microbatch_size=4, on_coupled="error")

@@ -50,6 +50,7 @@ class Reading:
       num_examples: the size of the batch.
       head_bytes: what the head computes from the whole batch at once, about.
       activation_bytes: what the whole loss computes from the batch, about.
+      layers_in_head: whether layers of the model are among what is computed from the whole batch at once.
     """
 
     kind: str
@@ -63,6 +64,7 @@ class Reading:
     num_examples: int
     head_bytes: int
     activation_bytes: int
+    layers_in_head: bool = False
 
     @property
     def advice(self) -> str:
@@ -75,24 +77,34 @@ class Reading:
                 f'Teach it: anybatch.register_rule("{first.primitive}", rule). Or declare how the loss uses its '
                 'examples: reduction="mean", "sum" or "weighted".'
             )
-        if first.why == FED_BACK:
+        exact = "As it is, the gradient is exact, and everything after that line runs on the whole batch at once."
+        if self.is_norm_over_batch:
             return (
-                "The usual cause is BatchNorm in training. As it is, the gradient is exact, and everything after that "
-                "line runs on the whole batch at once. GroupNorm or LayerNorm keep the examples apart. "
-                'reduction="mean" takes the statistics of each microbatch instead, which is another loss.'
+                f"{exact} If the line is a norm over the batch, as BatchNorm in training is, GroupNorm or LayerNorm "
+                'keep the examples apart. reduction="mean" takes the statistics of each microbatch instead, which is '
+                "another loss."
             )
-        return (
-            "As it is, the gradient is exact, and everything after that line runs on the whole batch at once. "
-            'on_coupled="error" refuses such a loss.'
-        )
+        return f'{exact} on_coupled="error" refuses such a loss.'
 
-    def __str__(self) -> str:
-        return "\n".join([f"{self.kind}: {self._passes()}", *(f"  {line}" for line in self._lines())])
+    @property
+    def is_norm_over_batch(self) -> bool:
+        """Whether the first line that looks across examples may be a BatchNorm: by its name, or by what follows it."""
+        if not self.blame or self.blame[0].why != FED_BACK:
+            return False
+        names = f"{self.blame[0].inside} {self.blame[0].function}".lower().replace("_", "")
+        return self.layers_in_head or "batchnorm" in names
 
-    def _passes(self) -> str:
+    @property
+    def how(self) -> str:
+        """What is done with the microbatches, in words."""
         if self.passes == 2:
             return "two passes over the microbatches"
+        if not self.separable:
+            return "each microbatch is computed once, and what couples the examples once for all of them"
         return "one pass over the microbatches"
+
+    def __str__(self) -> str:
+        return "\n".join([f"{self.kind}: {self.how}", *(f"  {line}" for line in self._lines())])
 
     def _lines(self) -> list[str]:
         lines = [str(item) for item in self.frontier]
@@ -127,7 +139,7 @@ class Reading:
         for line in self._lines()[len(self.frontier) :]:
             text = html.escape(line.strip())
             rest += f"<ul><li><code>{text}</code></li></ul>" if line.startswith(" ") else f"<li>{text}</li>"
-        return f"<p><b>{html.escape(self.kind)}</b>: {self._passes()}</p>{table}" + (f"<ul>{rest}</ul>" if rest else "")
+        return f"<p><b>{html.escape(self.kind)}</b>: {self.how}</p>{table}" + (f"<ul>{rest}</ul>" if rest else "")
 
 
 _MAX_SHOWN = 5
@@ -151,6 +163,7 @@ def report(split: Split) -> Reading:
         num_examples=split.loss.num_examples,
         head_bytes=sum(_bytes(node, split) for node in split.whole_batch_nodes),
         activation_bytes=sum(_bytes(node, split) for node in split.graph.nodes),
+        layers_in_head=split.head_has_layers,
     )
 
 
