@@ -100,7 +100,8 @@ def look_up(rng, array, batch):
                 array, indices
             )
         case "diagonal":
-            return jnp.diagonal(array, rng.choice([0, 0, 1, -1]), axis, other)
+            found = jnp.diagonal(array, rng.choice([0, 0, 1, -1]), axis, other)
+            return found if found.size else array
         case "dynamic":
             start = rng.choice([0, 1, jnp.argmax(batch["x"][0]), batch["label"][0]])
             return lax.dynamic_slice_in_dim(array, start, rng.choice([size, max(1, size - 1)]), axis)
