@@ -24,6 +24,36 @@ class Arrays(NamedTuple):
     rest: list[Any]  # arrays that every microbatch sees alike
 
 
+class _Nameless:
+    """A step on the way to a leaf that the name of the leaf does not show."""
+
+    def __str__(self) -> str:
+        return ""
+
+
+@jax.tree_util.register_pytree_with_keys_class
+@dataclasses.dataclass(frozen=True, eq=False)
+class Parts:
+    """An argument that is differentiated in part.
+
+    Args:
+      trained: what is differentiated: the gradient has this tree.
+      rest: what the loss needs beside it.
+    """
+
+    trained: Any
+    rest: Any
+
+    def tree_flatten_with_keys(self) -> tuple[Any, None]:
+        """For JAX."""
+        return ((_Nameless(), self.trained), (_Nameless(), self.rest)), None
+
+    @classmethod
+    def tree_unflatten(cls, _: None, parts: Sequence[Any]) -> "Parts":
+        """For JAX."""
+        return cls(*parts)
+
+
 ROLES = ("argnums", "batch_argnums", "rng_argnums", "batch_argnames")  # the options that `Roles.of` takes
 
 
@@ -77,7 +107,7 @@ class Roles:
         num_examples = batch.count_examples(rows, self._batch_options, if_none=call.with_batch(only_if_seen=True))
         for leaf in leaves:
             _check(leaf)
-        wrt_trees = [jax.tree.structure(call[place]) for place in places["argnums"]]
+        wrt_trees = [call.tree(place) for place in places["argnums"]]
         return Arguments(args, kwargs, leaves, num_examples, wrt_trees, isinstance(self.argnums, tuple))
 
     @property
@@ -148,7 +178,16 @@ class _Call:
     def leaves(self, place: Place, role: str) -> list[_Leaf]:
         """The leaves of an argument, with the names that a message shows."""
         name = place if isinstance(place, str) else self._name(place)
-        return [_Leaf(place, path, leaf, role) for path, leaf in named_leaves(name, self[place])]
+        argument = self[place]
+        if role == "wrt" and isinstance(argument, Parts):
+            trained = [_Leaf(place, path, leaf, role) for path, leaf in named_leaves(name, argument.trained)]
+            return trained + [_Leaf(place, path, leaf, "rest") for path, leaf in named_leaves(name, argument.rest)]
+        return [_Leaf(place, path, leaf, role) for path, leaf in named_leaves(name, argument)]
+
+    def tree(self, place: Place) -> Any:
+        """The tree of the gradient with respect to an argument."""
+        argument = self[place]
+        return jax.tree.structure(argument.trained if isinstance(argument, Parts) else argument)
 
     def places(self, option: str, positions: tuple[int, ...]) -> tuple[Place, ...]:
         """Where the arguments at these positions of the signature are.

@@ -21,6 +21,48 @@ class Combination:
     axis: int = 0
 
 
+@jax.tree_util.register_pytree_node_class
+@dataclasses.dataclass(frozen=True, eq=False)
+class NewState:
+    """The part of aux that is the state of a model after a call: running averages, counts of random streams.
+
+    Args:
+      values: a tree of arrays.
+      about: what was known of them when the loss was traced; it can be compared.
+    """
+
+    values: Any
+    about: Any = None
+
+    def tree_flatten(self) -> tuple[Any, Any]:
+        """For JAX."""
+        return (self.values,), self.about
+
+    @classmethod
+    def tree_unflatten(cls, about: Any, values: Sequence[Any]) -> "NewState":
+        """For JAX."""
+        return cls(*values, about)
+
+
+def check_new_state(loss: TracedLoss) -> None:
+    """Checks that the state of a model after a microbatch is that after the batch, as a count of calls is.
+
+    Raises:
+      InputError: if it is computed from the examples: nothing says how running averages of microbatches combine.
+    """
+    aux = jax.tree.unflatten(loss.aux_tree, range(loss.aux_tree.num_leaves))
+    nodes = jax.tree.leaves(aux, is_leaf=lambda node: isinstance(node, NewState))
+    first, count = len(loss.types.wrt), len(loss.types.batch)
+    for position in jax.tree.leaves([node for node in nodes if isinstance(node, NewState)]):
+        if any(loss.traced.inputs_used_by(loss.num_heads + position)[first : first + count]):
+            raise InputError(
+                "With a declared reduction, what a model keeps must not depend on the examples: each microbatch would "
+                "leave its own",
+                given=f"{loss.aux_names[position]} = {_type(loss.aux_avals[position][1])}, such as a running average",
+                remedy='Leave reduction out: reduction="infer" computes it from the whole batch.',
+            )
+
+
 def combine_aux(microbatch: TracedLoss, whole_batch: TracedLoss, aux_reduction: Any) -> list[Combination]:
     """Decides for each aux leaf: rows are found out, the rest goes by `aux_reduction`.
 

@@ -139,7 +139,10 @@ class Trial:
 
     def compiled(self, fun: Callable[..., Any]) -> Callable[[Arrays], Any]:
         """`fun`, which has the arguments of the loss, as a function of the arrays among them."""
-        program = jax.jit(lambda arrays: self.arguments.call(fun, arrays))
+        return self._program(lambda arrays: self.arguments.call(fun, arrays))
+
+    def _program(self, of_arrays: Callable[[Arrays], Any]) -> Callable[[Arrays], Any]:
+        program = jax.jit(of_arrays)
 
         def run(arrays: Arrays) -> Any:
             with self.precision():
@@ -147,19 +150,20 @@ class Trial:
 
         return run
 
-    @functools.cached_property
-    def _gradient_by_jax(self) -> Callable[..., Any]:
-        return jax.value_and_grad(self.loss, self.options["argnums"], self.options["has_aux"])
+    def _gradient_by_jax(self, arrays: Arrays) -> Any:
+        def loss(wrt: list[Any]) -> Any:
+            return self.arguments.call(self.loss, arrays._replace(wrt=wrt))
+
+        return jax.value_and_grad(loss, has_aux=self.options["has_aux"])(arrays.wrt)
 
     @functools.cached_property
     def _full_batch(self) -> Callable[[Arrays], Any]:
-        return self.compiled(self._gradient_by_jax)
+        return self._program(self._gradient_by_jax)
 
     @functools.cached_property
     def _equations(self) -> list[Any]:
         with self.precision():
-            call = functools.partial(self.arguments.call, self._gradient_by_jax)
-            return list(all_equations(jax.make_jaxpr(call)(self.arrays)))
+            return list(all_equations(jax.make_jaxpr(self._gradient_by_jax)(self.arrays)))
 
     @functools.cached_property
     def dtype(self) -> np.dtype:

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from anybatch import limits
 from anybatch.arguments import ROLES, Arguments, Roles
 from anybatch.computation import Gradient, Way
+from anybatch.modules import opened
 from anybatch.planning.running import run_as_planned
 from anybatch.programs import PROGRAMS
 from anybatch.settings import Settings
@@ -161,8 +162,10 @@ def value_and_grad(
 
     @functools.wraps(fun)
     def value_and_grad_fun(*args: Any, **kwargs: Any) -> Any:
-        arguments = settings.roles.sort(fun, args, kwargs)
-        value, aux, gradient, _ = compute(fun, settings, arguments)
+        call = opened(fun, settings.roles.argnums, has_aux, args, kwargs)
+        arguments = settings.roles.sort(call.fun, call.args, call.kwargs)
+        value, aux, gradient, _ = compute(call.fun, call.settings(settings), arguments)
+        aux = call.close(aux)
         return ((value, aux) if has_aux else value), gradient
 
     return value_and_grad_fun

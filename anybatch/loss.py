@@ -141,19 +141,13 @@ def _trace_anywhere(fun: Callable[..., Any], *types: Any) -> tuple[compat.Traced
 def _split(result: Any, weighted: bool, has_aux: bool) -> tuple[list[Any], Any]:
     loss, aux = result, None
     if has_aux:
-        if not _is_pair(result):
-            raise InputError(
-                "With has_aux=True the loss must return a pair (loss, aux)",
-                given=_shown(result),
-                remedy="Return (loss, aux), or leave has_aux out.",
-            )
-        loss, aux = result
+        loss, aux = pair(result)
     if not weighted:
         return [_scalar("The loss must return a scalar of real floating-point numbers", loss)], aux
-    if not _is_pair(loss):
+    if not is_pair(loss):
         raise InputError(
             'With reduction="weighted" the loss must return a pair (total, weight)',
-            given=_shown(loss),
+            given=shown(loss),
             remedy="Return the sum over the examples and what to divide it by, e.g. "
             "(jnp.sum(losses * mask), jnp.sum(mask))"
             + (", aux beside it: ((total, weight), aux)." if has_aux else "."),
@@ -162,13 +156,29 @@ def _split(result: Any, weighted: bool, has_aux: bool) -> tuple[list[Any], Any]:
     return [total, _weight(loss[1])], aux
 
 
+def pair(result: Any) -> tuple[Any, Any]:
+    """The loss and aux, from what a loss with aux returns.
+
+    Raises:
+      InputError: if that is no pair.
+    """
+    if not is_pair(result):
+        raise InputError(
+            "With has_aux=True the loss must return a pair (loss, aux)",
+            given=shown(result),
+            remedy="Return (loss, aux), or leave has_aux out.",
+        )
+    loss, aux = result
+    return loss, aux
+
+
 def _scalar(must: str, value: Any) -> Any:
     if _is_number(value, (np.floating,)):
         return value
     remedy = "Reduce it over the examples, e.g. jnp.mean(losses) or jnp.sum(losses)."
-    if _is_pair(value):
+    if is_pair(value):
         remedy = 'For a pair (loss, aux) pass has_aux=True; for a pair (total, weight) pass reduction="weighted".'
-    raise InputError(must, given=_shown(value), remedy=remedy)
+    raise InputError(must, given=shown(value), remedy=remedy)
 
 
 def _weight(value: Any) -> Any:
@@ -176,7 +186,7 @@ def _weight(value: Any) -> Any:
         return value
     raise InputError(
         "The weight of a weighted loss must be a scalar number",
-        given=_shown(value),
+        given=shown(value),
         remedy="Add up the weights of the examples, e.g. jnp.sum(mask).",
     )
 
@@ -187,7 +197,8 @@ def _is_number(value: Any, kinds: tuple[Any, ...]) -> bool:
     return np.shape(value) == () and any(jax.dtypes.issubdtype(jax.dtypes.result_type(value), kind) for kind in kinds)
 
 
-def _is_pair(value: Any) -> bool:
+def is_pair(value: Any) -> bool:
+    """Whether a loss returned two things."""
     return isinstance(value, (tuple, list)) and len(value) == 2
 
 
@@ -201,7 +212,8 @@ def _check_aux(named: Sequence[tuple[str, Any]]) -> None:
             )
 
 
-def _shown(value: Any) -> str:
+def shown(value: Any) -> str:
+    """What a loss returned, as an error message shows it: types in the place of tracers."""
     return f"{type(value).__name__} {jax.tree.map(_Shown, value)}" if not hasattr(value, "shape") else describe(value)
 
 

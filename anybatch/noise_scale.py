@@ -13,6 +13,7 @@ from anybatch.computation import Gradient
 from anybatch.errors import InputError
 from anybatch.gradient import compute, settings_of, value_and_grad
 from anybatch.gradient_noise import NoiseScale
+from anybatch.modules import opened
 from anybatch.per_example import per_example_norms
 from anybatch.reading.kinds import kind_of
 from anybatch.routes import squares
@@ -97,8 +98,10 @@ def noise_scale(
     @functools.wraps(fun)
     def noise_scale_fun(*args: Any, **kwargs: Any) -> Any:
         _check_context()
-        arguments = settings.roles.sort(fun, args, kwargs)
-        value, aux, gradient, sums = compute(fun, settings, arguments)
+        call = opened(fun, argnums, has_aux, args, kwargs)
+        arguments = settings.roles.sort(call.fun, call.args, call.kwargs)
+        value, aux, gradient, sums = compute(call.fun, call.settings(settings), arguments)
+        aux = call.close(aux)
         return ((value, aux) if has_aux else value), gradient, NoiseScale.of_step(*sums)
 
     return noise_scale_fun
@@ -107,21 +110,23 @@ def noise_scale(
 def _of_examples(fun: Callable[..., Any], argnums: Any, has_aux: bool, options: dict[str, Any]) -> Callable[..., Any]:
     """The noise from the norms of the gradients of single examples."""
     settings = settings_of(fun, argnums, has_aux, options, noise=False)
-    value_and_grad_fun = value_and_grad(fun, argnums, has_aux, **options)
     examples_options = {name: options[name] for name in OF_EXAMPLES if name in options}
     examples_options["keep_batch_dim"] = True
 
     @functools.wraps(fun)
     def noise_scale_fun(*args: Any, **kwargs: Any) -> Any:
         _check_context()
-        arguments = settings.roles.sort(fun, args, kwargs)
-        reduction = settings.reduction if settings.reduction != "infer" else _read_reduction(fun, settings, arguments)
-        result, gradient = value_and_grad_fun(*args, **kwargs)
+        call = opened(fun, argnums, has_aux, args, kwargs, keeps_state=False)
+        arguments = settings.roles.sort(call.fun, call.args, call.kwargs)
+        reduction = settings.reduction
+        if reduction == "infer":
+            reduction = _read_reduction(call.fun, settings, arguments)
+        result, gradient = value_and_grad(call.fun, argnums, has_aux, **options)(*call.args, **call.kwargs)
         if not arguments.num_examples:
             return result, gradient, NoiseScale.empty()
         value = result[0] if has_aux else result
-        of_one = _of_one(fun, settings, value)
-        norms, (terms, weights) = per_example_norms(of_one, argnums, True, **examples_options)(*args, **kwargs)
+        norms_fun = per_example_norms(_of_one(call.fun, settings, value), argnums, True, **examples_options)
+        norms, (terms, weights) = norms_fun(*call.args, **call.kwargs)
         if reduction == "sum":  # a mean of terms that are so much larger
             norms, terms = norms * arguments.num_examples, terms * arguments.num_examples
         mean_norm = jnp.sqrt(squares.square(jax.tree.leaves(gradient)))

@@ -14,6 +14,7 @@ from anybatch.computation import Way
 from anybatch.errors import InputError
 from anybatch.example_computation import ExampleGradient, Results
 from anybatch.example_settings import ExampleSettings
+from anybatch.modules import Opened, opened
 from anybatch.planning.running import run_as_planned, run_first_that_compiles
 
 
@@ -36,8 +37,14 @@ class ExampleFunction:
 
     def gradient(self, args: tuple[Any, ...], kwargs: dict[str, Any], is_padding: Any = None) -> ExampleGradient:
         """What one call asks for, to be planned or computed."""
-        arguments = self.settings.common.roles.sort(self.fun, args, kwargs)
-        return ExampleGradient(self.fun, self.settings, arguments, is_padding)
+        call = self.opened(args, kwargs)
+        arguments = self.settings.common.roles.sort(call.fun, call.args, call.kwargs)
+        return ExampleGradient(call.fun, self.settings, arguments, is_padding)
+
+    def opened(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Opened:
+        """One call, with models taken apart. What examples would change of them is refused."""
+        common = self.settings.common
+        return opened(self.fun, common.roles.argnums, common.has_aux, args, kwargs, keeps_state=False)
 
     def planned(self, *, memory: Any, objective: Any) -> "ExampleFunction":
         """The same, with a microbatch size that is yet to be planned."""

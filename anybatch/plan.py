@@ -10,6 +10,7 @@ from anybatch import compat
 from anybatch.arguments import ROLES, Roles
 from anybatch.computation import Gradient
 from anybatch.errors import InputError
+from anybatch.modules import opened
 from anybatch.per_example import ExampleFunction
 from anybatch.planning.planner import Planner, say_that_nothing_fits
 from anybatch.planning.report import Plan
@@ -163,8 +164,13 @@ _DEFAULTS: dict[str, Any] = {
 }
 
 
-def _gradients_of(fun: Callable[..., Any], options: dict[str, Any]) -> Callable[..., Gradient]:
-    """A function of the arguments of a call, and its keyword arguments, that gives the gradient it asks for."""
+def _gradients_of(
+    fun: Callable[..., Any], options: dict[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Callable[..., Gradient], tuple[Any, ...], dict[str, Any]]:
+    """A function that gives the gradient that a call asks for, and what to call it with.
+
+    These are the arguments of the call, and its keyword arguments, with models taken apart.
+    """
     if isinstance(fun, ExampleFunction):
         told = [name for name, default in _DEFAULTS.items() if name not in _OF_A_PLAN and options[name] != default]
         if told:
@@ -174,11 +180,22 @@ def _gradients_of(fun: Callable[..., Any], options: dict[str, Any]) -> Callable[
                 remedy=f"Pass them where the loss is wrapped, e.g. ab.clipped_grad(loss, ..., {told[0]}=...).",
             )
         planned = fun.planned(memory=options["memory"], objective=options["objective"])
-        return lambda args, kwargs: planned.gradient(args, kwargs, kwargs.pop("is_padding", None))
+        call = planned.opened(args, kwargs)
+        of_examples = ExampleFunction(call.fun, planned.settings)
+
+        def example_gradient(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Gradient:
+            return of_examples.gradient(args, kwargs, kwargs.pop("is_padding", None))
+
+        return example_gradient, call.args, call.kwargs
     options = dict(options)
     roles = Roles.of(**{name: options.pop(name) for name in ROLES})
     settings = Settings.of(fun, roles=roles, microbatch_size="auto", **options)
-    return lambda args, kwargs: Gradient(fun, settings, roles.sort(fun, args, kwargs))
+    call = opened(fun, roles.argnums, settings.has_aux, args, kwargs)
+
+    def gradient(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Gradient:
+        return Gradient(call.fun, call.settings(settings), roles.sort(call.fun, args, kwargs))
+
+    return gradient, call.args, call.kwargs
 
 
 _OF_A_PLAN = ("memory", "objective")
@@ -200,7 +217,7 @@ def _plan(
             given="a call under jax.disable_jit()",
             remedy="Plan outside of it.",
         )
-    make = _gradients_of(fun, options)
+    make, args, kwargs = _gradients_of(fun, options, args, kwargs)
     leaves, tree = jax.tree.flatten((args, kwargs))
     abstract = [position for position, leaf in enumerate(leaves) if isinstance(leaf, jax.ShapeDtypeStruct)]
     made: list[Plan] = []

@@ -8,6 +8,7 @@ import jax
 
 from anybatch.arguments import Roles
 from anybatch.loss import trace_loss
+from anybatch.modules import opened
 from anybatch.reading.loss_reading import split_loss
 from anybatch.reading.report import Reading, report
 
@@ -51,7 +52,9 @@ def read(
     roles = Roles.of(
         argnums=argnums, batch_argnums=batch_argnums, rng_argnums=rng_argnums, batch_argnames=batch_argnames
     )
-    leaves, tree = jax.tree.flatten((args, kwargs))
+    call = opened(fun, roles.argnums, has_aux, args, kwargs)
+    fun, has_aux = call.fun, call.has_aux
+    leaves, tree = jax.tree.flatten((call.args, call.kwargs))
     abstract = [position for position, leaf in enumerate(leaves) if isinstance(leaf, jax.ShapeDtypeStruct)]
     reading: Reading | None = None
 

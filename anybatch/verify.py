@@ -17,6 +17,7 @@ from anybatch.comparison import LeafDifference, Route, Trial
 from anybatch.errors import AnybatchError, InputError
 from anybatch.gradient import value_and_grad
 from anybatch.loss import trace_loss
+from anybatch.modules import opened
 
 SAMPLE = 64
 NOTABLE = 0.02  # an error of the full batch itself that a user should know of
@@ -196,6 +197,9 @@ def verify(
     for mesh in (None, *several):  # checks them
         value_and_grad(fun, **options, microbatch_size=1, mesh=mesh, axis_name=axis_name)
     roles = Roles.of(**{name: options[name] for name in ROLES})
+    call = opened(fun, roles.argnums, has_aux, args, kwargs)
+    fun, has_aux, args, kwargs = call.fun, call.has_aux, call.args, call.kwargs
+    options |= {"has_aux": has_aux, "aux_reduction": call.aux_reduction(reduction, aux_reduction)}
     whole = roles.sort(fun, args, kwargs)
     _must_have_values(whole)
     num_examples = _sample(sample, whole.num_examples, sizes)

@@ -69,6 +69,7 @@ FLOORS = [
         *(
             "settings",
             "example_settings",
+            "modules",
             "programs",
             "limits",
             "field",

@@ -6,26 +6,26 @@ how it looks after an update. flax is not imported here: a state of flax brings 
 
 import dataclasses
 import sys
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from anybatch.errors import InputError
-from anybatch.training.state import TrainState, frozen, joined, trainable
+from anybatch.modules import frozen, joined, trainable
+from anybatch.training.state import TrainState
 from anybatch.trees import describe, is_array, named_leaves
-from anybatch.updates import Constants, add_updates, apart, together
+from anybatch.updates import add_updates, apart, together
 
 
-@dataclasses.dataclass(frozen=True)
-class Parts:
+class Model(NamedTuple):
     """What a loss is called with, of a state."""
 
-    trained: Any  # differentiated
-    rest: Any  # of the model, and not trained
-    key: Any  # None without
+    model: Any  # the first argument
+    key: Any = None  # None without
+    wrt: Any = None  # which variables of a model of NNX are trained: a filter of NNX
 
 
 class OwnState:
@@ -52,25 +52,47 @@ class OwnState:
             state = _numbers_as_arrays(rest).replace(params=state.params)
         return state
 
-    def parts(self, arrays: list[Any], constants: Constants) -> Parts:
-        """What its loss is called with."""
-        state = together(arrays, constants)
-        return Parts(trainable(state.params), frozen(state.params), self._key(state))
+    def merged(self, arrays: list[Any], constants: Any) -> Any:
+        """The state with other arrays, to compute with."""
+        return together(arrays, constants)
 
-    def call(self, loss: Callable[..., Any], trained: Any, rest: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
-        """What the loss returns; and, for models that change when they are called, the rest of the model after it."""
-        return loss(joined(trained, rest), *args, **kwargs), None
+    def model_of(self, state: Any) -> Model:
+        """What its loss is called with."""
+        return Model(state.params, self._key(state))
+
+    def field_of_model_state(self, state: Any) -> str:
+        """Where a state keeps the state of its model.
+
+        Raises:
+          InputError: if it has none.
+        """
+        if state.model_state is None:
+            raise InputError(
+                "With has_state=True a state must have the state of its model",
+                given="state.model_state=None",
+                remedy='Pass it: step.init(params, model_state=variables["batch_stats"]).',
+            )
+        return "model_state"
 
     def updated(
-        self, arrays: list[Any], constants: Constants, optimizer: Any, grads: Any, rest: Any, good: Any, extra: Any
+        self, state: Any, arrays: list[Any], optimizer: Any, grads: Any, changes: dict[str, Any], good: Any, extra: Any
     ) -> list[Any]:
-        """The arrays of the state after an update; if the gradient is not `good`, one that was only counted."""
-        state = together(arrays, constants)
+        """The arrays of a state after an update; if the gradient is not `good`, one that was only counted.
+
+        Args:
+          state: as `merged` returned it.
+          arrays: its own.
+          optimizer: of `train_step`.
+          grads: the gradient.
+          changes: what else is new, by the names of its fields.
+          good: whether the update is to be made.
+          extra: what an optimizer may want to know.
+        """
         trained = trainable(state.params)
         updates, opt_state = _update(optimizer, grads, state.opt_state, trained, extra)
-        new = state.replace(params=joined(add_updates(trained, updates), frozen(state.params)), opt_state=opt_state)
-        chosen = _chosen(good, apart(new)[0], arrays)
-        counted = together(chosen, constants)
+        params = joined(add_updates(trained, updates), frozen(state.params))
+        new = state.replace(params=params, opt_state=opt_state, **changes)
+        counted = together(_chosen(good, apart(new)[0], arrays), apart(state)[1])
         one = jnp.ones((), jnp.int32)
         skipped = state.skipped + jnp.where(good, one - 1, one).astype(state.skipped.dtype)
         return apart(counted.replace(step=state.step + one.astype(state.step.dtype), skipped=skipped))[0]
@@ -88,23 +110,34 @@ class FlaxState(OwnState):
 
     name = "flax.training.train_state.TrainState"
 
-    def parts(self, arrays: list[Any], constants: Constants) -> Parts:
+    def model_of(self, state: Any) -> Model:
         """As above."""
-        parts = super().parts(arrays, constants)
-        others = [f"{name} = {describe(leaf)}" for name, leaf in named_leaves("state.params", parts.rest)]
+        others = [f"{name} = {describe(leaf)}" for name, leaf in named_leaves("state.params", frozen(state.params))]
         if others:
             raise InputError(
                 "All parameters of a flax TrainState must be floating-point arrays: it updates every one of them",
                 given="\n".join(others[:10]),
                 remedy="Keep the others elsewhere, or use an anybatch.TrainState: step.init(params).",
             )
-        return parts
+        return super().model_of(state)
+
+    def field_of_model_state(self, state: Any) -> str:
+        """As above."""
+        for name in ("batch_stats", "model_state"):
+            if getattr(state, name, None) is not None:
+                return name
+        raise InputError(
+            "With has_state=True a flax TrainState must have a field batch_stats or model_state",
+            given=f"a {type(state).__name__} with {', '.join(field.name for field in dataclasses.fields(state))}",
+            remedy="Add one: class State(train_state.TrainState): batch_stats: Any. Then State.create(..., "
+            'batch_stats=variables["batch_stats"]).',
+        )
 
     def updated(
-        self, arrays: list[Any], constants: Constants, optimizer: Any, grads: Any, rest: Any, good: Any, extra: Any
+        self, state: Any, arrays: list[Any], optimizer: Any, grads: Any, changes: dict[str, Any], good: Any, extra: Any
     ) -> list[Any]:
         """As above."""
-        new = together(arrays, constants).apply_gradients(grads=grads)
+        new = state.apply_gradients(grads=grads).replace(**changes)
         return _chosen(good, apart(new)[0], arrays)
 
 
@@ -129,33 +162,38 @@ class NnxState:
         """As above. Any number in a variable may change, so all of them are arrays, as under `nnx.jit`."""
         return _numbers_as_arrays(_nnx().split(state)[1])
 
-    def parts(self, arrays: list[Any], constants: Any) -> Parts:
+    def merged(self, arrays: list[Any], constants: Any) -> Any:
         """As above."""
-        model, optimizer = self._merged(arrays, constants)
-        _, trained, rest = _nnx().split(model, optimizer.wrt, ...)
-        return Parts(trained, (_Hidden(_nnx().graphdef(model)), _Hidden(optimizer.wrt), rest), None)
-
-    def call(self, loss: Callable[..., Any], trained: Any, rest: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
-        """As above."""
-        definition, wrt, values = rest
-        model = _nnx().merge(definition.value, trained, values)
-        result = loss(model, *args, **kwargs)
-        return result, _nnx().split(model, wrt.value, ...)[2]
-
-    def updated(
-        self, arrays: list[Any], constants: Any, optimizer: Any, grads: Any, rest: Any, good: Any, extra: Any
-    ) -> list[Any]:
-        """As above."""
-        state = self._merged(arrays, constants)
-        model, own = state
-        _nnx().update(model, rest)
-        own.update(model, grads)
-        new = apart(_nnx().split(state)[1])[0]
-        return _chosen(good, new, arrays)
-
-    def _merged(self, arrays: list[Any], constants: Any) -> Any:
         definition, of_values = constants
         return _nnx().merge(definition, together(arrays, of_values))
+
+    def model_of(self, state: Any) -> Model:
+        """As above."""
+        model, optimizer = state
+        return Model(model, None, optimizer.wrt)
+
+    def field_of_model_state(self, state: Any) -> str:
+        """As above."""
+        raise InputError(
+            "has_state=True is for states that keep the state of a model beside its parameters",
+            given=f"a state of type {self.name}, whose model has it inside",
+            remedy="Leave has_state out: the running averages of the model are updated as it is.",
+        )
+
+    def updated(
+        self, state: Any, arrays: list[Any], optimizer: Any, grads: Any, changes: dict[str, Any], good: Any, extra: Any
+    ) -> list[Any]:
+        """As above. The model has been changed already, as its loss changes it."""
+        model, own = state
+        own.update(model, grads)
+        new = apart(_nnx().split(state)[1])[0]
+        if len(new) != len(arrays):
+            raise InputError(
+                "A step must leave a model with the variables that it had",
+                given=f"{len(arrays)} arrays before, and {len(new)} after",
+                remedy="Return what is new as aux, with has_aux=True; nnx.pop(model, nnx.Intermediate) takes it out.",
+            )
+        return _chosen(good, new, arrays)
 
 
 class AnyState:
@@ -173,13 +211,6 @@ class AnyState:
         """As above. What was a number is one again."""
         state = together(arrays, constants)
         return jax.tree.map(lambda old, new: type(old)(new.item()) if _is_number(old) else new, given, state)
-
-
-class _Hidden:
-    """A constant in a tree of arguments that is not to be taken apart."""
-
-    def __init__(self, value: Any) -> None:
-        self.value = value
 
 
 KINDS = {"own": OwnState(), "flax": FlaxState(), "nnx": NnxState()}

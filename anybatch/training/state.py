@@ -11,7 +11,8 @@ import jax.numpy as jnp
 
 from anybatch.errors import InputError
 from anybatch.gradient_noise import NoiseScale
-from anybatch.trees import describe, is_array, is_key
+from anybatch.modules import has_nnx, trainable
+from anybatch.trees import describe, is_key
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,6 +31,8 @@ class TrainState:
       step: how many batches were seen.
       skipped: how many of them changed nothing, because their gradient was not finite.
       key: of all random numbers of the run, or None. Step `i` gets `jax.random.fold_in(key, i)`.
+      model_state: what the model keeps beside its parameters, for `train_step(has_state=True)`: running averages. None
+        without. Any pytree of arrays.
     """
 
     params: Any
@@ -37,9 +40,10 @@ class TrainState:
     step: Any
     skipped: Any
     key: Any = None
+    model_state: Any = None
 
     @classmethod
-    def create(cls, params: Any, optimizer: Any, key: Any = None) -> "TrainState":
+    def create(cls, params: Any, optimizer: Any, key: Any = None, model_state: Any = None) -> "TrainState":
         """The state before the first step.
 
         The arrays are those that were given, not copies: a step that donates its buffers uses them up. `step.init`
@@ -49,10 +53,18 @@ class TrainState:
           params: to begin with.
           optimizer: of optax, or anything with its `init`.
           key: `jax.random.key(0)`, for a loss that draws random numbers: `loss(params, batch, key)`.
+          model_state: to begin with, for a loss with `has_state=True`: `loss(params, model_state, batch)`.
 
         Raises:
-          InputError: if there is nothing to train, or the key is none.
+          InputError: if there is nothing to train, the key is none, or `params` is a model of NNX.
         """
+        if has_nnx(params):
+            raise InputError(
+                "The state of a model of NNX is a pair of the model and its optimizer",
+                given=f"params of type {type(params).__name__}",
+                remedy="Write step = ab.train_step(loss), and state = (model, nnx.Optimizer(model, optax.adamw(3e-4), "
+                "wrt=nnx.Param)).",
+            )
         if key is not None and not is_key(key):
             raise InputError(
                 "key must be a PRNG key, or None for a loss that draws nothing",
@@ -67,7 +79,7 @@ class TrainState:
                 remedy="Pass the parameters, e.g. step.init({'w': jnp.zeros(3)}).",
             )
         zero = jnp.zeros((), jnp.int32)
-        return cls(params, optimizer.init(trained), zero, zero.copy(), key)
+        return cls(params, optimizer.init(trained), zero, zero.copy(), key, model_state)
 
     def replace(self, **changes: Any) -> "TrainState":
         """A state with some of its parts replaced."""
@@ -77,31 +89,6 @@ class TrainState:
 jax.tree_util.register_dataclass(
     TrainState, data_fields=[field.name for field in dataclasses.fields(TrainState)], meta_fields=[]
 )
-
-
-def trainable(params: Any) -> Any:
-    """The tree of the floating-point arrays among some parameters, with None in the place of everything else.
-
-    >>> trainable({"w": jnp.ones(2), "size": 3, "act": jax.nn.relu})
-    {'act': None, 'size': None, 'w': Array([1., 1.], dtype=float32)}
-    """
-    return jax.tree.map(lambda leaf: leaf if _is_trainable(leaf) else None, params)
-
-
-def frozen(params: Any) -> Any:
-    """The rest: everything that is not trained."""
-    return jax.tree.map(lambda leaf: None if _is_trainable(leaf) else leaf, params)
-
-
-def joined(trained: Any, rest: Any) -> Any:
-    """The parameters, from `trainable` and `frozen`."""
-    return jax.tree.map(
-        lambda one, other: other if one is None else one, trained, rest, is_leaf=lambda leaf: leaf is None
-    )
-
-
-def _is_trainable(leaf: Any) -> bool:
-    return is_array(leaf) and jax.dtypes.issubdtype(leaf.dtype, jnp.inexact)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -22,7 +22,7 @@ from anybatch.training.feed import to_device
 from anybatch.training.fitting import FittingProgram
 from anybatch.training.kinds import kind_of
 from anybatch.training.state import Meter, Metrics, TrainState
-from anybatch.training.update import Given, Update
+from anybatch.training.update import Given, Update, sorted_arguments
 from anybatch.updates import Constants, apart, together
 
 # Without several of them the noise of a gradient cannot be told, and few tell little.
@@ -76,13 +76,14 @@ class TrainStep:
         self._meter = Meter()
         self._last: _Last | None = None
 
-    def init(self, params: Any, key: Any = None) -> TrainState:
+    def init(self, params: Any, key: Any = None, model_state: Any = None) -> TrainState:
         """The state before the first step, with copies of the parameters: your own arrays stay as they are.
 
         Args:
           params: to begin with: any pytree, an Equinox model too; or a function without arguments that makes it, so
             that there is no second copy.
           key: for a loss that draws random numbers, `loss(params, batch, key)`.
+          model_state: for a loss with `has_state=True`, `loss(params, model_state, batch)`.
 
         Raises:
           InputError: if there is nothing to train, no optimizer, or the key is none.
@@ -97,7 +98,7 @@ class TrainStep:
             params = params()
         else:
             params = _copied(params)
-        return TrainState.create(params, self._update.optimizer, _copied(key))
+        return TrainState.create(params, self._update.optimizer, _copied(key), _copied(model_state))
 
     def __call__(self, state: Any, batch: Any, **kwargs: Any) -> tuple[Any, Metrics]:
         last = self._last
@@ -225,10 +226,10 @@ class TrainStep:
 
     def _traced(self, state: Any, batch: Any, given: Given) -> tuple[Any, Metrics]:
         """A step that is part of a larger program."""
-        fun, args, kwargs = self._update.problem(given)
-        settings = self._update.settings(fun, given)
+        _, call = self._update.call(given)
+        settings = self._update.settings(call)
         arrays, results = self._update.results(given, settings)
-        examples = settings.roles.sort(fun, args, kwargs).num_examples
+        examples = sorted_arguments(call, settings).num_examples
         metrics = Metrics(**results, examples=examples, tokens=self._num_tokens(batch))
         return given.kind.whole(state, arrays, given.about_state), metrics
 
@@ -323,6 +324,7 @@ def train_step(
     optimizer: Any = None,
     *,
     has_aux: bool = False,
+    has_state: bool = False,
     noise_scale: bool = False,
     tokens: Callable[[Any], int] | None = None,
     skip_nonfinite: bool = True,
@@ -359,6 +361,11 @@ def train_step(
       optimizer: of optax, or anything with its `init` and `update`. None for states that have their own: a `TrainState`
         of flax, or a pair `(model, nnx.Optimizer(...))`.
       has_aux: whether the loss returns a pair `(loss, aux)`. aux is that of the full batch.
+      has_state: whether the model keeps more than its parameters, such as the running averages of BatchNorm. The loss
+        is then `loss(params, model_state, batch)` or `loss(params, model_state, batch, key)`, and returns
+        `(loss, model_state)`; with `has_aux`, `(loss, (aux, model_state))`. The state keeps it in `state.model_state`;
+        a `TrainState` of flax in its field `batch_stats` or `model_state`. It is that of the full batch, too. Models of
+        `flax.nnx` keep their own, and need no option.
       noise_scale: whether the metrics tell of the noise in the gradient, as `anybatch.noise_scale` does. It takes the
         memory of one more gradient; a plan then has at least four microbatches.
       tokens: how many tokens a batch has, a function of the batch, e.g. `lambda batch: batch["tokens"].size`, for
@@ -405,5 +412,5 @@ def train_step(
             remedy="If it closes over its batch, make the batch an argument: def loss(params, batch): ..., called by "
             'step(state, batch). Several arrays of a batch go into one tree, e.g. {"x": x, "y": y}.',
         )
-    update = Update(loss, optimizer, has_aux, noise_scale, skip_nonfinite, options)
+    update = Update(loss, optimizer, has_aux, has_state, noise_scale, skip_nonfinite, options)
     return TrainStep(update, tokens=tokens, donate=donate, settings=settings)

@@ -7,14 +7,18 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from anybatch.arguments import Arguments
+from anybatch.auxiliary import NewState
 from anybatch.computation import Gradient
 from anybatch.errors import InputError
 from anybatch.gradient import compute, settings_of
 from anybatch.gradient_noise import NoiseScale
+from anybatch.loss import is_pair, shown
 from anybatch.memory import memory_budget
+from anybatch.modules import Opened, opened
 from anybatch.placement import local_bytes
 from anybatch.routes import squares
 from anybatch.settings import Settings
@@ -62,6 +66,7 @@ class Update:
       loss: of the whole batch.
       optimizer: of optax; None for states that bring their own.
       has_aux: whether the loss returns aux.
+      has_state: whether the loss takes, and returns, the state of a model.
       noise_scale: whether the noise in the gradient is wanted.
       skip_nonfinite: whether a gradient that is not finite is to change nothing.
       options: those of `value_and_grad`.
@@ -70,52 +75,82 @@ class Update:
     loss: Callable[..., Any]
     optimizer: Any
     has_aux: bool
+    has_state: bool
     noise_scale: bool
     skip_nonfinite: bool
     options: dict[str, Any]
 
-    def problem(self, given: Given) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
-        """The function to differentiate, and its arguments: what is trained, the batch, a key if any, and the rest."""
-        parts = given.kind.parts(given.arrays, given.about_state)
+    def call(self, given: Given) -> tuple[Any, Opened]:
+        """The state, and the call of the loss: with the model, the batch, a key and the state of the model, if any."""
+        state = given.kind.merged(given.arrays, given.about_state)
+        model, key, wrt = given.kind.model_of(state)
         batch, kwargs = together(given.rows, given.about_call)
-        keys = () if parts.key is None else (parts.key,)
+        others = [] if key is None else [key]
+        if self.has_state:
+            others.append(getattr(state, given.kind.field_of_model_state(state)))
 
         def fun(params: Any, batch: Any, *others: Any, **kwargs: Any) -> Any:
-            *keys, rest = others
-            result, changed = given.kind.call(self.loss, params, rest, (batch, *keys), kwargs)
-            if not self.has_aux:
-                return result, (None, changed)
-            loss, aux = result
-            return loss, (aux, changed)
+            if not self.has_state:
+                return self.loss(params, batch, *others, **kwargs)
+            *keys, before = others
+            return self._with_new_state(self.loss(params, before, batch, *keys, **kwargs), before)
 
-        return fun, (parts.trained, batch, *keys, parts.rest), kwargs
+        has_aux = self.has_aux or self.has_state
+        return state, opened(fun, 0, has_aux, (model, batch, *others), kwargs, filters=True, wrt=wrt)
 
-    def settings(self, fun: Callable[..., Any], given: Given, **changes: Any) -> Settings:
-        """The options of the gradient of `fun`, which has aux of its own."""
-        options = self.options | changes
-        if given.kind.changes_model and options.get("reduction", "infer") != "infer":
-            options["aux_reduction"] = (options.get("aux_reduction"), "last")
-        elif options.get("aux_reduction") is not None:
-            options["aux_reduction"] = (options["aux_reduction"], None)
-        return settings_of(fun, 0, True, options, noise=self.noise_scale)
+    def _with_new_state(self, result: Any, before: Any) -> tuple[Any, Any]:
+        """What a loss returns, with the state of the model marked as such, and checked."""
+        must = "(loss, (aux, model_state))" if self.has_aux else "(loss, model_state)"
+        if not is_pair(result) or (self.has_aux and not is_pair(result[1])):
+            raise InputError(
+                f"With has_state=True{' and has_aux=True' if self.has_aux else ''} the loss must return {must}",
+                given=shown(result),
+                remedy=f"Return {must}, or leave has_state out.",
+            )
+        value, after = result
+        aux, after = after if self.has_aux else (None, after)
+        old, new = (
+            {name: (np.shape(leaf), jnp.result_type(leaf)) for name, leaf in named_leaves("model_state", each)}
+            for each in (before, after)
+        )
+        if jax.tree.structure(after) != jax.tree.structure(before) or any(old[name][0] != new[name][0] for name in old):
+            raise InputError(
+                "The loss must return the state of the model in the tree and shapes that it was given",
+                given=f"{shown(after)} for {shown(before)}",
+                remedy='Return the part that was passed in, e.g. updates["batch_stats"] of '
+                'model.apply(..., mutable=["batch_stats"]).',
+            )
+        return value, (aux, NewState(after))
+
+    def settings(self, call: Opened, **changes: Any) -> Settings:
+        """The options of the gradient of a call."""
+        settings = settings_of(self.loss, 0, self.has_aux, self.options | changes, noise=self.noise_scale)
+        if self.has_state:
+            declared = None if settings.reduction == "infer" else (settings.aux_reduction, "last")
+            settings = dataclasses.replace(settings, has_aux=True, aux_reduction=declared)
+        return call.settings(settings)
 
     def gradient(self, given: Given) -> Gradient:
         """The gradient of a step, outside of it: to be planned."""
-        fun, args, kwargs = self.problem(given)
+        _, call = self.call(given)
         changes: dict[str, Any] = {}
         memory = self.options.get("memory")
         if memory is not None and not (isinstance(memory, str) and "%" in memory):
-            changes["memory"] = max(1, (memory_budget(memory) or 0) - beside_gradient(given, args))
+            changes["memory"] = max(1, (memory_budget(memory) or 0) - beside_gradient(given, call.args))
         if self.options.get("mesh") is not None and self.options.get("param_specs") is None:
-            changes["param_specs"] = jax.tree.map(_spec, args[0])
-        settings = self.settings(fun, given, **changes)
-        return Gradient(fun, settings, _sorted(fun, settings, args, kwargs))
+            changes["param_specs"] = jax.tree.map(_spec, call.args[0].trained)
+        settings = self.settings(call, **changes)
+        return Gradient(call.fun, settings, sorted_arguments(call, settings))
 
     def results(self, given: Given, settings: Settings) -> tuple[list[Any], dict[str, Any]]:
         """The arrays of the state after the step, and what the metrics tell of it."""
-        fun, args, kwargs = self.problem(given)
-        arguments = _sorted(fun, settings, args, kwargs)
-        value, (aux, changed), grads, sums = compute(fun, settings, arguments)
+        state, call = self.call(given)
+        value, aux, grads, sums = compute(call.fun, settings, sorted_arguments(call, settings))
+        aux = call.close(aux)
+        changes = {}
+        if self.has_state:
+            aux, new = aux
+            changes[given.kind.field_of_model_state(state)] = new.values
         noise = NoiseScale.of_step(*sums) if self.noise_scale else None
         leaves = jax.tree.leaves(grads)
         norm = jnp.sqrt(squares.square(leaves))
@@ -125,21 +160,21 @@ class Update:
         if self.skip_nonfinite:
             for leaf in leaves:
                 good &= jnp.all(jnp.isfinite(leaf))
-        extra = {"value": value, "grad": grads, "value_fn": _value_fn(fun, args, kwargs, settings)}
+        extra = {"value": value, "grad": grads, "value_fn": _value_fn(call, settings)}
         with jax.named_scope("anybatch.update"):
-            new = given.kind.updated(given.arrays, given.about_state, self.optimizer, grads, changed, good, extra)
-        return new, {"loss": value, "aux": aux, "gradient_norm": norm, "skipped": ~good, "noise": noise}
+            new_arrays = given.kind.updated(state, given.arrays, self.optimizer, grads, changes, good, extra)
+        return new_arrays, {"loss": value, "aux": aux, "gradient_norm": norm, "skipped": ~good, "noise": noise}
 
 
-def _sorted(fun: Callable[..., Any], settings: Settings, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+def sorted_arguments(call: Opened, settings: Settings) -> Arguments:
     """The arguments of the loss, sorted. The batch is the second, and has at least one example.
 
     Raises:
       InputError: for a batch without examples.
     """
-    arguments = settings.roles.sort(fun, args, kwargs)
+    arguments = settings.roles.sort(call.fun, call.args, call.kwargs)
     if not arguments.num_examples:
-        named = named_leaves("batch", args[1])
+        named = named_leaves("batch", call.args[1])
         raise InputError(
             "A step needs at least one example: its optimizer would move the parameters even without a gradient",
             given="\n".join([f"{name}: {describe(leaf)}" for name, leaf in named[:MOST_LINES]] + [""]),
@@ -148,14 +183,14 @@ def _sorted(fun: Callable[..., Any], settings: Settings, args: tuple[Any, ...], 
     return arguments
 
 
-def _value_fn(
-    fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], settings: Settings
-) -> Callable[[Any], Any]:
+def _value_fn(call: Opened, settings: Settings) -> Callable[[Any], Any]:
     """The loss as a function of what is trained, for optimizers that search along a line: by microbatches, too."""
     settings = dataclasses.replace(settings, noise=False)
 
     def computed(params: Any) -> tuple[Any, Any]:
-        value, _, grads, _ = compute(fun, settings, settings.roles.sort(fun, (params, *args[1:]), kwargs))
+        model, *others = call.args
+        args = (dataclasses.replace(model, trained=params), *others)
+        value, _, grads, _ = compute(call.fun, settings, settings.roles.sort(call.fun, args, call.kwargs))
         return value, grads
 
     @jax.custom_vjp

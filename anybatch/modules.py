@@ -1,0 +1,284 @@
+"""Models of Flax NNX and Equinox as arguments of a loss: what is differentiated of them, and the rest.
+
+`opened` takes such models apart before a call is sorted, traced and planned, so that everything below sees plain trees
+of arrays; the loss is called with models again. Neither library is imported here: a model brings its library along.
+"""
+
+import dataclasses
+import functools
+import operator
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from anybatch.arguments import Parts
+from anybatch.auxiliary import NewState
+from anybatch.errors import InputError
+from anybatch.loss import pair
+from anybatch.settings import Settings
+from anybatch.trees import is_array
+
+
+def trainable(params: Any) -> Any:
+    """The tree of the floating-point arrays among some parameters, with None in the place of everything else.
+
+    >>> trainable({"w": jnp.ones(2), "size": 3, "act": jax.nn.relu})
+    {'act': None, 'size': None, 'w': Array([1., 1.], dtype=float32)}
+    """
+    return jax.tree.map(lambda leaf: leaf if _is_trainable(leaf) else None, params)
+
+
+def frozen(params: Any) -> Any:
+    """The rest: everything that is not trained."""
+    return jax.tree.map(lambda leaf: None if _is_trainable(leaf) else leaf, params)
+
+
+def joined(trained: Any, rest: Any) -> Any:
+    """The parameters, from `trainable` and `frozen`."""
+    return jax.tree.map(
+        lambda one, other: other if one is None else one, trained, rest, is_leaf=lambda leaf: leaf is None
+    )
+
+
+def _is_trainable(leaf: Any) -> bool:
+    is_known = is_array(leaf) or isinstance(leaf, jax.ShapeDtypeStruct)
+    return is_known and jax.dtypes.issubdtype(leaf.dtype, jnp.inexact)
+
+
+@dataclasses.dataclass(frozen=True)
+class Opened:
+    """A call of a loss whose models are taken apart.
+
+    Args:
+      fun: the loss, which takes `Parts` in the place of models. If it may change models of NNX, it returns
+        `(loss, (aux, NewState))`.
+      args: its positional arguments.
+      kwargs: its keyword arguments.
+      has_aux: whether `fun` returns a pair.
+      objects: the models of NNX that it may change.
+    """
+
+    fun: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    has_aux: bool
+    objects: "_Objects | None" = None
+
+    def settings(self, given: Settings) -> Settings:
+        """The settings for `fun`, from those for the loss."""
+        declared = self.aux_reduction(given.reduction, given.aux_reduction)
+        return dataclasses.replace(given, has_aux=self.has_aux, aux_reduction=declared)
+
+    def aux_reduction(self, reduction: str, declared: Any) -> Any:
+        """How the aux of `fun` combines, if that of the loss does as declared."""
+        return declared if self.objects is None or reduction == "infer" else (declared, "last")
+
+    def close(self, aux: Any) -> Any:
+        """The aux of the loss. Models of NNX are changed in place, as the loss has changed those that it was given."""
+        if self.objects is None:
+            return aux
+        aux, state = aux
+        self.objects.update(state)
+        return aux
+
+
+def opened(
+    fun: Callable[..., Any],
+    argnums: int | tuple[int, ...],
+    has_aux: bool,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    keeps_state: bool = True,
+    filters: bool = False,
+    wrt: Any = None,
+) -> Opened:
+    """Takes apart the models of NNX, and those of Equinox that are differentiated.
+
+    Args:
+      fun: the loss.
+      argnums: what is differentiated.
+      has_aux: whether the loss returns a pair `(loss, aux)`.
+      args: its positional arguments.
+      kwargs: its keyword arguments.
+      keeps_state: whether what the loss changes of a model of NNX is returned. Otherwise such a loss is refused.
+      filters: whether any tree may have leaves that are not differentiated, as a model of Equinox has.
+      wrt: which variables of a model of NNX are differentiated, a filter of NNX; by default its `Param`s.
+
+    Raises:
+      InputError: when `fun` is traced, for a loss that changes a model of NNX where that is not wanted.
+    """
+    several = argnums if isinstance(argnums, tuple) else (argnums,)
+    places = {position % len(args) for position in several if -len(args) <= position < len(args)}
+    objects = _Objects(args, kwargs, places, wrt)
+    filtered = {place for place in places - set(objects.graphs) if filters or _has_equinox(args[place])}
+    if not filtered and not objects.graphs:
+        return Opened(fun, args, kwargs, has_aux)
+
+    def part(place: int | str, argument: Any) -> Any:
+        if place in filtered:
+            return Parts(trainable(argument), frozen(argument))
+        return objects.parts.get(place, argument)
+
+    @functools.wraps(fun)
+    def opened_fun(*args: Any, **kwargs: Any) -> Any:
+        whole = objects.merged(args, kwargs) if objects.graphs else {}
+        watch = _Watch(_objects_in(list(whole.values()))) if whole else None
+        whole |= {place: joined(args[place].trained, args[place].rest) for place in filtered}
+        result = fun(
+            *(whole.get(place, argument) for place, argument in enumerate(args)),
+            **{name: whole.get(name, argument) for name, argument in kwargs.items()},
+        )
+        if watch is None:
+            return result
+        state = watch.new_state()
+        if not keeps_state:
+            _refuse(state)
+            return result
+        value, aux = pair(result) if has_aux else (result, None)
+        return value, (aux, state)
+
+    apart = tuple(part(place, argument) for place, argument in enumerate(args))
+    by_name = {name: part(name, argument) for name, argument in kwargs.items()}
+    if not objects.graphs or not keeps_state:
+        return Opened(opened_fun, apart, by_name, has_aux)
+    return Opened(opened_fun, apart, by_name, True, objects)
+
+
+def _equinox_module() -> Any:
+    return getattr(sys.modules.get("equinox"), "Module", None)
+
+
+def _has_equinox(argument: Any) -> bool:
+    module = _equinox_module()
+    if module is None:
+        return False
+    nodes = jax.tree.leaves(argument, is_leaf=lambda node: isinstance(node, module))
+    return any(isinstance(node, module) for node in nodes)
+
+
+def has_nnx(tree: Any) -> bool:
+    """Whether there is an object of NNX in a tree: a module, random streams, metrics."""
+    return "flax.nnx" in sys.modules and bool(_objects_in(tree))
+
+
+def _nnx() -> Any:
+    return sys.modules["flax.nnx"]
+
+
+def _is_object(node: Any) -> bool:
+    """Whether NNX takes it by reference, so that a loss may change it."""
+    return isinstance(node, _nnx().Pytree)
+
+
+class _Graph(NamedTuple):
+    """An argument with objects of NNX in it."""
+
+    tree: Any  # of the argument, in which an object is a leaf
+    definitions: tuple[Any, ...]  # None for leaves that are no objects
+
+
+class _Objects:
+    """The objects of NNX among the arguments of a call. References that they share are kept, as NNX keeps them."""
+
+    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any], places: set[int], wrt: Any) -> None:
+        self.graphs: dict[int | str, _Graph] = {}
+        self.parts: dict[int | str, Parts] = {}
+        self._objects: list[Any] = []
+        if "flax.nnx" not in sys.modules:
+            return
+        nnx = _nnx()
+        with nnx.split_context() as context:
+            for place, argument in (*enumerate(args), *kwargs.items()):
+                leaves, tree = jax.tree.flatten(argument, is_leaf=_is_object)
+                if not any(map(_is_object, leaves)):
+                    continue
+                filters = (nnx.Param if wrt is None else wrt, ...) if place in places else ()
+                split = [context.split(leaf, *filters) if _is_object(leaf) else (None, leaf) for leaf in leaves]
+                states = [(*states, None)[:2] if place in places else (None, *states) for _, *states in split]
+                trained, rest = zip(*states, strict=True)
+                self.graphs[place] = _Graph(tree, tuple(definition for definition, *_ in split))
+                self.parts[place] = Parts(tree.unflatten(trained) if place in places else None, list(rest))
+                self._objects += filter(_is_object, leaves)
+
+    def merged(self, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[int | str, Any]:
+        """The arguments with objects in them, by their places, from their parts."""
+        found: dict[int | str, Any] = {}
+        with _nnx().merge_context() as context:
+            for place, (tree, definitions) in self.graphs.items():
+                parts = kwargs[place] if isinstance(place, str) else args[place]
+                trained = [None] * len(definitions) if parts.trained is None else tree.flatten_up_to(parts.trained)
+                leaves = []
+                for definition, *states in zip(definitions, trained, parts.rest, strict=True):
+                    there = [state for state in states if state is not None]
+                    leaves.append(there[0] if definition is None else context.merge(definition, *there))
+                found[place] = tree.unflatten(leaves)
+        return found
+
+    def update(self, state: NewState) -> None:
+        """Changes the objects that were given as a loss has changed the others."""
+        nnx = _nnx()
+        paths, definition = state.about
+        nnx.update(self._objects, nnx.from_flat_state(dict(zip(paths, state.values, strict=True))))
+        if definition is not None:
+            _follow(self._objects, nnx.merge(definition, nnx.state(self._objects)))
+
+
+class _Watch:
+    """Sees what a loss changes of the objects that it is called with."""
+
+    def __init__(self, objects: list[Any]) -> None:
+        self._objects = objects
+        self._definition = _nnx().graphdef(objects)
+        self._leaves = {path: jax.tree.leaves(value) for path, value in _variables(objects)}
+
+    def new_state(self) -> NewState:
+        """The variables that have other values now, or are new; and the definition of the objects, if it is another."""
+        new = {}
+        for path, value in _variables(self._objects):
+            leaves, before = jax.tree.leaves(value), self._leaves.get(path)
+            if before is None or len(before) != len(leaves) or any(map(operator.is_not, before, leaves)):
+                new[path] = value
+        definition = _nnx().graphdef(self._objects)
+        about = (tuple(new), None if definition == self._definition else definition)
+        return NewState(list(new.values()), about)
+
+
+def _objects_in(tree: Any) -> list[Any]:
+    return [leaf for leaf in jax.tree.leaves(tree, is_leaf=_is_object) if _is_object(leaf)]
+
+
+def _variables(objects: list[Any]) -> Any:
+    """Pairs of a path, which begins with the position of the object, and a variable."""
+    return _nnx().to_flat_state(_nnx().state(objects))
+
+
+def _follow(old: list[Any], new: list[Any]) -> None:
+    """Gives objects the attributes of others that are no variables, such as a flag that `model.train()` sets."""
+    nnx = _nnx()
+    targets = dict(nnx.iter_graph(old))
+    for path, node in nnx.iter_graph(new):
+        target = targets.get(path)
+        if not _is_object(node) or not _is_object(target):
+            continue
+        for name, value in vars(node).items():
+            if name.startswith("_pytree__") or any(map(is_array, jax.tree.leaves(value))):
+                continue
+            if name not in vars(target) or vars(target)[name] != value:
+                setattr(target, name, value)
+
+
+def _refuse(state: NewState) -> None:
+    paths, _ = state.about
+    if not paths:
+        return
+    raise InputError(
+        "Gradients of single examples need a model that a call leaves as it is",
+        given="a loss that changes " + ", ".join(".".join(map(str, path[1:])) for path in paths),
+        remedy="Call model.eval() before, or split the model and say what each example sees:\n"
+        "graphdef, params, rest = nnx.split(model, nnx.Param, ...)\n"
+        "lambda params, example: loss(nnx.merge(graphdef, params, rest), example)",
+    )
