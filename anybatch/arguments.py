@@ -255,7 +255,7 @@ class Arguments:
     @property
     def arrays(self) -> Arrays:
         """The array leaves. Python numbers, strings and the like are not among them: they stay constants."""
-        return Arrays(*([leaf.value for leaf in self._dynamic(role)] for role in Arrays._fields))
+        return Arrays(*([leaf.value for leaf in self.arrays_of(role)] for role in Arrays._fields))
 
     def types(self, num_examples: int | None, *, bare: bool = False) -> Arrays:
         """The types of the array leaves, with that many examples in the batch; `bare`, wherever they lie.
@@ -317,7 +317,12 @@ class Arguments:
             start += tree.num_leaves
         return tuple(trees) if self.wrt_is_tuple else trees[0]
 
-    def _dynamic(self, role: str) -> list[_Leaf]:
+    def is_in_parts(self, leaf: _Leaf) -> bool:
+        """Whether a leaf is of an argument that is differentiated in part: of a model."""
+        return isinstance(self.kwargs[leaf.place] if isinstance(leaf.place, str) else self.args[leaf.place], Parts)
+
+    def arrays_of(self, role: str) -> list[_Leaf]:
+        """The leaves of a role that are arrays, in the order of `arrays`."""
         return [leaf for leaf in self.leaves if leaf.role == role and _is_dynamic(leaf)]
 
 

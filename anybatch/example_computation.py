@@ -50,9 +50,11 @@ class ExampleGradient(Gradient):
     def _trace_loss(self, num_examples: int) -> tuple[TracedLoss, Any]:
         """The loss of one example, whatever the number."""
         if not self.own.keep_batch_dim:
-            return self._traced_at(None, self._say_if_written_for_batches)
-        traced = self._traced_at(1)
-        self._refuse_if_coupled()
+            traced = self._traced_at(None, self._say_if_written_for_batches)
+        else:
+            traced = self._traced_at(1)
+            self._refuse_if_coupled()
+        _check_keys_of_models(self.arguments, traced[0])
         return traced
 
     def _traced_at(
@@ -341,13 +343,33 @@ def _check_keys(arguments: Arguments) -> None:
                 remedy="Pass one of the default generator, jax.random.key(seed, impl='threefry2x32'): what others draw "
                 "for an example depends on those that it is computed together with.",
             )
-        if leaf.role == "rest" and hasattr(leaf.value, "dtype") and compat.has_keys(leaf.value):
-            raise InputError(
-                "PRNG keys must be named in rng_argnums, so that every example draws numbers of its own",
-                given=f"{leaf.name} = {describe(leaf.value)}",
-                remedy=(f"Pass rng_argnums={leaf.place}" if isinstance(leaf.place, int) else "Name it by its position")
-                + "; a function that closes over a key shares its numbers.",
+        if leaf.role == "rest" and _has_keys(leaf.value) and not arguments.is_in_parts(leaf):
+            _refuse_key(
+                leaf, f"Pass rng_argnums={leaf.place}" if isinstance(leaf.place, int) else "Name it by its position"
             )
+
+
+def _check_keys_of_models(arguments: Arguments, loss: TracedLoss) -> None:
+    """Likewise for the keys in a model, which may not be used: a Dropout that is switched off has one."""
+    rest = arguments.arrays_of("rest")
+    if not any(_has_keys(leaf.value) and arguments.is_in_parts(leaf) for leaf in rest):
+        return
+    outputs = [loss.traced.inputs_used_by(output) for output in range(len(loss.out_avals))]
+    for leaf, *used in zip(rest, *(inputs[len(inputs) - len(rest) :] for inputs in outputs), strict=True):
+        if _has_keys(leaf.value) and any(used):
+            _refuse_key(leaf, "Let the loss draw from an argument of its own, e.g. rng_argnums=2")
+
+
+def _has_keys(value: Any) -> bool:
+    return hasattr(value, "dtype") and compat.has_keys(value)
+
+
+def _refuse_key(leaf: Any, remedy: str) -> None:
+    raise InputError(
+        "PRNG keys must be named in rng_argnums, so that every example draws numbers of its own",
+        given=f"{leaf.name} = {describe(leaf.value)}",
+        remedy=f"{remedy}; a function that closes over a key shares its numbers.",
+    )
 
 
 def _draws_for_each(key: Any) -> bool:

@@ -148,13 +148,9 @@ def opened(
     return Opened(opened_fun, apart, by_name, True, objects)
 
 
-def _equinox_module() -> Any:
-    return getattr(sys.modules.get("equinox"), "Module", None)
-
-
 def _has_equinox(argument: Any) -> bool:
-    module = _equinox_module()
-    if module is None:
+    module = getattr(sys.modules.get("equinox"), "Module", None)
+    if module is None or isinstance(argument, Parts):  # which was opened before
         return False
     nodes = jax.tree.leaves(argument, is_leaf=lambda node: isinstance(node, module))
     return any(isinstance(node, module) for node in nodes)

@@ -9,8 +9,9 @@ import numpy as np
 
 from anybatch import compat
 from anybatch.errors import InputError
+from anybatch.modules import has_nnx
 from anybatch.privacy.numbers import constant
-from anybatch.trees import describe, is_key, named_leaves
+from anybatch.trees import describe, is_array, is_key, named_leaves
 
 # In float32, `jax.random.normal` never goes beyond 5.42, and near its ends it takes few different values: an output
 # beyond what one dataset can produce gives the other one away. The sum of four ends at 10.8, which no noise reaches.
@@ -108,10 +109,18 @@ def check_key(name: str, key: Any) -> None:
 
 def check_floating(name: str, tree: Any) -> None:
     """Refuses arrays to which real noise cannot be added."""
-    for path, leaf in named_leaves(name, tree):
-        if not jax.dtypes.issubdtype(jnp.result_type(leaf), jnp.floating):
-            raise InputError(
-                "Noise is added to real floating-point numbers",
-                given=f"{path}: {describe(leaf)}",
-                remedy="Take it out of what is differentiated, or store complex numbers as two real ones.",
-            )
+    given = [f"{path}: {describe(leaf)}" for path, leaf in named_leaves(name, tree) if not _is_floating(leaf)]
+    if has_nnx(tree):
+        given = [f"{name}: a model of flax.nnx"]
+    if given:
+        raise InputError(
+            "Noise is added to real floating-point numbers",
+            given=given[0],
+            remedy="Take it out of what is differentiated, or store complex numbers as two real ones. Of a model, "
+            "differentiate the parameters alone: params, rest = eqx.partition(model, eqx.is_inexact_array), or "
+            "graphdef, params, rest = nnx.split(model, nnx.Param, ...).",
+        )
+
+
+def _is_floating(leaf: Any) -> bool:
+    return (is_array(leaf) or isinstance(leaf, float)) and jax.dtypes.issubdtype(jnp.result_type(leaf), jnp.floating)

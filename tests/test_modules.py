@@ -1,0 +1,450 @@
+"""Models of Flax NNX and Equinox as parameters: gradients as those libraries return them."""
+
+import functools
+import subprocess
+import sys
+
+import chex
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+from meshes import mesh_of
+from test_compilation import counted_compilations
+
+import anybatch as ab
+from anybatch import privacy
+
+
+@pytest.fixture(autouse=True)
+def defaults(model_defaults):
+    """Models are written for JAX's own promotion, and compared in float64."""
+
+
+SIZES = [1, 5, None]
+X = np.random.default_rng(0).normal(size=(24, 6))
+Y = np.random.default_rng(1).normal(size=24)
+
+
+# NNX.
+
+
+class Network(nnx.Module):
+    """Parameters, an array that is none, a flag; what `between` keeps is changed by each call."""
+
+    def __init__(self, between="nothing", seed=0):
+        rngs = nnx.Rngs(seed)
+        self.a = nnx.Linear(6, 8, rngs=rngs, param_dtype=jnp.float64)
+        if between == "dropout":
+            self.between = nnx.Dropout(0.3, rngs=rngs)
+        elif between == "batch norm":
+            self.between = nnx.BatchNorm(8, rngs=rngs, param_dtype=jnp.float64, dtype=jnp.float64)
+            self.between.mean.set_value(jnp.zeros(8, jnp.float64))
+            self.between.var.set_value(jnp.ones(8, jnp.float64))
+        else:
+            self.between = jnp.tanh
+        self.b = nnx.Linear(8, 1, rngs=rngs, param_dtype=jnp.float64)
+        self.order = nnx.Variable(jnp.arange(6))
+
+    def __call__(self, x):
+        return self.b(nnx.tanh(self.between(self.a(x[:, self.order.get_value()]))))[:, 0]
+
+
+def nnx_loss(model, x, y):
+    return jnp.mean((model(x) - y) ** 2)
+
+
+def with_aux(loss):
+    @functools.wraps(loss)
+    def both(model, x, y):
+        return loss(model, x, y), {"x": jnp.sum(x, axis=1), "mean": jnp.mean(y)}
+
+    return both
+
+
+def numbers(model):
+    leaves = jax.tree.leaves(nnx.state(model))
+    return [
+        np.asarray(jax.random.key_data(leaf) if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf)
+        for leaf in leaves
+    ]
+
+
+def assert_same(actual, expected):
+    chex.assert_trees_all_equal_structs(actual, expected)
+    chex.assert_trees_all_close(actual, expected, rtol=1e-9, atol=1e-12)
+
+
+NETWORKS = ["nothing", "dropout", "batch norm"]
+
+
+@pytest.mark.parametrize("microbatch_size", SIZES)
+@pytest.mark.parametrize("between", NETWORKS)
+def test_a_model_of_nnx(between, microbatch_size):
+    """Twice: a call leaves running averages and counts of random streams as one of `nnx.value_and_grad` does."""
+    model, expected_model = Network(between), Network(between)
+    fun = ab.value_and_grad(with_aux(nnx_loss), 0, True, batch_argnums=(1, 2), microbatch_size=microbatch_size)
+    for _ in range(2):
+        (value, aux), grads = fun(model, X, Y)
+        expected = nnx.value_and_grad(with_aux(nnx_loss), has_aux=True)(expected_model, X, Y)
+        assert isinstance(grads, nnx.State)
+        assert_same(((value, aux), grads), expected)
+        chex.assert_trees_all_close(numbers(model), numbers(expected_model), rtol=1e-9, atol=1e-12)
+    optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
+    optimizer.update(model, grads)  # it takes them
+
+
+@pytest.mark.parametrize("devices", [1, 2, 8])
+@pytest.mark.parametrize("between", NETWORKS)
+def test_a_model_of_nnx_on_a_mesh(between, devices):
+    model, expected_model = Network(between), Network(between)
+    fun = ab.value_and_grad(nnx_loss, batch_argnums=(1, 2), microbatch_size=2, mesh=mesh_of(devices))
+    assert_same(fun(model, X, Y), nnx.value_and_grad(nnx_loss)(expected_model, X, Y))
+    chex.assert_trees_all_close(numbers(model), numbers(expected_model), rtol=1e-9, atol=1e-12)
+
+
+def test_grad_auto_and_memory():
+    expected = nnx.grad(nnx_loss)(Network("batch norm"), X, Y)
+    for options in ({}, {"memory": "1GiB"}, {"microbatch_size": 5, "remat": "nothing_saveable"}):
+        assert_same(ab.grad(nnx_loss, batch_argnums=(1, 2), **options)(Network("batch norm"), X, Y), expected)
+
+
+def test_specs_for_the_parameters_of_a_model():
+    mesh, model = mesh_of(2), Network()
+    specs = jax.tree.map(lambda leaf: P(), nnx.state(model, nnx.Param))
+    fun = ab.value_and_grad(nnx_loss, batch_argnums=(1, 2), microbatch_size=2, mesh=mesh, param_specs=specs)
+    assert_same(fun(model, X, Y), nnx.value_and_grad(nnx_loss)(Network(), X, Y))
+
+
+def test_several_arguments_and_containers():
+    def loss(x, models, scale, rngs):
+        noise = jax.random.normal(rngs.params(), x.shape)
+        return jnp.mean((models["one"](x + noise) * scale - models["other"](x)) ** 2)
+
+    def given():
+        return X, {"one": Network("dropout"), "other": Network("batch norm")}, jnp.float64(2), nnx.Rngs(7)
+
+    args, expected_args = given(), given()
+    expected = nnx.value_and_grad(loss, argnums=(1, 2))(*expected_args)
+    assert_same(ab.value_and_grad(loss, (1, 2), batch_argnums=0, microbatch_size=5)(*args), expected)
+    chex.assert_trees_all_close(numbers(args[1]), numbers(expected_args[1]), rtol=1e-9, atol=1e-12)
+    assert int(args[3].params.count.get_value()) == 1  # a model that is not differentiated is changed as well
+
+
+def test_references_that_are_shared():
+    """Of a weight that is used twice there is one gradient, the sum."""
+
+    class Tied(nnx.Module):
+        def __init__(self):
+            self.embed = nnx.Linear(6, 6, rngs=nnx.Rngs(0), param_dtype=jnp.float64)
+            self.again = self.embed
+
+        def __call__(self, x):
+            return self.again(jnp.tanh(self.embed(x)))[:, 0]
+
+    expected = nnx.value_and_grad(nnx_loss)(Tied(), X, Y)
+    actual = ab.value_and_grad(nnx_loss, batch_argnums=(1, 2), microbatch_size=5)(Tied(), X, Y)
+    assert_same(actual, expected)
+    assert len(jax.tree.leaves(actual[1])) == 2
+    model = Tied()
+    plan = ab.plan(nnx_loss, model, X, Y, batch_argnums=(1, 2), memory="1GiB", timed=False)
+    assert plan.chosen is not None and model.again is model.embed
+
+
+def test_attributes_that_the_loss_sets():
+    def loss(model, x, y):
+        model.train() if not model.between.deterministic else model.eval()
+        model.seen = x.shape[1]
+        return nnx_loss(model, x, y)
+
+    model, expected = Network("dropout"), Network("dropout")
+    model.between.deterministic = expected.between.deterministic = True
+    assert_same(
+        ab.value_and_grad(loss, batch_argnums=(1, 2), microbatch_size=5)(model, X, Y),
+        nnx.value_and_grad(loss)(expected, X, Y),
+    )
+    assert model.seen == expected.seen == 6
+    assert nnx.graphdef(model) == nnx.graphdef(expected)
+
+
+def test_under_the_jits_of_jax_and_nnx():
+    fun = ab.value_and_grad(nnx_loss, batch_argnums=(1, 2), microbatch_size=5)
+    model, expected_model = Network("batch norm"), Network("batch norm")
+    expected = nnx.value_and_grad(nnx_loss)(expected_model, X, Y)
+    assert_same(nnx.jit(lambda model, x, y: fun(model, x, y))(model, X, Y), expected)
+    chex.assert_trees_all_close(numbers(model), numbers(expected_model), rtol=1e-9, atol=1e-12)
+    assert_same(jax.jit(fun)(Network("batch norm"), X, Y), expected)
+
+
+def counted(loss):
+    traces = []
+
+    @functools.wraps(loss)
+    def fun(*args):
+        traces.append(1)
+        return loss(*args)
+
+    return fun, traces
+
+
+@pytest.mark.parametrize("between", NETWORKS)
+def test_a_model_of_nnx_is_compiled_once(between):
+    model, fun = Network(between), ab.value_and_grad(nnx_loss, batch_argnums=(1, 2), microbatch_size=5)
+    fun(model, X, Y)
+    with counted_compilations() as count:
+        for _ in range(3):
+            fun(model, X, Y)
+    assert count == [0]
+    loss, traces = counted(nnx_loss)
+    compiled = nnx.jit(lambda model, x, y: ab.grad(loss, batch_argnums=(1, 2), microbatch_size=5)(model, x, y))
+    compiled(model, X, Y)
+    first = len(traces)
+    compiled(model, X, Y)
+    assert len(traces) == first
+
+
+def test_what_a_model_of_nnx_keeps_with_a_declared_reduction():
+    """A count of calls is the same after each microbatch; a running average is not, and is refused."""
+    options = {"batch_argnums": (1, 2), "microbatch_size": 6, "reduction": "mean"}
+    model, plain = Network("dropout"), Network()
+    ab.value_and_grad(nnx_loss, **options)(model, X, Y)
+    assert int(model.between.rngs.count.get_value()) == 1
+    assert_same(ab.value_and_grad(nnx_loss, **options)(plain, X, Y), nnx.value_and_grad(nnx_loss)(Network(), X, Y))
+    model = Network("batch norm")
+    before = numbers(model)
+    with pytest.raises(ab.InputError, match="what a model keeps must not depend on the examples") as caught:
+        ab.value_and_grad(nnx_loss, **options)(model, X, Y)
+    assert 'reduction="infer"' in str(caught.value)
+    chex.assert_trees_all_equal(numbers(model), before)
+
+
+# Equinox.
+
+
+class Model(eqx.Module):
+    """Fields of all sorts: arrays, an integer array, a function, a flag, a number, a static field, another module."""
+
+    layers: eqx.nn.MLP
+    scale: jax.Array
+    order: jax.Array
+    is_squared: bool
+    rate: float
+    dropout: eqx.nn.Dropout
+    name: str = eqx.field(static=True, default="model")
+
+    def __init__(self):
+        self.layers = eqx.nn.MLP(6, "scalar", 8, 1, key=jax.random.key(0), dtype=jnp.float64)
+        self.scale, self.order = jnp.ones(6, jnp.float64), jnp.arange(6)
+        self.is_squared, self.rate, self.dropout = True, 0.5, eqx.nn.Dropout(0.3)
+
+    def __call__(self, x, key=None):
+        x = self.dropout(x, key=key, inference=key is None)
+        y = self.layers(x[self.order] * self.scale) * self.rate
+        return y**2 if self.is_squared else y
+
+
+def eqx_loss(model, x, y):
+    return jnp.mean((jax.vmap(model)(x) - y) ** 2)
+
+
+@pytest.mark.parametrize("microbatch_size", [*SIZES, "auto"])
+def test_a_model_of_equinox(microbatch_size):
+    fun = ab.value_and_grad(with_aux(eqx_loss), 0, True, batch_argnums=(1, 2), microbatch_size=microbatch_size)
+    actual = fun(Model(), X, Y)
+    assert_same(actual, eqx.filter_value_and_grad(with_aux(eqx_loss), has_aux=True)(Model(), X, Y))
+    assert type(actual[1]) is Model and actual[1].order is None and actual[1].rate is None
+    updated = eqx.apply_updates(Model(), actual[1])
+    assert updated.layers.activation is not None and updated.rate == 0.5
+
+
+@pytest.mark.parametrize("devices", [1, 2, 8])
+def test_a_model_of_equinox_on_a_mesh(devices):
+    fun = ab.value_and_grad(eqx_loss, batch_argnums=(1, 2), microbatch_size=2, mesh=mesh_of(devices))
+    assert_same(fun(Model(), X, Y), eqx.filter_value_and_grad(eqx_loss)(Model(), X, Y))
+
+
+@pytest.mark.parametrize("options", [{"reduction": "mean"}, {"memory": "1GiB", "microbatch_size": "auto"}])
+def test_options_with_a_model_of_equinox(options):
+    fun = ab.grad(eqx_loss, batch_argnums=(1, 2), **{"microbatch_size": 5, **options})
+    assert_same(fun(Model(), X, Y), eqx.filter_grad(eqx_loss)(Model(), X, Y))
+
+
+def test_models_of_equinox_in_containers_and_elsewhere():
+    def loss(x, pair, scale):
+        return jnp.mean((jax.vmap(pair["a"])(x) - jax.vmap(pair["b"])(x)) ** 2) * scale + pair["w"]
+
+    pair = {"a": Model(), "b": Model(), "w": jnp.float64(3), "n": 4}
+    actual = ab.value_and_grad(loss, (1, 2), batch_argnums=0, microbatch_size=5)(X, pair, jnp.float64(2))
+    by_equinox = eqx.filter_value_and_grad(lambda both, x: loss(x, both[0], both[1]))((pair, jnp.float64(2)), X)
+    assert_same(actual, by_equinox)
+
+
+def test_keys_with_a_model_of_equinox():
+    def loss(model, x, y, key):
+        return jnp.mean((jax.vmap(model)(x, jax.random.split(key, len(x))) - y) ** 2)
+
+    key = jax.random.key(3)
+    actual = ab.value_and_grad(loss, batch_argnums=(1, 2), microbatch_size=5)(Model(), X, Y, key)
+    assert_same(actual, eqx.filter_value_and_grad(loss)(Model(), X, Y, key))
+
+
+def test_under_the_jits_of_jax_and_equinox():
+    loss, traces = counted(eqx_loss)
+    fun = ab.value_and_grad(loss, batch_argnums=(1, 2), microbatch_size=5)
+    expected = eqx.filter_value_and_grad(eqx_loss)(Model(), X, Y)
+    compiled = eqx.filter_jit(fun)
+    assert_same(compiled(Model(), X, Y), expected)
+    first = len(traces)
+    compiled(Model(), X, Y)
+    assert len(traces) == first
+    arrays, static = eqx.partition(Model(), eqx.is_array)
+    assert_same(jax.jit(lambda arrays, x, y: fun(eqx.combine(arrays, static), x, y))(arrays, X, Y), expected)
+    fun(Model(), X, Y)
+    with counted_compilations() as count:
+        fun(Model(), X, Y)
+    assert count == [0]
+
+
+def test_a_state_of_equinox():
+    """BatchNorm: its state is an argument, and comes back as aux. It names the axis of the examples."""
+
+    class Normed(eqx.Module):
+        a: eqx.nn.Linear
+        norm: eqx.nn.BatchNorm
+
+        def __init__(self, key):
+            self.a = eqx.nn.Linear(6, 4, key=key, dtype=jnp.float64)
+            self.norm = eqx.nn.BatchNorm(4, axis_name="examples", mode="batch", dtype=jnp.float64)
+
+        def __call__(self, x, state):
+            x, state = self.norm(self.a(x), state)
+            return jnp.sum(jnp.tanh(x)), state
+
+    def loss(model, state, x, y):
+        out, state = jax.vmap(model, axis_name="examples", in_axes=(0, None), out_axes=(0, None))(x, state)
+        return jnp.mean((out - y) ** 2), state
+
+    model, state = eqx.nn.make_with_state(Normed)(jax.random.key(0))
+    expected_state = state
+    fun = ab.value_and_grad(loss, has_aux=True, batch_argnums=(2, 3), microbatch_size=5)
+    for _ in range(3):
+        (value, state), grads = fun(model, state, X, Y)
+        (expected, expected_state), expected_grads = eqx.filter_value_and_grad(loss, has_aux=True)(
+            model, expected_state, X, Y
+        )
+        assert_same((value, grads), (expected, expected_grads))
+        chex.assert_trees_all_close(jax.tree.leaves(state), jax.tree.leaves(expected_state), rtol=1e-9)
+
+
+# The other functions.
+
+
+def example_loss(model, x, y):
+    predicted = model(x) if isinstance(model, Model) else model(x[None])[0]
+    return (predicted - y) ** 2
+
+
+LIBRARIES = {"equinox": (Model, eqx_loss, eqx.filter_grad), "nnx": (Network, nnx_loss, nnx.grad)}
+
+
+@pytest.fixture(params=list(LIBRARIES))
+def library(request):
+    return LIBRARIES[request.param]
+
+
+def test_gradients_of_single_examples(library):
+    make, loss, grad = library
+    expected = [grad(loss)(make(), X[i : i + 1], Y[i : i + 1]) for i in range(len(X))]
+    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *expected)
+    options = {"batch_argnums": (1, 2), "microbatch_size": 5}
+    assert_same(ab.per_example_grads(example_loss, **options)(make(), X, Y), stacked)
+    assert_same(ab.per_example_grads(loss, keep_batch_dim=True, **options)(make(), X, Y), stacked)
+    norms = jnp.sqrt(sum(jnp.sum(leaf.reshape(24, -1) ** 2, axis=1) for leaf in jax.tree.leaves(stacked)))
+    chex.assert_trees_all_close(ab.per_example_norms(example_loss, **options)(make(), X, Y), norms, rtol=1e-9)
+    clip = np.median(norms)
+    scales = jnp.minimum(1, clip / norms)
+    clipped = jax.tree.map(lambda leaf: jnp.tensordot(scales, leaf, 1), stacked)
+    fun = ab.clipped_grad(example_loss, clip_norm=float(clip), **options)
+    assert_same(fun(make(), X, Y), clipped)
+    assert ab.plan(fun, make(), X, Y, memory="1GiB", timed=False).chosen is not None
+
+
+def test_reading_planning_verifying_and_the_noise_scale(library):
+    make, loss, grad = library
+    options = {"batch_argnums": (1, 2)}
+    assert ab.read(loss, make(), X, Y, **options).kind == "mean over 24 examples"
+    assert ab.plan(loss, make(), X, Y, memory="1GiB", timed=False, **options).chosen is not None
+    assert "24 examples" in str(ab.explain(loss, make(), X, Y, memory="1GiB", timed=False, **options))
+    assert ab.verify(loss, make(), X, Y, microbatch_sizes=5, **options).raise_if_different().ok
+    assert not ab.verify(loss, make(), X, Y, reduction="sum", microbatch_sizes=5, **options).ok
+    for exact in (False, True):
+        _, grads, noise = ab.noise_scale(loss, exact=exact, microbatch_size=6, **options)(make(), X, Y)
+        assert_same(grads, grad(loss)(make(), X, Y))
+        assert float(noise.units) == 24 and float(noise.trace) > 0
+
+
+def test_shapes_in_the_place_of_arrays(library):
+    make, loss, _ = library
+    rows = [jax.ShapeDtypeStruct(rows.shape, rows.dtype) for rows in (X, Y)]
+    abstract = (nnx.eval_shape if make is Network else eqx.filter_eval_shape)(make)
+    for model in (make(), abstract):
+        assert ab.read(loss, model, *rows, batch_argnums=(1, 2)).passes == 1
+        assert ab.plan(loss, model, *rows, batch_argnums=(1, 2), memory="1GiB").chosen is not None
+
+
+def test_a_model_with_batch_norm_is_read_planned_and_verified_without_being_changed():
+    model = Network("batch norm")
+    before = numbers(model)
+    options = {"batch_argnums": (1, 2)}
+    assert ab.read(nnx_loss, model, X, Y, **options).passes == 2
+    assert ab.plan(nnx_loss, model, X, Y, memory="1GiB", timed=False, **options).chosen is not None
+    assert ab.verify(nnx_loss, model, X, Y, microbatch_sizes=5, **options).ok
+    chex.assert_trees_all_equal(numbers(model), before)
+
+
+@pytest.mark.parametrize(
+    "wrapped",
+    [
+        ab.per_example_grads(example_loss, batch_argnums=(1, 2)),
+        ab.per_example_norms(nnx_loss, batch_argnums=(1, 2), keep_batch_dim=True),
+        ab.clipped_grad(example_loss, clip_norm=1.0, batch_argnums=(1, 2)),
+        ab.noise_scale(nnx_loss, exact=True, batch_argnums=(1, 2), microbatch_size=6),
+    ],
+)
+def test_a_model_that_single_examples_would_change_is_refused(wrapped):
+    model = Network("dropout")
+    with pytest.raises(ab.InputError, match="single examples need a model that a call leaves as it is") as caught:
+        wrapped(model, X, Y)
+    assert "between.rngs.count" in str(caught.value)
+    assert "nnx.split(model, nnx.Param, ...)" in str(caught.value)
+    assert int(model.between.rngs.count.get_value()) == 0
+    model.eval()
+    wrapped(model, X, Y)
+
+
+@pytest.mark.parametrize("make", [Network, Model])
+def test_private_training_says_how_to_split_a_model(make):
+    step = privacy.dp_sgd(
+        example_loss, optax.sgd(0.1), clip_norm=1.0, noise_multiplier=1.0, expected_batch_size=8, num_examples=24
+    )
+    with pytest.raises(ab.InputError, match="Noise is added to real floating-point numbers") as caught:
+        step.init(make(), privacy.secret_key())
+    assert "eqx.partition(model, eqx.is_inexact_array)" in str(caught.value)
+    assert "nnx.split(model, nnx.Param, ...)" in str(caught.value)
+
+
+def test_a_model_of_nnx_is_no_params_of_a_state():
+    step = ab.train_step(lambda model, batch: nnx_loss(model, **batch), optax.adam(0.1))
+    with pytest.raises(ab.InputError, match="pair of the model and its optimizer") as caught:
+        step.init(Network())
+    assert "nnx.Optimizer(model, optax.adamw(3e-4), wrt=nnx.Param)" in str(caught.value)
+
+
+def test_neither_library_is_imported():
+    program = "import anybatch as ab, sys; ab.value_and_grad; print({'flax', 'equinox'} & set(sys.modules))"
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert result.stdout == "set()\n", result.stderr
