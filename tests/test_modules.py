@@ -358,19 +358,20 @@ def library(request):
 
 def test_gradients_of_single_examples(library):
     make, loss, grad = library
-    expected = [grad(loss)(make(), X[i : i + 1], Y[i : i + 1]) for i in range(len(X))]
+    x, y = X[:6], Y[:6]
+    expected = [grad(loss)(make(), x[i : i + 1], y[i : i + 1]) for i in range(6)]
     stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *expected)
-    options = {"batch_argnums": (1, 2), "microbatch_size": 5}
-    assert_same(ab.per_example_grads(example_loss, **options)(make(), X, Y), stacked)
-    assert_same(ab.per_example_grads(loss, keep_batch_dim=True, **options)(make(), X, Y), stacked)
-    norms = jnp.sqrt(sum(jnp.sum(leaf.reshape(24, -1) ** 2, axis=1) for leaf in jax.tree.leaves(stacked)))
-    chex.assert_trees_all_close(ab.per_example_norms(example_loss, **options)(make(), X, Y), norms, rtol=1e-9)
+    options = {"batch_argnums": (1, 2), "microbatch_size": 4}
+    assert_same(ab.per_example_grads(example_loss, **options)(make(), x, y), stacked)
+    assert_same(ab.per_example_grads(loss, keep_batch_dim=True, **options)(make(), x, y), stacked)
+    norms = jnp.sqrt(sum(jnp.sum(leaf.reshape(6, -1) ** 2, axis=1) for leaf in jax.tree.leaves(stacked)))
+    chex.assert_trees_all_close(ab.per_example_norms(example_loss, **options)(make(), x, y), norms, rtol=1e-9)
     clip = np.median(norms)
     scales = jnp.minimum(1, clip / norms)
     clipped = jax.tree.map(lambda leaf: jnp.tensordot(scales, leaf, 1), stacked)
     fun = ab.clipped_grad(example_loss, clip_norm=float(clip), **options)
-    assert_same(fun(make(), X, Y), clipped)
-    assert ab.plan(fun, make(), X, Y, memory="1GiB", timed=False).chosen is not None
+    assert_same(fun(make(), x, y), clipped)
+    assert ab.plan(fun, make(), x, y, memory="1GiB", timed=False).chosen is not None
 
 
 def test_reading_planning_verifying_and_the_noise_scale(library):

@@ -1,5 +1,7 @@
 """`train_step` with the states of other libraries: each as its own loop would have trained it."""
 
+import re
+
 import chex
 import equinox as eqx
 import flax.linen as nn
@@ -10,6 +12,7 @@ import optax
 import pytest
 from flax import nnx
 from flax.training import train_state
+from meshes import mesh_of
 
 import anybatch as ab
 
@@ -278,3 +281,213 @@ def test_an_optimizer_too_many_is_refused():
     step = ab.train_step(lambda model, batch: mean_square(model(batch["x"]), batch), optax.sgd(0.1))
     with pytest.raises(ab.InputError, match="has its own optimizer"):
         step(state, batches()[0])
+
+
+# What a model keeps beside its parameters: the running averages of BatchNorm.
+
+
+class Normed(nn.Module):
+    """As flax documents it: `train` says whether the batch is normalised by its own averages."""
+
+    @nn.compact
+    def __call__(self, x, train):
+        x = nn.Dense(8, use_bias=False, param_dtype=jnp.float64)(x)  # a bias has the gradient 0 here, but for rounding
+        x = nn.BatchNorm(use_running_average=not train, momentum=0.8, param_dtype=jnp.float64)(x)
+        return nn.Dense(1, param_dtype=jnp.float64)(nn.relu(x))
+
+
+class NormedState(train_state.TrainState):
+    batch_stats: dict
+
+
+NORMED = Normed()
+
+
+def normed_loss(params, batch_stats, batch):
+    predictions, updates = NORMED.apply(
+        {"params": params, "batch_stats": batch_stats}, batch["x"], train=True, mutable=["batch_stats"]
+    )
+    return mean_square(predictions, batch), updates["batch_stats"]
+
+
+def normed_variables():
+    variables = NORMED.init(jax.random.key(0), batches()[0]["x"], train=False)
+    stats = jax.tree.map(lambda leaf: leaf.astype(jnp.float64), variables["batch_stats"])
+    return variables["params"], stats
+
+
+def flax_state():
+    params, stats = normed_variables()
+    return NormedState.create(apply_fn=NORMED.apply, params=params, tx=optax.adam(0.05), batch_stats=stats)
+
+
+def documented_step(state, batch):
+    """The step of the documentation of flax, with the full batch."""
+
+    def loss_fn(params):
+        predictions, updates = state.apply_fn(
+            {"params": params, "batch_stats": state.batch_stats}, batch["x"], train=True, mutable=["batch_stats"]
+        )
+        return mean_square(predictions, batch), (predictions, updates)
+
+    (loss, (_, updates)), grads = jax.value_and_grad(loss_fn, has_aux=True)(state.params)
+    state = state.apply_gradients(grads=grads)
+    return state.replace(batch_stats=updates["batch_stats"]), loss
+
+
+@pytest.mark.parametrize("options", [{"microbatch_size": size} for size in (1, 5, 24, None, "auto")], ids=repr)
+@pytest.mark.parametrize("kind", ["flax", "own"])
+def test_running_averages_are_those_of_the_loop_that_flax_documents(kind, options):
+    expected, own = flax_state(), kind == "own"
+    step = ab.train_step(normed_loss, optax.adam(0.05) if own else None, has_state=True, **options)
+    params, stats = normed_variables()
+    state = step.init(params, model_state=stats) if own else flax_state()
+    for batch in batches():
+        state, metrics = step(state, batch)
+        expected, loss = documented_step(expected, batch)
+        chex.assert_trees_all_close(metrics.loss, loss, rtol=1e-9)
+    actual = state.model_state if own else state.batch_stats
+    chex.assert_trees_all_close((state.params, actual), (expected.params, expected.batch_stats), rtol=1e-8)
+    assert float(jnp.min(jnp.abs(actual["BatchNorm_0"]["mean"]))) > 0  # they have moved
+    before = jax.tree.map(np.array, (state.params, actual))
+    state, metrics = step(state, batches()[0] | {"y": np.full(24, np.nan)})
+    assert bool(metrics.skipped)
+    chex.assert_trees_all_equal((state.params, state.model_state if own else state.batch_stats), before)
+
+
+@pytest.mark.parametrize("devices", [1, 2, 8])
+def test_running_averages_on_a_mesh(devices):
+    expected, state = flax_state(), flax_state()
+    step = ab.train_step(normed_loss, has_state=True, microbatch_size=2, mesh=mesh_of(devices))
+    for batch in batches(2):
+        state, _ = step(state, batch)
+        expected, _ = documented_step(expected, batch)
+    actual = jax.tree.map(np.array, (state.params, state.batch_stats))
+    chex.assert_trees_all_close(actual, (expected.params, expected.batch_stats), rtol=1e-8)
+
+
+def test_running_averages_with_aux_and_a_key():
+    """`(loss, (aux, model_state))`; the key is the last argument. The state is a pair of trees, as that of haiku is."""
+
+    def apply(params, state, key, x):  # as `hk.transform_with_state` has it
+        mean = jnp.mean(x, axis=0)
+        kept = jax.random.bernoulli(key, 0.8, x.shape)
+        return ((x - mean) * kept) @ params["w"], {
+            "mean": 0.9 * state["mean"] + 0.1 * mean,
+            "calls": state["calls"] + 1,
+        }
+
+    def loss(params, state, batch, key):
+        predictions, state = apply(params, state, key, batch["x"])
+        return jnp.mean((predictions - batch["y"]) ** 2), ({"predictions": predictions}, state)
+
+    optimizer, key = optax.sgd(0.1), jax.random.key(4)
+    params, kept = {"w": jnp.ones(6)}, {"mean": jnp.zeros(6), "calls": jnp.zeros((), jnp.int32)}
+    step = ab.train_step(loss, optimizer, has_state=True, has_aux=True, microbatch_size=5)
+    state, opt_state = step.init(params, key, kept), optimizer.init(params)
+    for number, batch in enumerate(batches(3)):
+        state, metrics = step(state, batch)
+        folded = jax.random.fold_in(key, number)
+        (_, (aux, kept)), grads = jax.value_and_grad(loss, has_aux=True)(params, kept, batch, folded)
+        updates, opt_state = optimizer.update(grads, opt_state)
+        params = optax.apply_updates(params, updates)
+        chex.assert_trees_all_close(metrics.aux, aux, rtol=1e-9)
+    chex.assert_trees_all_close((state.params, state.model_state), (params, kept), rtol=1e-9)
+    assert int(state.model_state["calls"]) == 3
+
+
+def test_a_state_of_equinox_in_a_step():
+    class Model(eqx.Module):
+        a: eqx.nn.Linear
+        norm: eqx.nn.BatchNorm
+
+        def __init__(self, key):
+            self.a = eqx.nn.Linear(6, 1, key=key)
+            self.norm = eqx.nn.BatchNorm(1, axis_name="examples", mode="batch", dtype=jnp.float64)
+
+        def __call__(self, x, state):
+            return self.norm(self.a(x), state)
+
+    def loss(model, state, batch):
+        out, state = jax.vmap(model, axis_name="examples", in_axes=(0, None), out_axes=(0, None))(batch["x"], state)
+        return mean_square(out, batch), state
+
+    model, kept = eqx.nn.make_with_state(Model)(jax.random.key(0))
+    optimizer = optax.sgd(0.1)
+    step = ab.train_step(loss, optimizer, has_state=True, microbatch_size=5)
+    state = step.init(model, model_state=kept)
+    opt_state = optimizer.init(eqx.filter(model, eqx.is_inexact_array))
+    for batch in batches(3):
+        state, _ = step(state, batch)
+        (_, kept), grads = eqx.filter_value_and_grad(loss, has_aux=True)(model, kept, batch)
+        updates, opt_state = optimizer.update(grads, opt_state)
+        model = eqx.apply_updates(model, updates)
+    arrays = [
+        jax.tree.leaves(eqx.filter(each, eqx.is_array)) for each in ((state.params, state.model_state), (model, kept))
+    ]
+    chex.assert_trees_all_close(*arrays, rtol=1e-8)
+
+
+@pytest.mark.parametrize("kind", ["flax", "own"])
+def test_running_averages_are_saved_and_go_on_with_the_same_bits(tmp_path, kind):
+    def run(steps, folder):
+        step = ab.train_step(
+            normed_loss, optax.adam(0.05) if kind == "own" else None, has_state=True, microbatch_size=5
+        )
+        params, stats = normed_variables()
+        state = step.init(params, model_state=stats) if kind == "own" else flax_state()
+        return ab.fit(step, state, batches(), steps=steps, checkpoints=folder, progress=False)
+
+    whole = run(6, tmp_path / "whole")
+    run(3, tmp_path / "parts")
+    parts = run(6, tmp_path / "parts")
+    assert parts.resumed_from == 3
+    chex.assert_trees_all_equal(jax.tree.leaves(parts.state), jax.tree.leaves(whole.state))
+
+
+@pytest.mark.parametrize(
+    "loss, has_aux, match, way_out",
+    [
+        (lambda p, s, b: normed_loss(p, s, b)[0], False, "return (loss, model_state), got", "leave has_state out"),
+        (normed_loss, True, "return (loss, (aux, model_state)), got", "Return (loss, (aux, model_state))"),
+        (
+            lambda p, s, b: (normed_loss(p, s, b)[0], {"batch_stats": s}),
+            False,
+            "in the tree and shapes that it was given",
+            'updates["batch_stats"]',
+        ),
+        (
+            lambda p, s, b: (normed_loss(p, s, b)[0], jax.tree.map(lambda leaf: leaf[:1], s)),
+            False,
+            "in the tree and shapes that it was given",
+            "float64[1]",
+        ),
+    ],
+    ids=["no state", "no aux", "another tree", "other shapes"],
+)
+def test_what_a_loss_with_state_returns(loss, has_aux, match, way_out):
+    step = ab.train_step(loss, has_state=True, has_aux=has_aux, microbatch_size=5)
+    with pytest.raises(ab.InputError, match=re.escape(match)) as caught:
+        step(flax_state(), batches()[0])
+    assert way_out in str(caught.value)
+
+
+def test_states_without_the_state_of_a_model():
+    params, _ = normed_variables()
+    plain = train_state.TrainState.create(apply_fn=NORMED.apply, params=params, tx=optax.adam(0.05))
+    with pytest.raises(ab.InputError, match="must have a field batch_stats or model_state"):
+        ab.train_step(normed_loss, has_state=True)(plain, batches()[0])
+    step = ab.train_step(normed_loss, optax.adam(0.05), has_state=True)
+    with pytest.raises(ab.InputError, match=re.escape("step.init(params, model_state=")):
+        step(step.init(params), batches()[0])
+    model = Network(nnx.Rngs(0), norm=True)
+    with pytest.raises(ab.InputError, match="Leave has_state out"):
+        ab.train_step(normed_loss, has_state=True)(
+            (model, nnx.Optimizer(model, optax.adam(0.05), wrt=nnx.Param)), batches()[0]
+        )
+
+
+def test_running_averages_with_a_declared_reduction_are_refused():
+    step = ab.train_step(normed_loss, has_state=True, reduction="mean", microbatch_size=6)
+    with pytest.raises(ab.InputError, match="what a model keeps must not depend on the examples"):
+        step(flax_state(), batches()[0])
