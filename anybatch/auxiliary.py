@@ -41,7 +41,7 @@ class NewState:
     @classmethod
     def tree_unflatten(cls, about: Any, values: Sequence[Any]) -> "NewState":
         """For JAX."""
-        return cls(*values, about)
+        return cls(values[0], about)
 
 
 def check_new_state(loss: TracedLoss) -> None:

@@ -1,6 +1,7 @@
 """What options of many functions must be, checked the same way and said in the same words."""
 
 import operator
+import os
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,17 @@ def one_of(name: str, given: Any, choices: tuple[str, ...]) -> None:
             f"{name} must be one of {', '.join(map(repr, choices))}",
             given=f"{name}={given!r}",
             remedy=f'Choose one of them, e.g. {name}="{choices[-1]}".',
+        )
+
+
+def must_be_path(name: str, given: Any, example: str) -> None:
+    """Raises an InputError for what is not the path of a file or a folder."""
+    is_path = isinstance(given, (str, os.PathLike)) and isinstance(os.fspath(given), str)
+    if not is_path or not os.fspath(given) or "\0" in os.fspath(given):
+        raise InputError(
+            f"{name} must be a path: a text, or a pathlib.Path",
+            given=f"{name}={given!r}",
+            remedy=f"For example {name}={example!r}.",
         )
 
 

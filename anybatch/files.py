@@ -1,16 +1,42 @@
-"""Files that are written whole, and never in the place of a file that is somebody else's."""
+"""Files that are read if they are files, and written whole, never in the place of a file that is somebody else's."""
 
 import contextlib
+import errno
 import os
 import pathlib
 import shlex
 import shutil
+import stat
 from collections.abc import Callable, Iterator
 
 from anybatch.errors import InputError
 
 # So many bytes at both ends of a file are enough to know it by, however long it is.
 _ENDS = 2**16
+
+
+def read_regular(path: str | os.PathLike[str], most: int | None) -> bytes:
+    """What is in a file. Never waits, as a pipe would have it, and never goes on forever, as a device would.
+
+    Args:
+      path: of the file. Links are followed.
+      most: the bytes that it may have; None for as many as there are.
+
+    Raises:
+      OSError: if it is not there, is no file, is longer, or cannot be read; `strerror` says which.
+    """
+    try:
+        about = os.stat(path)
+    except ValueError:  # a NUL character in the name
+        raise OSError(errno.EINVAL, "no file can have such a name") from None
+    if stat.S_ISDIR(about.st_mode):
+        raise IsADirectoryError(errno.EISDIR, "a folder")
+    if not stat.S_ISREG(about.st_mode):
+        raise OSError(errno.EINVAL, "no file, but a device, a pipe or a socket")
+    if most is not None and about.st_size > most:
+        raise OSError(errno.EFBIG, f"{about.st_size:,} bytes, of which at most {most:,} are read")
+    with open(path, "rb") as file:
+        return file.read(about.st_size)
 
 
 def check_target(

@@ -188,8 +188,10 @@ class _Objects:
             return
         nnx = _nnx()
         with nnx.split_context() as context:
-            for place, argument in (*enumerate(args), *kwargs.items()):
-                leaves, tree = jax.tree.flatten(argument, is_leaf=_is_object)
+            by_place: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
+            for place, argument in by_place:
+                tree: Any = jax.tree.structure(argument, is_leaf=_is_object)
+                leaves = tree.flatten_up_to(argument)
                 if not any(map(_is_object, leaves)):
                     continue
                 filters = (nnx.Param if wrt is None else wrt, ...) if place in places else ()

@@ -575,3 +575,34 @@ def test_one_folder_has_one_run(tmp_path):
 
     with pytest.raises(ab.InputError, match="one writer only"):
         fitted(steps=4, checkpoints=tmp_path, evaluate=evaluate, evaluate_every=2)
+
+
+@pytest.mark.parametrize("name", ["checkpoints", "log"])
+@pytest.mark.parametrize("given", [3, True, 1.5, b"run.csv", "", "a\0.csv"], ids=repr)
+def test_what_is_no_path_is_refused_before_any_work(tmp_path, name, given):
+    other = {"log": "checkpoints", "checkpoints": "log"}[name]
+    seen = []
+
+    def batches():
+        seen.append(1)
+        yield data(8)
+
+    with pytest.raises(ab.InputError, match=f"{name} must be a path: a text, or a pathlib.Path, got {name}=") as caught:
+        fitted(batches(), **{name: given, other: tmp_path / "other.csv"})
+    assert f"For example {name}=" in str(caught.value)
+    assert not seen and not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("given", [["run.csv", 3], [], {"run.csv": 1}, [None]], ids=repr)
+def test_logs_of_wrong_types(given):
+    with pytest.raises(ab.InputError, match=r"log must be a path|A log must be one file") as caught:
+        fitted([data(8)], log=given)
+    assert "run.csv" in str(caught.value)
+
+
+def test_a_log_that_is_a_pipe_is_refused(tmp_path):
+    os.mkfifo(tmp_path / "run.csv")
+    with pytest.raises(ab.InputError, match="must not replace a file that is there"):
+        fitted([data(8)], log=tmp_path / "run.csv")
+    with pytest.raises(ab.InputError, match="a pipe"):
+        read_log(tmp_path / "run.csv")

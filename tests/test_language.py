@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 import re
 import tomllib
 import types
@@ -240,6 +241,17 @@ def test_the_example_has_the_defaults(tmp_path):
         ("width = 100\nheads = 8", "width must be a multiple of twice the heads, got .*\nFor example: width = 96"),
         ('memory = "much"', "memory must be a number of bytes"),
         ("steps 5", "must be TOML.*line 1"),
+        ("steps = 5\0", "must be TOML.*line 1"),
+        ("steps = " + "[" * 5000, "must be TOML"),
+        (
+            'text = "a\\u0000b"',
+            r'text must be the name of a file or a folder, .*, got text = "a\\u0000b" in',
+        ),
+        (
+            'out = "a\\u0000b"',
+            r'out must be the name of a file or a folder, .*, got out = "a\\u0000b" in',
+        ),
+        ('report = "a\\u0000b"', "report must be the name of a file or a folder, "),
     ],
 )
 def test_settings_that_are_not_allowed(tmp_path, text, said):
@@ -251,6 +263,66 @@ def test_settings_that_are_not_allowed(tmp_path, text, said):
 def test_a_file_of_settings_that_is_not_there():
     with pytest.raises(ab.InputError, match=r"Make one: anybatch train --example > missing.toml"):
         RunConfig.read("missing.toml")
+
+
+def special(kind, path):
+    """Something at a path that is no file to be read."""
+    if kind == "folder":
+        path.mkdir()
+    elif kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "device":
+        path.symlink_to("/dev/zero")
+    elif kind == "huge":
+        path.touch()
+        os.truncate(path, 2**33)
+    elif kind == "closed":
+        path.write_text("steps = 1")
+        path.chmod(0)
+    return path
+
+
+SPECIAL = {
+    "folder": "a folder",
+    "pipe": "no file, but a device, a pipe or a socket",
+    "device": "no file, but a device, a pipe or a socket",
+    "huge": "8,589,934,592 bytes, of which at most",
+    "closed": "Permission denied",
+    "missing": "No such file or directory",
+}
+
+
+@pytest.mark.parametrize("kind", SPECIAL)
+def test_what_is_no_file_is_refused_at_once(tmp_path, kind):
+    """Nothing waits for a pipe, and nothing reads a device to its end, which it has not."""
+    path = special(kind, tmp_path / "it")
+    if kind == "closed" and os.access(path, os.R_OK):
+        pytest.skip("the superuser may read everything")
+    with pytest.raises(ab.InputError, match="(?s)The settings must be in a file that can be read.*" + SPECIAL[kind]):
+        RunConfig.read(path)
+    with pytest.raises(ab.InputError, match="(?s)The text must be a file that can be read.*" + SPECIAL[kind]):
+        read_text(str(path))
+
+
+def test_names_that_no_file_can_have(tmp_path):
+    with pytest.raises(ab.InputError, match=r"got 'a\\x00b' \(no file can have such a name\)"):
+        RunConfig.read("a\0b")
+    with pytest.raises(ab.InputError, match=r"text = 'a\\x00b' \(no file can have such a name\)"):
+        read_text("a\0b")
+    with pytest.raises(ab.InputError, match="File name too long"):
+        RunConfig.read("a" * 5000)
+    with pytest.raises(ab.InputError, match="No such file"):
+        read_text("~nobody-of-that-name/text.txt")
+    (tmp_path / "latin.toml").write_bytes('prompt = "\xe4"'.encode("latin-1"))
+    with pytest.raises(ab.InputError, match="not UTF-8"):
+        RunConfig.read(tmp_path / "latin.toml")
+
+
+def test_a_folder_of_a_run_with_a_pipe_in_it(config, tmp_path):
+    (tmp_path / "run").mkdir()
+    os.mkfifo(tmp_path / "run" / "settings.json")
+    with pytest.raises(ab.InputError):
+        job.Job(dataclasses.replace(config, out=str(tmp_path / "run")))
 
 
 # The job

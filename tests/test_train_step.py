@@ -558,3 +558,50 @@ def test_a_mask_of_zeros_is_the_users_own():
     state, metrics = step(step.init(mlp()), data() | {"mask": np.zeros(24)})
     assert float(metrics.loss) == 0.0 and int(state.step) == 1
     chex.assert_trees_all_equal(state.params, mlp())
+
+
+# What a loss returns, and states that are gone.
+
+
+@pytest.mark.parametrize("noise_scale", [False, True])
+@pytest.mark.parametrize("microbatch_size", [2, "auto"])
+def test_a_loss_without_the_aux_that_was_promised(microbatch_size, noise_scale):
+    ran = []
+
+    def loss(params, batch):
+        jax.debug.callback(lambda _: ran.append(1), params["w"][0])
+        return jnp.mean((batch["x"] @ params["w"]) ** 2)
+
+    options = {"microbatch_size": microbatch_size, "noise_scale": noise_scale}
+    step = ab.train_step(loss, optax.sgd(0.1), has_aux=True, **options)
+    state = step.init({"w": jnp.ones(3)})
+    with pytest.raises(ab.InputError, match=r"With has_aux=True .* return a pair \(loss, aux\), got float32") as e:
+        step(state, {"x": jnp.ones((4, 3))})
+    assert "leave has_aux out" in str(e.value) and not ran
+    step = ab.train_step(lambda p, b: (loss(p, b), {"x": b["x"]}), optax.sgd(0.1), **options)
+    with pytest.raises(ab.InputError, match=r"must return a scalar .*, got tuple \(float32\[\], \{'x': float32") as e:
+        step(state, {"x": jnp.ones((4, 3))})
+    assert "For a pair (loss, aux) pass has_aux=True" in str(e.value) and not ran
+    jax.block_until_ready(state)  # it was not used up
+
+
+def test_a_state_that_was_donated():
+    step = ab.train_step(lambda params, batch: jnp.mean((batch @ params) ** 2), optax.adam(0.1), microbatch_size=2)
+    state, batch = step.init(jnp.ones(3)), jnp.ones((4, 3))
+    after, _ = step(state, batch)
+    for use in (
+        lambda: step(state, batch),
+        lambda: step.plan(state, batch),
+        lambda: ab.fit(step, state, [batch], progress=False),
+    ):
+        with pytest.raises(ab.InputError, match="its memory is donated to the state that the step returns") as caught:
+            use()
+        for way_out in ("state, metrics = step(state, batch)", "jax.tree.map(jnp.copy, state)", "donate=False"):
+            assert way_out in str(caught.value)
+    step(after, batch)
+    with pytest.raises(ab.InputError, match="donated"):  # the one that was returned last, and used since
+        step(after, batch)
+    keeping = ab.train_step(lambda params, batch: jnp.mean((batch @ params) ** 2), optax.adam(0.1), donate=False)
+    state = keeping.init(jnp.ones(3))
+    keeping(state, batch)
+    keeping(state, batch)

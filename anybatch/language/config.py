@@ -10,9 +10,13 @@ import tomllib
 from typing import Any
 
 from anybatch.errors import InputError
+from anybatch.files import read_regular
 from anybatch.language.text import LEVELS
 from anybatch.memory import memory_budget
 from anybatch.settings import POLICIES
+
+# Of a file of settings.
+MOST_BYTES = 2**20
 
 
 def _setting(default: Any, about: str, **allowed: Any) -> Any:
@@ -29,11 +33,15 @@ class RunConfig:
     For example: steps = 1000
     """
 
-    text: str = _setting("", "a file of yours, as seen from where you are; empty for the fables of the demo")
+    text: str = _setting(
+        "", "a file of yours, as seen from where you are; empty for the fables of the demo", is_path=True
+    )
     level: str = _setting("characters", "what a token is; bytes will do for any encoding", choices=LEVELS)
     validation: float = _setting(0.1, "the share at the end of the text that is held back", least=0.0, below=1.0)
-    out: str = _setting("anybatch-run", "the folder for checkpoints, the log and the vocabulary", filled=True)
-    report: str = _setting("anybatch-report.html", "where the report goes; empty for none")
+    out: str = _setting(
+        "anybatch-run", "the folder for checkpoints, the log and the vocabulary", filled=True, is_path=True
+    )
+    report: str = _setting("anybatch-report.html", "where the report goes; empty for none", is_path=True)
 
     layers: int = _setting(4, "of the GPT", least=1, most=10**4)
     heads: int = _setting(4, "of attention, in each layer", least=1, most=10**4)
@@ -80,17 +88,18 @@ class RunConfig:
           InputError: if it cannot be read, is no TOML, or has settings that are not known or not allowed.
         """
         try:
-            text = pathlib.Path(path).read_text("utf-8")
+            text = read_regular(path, MOST_BYTES).decode("utf-8")
         except (OSError, UnicodeDecodeError) as error:
             reason = "not UTF-8" if isinstance(error, UnicodeDecodeError) else error.strerror
+            new = path if isinstance(error, FileNotFoundError) else "run.toml"
             raise InputError(
                 "The settings must be in a file that can be read",
-                given=f"{path} ({reason})",
-                remedy=f"Make one: anybatch train --example > {path}",
+                given=f"{shown(path)} ({reason})",
+                remedy=f"Make one: anybatch train --example > {new}",
             ) from None
         try:
             given = tomllib.loads(text)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise InputError(
                 "The settings must be TOML: one `name = value` in each line, texts in quotes",
                 given=f"{path}: {error}",
@@ -142,11 +151,14 @@ def _checked(field: "dataclasses.Field[Any]", value: Any) -> Any:
         allowed.get("choices") is None or value in allowed["choices"],
         not allowed.get("filled") or bool(str(value).strip()),
     )
-    if type(value) is kind and all(limits):
+    must = f"{field.name} must be {_requirement(kind, allowed)}"
+    if allowed.get("is_path") and "\0" in str(value):
+        must = f"{field.name} must be the name of a file or a folder, which has no NUL character"
+    elif type(value) is kind and all(limits):
         return value
     given = written(value) if isinstance(value, (bool, int, float, str)) else repr(value)
     raise InputError(
-        f"{field.name} must be {_requirement(kind, allowed)}",
+        must,
         given=f"{field.name} = {given}",
         remedy=f"For example: {field.name} = {written(field.default)}",
     )
@@ -184,8 +196,13 @@ def written(value: Any) -> str:
         return "true" if value else "false"
     if isinstance(value, str):
         escaped = value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
-        return f'"{escaped}"'
+        return '"' + re.sub("[\0-\x1f\x7f]", lambda control: f"\\u{ord(control[0]):04x}", escaped) + '"'
     return f"{value}"
+
+
+def shown(path: Any) -> str:
+    """A path as a message shows it."""
+    return str(path) if str(path).isprintable() else repr(str(path))
 
 
 def _line_of(name: str, text: str, path: Any) -> str:

@@ -10,7 +10,7 @@ import tempfile
 from typing import Any
 
 from anybatch.errors import InputError
-from anybatch.files import write_whole
+from anybatch.files import read_regular, write_whole
 from anybatch.language.config import RunConfig, written
 from anybatch.language.text import Vocabulary
 from anybatch.report.page import check_path
@@ -22,6 +22,9 @@ OF_THE_MODEL = ("level", "layers", "heads", "width", "context", "dtype")
 # These do not change what is learned. Another text does, and is told by its sum: its file may have moved.
 WITHOUT_EFFECT = {"text", "out", "report", "evaluate_every", "checkpoint_every"}
 WITHOUT_EFFECT |= {"verify", "prompt", "sample", "temperature"}
+
+# Of a file that a run wrote, such as a vocabulary of all characters there are.
+MOST_BYTES = 2**26
 
 # What a run writes into its folder, beside its checkpoints.
 OWN_FILES = ("log.csv", "vocabulary.json", "settings.json")
@@ -257,8 +260,8 @@ def _named(text: Any) -> str:
 def _read_object(path: pathlib.Path) -> dict[str, Any]:
     """What a file of JSON has, by its names; nothing if it cannot be read."""
     try:
-        found = json.loads(path.read_text("utf-8"))
-    except (OSError, ValueError):
+        found = json.loads(read_regular(path, MOST_BYTES))
+    except (OSError, ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib.resources
+import os
 import pathlib
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -9,6 +10,10 @@ from typing import Any
 import numpy as np
 
 from anybatch.errors import InputError
+from anybatch.files import read_regular
+
+# A text is held in memory, several times.
+MOST_BYTES = 2**32
 
 LEVELS = ("characters", "bytes")
 
@@ -171,7 +176,7 @@ def read_text(path: str, level: str = "characters") -> str:
     if not path:
         return importlib.resources.files("anybatch.language").joinpath("fables.txt").read_text("utf-8")
     try:
-        data = pathlib.Path(path).expanduser().read_bytes()
+        data = read_regular(os.path.expanduser(path), MOST_BYTES)
     except OSError as error:
         raise InputError(
             "The text must be a file that can be read",

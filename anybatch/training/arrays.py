@@ -1,6 +1,6 @@
 """The arrays of a step, where the step wants them."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -13,6 +13,7 @@ from anybatch.errors import InputError
 from anybatch.mesh_settings import MeshSettings
 from anybatch.process_rows import global_batch
 from anybatch.training.feed import to_device
+from anybatch.trees import describe
 
 
 def ready_to_donate(arrays: Sequence[Any], over: MeshSettings | None, *, copy: bool) -> list[Any]:
@@ -39,6 +40,28 @@ def ready_to_donate(arrays: Sequence[Any], over: MeshSettings | None, *, copy: b
         seen.add(_memory(array))
         ready.append(array)
     return ready
+
+
+def refuse_deleted(arrays: Iterable[Any], call: str) -> None:
+    """Refuses a state whose arrays are gone: another step has used up their memory.
+
+    Args:
+      arrays: of the state.
+      call: what it was passed to, in code.
+
+    Raises:
+      InputError: if one of them was deleted.
+    """
+    for array in arrays:
+        if isinstance(array, jax.Array) and not isinstance(array, jax.core.Tracer) and array.is_deleted():
+            raise InputError(
+                "A step goes on from a state that no step has used up: its memory is donated to the state that the "
+                "step returns",
+                given=f"{call} with a state whose {describe(array)} was deleted",
+                remedy="Go on from the state that was returned: state, metrics = step(state, batch). To keep the "
+                "earlier one, copy it before: kept = jax.tree.map(jnp.copy, state); or pass "
+                "ab.train_step(..., donate=False), which takes the memory of two states.",
+            )
 
 
 def put_batch(rows: Sequence[Any], over: MeshSettings | None, *, copy: bool = False) -> list[Any]:

@@ -21,7 +21,7 @@ import jax
 import numpy as np
 
 from anybatch import compat
-from anybatch.checks import whole
+from anybatch.checks import must_be_path, whole
 from anybatch.errors import AnybatchError, InputError
 from anybatch.memory import readable
 from anybatch.training.checkpoint_folder import CheckpointFolder
@@ -90,6 +90,7 @@ class Checkpoints:
     """
 
     def __init__(self, folder: str | os.PathLike[str], *, keep: int = 3) -> None:
+        must_be_path("checkpoints", folder, "checkpoints")
         self._keep = whole("keep", keep, 1)
         self._orbax = orbax()
         self._files = CheckpointFolder(Path(os.path.abspath(folder)))

@@ -12,7 +12,9 @@ from typing import Any
 
 import numpy as np
 
+from anybatch.checks import must_be_path
 from anybatch.errors import AnybatchError, InputError
+from anybatch.files import read_regular
 from anybatch.training.checkpoint_folder import WriterLock
 
 Row = dict[str, int | float]
@@ -75,14 +77,7 @@ class Log:
         overwrite: bool = False,
         check: Check | None = None,
     ) -> None:
-        several = [paths] if isinstance(paths, (str, os.PathLike)) else list(paths)
-        resolved = [Path(os.path.realpath(path)) for path in several]
-        if not resolved or len(set(resolved)) < len(resolved):
-            raise InputError(
-                "A log must be one file, or several different ones",
-                given=f"{[os.fspath(path) for path in several]}",
-                remedy='Name them, e.g. log="run.csv" or log=["run.csv", "run.jsonl"].',
-            )
+        resolved = check_log(paths)
         formats = [_format(path) for path in resolved]
         self._files: list[_File] = []
         self._locks: list[WriterLock] = []
@@ -149,6 +144,27 @@ class Log:
         self.close()
 
 
+def check_log(paths: Any) -> list[Path]:
+    """The files of a log, links followed, from what `fit` is given as `log`.
+
+    Raises:
+      InputError: if it is no path, no several different ones, or a name says neither CSV nor JSON lines.
+    """
+    several = list(paths) if isinstance(paths, (list, tuple, set, frozenset)) else [paths]
+    for each in several:
+        must_be_path("log", each, "run.csv")
+    resolved = [Path(os.path.realpath(each)) for each in several]
+    if not resolved or len(set(resolved)) < len(resolved):
+        raise InputError(
+            "A log must be one file, or several different ones",
+            given=f"{[os.fspath(each) for each in several]}",
+            remedy='Name them, e.g. log="run.csv" or log=["run.csv", "run.jsonl"].',
+        )
+    for each in resolved:
+        _format(each)
+    return resolved
+
+
 def read_log(path: str | os.PathLike[str]) -> list[Row]:
     """The rows of a log: whole numbers as int, others as float. What a row does not have is not in it.
 
@@ -160,7 +176,7 @@ def read_log(path: str | os.PathLike[str]) -> list[Row]:
     path = Path(path)
     kind = _format(path)
     try:
-        content = path.read_bytes()
+        content = read_regular(path, None)
     except OSError as error:
         raise InputError(
             "A log must be a file that can be read", given=f"{path} ({error.strerror})", remedy="Name another one."

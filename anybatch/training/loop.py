@@ -11,11 +11,14 @@ from typing import Any
 
 import jax
 
-from anybatch.checks import whole
+from anybatch.checks import must_be_path, whole
 from anybatch.errors import InputError, user_stacklevel
 from anybatch.gradient_noise import NoiseScale
+from anybatch.training.arrays import refuse_deleted
 from anybatch.training.checkpoints import Checkpoints
 from anybatch.training.feed import Feed, to_device
+from anybatch.training.kinds import named_arrays
+from anybatch.training.log import check_log
 from anybatch.training.progress import Silent, display
 from anybatch.training.run import Run, Schedule, every
 from anybatch.training.sources import beginning_of, check_passes, open_source
@@ -132,6 +135,11 @@ def fit(
     steps, epochs = _length(steps, epochs)
     check_passes(batches, steps, epochs)
     whole("prefetch", prefetch, 0)
+    if checkpoints is not None:
+        must_be_path("checkpoints", checkpoints, "checkpoints")
+    if log is not None:
+        check_log(log)
+    refuse_deleted(named_arrays(state).values(), "ab.fit(step, state, batches)")
     shown = display(progress, is_first=jax.process_index() == 0)
     with contextlib.ExitStack() as stack:
         folder = None if checkpoints is None else stack.enter_context(Checkpoints(checkpoints, keep=keep))

@@ -17,7 +17,7 @@ from anybatch.memory import memory_budget, readable
 from anybatch.planning.planner import Planner
 from anybatch.planning.report import Plan
 from anybatch.settings import Settings
-from anybatch.training.arrays import put_batch, ready_to_donate
+from anybatch.training.arrays import put_batch, ready_to_donate, refuse_deleted
 from anybatch.training.feed import to_device
 from anybatch.training.fitting import FittingProgram
 from anybatch.training.kinds import kind_of
@@ -111,6 +111,7 @@ class TrainStep:
             is_traced = any(map(_is_traced, (*given.arrays, *given.rows)))
         if is_traced:
             return self._traced(state, batch, given)
+        refuse_deleted(given.arrays, "step(state, batch)")
         rows = put_batch(given.rows, self._over)
         if last is None:
             given = given.with_arrays(ready_to_donate(given.arrays, self._over, copy=self._donate), rows)
@@ -195,6 +196,7 @@ class TrainStep:
 
     def _placed(self, given: Given) -> Given:
         """What is to be planned, where it belongs."""
+        refuse_deleted(given.arrays, "step.plan(state, batch)")
         arrays = ready_to_donate(given.arrays, self._over, copy=False)
         return given.with_arrays(arrays, put_batch(given.rows, self._over))
 

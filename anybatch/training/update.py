@@ -110,10 +110,10 @@ class Update:
         value, after = result
         aux, after = after if self.has_aux else (None, after)
         old, new = (
-            {name: (np.shape(leaf), jnp.result_type(leaf)) for name, leaf in named_leaves("model_state", each)}
-            for each in (before, after)
+            {name: np.shape(leaf) for name, leaf in named_leaves("model_state", each)} for each in (before, after)
         )
-        if jax.tree.structure(after) != jax.tree.structure(before) or any(old[name][0] != new[name][0] for name in old):
+        trees: list[Any] = [jax.tree.structure(before), jax.tree.structure(after)]
+        if trees[0] != trees[1] or old != new:
             raise InputError(
                 "The loss must return the state of the model in the tree and shapes that it was given",
                 given=f"{shown(after)} for {shown(before)}",
