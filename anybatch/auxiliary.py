@@ -59,7 +59,8 @@ def check_new_state(loss: TracedLoss) -> None:
                 "With a declared reduction, what a model keeps must not depend on the examples: each microbatch would "
                 "leave its own",
                 given=f"{loss.aux_names[position]} = {_type(loss.aux_avals[position][1])}, such as a running average",
-                remedy='Leave reduction out: reduction="infer" computes it from the whole batch.',
+                remedy='Leave reduction out: reduction="infer" computes it from the whole batch. Or return it as aux, '
+                'from a model that is made in the loss, and say how microbatches combine: aux_reduction="mean".',
             )
 
 

@@ -220,6 +220,8 @@ class _Objects:
         """Changes the objects that were given as a loss has changed the others."""
         nnx = _nnx()
         paths, definition = state.about
+        if not paths and definition is None:  # under `vmap`, a model from outside may be used, and not changed
+            return
         nnx.update(self._objects, nnx.from_flat_state(dict(zip(paths, state.values, strict=True))))
         if definition is not None:
             _follow(self._objects, nnx.merge(definition, nnx.state(self._objects)))

@@ -222,6 +222,63 @@ def test_what_a_model_of_nnx_keeps_with_a_declared_reduction():
     chex.assert_trees_all_equal(numbers(model), before)
 
 
+def test_a_step_of_ones_own_under_nnx_jit():
+    """What users of NNX write."""
+
+    def steps(value_and_grad, model):
+        optimizer = nnx.Optimizer(model, optax.sgd(0.1, momentum=0.9), wrt=nnx.Param)
+
+        @nnx.jit
+        def train_step(model, optimizer, x, y):
+            value, grads = value_and_grad(nnx_loss)(model, x, y)
+            optimizer.update(model, grads)
+            return value
+
+        return [train_step(model, optimizer, X, Y) for _ in range(3)]
+
+    model, expected_model = Network("batch norm"), Network("batch norm")
+    ours = functools.partial(ab.value_and_grad, batch_argnums=(1, 2), microbatch_size=5)
+    expected = steps(nnx.value_and_grad, expected_model)
+    chex.assert_trees_all_close(steps(ours, model), expected, rtol=1e-9)
+    chex.assert_trees_all_close(numbers(model), numbers(expected_model), rtol=1e-8, atol=1e-12)
+
+
+def test_a_model_by_keyword_and_one_from_outside():
+    """A teacher that is not differentiated; and a model that a `vmap` around the call does not map over."""
+
+    def loss(model, x, teacher=None):
+        return jnp.mean((model(x) - teacher(x)) ** 2)
+
+    def given():
+        return Network("dropout"), Network("batch norm")
+
+    (model, teacher), (expected_model, expected_teacher) = given(), given()
+    expected = nnx.value_and_grad(loss)(expected_model, X, teacher=expected_teacher)
+    assert_same(ab.value_and_grad(loss, microbatch_size=5)(model, X, teacher=teacher), expected)
+    chex.assert_trees_all_close(numbers((model, teacher)), numbers((expected_model, expected_teacher)), rtol=1e-9)
+
+    model, rows = Network(), X.reshape(4, 6, 6)
+    mapped = jax.vmap(lambda x: ab.grad(loss, microbatch_size=4)(model, x, teacher=lambda x: x[:, 0]))(rows)
+    by_one = [nnx.grad(loss)(model, x, teacher=lambda x: x[:, 0]) for x in rows]
+    assert_same(mapped, jax.tree.map(lambda *leaves: jnp.stack(leaves), *by_one))
+
+
+def test_a_gradient_of_a_gradient():
+    definition, params, rest = nnx.split(Network(), nnx.Param, ...)
+
+    def by_jax(params):
+        return jax.grad(lambda params: nnx_loss(nnx.merge(definition, params, rest), X, Y))(params)
+
+    def by_us(params):
+        fun = ab.grad(nnx_loss, batch_argnums=(1, 2), microbatch_size=5)
+        return fun(nnx.merge(definition, params, rest), X, Y)
+
+    def size(params, grad):
+        return sum(jnp.sum(leaf**2) for leaf in jax.tree.leaves(grad(params)))
+
+    assert_same(jax.grad(size)(params, by_us), jax.grad(size)(params, by_jax))
+
+
 # Equinox.
 
 
@@ -281,6 +338,23 @@ def test_models_of_equinox_in_containers_and_elsewhere():
     actual = ab.value_and_grad(loss, (1, 2), batch_argnums=0, microbatch_size=5)(X, pair, jnp.float64(2))
     by_equinox = eqx.filter_value_and_grad(lambda both, x: loss(x, both[0], both[1]))((pair, jnp.float64(2)), X)
     assert_same(actual, by_equinox)
+
+
+def test_leaves_of_equinox_that_are_shared():
+    class Tied(eqx.Module):
+        shared: eqx.nn.Shared
+
+        def __init__(self):
+            first, second = (eqx.nn.Linear(6, 6, key=jax.random.key(i), dtype=jnp.float64) for i in range(2))
+            where, get = (lambda pair: pair[1].weight), (lambda pair: pair[0].weight)
+            self.shared = eqx.nn.Shared((first, second), where, get)
+
+        def __call__(self, x):
+            first, second = self.shared()
+            return second(jnp.tanh(first(x)))[0]
+
+    actual = ab.value_and_grad(eqx_loss, batch_argnums=(1, 2), microbatch_size=5)(Tied(), X, Y)
+    assert_same(actual, eqx.filter_value_and_grad(eqx_loss)(Tied(), X, Y))
 
 
 def test_keys_with_a_model_of_equinox():

@@ -593,8 +593,11 @@ def test_a_state_that_was_donated():
         lambda: step(state, batch),
         lambda: step.plan(state, batch),
         lambda: ab.fit(step, state, [batch], progress=False),
+        lambda: step.init(state.params),
     ):
-        with pytest.raises(ab.InputError, match="its memory is donated to the state that the step returns") as caught:
+        with pytest.raises(
+            ab.InputError, match="the memory of a state is donated to the state that the step returns"
+        ) as caught:
             use()
         for way_out in ("state, metrics = step(state, batch)", "jax.tree.map(jnp.copy, state)", "donate=False"):
             assert way_out in str(caught.value)

@@ -366,6 +366,16 @@ def test_running_averages_on_a_mesh(devices):
     chex.assert_trees_all_close(actual, (expected.params, expected.batch_stats), rtol=1e-8)
 
 
+def test_a_step_with_running_averages_is_planned_and_lowered():
+    step, state = ab.train_step(normed_loss, has_state=True), flax_state()
+    assert step.plan(state, batches()[0]).chosen is not None
+    assert "24 examples" in str(step.explain(state, batches()[0], timed=False))
+    assert "stablehlo" in step.lower(state, batches()[0]).as_text()
+    after, _ = jax.jit(step)(state, batches()[0])  # as part of a larger program
+    expected, _ = documented_step(flax_state(), batches()[0])
+    chex.assert_trees_all_close((after.params, after.batch_stats), (expected.params, expected.batch_stats), rtol=1e-8)
+
+
 def test_running_averages_with_aux_and_a_key():
     """`(loss, (aux, model_state))`; the key is the last argument. The state is a pair of trees, as that of haiku is."""
 

@@ -94,6 +94,7 @@ class TrainStep:
                 given="optimizer=None",
                 remedy="Pass one, e.g. ab.train_step(loss, optax.adamw(3e-4)).",
             )
+        refuse_deleted(jax.tree.leaves((params, key, model_state)), "step.init(params)")
         if callable(params) and jax.tree.leaves(params) == [params]:  # not a model that can be called
             params = params()
         else:
