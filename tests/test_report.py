@@ -482,6 +482,15 @@ def test_write_is_all_or_nothing(tmp_path):
     assert path.stat().st_mode & 0o777 == 0o666 & ~_umask()
 
 
+def test_how_a_loss_couples_examples_is_said_in_the_words_of_the_reading():
+    def loss(w, x):
+        return jnp.mean((x @ w) ** 2) + jax.lax.stop_gradient(jnp.max(x @ w))
+
+    reading = ab.read(loss, jnp.ones(3), jnp.ones((4, 3)))
+    page = Report("Coupled", [], reading=reading).html()
+    assert f"<strong>Couples examples</strong>: {reading.how}." in page and "one pass" not in page
+
+
 def test_write_knows_the_home_folder(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     assert Report("Home", []).write("~/report.html") == tmp_path / "report.html"

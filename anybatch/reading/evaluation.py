@@ -143,7 +143,7 @@ class Microbatch:
         self._read_whole = outcome.whole
         try:
             results = self._results(node, outcome)
-        except (AnybatchError, RuleFailed, jax.errors.JaxRuntimeError, FloatingPointError):
+        except (AnybatchError, jax.errors.JaxRuntimeError, FloatingPointError):
             raise
         except Exception as error:
             raise RuleFailed(source.blame(node, failure_of(node.name, error))) from error

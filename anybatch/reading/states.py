@@ -19,6 +19,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from anybatch.errors import AnybatchError
+
 
 @dataclasses.dataclass(frozen=True)
 class Whole:
@@ -100,7 +102,7 @@ class NotRowwise(Exception):
         self.why, self.blame, self.unroll = why, blame, unroll
 
 
-class RuleFailed(Exception):
+class RuleFailed(AnybatchError):
     """Raised in a microbatch: an equation was read, and cannot be computed as its rule says.
 
     Args:
