@@ -65,17 +65,22 @@ class Roles:
     batch_argnums: tuple[int, ...]
     rng_argnums: tuple[int, ...]
     batch_argnames: tuple[str, ...] = ()
+    filters: tuple[Any, ...] = ()  # for each of argnums, which variables of a model of NNX; None for its parameters
 
     @classmethod
     def of(cls, *, argnums: Any, batch_argnums: Any, rng_argnums: Any, batch_argnames: Any = ()) -> "Roles":
         """Checks what can be checked before a call."""
-        wrt = _positions("argnums", argnums)
+        several = argnums if isinstance(argnums, (tuple, list)) else (argnums,)
+        filters = tuple(each.filter if _is_diff_state(each) else None for each in several)
+        plain = [each.argnum if _is_diff_state(each) else each for each in several]
+        wrt = _positions("argnums", plain if isinstance(argnums, (tuple, list)) else plain[0])
         names = _names("batch_argnames", batch_argnames)
         roles = cls(
             argnums=wrt if isinstance(argnums, (tuple, list)) else wrt[0],
             batch_argnums=_positions("batch_argnums", batch_argnums, may_be_empty=bool(names)),
             rng_argnums=_positions("rng_argnums", rng_argnums, may_be_empty=True),
             batch_argnames=names,
+            filters=filters if any(each is not None for each in filters) else (),
         )
         _must_not_overlap(_as_given(roles))
         return roles
@@ -109,6 +114,12 @@ class Roles:
             _check(leaf)
         wrt_trees = [call.tree(place) for place in places["argnums"]]
         return Arguments(args, kwargs, leaves, num_examples, wrt_trees, isinstance(self.argnums, tuple))
+
+    @property
+    def wrt(self) -> dict[int, Any]:
+        """What is differentiated: positions, each with a filter of NNX or None."""
+        positions = _as_given(self)["argnums"]
+        return dict(zip(positions, self.filters or (None,) * len(positions), strict=True))
 
     @property
     def _batch_options(self) -> str:
@@ -381,6 +392,11 @@ def _is_inexact(value: Any) -> bool:
 def _as_given(roles: Roles) -> dict[str, tuple[int, ...]]:
     wrt = roles.argnums if isinstance(roles.argnums, tuple) else (roles.argnums,)
     return {"argnums": wrt, "batch_argnums": roles.batch_argnums, "rng_argnums": roles.rng_argnums}
+
+
+def _is_diff_state(argnum: Any) -> bool:
+    """Whether it is an `nnx.DiffState`: a position, and a filter of variables."""
+    return hasattr(argnum, "argnum") and hasattr(argnum, "filter")
 
 
 def _positions(name: str, given: Any, *, may_be_empty: bool = False) -> tuple[int, ...]:

@@ -9,6 +9,7 @@ import numpy as np
 
 from anybatch.errors import InputError
 from anybatch.loss import TracedLoss
+from anybatch.trees import named_leaves
 
 REDUCTIONS = ("stack", "mean", "sum", "last")
 
@@ -53,12 +54,13 @@ def check_new_state(loss: TracedLoss) -> None:
     aux = jax.tree.unflatten(loss.aux_tree, range(loss.aux_tree.num_leaves))
     nodes = jax.tree.leaves(aux, is_leaf=lambda node: isinstance(node, NewState))
     first, count = len(loss.types.wrt), len(loss.types.batch)
-    for position in jax.tree.leaves([node for node in nodes if isinstance(node, NewState)]):
+    states = [node.values for node in nodes if isinstance(node, NewState)]
+    for name, position in (leaf for state in states for leaf in named_leaves("model_state", state)):
         if any(loss.traced.inputs_used_by(loss.num_heads + position)[first : first + count]):
             raise InputError(
                 "With a declared reduction, what a model keeps must not depend on the examples: each microbatch would "
                 "leave its own",
-                given=f"{loss.aux_names[position]} = {_type(loss.aux_avals[position][1])}, such as a running average",
+                given=f"{name} = {_type(loss.aux_avals[position][1])}, such as a running average",
                 remedy='Leave reduction out: reduction="infer" computes it from the whole batch. Or return it as aux, '
                 'from a model that is made in the loss, and say how microbatches combine: aux_reduction="mean".',
             )

@@ -164,7 +164,7 @@ def value_and_grad(
 
     @functools.wraps(fun)
     def value_and_grad_fun(*args: Any, **kwargs: Any) -> Any:
-        call = opened(fun, settings.roles.argnums, has_aux, args, kwargs)
+        call = opened(fun, settings.roles, has_aux, args, kwargs)
         arguments = settings.roles.sort(call.fun, call.args, call.kwargs)
         value, aux, gradient, _ = compute(call.fun, call.settings(settings), arguments)
         aux = call.close(aux)

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from anybatch.arguments import Parts
+from anybatch.arguments import Parts, Roles
 from anybatch.auxiliary import NewState
 from anybatch.errors import InputError
 from anybatch.loss import pair
@@ -87,34 +87,39 @@ class Opened:
 
 def opened(
     fun: Callable[..., Any],
-    argnums: int | tuple[int, ...],
+    roles: Roles,
     has_aux: bool,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     *,
     keeps_state: bool = True,
     filters: bool = False,
-    wrt: Any = None,
 ) -> Opened:
     """Takes apart the models of NNX, and those of Equinox that are differentiated.
 
     Args:
       fun: the loss.
-      argnums: what is differentiated.
+      roles: what is differentiated.
       has_aux: whether the loss returns a pair `(loss, aux)`.
       args: its positional arguments.
       kwargs: its keyword arguments.
       keeps_state: whether what the loss changes of a model of NNX is returned. Otherwise such a loss is refused.
       filters: whether any tree may have leaves that are not differentiated, as a model of Equinox has.
-      wrt: which variables of a model of NNX are differentiated, a filter of NNX; by default its `Param`s.
 
     Raises:
-      InputError: when `fun` is traced, for a loss that changes a model of NNX where that is not wanted.
+      InputError: for an `nnx.DiffState` that points at something else. When `fun` is traced, for a loss that changes a
+        model of NNX where that is not wanted.
     """
-    several = argnums if isinstance(argnums, tuple) else (argnums,)
-    places = {position % len(args) for position in several if -len(args) <= position < len(args)}
-    objects = _Objects(args, kwargs, places, wrt)
-    filtered = {place for place in places - set(objects.graphs) if filters or _has_equinox(args[place])}
+    places = {position % len(args): wrt for position, wrt in roles.wrt.items() if -len(args) <= position < len(args)}
+    objects = _Objects(args, kwargs, places)
+    for place, wrt in places.items():
+        if wrt is not None and place not in objects.graphs and not isinstance(args[place], Parts):
+            raise InputError(
+                "nnx.DiffState says which variables of a model of NNX are differentiated",
+                given=f"nnx.DiffState({place}, ...) for an argument of type {type(args[place]).__name__}",
+                remedy=f"Pass argnums={place}.",
+            )
+    filtered = {place for place in set(places) - set(objects.graphs) if filters or _has_equinox(args[place])}
     if not filtered and not objects.graphs:
         return Opened(fun, args, kwargs, has_aux)
 
@@ -180,7 +185,7 @@ class _Graph(NamedTuple):
 class _Objects:
     """The objects of NNX among the arguments of a call. References that they share are kept, as NNX keeps them."""
 
-    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any], places: set[int], wrt: Any) -> None:
+    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any], places: dict[int, Any]) -> None:
         self.graphs: dict[int | str, _Graph] = {}
         self.parts: dict[int | str, Parts] = {}
         self._objects: list[Any] = []
@@ -194,6 +199,7 @@ class _Objects:
                 leaves = tree.flatten_up_to(argument)
                 if not any(map(_is_object, leaves)):
                     continue
+                wrt = places.get(place) if isinstance(place, int) else None
                 filters = (nnx.Param if wrt is None else wrt, ...) if place in places else ()
                 split = [context.split(leaf, *filters) if _is_object(leaf) else (None, leaf) for leaf in leaves]
                 states = [(*states, None)[:2] if place in places else (None, *states) for _, *states in split]
@@ -222,7 +228,7 @@ class _Objects:
         paths, definition = state.about
         if not paths and definition is None:  # under `vmap`, a model from outside may be used, and not changed
             return
-        nnx.update(self._objects, nnx.from_flat_state(dict(zip(paths, state.values, strict=True))))
+        nnx.update(self._objects, nnx.from_flat_state({path: state.values[name] for name, path in paths}))
         if definition is not None:
             _follow(self._objects, nnx.merge(definition, nnx.state(self._objects)))
 
@@ -243,8 +249,15 @@ class _Watch:
             if before is None or len(before) != len(leaves) or any(map(operator.is_not, before, leaves)):
                 new[path] = value
         definition = _nnx().graphdef(self._objects)
-        about = (tuple(new), None if definition == self._definition else definition)
-        return NewState(list(new.values()), about)
+        named = {_name(path): (path, value) for path, value in new.items()}
+        paths = tuple((name, path) for name, (path, _) in named.items())
+        about = (paths, None if definition == self._definition else definition)
+        return NewState({name: value for name, (_, value) in named.items()}, about)
+
+
+def _name(path: tuple[Any, ...]) -> str:
+    """Of a variable: that of a second object begins with its number."""
+    return ".".join(map(str, path if path[0] else path[1:]))
 
 
 def _objects_in(tree: Any) -> list[Any]:
@@ -277,7 +290,7 @@ def _refuse(state: NewState) -> None:
         return
     raise InputError(
         "Gradients of single examples need a model that a call leaves as it is",
-        given="a loss that changes " + ", ".join(".".join(map(str, path[1:])) for path in paths),
+        given="a loss that changes " + ", ".join(name for name, _ in paths),
         remedy="Call model.eval() before, or split the model and say what each example sees:\n"
         "graphdef, params, rest = nnx.split(model, nnx.Param, ...)\n"
         "lambda params, example: loss(nnx.merge(graphdef, params, rest), example)",

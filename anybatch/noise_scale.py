@@ -98,7 +98,7 @@ def noise_scale(
     @functools.wraps(fun)
     def noise_scale_fun(*args: Any, **kwargs: Any) -> Any:
         _check_context()
-        call = opened(fun, argnums, has_aux, args, kwargs)
+        call = opened(fun, settings.roles, has_aux, args, kwargs)
         arguments = settings.roles.sort(call.fun, call.args, call.kwargs)
         value, aux, gradient, sums = compute(call.fun, call.settings(settings), arguments)
         aux = call.close(aux)
@@ -116,7 +116,7 @@ def _of_examples(fun: Callable[..., Any], argnums: Any, has_aux: bool, options: 
     @functools.wraps(fun)
     def noise_scale_fun(*args: Any, **kwargs: Any) -> Any:
         _check_context()
-        call = opened(fun, argnums, has_aux, args, kwargs, keeps_state=False)
+        call = opened(fun, settings.roles, has_aux, args, kwargs, keeps_state=False)
         arguments = settings.roles.sort(call.fun, call.args, call.kwargs)
         reduction = settings.reduction
         if reduction == "infer":

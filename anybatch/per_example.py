@@ -44,7 +44,7 @@ class ExampleFunction:
     def opened(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Opened:
         """One call, with models taken apart. What examples would change of them is refused."""
         common = self.settings.common
-        return opened(self.fun, common.roles.argnums, common.has_aux, args, kwargs, keeps_state=False)
+        return opened(self.fun, common.roles, common.has_aux, args, kwargs, keeps_state=False)
 
     def planned(self, *, memory: Any, objective: Any) -> "ExampleFunction":
         """The same, with a microbatch size that is yet to be planned."""

@@ -190,7 +190,7 @@ def _gradients_of(
     options = dict(options)
     roles = Roles.of(**{name: options.pop(name) for name in ROLES})
     settings = Settings.of(fun, roles=roles, microbatch_size="auto", **options)
-    call = opened(fun, roles.argnums, settings.has_aux, args, kwargs)
+    call = opened(fun, roles, settings.has_aux, args, kwargs)
 
     def gradient(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Gradient:
         return Gradient(call.fun, call.settings(settings), roles.sort(call.fun, args, kwargs))

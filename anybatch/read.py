@@ -52,7 +52,7 @@ def read(
     roles = Roles.of(
         argnums=argnums, batch_argnums=batch_argnums, rng_argnums=rng_argnums, batch_argnames=batch_argnames
     )
-    call = opened(fun, roles.argnums, has_aux, args, kwargs)
+    call = opened(fun, roles, has_aux, args, kwargs)
     fun, has_aux = call.fun, call.has_aux
     leaves, tree = jax.tree.flatten((call.args, call.kwargs))
     abstract = [position for position, leaf in enumerate(leaves) if isinstance(leaf, jax.ShapeDtypeStruct)]

@@ -197,9 +197,13 @@ def verify(
     for mesh in (None, *several):  # checks them
         value_and_grad(fun, **options, microbatch_size=1, mesh=mesh, axis_name=axis_name)
     roles = Roles.of(**{name: options[name] for name in ROLES})
-    call = opened(fun, roles.argnums, has_aux, args, kwargs)
+    call = opened(fun, roles, has_aux, args, kwargs)
     fun, has_aux, args, kwargs = call.fun, call.has_aux, call.args, call.kwargs
-    options |= {"has_aux": has_aux, "aux_reduction": call.aux_reduction(reduction, aux_reduction)}
+    options |= {
+        "argnums": roles.argnums,
+        "has_aux": has_aux,
+        "aux_reduction": call.aux_reduction(reduction, aux_reduction),
+    }
     whole = roles.sort(fun, args, kwargs)
     _must_have_values(whole)
     num_examples = _sample(sample, whole.num_examples, sizes)

@@ -135,6 +135,34 @@ def test_several_arguments_and_containers():
     assert int(args[3].params.count.get_value()) == 1  # a model that is not differentiated is changed as well
 
 
+def test_a_filter_of_variables():
+    """`nnx.DiffState`, as `nnx.value_and_grad` takes it; alone or beside positions."""
+
+    class Adapted(Network):
+        def __init__(self):
+            super().__init__()
+            self.adapter = nnx.LoRA(6, 2, 8, rngs=nnx.Rngs(1), param_dtype=jnp.float64)
+
+        def __call__(self, x):
+            return self.b(jnp.tanh(self.a(x) + self.adapter(x)))[:, 0]
+
+    wrt = nnx.DiffState(0, nnx.LoRAParam)
+    options = {"batch_argnums": (1, 2), "microbatch_size": 5}
+    actual = ab.value_and_grad(nnx_loss, wrt, **options)(Adapted(), X, Y)
+    assert_same(actual, nnx.value_and_grad(nnx_loss, argnums=wrt)(Adapted(), X, Y))
+    assert list(actual[1]) == ["adapter"]
+
+    def loss(scale, model, x, y):
+        return nnx_loss(model, x, y) * scale
+
+    both = (0, nnx.DiffState(1, nnx.PathContains("bias")))
+    actual = ab.grad(loss, both, batch_argnums=(2, 3), microbatch_size=5)(jnp.float64(2), Adapted(), X, Y)
+    assert_same(actual, nnx.grad(loss, argnums=both)(jnp.float64(2), Adapted(), X, Y))
+    assert ab.verify(nnx_loss, Adapted(), X, Y, argnums=wrt, batch_argnums=(1, 2), microbatch_sizes=5).ok
+    with pytest.raises(ab.InputError, match="which variables of a model of NNX are differentiated"):
+        ab.grad(nnx_loss, wrt, **options)(Model(), X, Y)
+
+
 def test_references_that_are_shared():
     """Of a weight that is used twice there is one gradient, the sum."""
 
@@ -218,7 +246,7 @@ def test_what_a_model_of_nnx_keeps_with_a_declared_reduction():
     before = numbers(model)
     with pytest.raises(ab.InputError, match="what a model keeps must not depend on the examples") as caught:
         ab.value_and_grad(nnx_loss, **options)(model, X, Y)
-    assert 'reduction="infer"' in str(caught.value)
+    assert 'reduction="infer"' in str(caught.value) and "model_state['between.mean']" in str(caught.value)
     chex.assert_trees_all_equal(numbers(model), before)
 
 
@@ -516,6 +544,9 @@ def test_a_model_of_nnx_is_no_params_of_a_state():
     step = ab.train_step(lambda model, batch: nnx_loss(model, **batch), optax.adam(0.1))
     with pytest.raises(ab.InputError, match="pair of the model and its optimizer") as caught:
         step.init(Network())
+    assert "nnx.Optimizer(model, optax.adamw(3e-4), wrt=nnx.Param)" in str(caught.value)
+    with pytest.raises(ab.InputError, match="A step goes on from a state") as caught:
+        step(Network(), {"x": X, "y": Y})
     assert "nnx.Optimizer(model, optax.adamw(3e-4), wrt=nnx.Param)" in str(caught.value)
 
 

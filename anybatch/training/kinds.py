@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from anybatch.errors import InputError
-from anybatch.modules import frozen, joined, trainable
+from anybatch.modules import frozen, has_nnx, joined, trainable
 from anybatch.training.state import TrainState
 from anybatch.trees import describe, is_array, named_leaves
 from anybatch.updates import add_updates, apart, together
@@ -240,7 +240,10 @@ def kind_of(state: Any, optimizer: Any) -> Any:
         raise InputError(
             "A step goes on from a state: an anybatch.TrainState, one of flax, or (model, optimizer) of nnx",
             given=f"state of type {type(state).__name__}",
-            remedy="state = step.init(params), then state, metrics = step(state, batch).",
+            remedy="state = (model, nnx.Optimizer(model, optax.adamw(3e-4), wrt=nnx.Param)), then "
+            "state, metrics = step(state, batch)."
+            if has_nnx(state)
+            else "state = step.init(params), then state, metrics = step(state, batch).",
         )
     if optimizer is not None and own is not optimizer:
         raise InputError(

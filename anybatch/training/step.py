@@ -395,6 +395,11 @@ def train_step(
             given=", ".join(f"{name}={options[name]!r}" for name in fixed),
             remedy="Wrap the loss: lambda params, batch: loss(...). Several arrays of a batch go into one tree.",
         )
+    for name, flag in (("has_aux", has_aux), ("has_state", has_state)):
+        if not isinstance(flag, bool):
+            raise InputError(
+                f"{name} must be True or False", given=f"{name}={flag!r}", remedy=f"Pass {name}=True, or leave it out."
+            )
     if tokens is not None and not callable(tokens):
         raise InputError(
             "tokens must be a function of the batch",

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from anybatch.arguments import Arguments
+from anybatch.arguments import Arguments, Roles
 from anybatch.auxiliary import NewState
 from anybatch.computation import Gradient
 from anybatch.errors import InputError
@@ -96,7 +96,9 @@ class Update:
             return self._with_new_state(self.loss(params, before, batch, *keys, **kwargs), before)
 
         has_aux = self.has_aux or self.has_state
-        return state, opened(fun, 0, has_aux, (model, batch, *others), kwargs, filters=True, wrt=wrt)
+        roles = Roles.of(argnums=0, batch_argnums=1, rng_argnums=())
+        roles = dataclasses.replace(roles, filters=() if wrt is None else (wrt,))
+        return state, opened(fun, roles, has_aux, (model, batch, *others), kwargs, filters=True)
 
     def _with_new_state(self, result: Any, before: Any) -> tuple[Any, Any]:
         """What a loss returns, with the state of the model marked as such, and checked."""
