@@ -177,6 +177,24 @@ def _evaluate_nested(equation: Any, operands: Sequence[Any]) -> list[Any]:
     return list(jex_core.jaxpr_as_fun(closed)(*operands))
 
 
+def name_stack(equation: Any) -> str:
+    """The transformations that made an equation, the outermost first: "vmap(transpose(jvp()))"."""
+    return str(equation.source_info.name_stack)
+
+
+def shard_mapped(equation: Any, fun: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
+    """Another function in the place of the one that a shard_map calls, on the same mesh."""
+    params = equation.params
+    return jax.shard_map(
+        fun,
+        mesh=params["mesh"],
+        in_specs=in_specs,
+        out_specs=out_specs,
+        check_vma=params["check_vma"],
+        axis_names=set(params.get("newly_manual_axes") or params["manual_axes"]),
+    )
+
+
 def source_frames(equation: Any) -> list[tuple[str, int, str]]:
     """The file, line and function of every call that led to an equation, the innermost first."""
     traceback = equation.source_info.traceback

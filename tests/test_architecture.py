@@ -110,7 +110,8 @@ FLOORS = [
     ],
     [
         *("learn.program", "learn.check", "learn.rules", "learn", "learn.verdict"),
-        *("learn.runner", "learn.runner.wire", "learn.runner.evidence", "learn.runner.seccomp"),
+        *("learn.runner", "learn.runner.wire", "learn.runner.influence", "learn.runner.work"),
+        *("learn.runner.evidence", "learn.runner.seccomp"),
         *("learn.runner.landlock", "learn.runner.namespaces"),
         *("learn.runner.refusals", "learn.runner.isolation", "learn.runner.nursery"),
         *("learn.runner.endings", "learn.runner.children", "learn.runner.submissions"),

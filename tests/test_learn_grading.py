@@ -100,7 +100,9 @@ def total(w, x, n):
 
 
 def graded(source, check=CHECK, seed=0, **changes):
-    exercise = types.SimpleNamespace(name="total", file_name="01_total.py", check=dataclasses.replace(check, **changes))
+    exercise = types.SimpleNamespace(
+        name="total", file_name="01_total.py", check=dataclasses.replace(check, **changes), solution=IMPORTS + SCAN
+    )
     return grade(exercise, IMPORTS + source, Runner(), seed=seed)
 
 

@@ -4,8 +4,18 @@ What an author of exercises needs is here: a `Check` and its parts, and the rule
 """
 
 from anybatch.learn.check import Case, Check, Collectives, Differences, Mistake, Raises, Same, Slope
-from anybatch.learn.program import Array, Operation, Program
-from anybatch.learn.rules import computes_in, forbids, needs, scans, stacks_less_than
+from anybatch.learn.program import Array, Operation, Program, Response
+from anybatch.learn.rules import (
+    carries,
+    computes_in,
+    forbids,
+    matters,
+    needs,
+    one_microbatch,
+    other_numbers,
+    scans,
+    stacks_less_than,
+)
 
 __all__ = [
     "Array",
@@ -17,11 +27,16 @@ __all__ = [
     "Operation",
     "Program",
     "Raises",
+    "Response",
     "Same",
     "Slope",
+    "carries",
     "computes_in",
     "forbids",
+    "matters",
     "needs",
+    "one_microbatch",
+    "other_numbers",
     "scans",
     "stacks_less_than",
 ]

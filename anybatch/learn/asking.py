@@ -7,7 +7,7 @@ goes to one process, so that what it has compiled is there when it is asked agai
 import concurrent.futures
 import os
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -52,21 +52,29 @@ class Asking:
         key = (count, id(args), want)
         if key in self._asked:
             return
-        home = self._home(count, args)
-        request = {
-            "do": "call",
-            "function": self._check.function,
-            "args": args,
-            "want": want,
-            "compiled": self._check.is_compiled,
-        }
         self._kept.append(args)
-        self._asked[key] = self._pools[home].submit(self._submissions[home][1].ask, request)
+        self._asked[key] = self._submit(count, args, want)
 
     def answer(self, count: int, args: Arguments, *want: str) -> dict[str, Any]:
         """The answer, which may have been asked for already; waits for it, and raises what `Submission.ask` raises."""
         self.begin(count, args, *want)
         return self._asked[count, id(args), want].result()
+
+    def respond(self, count: int, args: Arguments, more: Mapping[str, Any]) -> dict[str, Any]:
+        """What becomes of the answer if operations are held still; arguments of one kind are asked for once."""
+        leaves = zip(jax.tree.leaves(args), jax.tree.leaves(more["others"]), strict=True)
+        changed = tuple(np.not_equal(one, other).tobytes() for one, other in leaves)
+        key = (count, kind_of(args), repr(more["selects"]), more["distorts"], changed)
+        if key not in self._asked:
+            self._asked[key] = self._submit(count, args, ("response",), more)
+        return self._asked[key].result()
+
+    def _submit(
+        self, count: int, args: Arguments, want: tuple[str, ...], more: Mapping[str, Any] | None = None
+    ) -> concurrent.futures.Future[dict[str, Any]]:
+        home = self._home(count, args)
+        request = call(self._check, args, *want) | dict(more or {})
+        return self._pools[home].submit(self._submissions[home][1].ask, request)
 
     def close(self) -> None:
         """Ends the processes, whatever they are at."""
@@ -76,7 +84,7 @@ class Asking:
             pool.shutdown(cancel_futures=True)
 
     def _home(self, count: int, args: Arguments) -> int:
-        kind = (count, _kind(args)) if self._check.is_compiled else count
+        kind = (count, kind_of(args)) if self._check.is_compiled else count
         if kind not in self._homes:
             taken = Counter(self._homes.values())
             able = [index for index, (devices, _) in enumerate(self._submissions) if devices == count]
@@ -88,7 +96,12 @@ def _loaded(submission: Submission) -> dict[str, Any]:
     return submission.loaded
 
 
-def _kind(args: Arguments) -> Any:
+def call(check: Check, args: Arguments, *want: str) -> dict[str, Any]:
+    """The request for a call of the function of a check."""
+    return {"do": "call", "function": check.function, "args": args, "want": want, "compiled": check.is_compiled}
+
+
+def kind_of(args: Arguments) -> Any:
     """Arguments of one kind share a program."""
     leaves, structure = jax.tree.flatten(args)
     return structure, tuple(

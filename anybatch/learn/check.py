@@ -110,6 +110,8 @@ class Slope:
       times: how much larger the larger batch is.
       limit: by how much the temporaries may grow.
       floor: bytes below which growth is of no interest (XLA's own few).
+      slack: how many times the temporaries of the exercise's solution, at the same size, are allowed. Growth alone
+        does not tell what wastes as much for a small batch as for a large one.
     """
 
     args: Callable[[np.random.Generator, int], Arguments]
@@ -117,6 +119,7 @@ class Slope:
     times: int = 4
     limit: float = 1.05
     floor: int = 4096
+    slack: float = 2.5
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,6 +132,8 @@ class Collectives:
       args: of a random generator, the arguments; those of the first case if it is left out.
       devices: how many there are.
       largest: the most bytes that all of them together may carry on a device; None for no limit.
+      slack: how many times the multiplications of the exercise's solution, on each device, are allowed; None for no
+        limit. One all-reduce at the end tells nothing of devices that all did the whole work before.
     """
 
     exactly: Mapping[str, int]
@@ -136,6 +141,7 @@ class Collectives:
     args: Callable[[np.random.Generator], Arguments] | None = None
     devices: int = 8
     largest: int | None = None
+    slack: float | None = None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -5,19 +5,21 @@ The learner's code runs elsewhere (`anybatch.learn.runner`), and sends what it f
 
 import contextlib
 import difflib
+import functools
 import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
-from anybatch.learn.asking import Asking, processes_of
+from anybatch.errors import AnybatchError
+from anybatch.learn.asking import Asking, call, kind_of, processes_of
 from anybatch.learn.catalogue import Exercise
 from anybatch.learn.check import Arguments, Case, Check, Mistake, Raises, Same
 from anybatch.learn.findings import Failed, Refused, counted, failure, read, title_of
-from anybatch.learn.program import Program
+from anybatch.learn.program import Program, Response
 from anybatch.learn.rules import computes_elsewhere
 from anybatch.learn.runner.submissions import Ended, Runner, Submission
 from anybatch.learn.runner.wire import BrokenWire
@@ -65,9 +67,10 @@ def grade(
             for count in processes_of(check):
                 submission = runner.open(source, path or exercise.file_name, devices=count, anybatch=anybatch)
                 submissions.append((count, stack.enter_context(submission)))
-            asking = stack.enter_context(contextlib.closing(Asking(check, submissions)))
-            for stage, seen in _Grading(check, asking, seed).stages():
-                done.append((stage, seen))
+            # Closed before anything else is asked of the submissions: one thread at a time may do so.
+            with contextlib.closing(Asking(check, submissions)) as asking:
+                for stage, seen in _Grading(check, asking, seed, _Beside(exercise, runner)).stages():
+                    done.append((stage, seen))
         except Failed as failed:
             result = failed.verdict
         except BrokenWire as broken:
@@ -120,9 +123,44 @@ def examine_check(exercise: Exercise, seed: int = 0) -> list[str]:
     return defects + [f"the mistake {name!r} gives the right answer in every case" for name in unseen]
 
 
+# What solutions need, which is the same in every check: (the solution, what is measured, the kind of the arguments).
+_MEASURED: dict[Any, int] = {}
+
+
+class _Beside:
+    """The solution of an exercise, measured as a submission is."""
+
+    def __init__(self, exercise: Exercise, runner: Runner) -> None:
+        self._exercise, self._runner = exercise, runner
+
+    def measured(self, what: str, devices: int, sizes: Sequence[Arguments]) -> list[int]:
+        """Its temporaries, or its work, for each of some arguments."""
+        exercise = self._exercise
+        keys = [(exercise.solution, what, devices, kind_of(args)) for args in sizes]
+        if any(key not in _MEASURED for key in keys):
+            with self._runner.open(exercise.solution, exercise.file_name, devices=devices) as solution:
+                for key, args in zip(keys, sizes, strict=True):
+                    _MEASURED[key] = self._ask(solution, call(exercise.check, args, what))[what]
+        return [_MEASURED[key] for key in keys]
+
+    def _ask(self, solution: Submission, request: Mapping[str, Any]) -> dict[str, Any]:
+        try:
+            reply = solution.ask(request)
+            problem = "{type}: {message}".format_map(reply["error"]) if "error" in reply else ""
+        except Ended as ended:
+            reply, problem = {}, ended.message
+        if problem:
+            raise AnybatchError(
+                f"The solution of the exercise {self._exercise.name} must run, since answers are measured beside it; "
+                f"it ends with {problem}\nanybatch learn dev check says more."
+            )
+        return reply
+
+
 class _Grading:
-    def __init__(self, check: Check, asking: Asking, seed: int) -> None:
-        self.check, self.asking, self.rng = check, asking, np.random.default_rng(seed)
+    def __init__(self, check: Check, asking: Asking, seed: int, beside: _Beside) -> None:
+        self.check, self.asking, self.beside = check, asking, beside
+        self.rng = np.random.default_rng(seed)
         self.cases = list(check.cases(self.rng))
         self.inputs = [case for case in self.cases if isinstance(case, Case)]
         self.refused = [case for case in self.cases if isinstance(case, Raises)]
@@ -191,6 +229,15 @@ class _Grading:
         self._untouched(reply)
         return reply
 
+    def _respond(
+        self, count: int, selects: list[Any], args: Arguments, others: Arguments, distorts: bool
+    ) -> Response | None:
+        reply = self.asking.respond(count, args, {"selects": selects, "others": others, "distorts": distorts})
+        if error := reply.get("error"):
+            raise failure("run", error)
+        self._untouched(reply)
+        return read(_response, reply["response"])
+
     def _values(self) -> str:
         rights = [expected(self.check.reference, case.args, self.rng) for case in self.inputs]
         for count in self.check.devices:
@@ -204,7 +251,8 @@ class _Grading:
                     raise self._named(difference, case, answer, right, count)
                 self.first = self.first or (case, answer, right)
                 if "program" in self.wanted:
-                    self.programs.append((read(Program.read, reply["program"], count), case.args))
+                    respond = functools.partial(self._respond, count)
+                    self.programs.append((read(Program.read, reply["program"], count, (), respond), case.args))
         devices = f" on {' and '.join(str(count) for count in self.check.devices)} devices"
         return counted(len(self.inputs), "case", "cases") + (devices if len(self.check.devices) > 1 else "")
 
@@ -326,6 +374,11 @@ class _Grading:
         if large > slope.limit * small and large - small > slope.floor:
             title = f"Memory grows with the batch: {seen}."
             raise Failed("memory", title, f"In microbatches of the same size it should not grow.\n{slope.says}")
+        for mine, solution in zip(found, self.beside.measured("temporaries", count, self.sizes), strict=True):
+            if mine > slope.slack * solution + slope.floor:
+                title = f"It needs {readable(mine)} for temporaries, where {readable(solution)} are enough."
+                text = f"More than {slope.slack:g} times as much is not the memory of one microbatch.\n{slope.says}"
+                raise Failed("memory", title, text)
         return seen
 
     def _collectives(self) -> str:
@@ -333,7 +386,7 @@ class _Grading:
         assert rule is not None
         case = next(case for case in self.cases if isinstance(case, Case))
         args = rule.args(self.rng) if rule.args else case.args
-        reply = self._ask(rule.devices, args, "collectives")
+        reply = self._ask(rule.devices, args, "collectives", "work")
         counts: dict[str, int] = {}
         for kind, times, _ in reply["collectives"]:
             # A loop whose turns are not known is as bad as it can be.
@@ -348,7 +401,27 @@ class _Grading:
             says = rule.says if isinstance(rule.says, str) else rule.says(counts)
             title = f"The collectives carry {readable(total)} on each device; {readable(rule.largest)} are enough."
             raise Failed("collectives", title, says)
+        if rule.slack is not None:
+            (solution,) = self.beside.measured("work", rule.devices, [args])
+            if not 0 <= reply["work"] <= rule.slack * solution:
+                much = f"{reply['work']} multiplications" if reply["work"] >= 0 else "loops of unknown length"
+                title = f"A device does more than its share of the work: {much}, where {solution} are enough."
+                raise Failed(
+                    "collectives",
+                    title,
+                    f"The answer is right, but some of the {rule.devices} devices do the work of others, too.\n"
+                    "Each should have its own rows, and go through them once.",
+                )
         return f"{seen} executed on {rule.devices} devices"
+
+
+def _response(record: Any) -> Response | None:
+    if record is None:
+        return None
+    parts = [tuple(np.asarray(leaf) for leaf in record[name]) for name in ("before", "after", "held")]
+    if len({len(part) for part in parts}) != 1:
+        raise ValueError("no response")
+    return Response(*parts)
 
 
 def _wrong(mistake: Mistake, case: Case) -> Any:

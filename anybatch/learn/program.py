@@ -5,8 +5,10 @@ It is what the process that ran the learner's code reports of it. Operations who
 
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
+
+import numpy as np
 
 # Calls that only hold a program: what is in them is as if it were written where they are.
 TRANSPARENT = frozenset(
@@ -63,12 +65,48 @@ class Operation:
 
 
 @dataclasses.dataclass(frozen=True)
+class Response:
+    """How the answer of a program responds to other arguments, once as it is, and once with operations held still.
+
+    Args:
+      before: the arrays of the answer.
+      after: those for the other arguments.
+      held: those for the other arguments, while every held operation returns what it returned before.
+    """
+
+    before: tuple[np.ndarray, ...]
+    after: tuple[np.ndarray, ...]
+    held: tuple[np.ndarray, ...]
+
+    def shares(self, part: Callable[[np.ndarray], np.ndarray] = lambda leaf: leaf) -> tuple[float, ...]:
+        """For a part of each array, how much of its response does not come through the held operations, from 0 to 1.
+
+        >>> response = Response((np.zeros(2),), (np.array([4.0, 2.0]),), (np.array([1.0, 0.0]),))
+        >>> response.shares(), response.shares(lambda leaf: leaf[1:])
+        ((0.25,), (0.0,))
+        """
+        return tuple(
+            _share(*(part(each).astype(np.float64) for each in leaves))
+            for leaves in zip(self.before, self.after, self.held, strict=True)
+        )
+
+
+def _share(before: np.ndarray, after: np.ndarray, held: np.ndarray) -> float:
+    moved = np.abs(held - before)
+    if not np.all(np.isfinite(moved)):
+        return 1.0
+    around, in_all = (float(np.max(each, initial=0.0)) for each in (moved, np.abs(after - before)))
+    return 0.0 if around == 0 else min(1.0, around / in_all) if in_all > 0 else 1.0
+
+
+@dataclasses.dataclass(frozen=True)
 class Program:
     """The operations of a function, in order, with those inside of others.
 
     Args:
       operations: the outermost.
       devices: how many there were when it was traced.
+      respond: asks the process that has the program; see `response`.
 
     >>> inner = Operation("add", (), (), {}, (), ("scan",))
     >>> program = Program((Operation("scan", (), (), {"num_carry": 0}, (Program((inner,)),), ()),))
@@ -78,11 +116,40 @@ class Program:
 
     operations: tuple[Operation, ...]
     devices: int = 1
+    respond: Callable[..., Response | None] | None = dataclasses.field(default=None, repr=False, compare=False)
 
     @classmethod
-    def read(cls, record: Any, devices: int = 1, inside: tuple[str, ...] = ()) -> "Program":
+    def read(
+        cls,
+        record: Any,
+        devices: int = 1,
+        inside: tuple[str, ...] = (),
+        respond: Callable[..., Response | None] | None = None,
+    ) -> "Program":
         """The program that was reported in plain data."""
-        return cls(tuple(_operation(each, devices, inside) for each in record), devices)
+        return cls(tuple(_operation(each, devices, inside) for each in record), devices, respond)
+
+    def response(
+        self, selects: Sequence[Mapping[str, Any]], args: tuple[Any, ...], others: tuple[Any, ...]
+    ) -> Response | None:
+        """How the answer responds to other arguments while some operations are held still; None if not at all.
+
+        Args:
+          selects: which are held: those that fit one of these. A select is a dict with any of `names` (of JAX's
+            primitives), `turns` (of a scan, a list), `stack` (a regular expression for the transformations that made
+            the operation, as JAX names them: "jvp" is in all that `jax.grad` makes), `around` (such an expression for
+            something inside of it), `inside` (the name of an operation around it), `size` (the least numbers in its
+            largest array).
+          args: the arguments of a case.
+          others: arguments of the same shapes, with other numbers.
+        """
+        assert self.respond is not None
+        return self.respond(list(selects), args, others, False)
+
+    def distorted(self, selects: Sequence[Mapping[str, Any]], args: tuple[Any, ...]) -> Response | None:
+        """How the answer responds if the results of some operations are made 5% to 45% larger; None if not at all."""
+        assert self.respond is not None
+        return self.respond(list(selects), args, args, True)
 
     def __iter__(self) -> Iterator[Operation]:
         """All operations, each before those inside of it."""

@@ -1,6 +1,10 @@
 """Rules on the program of a function, to be named in `Check.program`; each takes the sentence that a learner reads."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
 
 from anybatch.learn.check import Arguments, Rule
 from anybatch.learn.program import Program
@@ -71,6 +75,136 @@ def stacks_less_than(size: Callable[..., int], says: str) -> Rule:
         return says if any(total >= large for total in stacked) else None
 
     return rule
+
+
+def one_microbatch(
+    size: Callable[..., int], says: str, *, names: Sequence[str] = (), of: Sequence[str] = ("float", "bfloat")
+) -> Rule:
+    """Nothing is computed from more numbers at once than those of one microbatch, inside of a loop or outside.
+
+    Args:
+      size: of the arguments, the numbers in the largest array that the work on one microbatch has.
+      says: what a learner reads.
+      names: the operations that are looked at; all that compute, if none is named. Reshapes, slices, casts and
+        copies do not.
+      of: how the names of the dtypes begin that are looked at.
+    """
+
+    def rule(program: Program, args: Arguments) -> str | None:
+        most = size(*args)
+        for operation in program.find(*names):
+            if operation.name in MOVES or operation.bodies:
+                continue
+            arrays = (*operation.inputs, *operation.outputs)
+            found = max((each.size for each in arrays if each.dtype.startswith(tuple(of))), default=0)
+            if found > most:
+                return f"{says}\nIn one {operation.name} there are {found} numbers; one microbatch has {most} at most."
+        return None
+
+    return rule
+
+
+# Less than this of an answer's change is rounding.
+ROUNDING = 1e-3
+
+
+def carries(
+    name: str,
+    varied: Sequence[int] | Callable[[Arguments], Arguments],
+    says: str,
+    *,
+    names: Sequence[str] = (),
+    turns: Callable[..., Sequence[int]] | None = None,
+) -> Rule:
+    """All that the answer takes from some arguments must come through an operation: none of it may go around.
+
+    The program is run again with other numbers in those arguments, while the operation keeps returning what it
+    returned before. If the answer changes nevertheless, it was not the operation that made it.
+
+    Args:
+      name: of the operation, as a learner reads it, and JAX's name of it: "scan", "shard_map".
+      varied: the positions of the arguments; or a function of the arguments of a case that returns others.
+      says: what a learner reads below the finding.
+      names: JAX's names, if they differ from `name`, or are several.
+      turns: of the arguments, how many turns the scan may take that is meant; any number if it is left out.
+    """
+
+    def rule(program: Program, args: Arguments) -> str | None:
+        others = varied(args) if callable(varied) else other_numbers(args, *varied)
+        select: dict[str, Any] = {"names": list(names) or [name]}
+        if turns is not None:
+            select["turns"] = [int(each) for each in turns(*args)]
+        response = program.response([select], args, others)
+        return None if response is None else _goes_around(name, response.shares(), says)
+
+    return rule
+
+
+def matters(
+    name: str,
+    says: str,
+    *,
+    selects: Sequence[Mapping[str, Any]] = (),
+    least: float = 0.01,
+    but: Sequence[int] = (),
+) -> Rule:
+    """The results of an operation must have an influence on every array of the answer.
+
+    The program is run again with these results made 5% to 45% larger.
+
+    Args:
+      name: of the operation, as a learner reads it, and JAX's name of it.
+      says: what a learner reads below the finding.
+      selects: which operations are meant, if their name does not say it; see `Program.response`.
+      least: by how much every array of the answer must change, as a part of it.
+      but: the positions of arrays of the answer that need not change.
+    """
+
+    def rule(program: Program, args: Arguments) -> str | None:
+        response = program.distorted(selects or [{"names": [name]}], args)
+        changes = [0.0] if response is None else _changes(response.before, response.held)
+        if all(change >= least for place, change in enumerate(changes) if place not in but):
+            return None
+        return f"{_without_influence(name)}\n{says}"
+
+    return rule
+
+
+def other_numbers(args: Arguments, *positions: int, rows: slice = slice(None)) -> Arguments:
+    """Arguments with other numbers in the floating-point arrays at some positions, in some of their rows."""
+    rng = np.random.default_rng(0)
+
+    def changed(leaf: Any) -> Any:
+        if not isinstance(leaf, np.ndarray) or not (leaf.dtype.kind == "f" or leaf.dtype.name == "bfloat16"):
+            return leaf
+        other = leaf.copy()
+        factors = rng.choice((0.5, 2.0), other[rows].shape)
+        other[rows] = (other[rows] * factors).astype(leaf.dtype)
+        return other
+
+    return tuple(jax.tree.map(changed, arg) if place in positions else arg for place, arg in enumerate(args))
+
+
+def _goes_around(name: str, shares: Sequence[float], says: str) -> str | None:
+    if max(shares, default=0.0) <= ROUNDING:
+        return None
+    if min(shares) > 1 - ROUNDING:
+        return f"{_without_influence(name)}\nThe answer is the same whatever it returns. {says}"
+    part = f"up to {max(shares):.0%} of it is computed beside it"
+    return f"Part of the answer does not come from the {name}: {part}.\n{says}"
+
+
+def _without_influence(name: str) -> str:
+    return f"The {name} has no influence on the answer: it is in the program, and its result does not matter."
+
+
+def _changes(before: Sequence[np.ndarray], held: Sequence[np.ndarray]) -> list[float]:
+    found = []
+    for one, other in zip(before, held, strict=True):
+        moved = np.max(np.abs(other.astype(np.float64) - one), initial=0.0)
+        size = np.max(np.abs(one.astype(np.float64)), initial=0.0)
+        found.append(float("inf") if not np.isfinite(moved) else float(moved / size) if size else float(moved))
+    return found
 
 
 def computes_elsewhere(program: Program, args: Arguments) -> str | None:

@@ -21,6 +21,8 @@ import numpy as np
 
 from anybatch import compat
 from anybatch.collectives import collectives_of
+from anybatch.learn.runner import influence
+from anybatch.learn.runner.work import multiplications_of
 
 # Replacing a function of these would change what others compute, or think that they compute.
 _GUARDED = (builtins, np, np.linalg, jax, jnp, jax.lax, jax.tree, jax.tree_util, jax.random)
@@ -51,7 +53,7 @@ class Evidence:
         if request["do"] == "load":
             return self._loaded
         try:
-            reply = self._call(request["function"], request["args"], request["want"], request["compiled"])
+            reply = self._call(request)
         except BaseException as error:
             reply = {"error": describe(error, self.path)}
         return reply | {"replaced": self._replaced()}
@@ -79,9 +81,10 @@ class Evidence:
             if callable(value) and vars(module).get(name, value) is not value
         ]
 
-    def _call(self, name: str, args: Any, want: Sequence[str], compiled: bool) -> dict[str, Any]:
+    def _call(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        name, args = request["function"], request["args"]
         function = getattr(self.module, name)
-        if not compiled:
+        if not request["compiled"]:
             return {"value": _tree(function(*jax.tree.map(_on_device, args)))}
         leaves, structure = jax.tree.flatten(args)
         kinds = tuple((x.shape, x.dtype.name) if _is_array(x) else (type(x).__name__, repr(x)) for x in leaves)
@@ -97,8 +100,10 @@ class Evidence:
                 (each.kind, -1 if each.times is None else each.times, each.bytes)
                 for each in collectives_of(program.compiled)
             ],
+            "work": lambda: multiplications_of(program.compiled),
+            "response": lambda: program.response(leaves, request),
         }
-        return {what: makers[what]() for what in want}
+        return {what: makers[what]() for what in request["want"]}
 
 
 _files: list[Evidence] = []
@@ -147,6 +152,15 @@ class _Compiled:
             if str(error).startswith("Computation compiled for"):
                 raise jax.errors.UnexpectedTracerError(_LEAKED) from None
             raise
+
+    def response(self, leaves: Sequence[Any], request: Mapping[str, Any]) -> dict[str, Any] | None:
+        """What becomes of the answer if operations keep their results and arguments change; None if nothing can."""
+        others = jax.tree.leaves(request["others"])
+        ones, twos = ([np.asarray(leaf) for leaf in each if _is_array(leaf)] for each in (leaves, others))
+        found = influence.responses(self.traced.jaxpr, request["selects"], ones, twos, distorts=request["distorts"])
+        if found is None:
+            return None
+        return {"before": found[0], "held": found[1], "after": self.value(others)["leaves"]}
 
 
 class _NotByHand(importlib.abc.MetaPathFinder):

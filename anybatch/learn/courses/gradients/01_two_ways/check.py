@@ -3,6 +3,7 @@
 import numpy as np
 
 from anybatch.learn.check import Case, Check, Mistake, Same
+from anybatch.learn.rules import ROUNDING, other_numbers
 
 
 def cases(rng):
@@ -68,6 +69,18 @@ MISTAKES = (
 )
 
 
+TWICE_OF_EACH = (
+    "The value is right, but both rows add up a gradient for each example.\n"
+    "In neither does a gradient go back through a sum. For row 1, write a function of w that returns the summed loss "
+    "of the whole batch, and take its jax.grad."
+)
+TWICE_OF_A_SUM = (
+    "The value is right, but both rows are gradients of a summed loss.\n"
+    "For row 0, take the gradient of f for each example first: jax.vmap of jax.grad(f) gives one number for each; then "
+    "add them up."
+)
+
+
 def is_differentiated_twice(program, args):
     """Whether there are two derivatives in the program, one of each example and one of a sum.
 
@@ -111,18 +124,40 @@ def is_differentiated_twice(program, args):
 def _same_way(names):
     broadcasts = names.count("broadcast_in_dim")
     if not broadcasts:
-        return (
-            "The value is right, but both rows add up a gradient for each example.\n"
-            "In neither does a gradient go back through a sum. For row 1, write a function of w that returns the "
-            "summed loss of the whole batch, and take its jax.grad."
-        )
+        return TWICE_OF_EACH
     half = names[: len(names) // 2]
     if names == half * 2 and half[0] != "broadcast_in_dim" and broadcasts == 2:
-        return (
-            "The value is right, but both rows are gradients of a summed loss.\n"
-            "For row 0, take the gradient of f for each example first: jax.vmap of jax.grad(f) gives one number for "
-            "each; then add them up."
-        )
+        return TWICE_OF_A_SUM
+    return None
+
+
+def both_ways_matter(program, args):
+    """Each row comes from derivatives, row 0 from one for each example, and row 1 from one of a sum."""
+    x = args[1]
+    if len(x) == 1:
+        return None
+
+    def comes_from(row, *selects):
+        response = program.response(selects, args, other_numbers(args, 1))
+        return response is None or response.shares(lambda leaf: leaf[row : row + 1])[0] <= ROUNDING
+
+    derivatives = ({"stack": "jvp"},)
+    of_each = ({"stack": r"vmap\(.*jvp"}, {"names": ["scan", "while"], "around": "jvp"})
+    of_a_sum = (
+        {"names": ["reduce_sum", "dot_general", "cumsum", "reduce"], "stack": "jvp", "size": len(x)},
+        {"names": ["scan", "while", "add_any"], "stack": "jvp"},
+    )
+    for row in (0, 1):
+        if not comes_from(row, *derivatives):
+            return (
+                f"No derivative has an influence on row {row}: what jax.grad makes is in the program, and does not "
+                "matter.\nFor a network there is no formula that could be written out by hand: let jax.grad "
+                "differentiate f, in both rows, and return what it gives."
+            )
+    if not comes_from(1, *of_a_sum):
+        return TWICE_OF_EACH
+    if not comes_from(0, *of_each) and comes_from(0, *of_a_sum):
+        return TWICE_OF_A_SUM
     return None
 
 
@@ -138,5 +173,5 @@ check = Check(
     reference=reference,
     mistakes=MISTAKES,
     same=(Same("the order of the examples", permuted, says="A sum over the examples has no first and no last."),),
-    program=(is_differentiated_twice,),
+    program=(is_differentiated_twice, both_ways_matter),
 )

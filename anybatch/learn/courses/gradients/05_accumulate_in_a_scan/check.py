@@ -3,7 +3,7 @@
 import numpy as np
 
 from anybatch.learn.check import Case, Check, Mistake, Raises, Same
-from anybatch.learn.rules import MOVES
+from anybatch.learn.rules import MOVES, carries, other_numbers
 
 N = 24
 DIVISORS = (1, 2, 3, 6, 8, 12, 24)
@@ -72,24 +72,35 @@ def loops_that_stack(program, args):
 
 
 def whole_batch_at_once(program, args):
-    """Arithmetic is done with one microbatch, inside of a scan; the whole batch is only cut, moved and cast."""
+    """Arithmetic is done with one microbatch; the whole batch is only cut, moved and cast."""
     size, n = len(args[2]), int(args[4])
     # What holds a program of its own (a scan, a call of any kind) computes nothing beside what is in it.
     arithmetic = [each for each in program.find() if each.name not in CUTS and not each.bodies]
     for operation in arithmetic:
-        if operation.size < size:
+        arrays = (*operation.inputs, *operation.outputs)
+        # Whole numbers are indices, which somebody may take the microbatches by.
+        found = max((array.size for array in arrays if array.dtype.startswith("float")), default=0)
+        if found <= size // n:
             continue
+        what = "the whole batch" if found >= size else f"{found} examples"
         if "scan" not in operation.inside:
             return (
-                "There is a scan, but the whole batch is computed with outside of it.\n"
-                "Only cutting and reshaping belong there. Take the gradient of one microbatch in the body of the scan."
+                f"There is a scan, but {what} {'is' if found >= size else 'are'} computed with outside of it.\n"
+                "Only cutting and reshaping belong there. Take the gradient of one microbatch in the body of the scan, "
+                f"of {size // n} examples."
             )
         return (
-            "Every turn of your scan computes with the whole batch.\n"
+            f"Every turn of your scan computes with {what}.\n"
             f"There are {size} examples, and a turn should see {size // n} of them: "
             "give the scan the microbatches, an array of n rows, as its third argument."
         )
     return None
+
+
+def other_rows(args):
+    """Other examples, but for those of the first and the last microbatch, which may come before or after the loop."""
+    size = len(args[2]) // int(args[4])
+    return other_numbers(args, 2, 3, rows=slice(size, -size))
 
 
 check = Check(
@@ -138,5 +149,11 @@ check = Check(
         loop_over_microbatches,
         loops_that_stack,
         whole_batch_at_once,
+        carries(
+            "scan",
+            other_rows,
+            "Let the scan carry the sum of the gradients, and return what it carried.",
+            turns=lambda w, b, x, y, n: (int(n), int(n) - 1),
+        ),
     ),
 )

@@ -3,7 +3,7 @@
 import numpy as np
 
 from anybatch.learn.check import Case, Check, Mistake
-from anybatch.learn.rules import MOVES
+from anybatch.learn.rules import MOVES, ROUNDING, other_numbers
 
 COPIES = MOVES | {"stack", "tile", "scatter", "reshard", "axis_index"}
 EXCHANGES = (
@@ -49,15 +49,15 @@ def is_spread(program, args):
             "The values are right, but all of them were computed in one place. Row 0 has to come from "
             "jax.shard_map(function, mesh=..., in_specs=..., out_specs=...)(x)."
         )
-    most = max(each.params["devices"] for each in found)
-    if most < program.devices:
+    fewest = min(each.params["devices"] for each in found)
+    if fewest < program.devices:
         return (
-            f"Your mesh has {most} of {program.devices} devices; the others have nothing to do.\n"
+            f"Your mesh has {fewest} of {program.devices} devices; the others have nothing to do.\n"
             'Make it of all that there are: jax.make_mesh((jax.device_count(),), ("data",), ...). '
             "jax.device_count() may be 1 on your own machine; here it is 1, and then 8."
         )
-    if not any("data" in each.params["axes"] for each in found):
-        axes = ", ".join(repr(name) for name in found[0].params["axes"])
+    if other := [each for each in found if "data" not in each.params["axes"]]:
+        axes = ", ".join(repr(name) for name in other[0].params["axes"])
         return f'The axis of the mesh is to be called "data"; yours is called {axes}.'
     return None
 
@@ -93,10 +93,30 @@ def vmap_outside(program, args):
     """The second row is computed beside the shard_map."""
     if any(each.size >= args[0].size for each in arithmetic(program, outside="shard_map")):
         return None
-    return (
-        "Both rows come from shard_map; row 1 has to be computed without it, by jax.vmap(sum_of_squares)(x).\n"
-        "It is the comparison that makes the first row believable."
-    )
+    return FROM_SHARD_MAP
+
+
+def each_row_comes_from_its_way(program, args):
+    """Row 0 is made by the arithmetic inside of the shard_map, and row 1 by nothing of it."""
+    rows, columns = args[0].shape
+    if rows >= columns:
+        return None  # sums of rows could not be told from rows
+    response = program.response([{"names": ["shard_map"]}], args, other_numbers(args, 0))
+    if response is None or response.shares(lambda leaf: leaf[1])[0] < 1 - ROUNDING:
+        return FROM_SHARD_MAP
+    within = program.response([{"inside": "shard_map", "size": columns}], args, other_numbers(args, 0))
+    if within is not None and within.shares(lambda leaf: leaf[0])[0] > ROUNDING:
+        return (
+            "The shard_map has no influence on row 0, or only hands it on: its sums are computed elsewhere.\n"
+            "Row 0 has to be what the devices computed from their own rows: return what the shard_map gives."
+        )
+    return None
+
+
+FROM_SHARD_MAP = (
+    "Both rows come from shard_map; row 1 has to be computed without it, by jax.vmap(sum_of_squares)(x).\n"
+    "It is the comparison that makes the first row believable."
+)
 
 
 check = Check(
@@ -120,5 +140,5 @@ check = Check(
             "On one device it does nothing, so it looks right there. Return what each device computed, as it is.",
         ),
     ),
-    program=(is_spread, rows_inside, vmap_outside),
+    program=(is_spread, rows_inside, vmap_outside, each_row_comes_from_its_way),
 )

@@ -5,6 +5,7 @@ import functools
 import numpy as np
 
 from anybatch.learn.check import Case, Check, Mistake
+from anybatch.learn.rules import matters
 
 
 def cases(rng):
@@ -106,7 +107,7 @@ def not_flattened(seed, x, y, lr):
 def two_gradients(program, args):
     """No gradient of the weights, D numbers, is contracted from all 2M examples at once."""
     x = args[1]
-    for product in program.find("dot_general"):
+    for product in program.find("dot_general", "reduce_sum", "reduce", "cumsum"):
         if product.outputs[0].size == x.shape[-1] and product.size >= x.size:
             return (
                 "You took one gradient of all examples at once.\n"
@@ -114,6 +115,14 @@ def two_gradients(program, args):
                 "microbatches, as if both together did not fit, and average them with jax.tree.map."
             )
     return None
+
+
+derivatives_matter = matters(
+    "jax.grad",
+    "Take the gradient of each of the two microbatches, average them, and let apply_gradients take the step with that.",
+    selects=[{"stack": "jvp"}],
+    least=1e-3,
+)
 
 
 ONE = "The loss that is asked for is that of all 2M examples, x_batches.reshape(-1, D) and y_batches.reshape(-1)."
@@ -182,5 +191,5 @@ check = Check(
             "Flax derives the key of a layer from its place in the module. Initialise Linear(), as it is given.",
         ),
     ),
-    program=(two_gradients,),
+    program=(two_gradients, derivatives_matter),
 )

@@ -3,6 +3,7 @@
 import numpy as np
 
 from anybatch.learn.check import Case, Check, Mistake, Same
+from anybatch.learn.rules import ROUNDING, other_numbers
 
 STEPS, MICROBATCHES, SIZE, WIDTH = 3, 2, 4, 3
 # With Adam's usual b2 = 0.999, float32 rounds 1 - b2 by some 3e-5 of itself: more than a check should have to allow.
@@ -125,17 +126,34 @@ def swapped(rng, args):
 def both_ways(program, args):
     """MultiSteps decides in a `cond` whether a gradient counts, and numbers them modulo k; plain Adam does neither."""
     if not program.count("cond", "rem"):
-        return (
-            "The numbers are right, and optax.MultiSteps is not in your program.\n"
-            "For the second answer, wrap the optimizer, optax.MultiSteps(make_optimizer(lr), every_k_schedule=2), and "
-            "give it the gradient of one microbatch at a time."
-        )
+        return f"The numbers are right, and optax.MultiSteps is not in your program.\n{WRAP}"
     if program.count("cond") and not program.count("sqrt", "rsqrt", "pow", outside="cond"):
-        return (
-            "The numbers are right, and both answers come from optax.MultiSteps.\n"
-            "Compute the first by hand: average the two gradients, and call the plain optimizer once a step."
-        )
+        return BOTH_MULTI_STEPS
     return None
+
+
+def each_answer_comes_from_its_way(program, args):
+    """The second answer comes out of the `cond` of MultiSteps, and the first does not."""
+    if not program.count("cond"):
+        return None
+    response = program.response([{"names": ["cond"]}], args, other_numbers(args, 1, 2))
+    if response is None:
+        return BOTH_MULTI_STEPS
+    shares = response.shares()
+    by_hand, by_multi_steps = shares[: len(shares) // 2], shares[len(shares) // 2 :]
+    if max(by_multi_steps) > ROUNDING:
+        return f"The optax.MultiSteps in your program has no influence on the second answer.\n{WRAP}"
+    return BOTH_MULTI_STEPS if min(by_hand) < 1 - ROUNDING else None
+
+
+WRAP = (
+    "For the second answer, wrap the optimizer, optax.MultiSteps(make_optimizer(lr), every_k_schedule=2), and give it "
+    "the gradient of one microbatch at a time."
+)
+BOTH_MULTI_STEPS = (
+    "The numbers are right, and both answers come from optax.MultiSteps.\n"
+    "Compute the first by hand: average the two gradients, and call the plain optimizer once a step."
+)
 
 
 check = Check(
@@ -151,5 +169,5 @@ check = Check(
             says="A mean does not know an order: both gradients must be taken at the parameters before the step.",
         )
     ],
-    program=[both_ways],
+    program=[both_ways, each_answer_comes_from_its_way],
 )

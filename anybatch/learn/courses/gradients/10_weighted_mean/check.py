@@ -3,7 +3,7 @@
 import numpy as np
 
 from anybatch.learn.check import Case, Check, Mistake, Same
-from anybatch.learn.rules import scans, stacks_less_than
+from anybatch.learn.rules import carries, one_microbatch, scans, stacks_less_than
 
 SEQUENCES, TOKENS, WIDTH, MICROBATCHES = 8, 6, 4, 4
 
@@ -156,6 +156,14 @@ def one_at_a_time(program, args):
     return None
 
 
+half_at_a_time = one_microbatch(
+    lambda params, x, y, mask, n: x.size // n,
+    "The numbers are right, but more than one microbatch is computed at once.\n"
+    "In a turn of the scan, use only the microbatch of that turn: N // n_microbatches sequences.",
+    names=REDUCES,
+)
+
+
 check = Check(
     function="masked_mean_grads",
     parameters=("params", "x", "y", "mask", "n_microbatches"),
@@ -189,6 +197,13 @@ check = Check(
             "These are the gradients, to be added up later, or what jax.grad needs to go back through the scan. "
             "Take the gradient inside of it, and add it to the carry: one gradient in memory, however many "
             "microbatches there are.",
+        ),
+        half_at_a_time,
+        carries(
+            "scan",
+            (1, 2),
+            "Let the scan carry the gradients of the sums, and divide what it carried.",
+            turns=lambda params, x, y, mask, n: (n,),
         ),
     ],
 )

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from anybatch.learn.check import Case, Check, Mistake, Same
-from anybatch.learn.rules import scans, stacks_less_than
+from anybatch.learn.rules import carries, one_microbatch, scans, stacks_less_than
 
 EXAMPLES, WIDTH, MICROBATCHES = 128, 4, 32
 BFLOAT16 = np.dtype(jnp.bfloat16)
@@ -149,6 +149,17 @@ check = Check(
             "The numbers are right, but the scan keeps something of each microbatch until the end.\n"
             "These are the gradients, to be added up later, or what jax.grad needs to go back through the scan. "
             "Take the gradient inside of it, and add it to the carry, in float32.",
+        ),
+        one_microbatch(
+            lambda params, x, y, n: x.size // n,
+            "The numbers are right, but more than one microbatch is computed at once.\n"
+            "In a turn of the scan, use only the microbatch of that turn: N // n_microbatches examples.",
+        ),
+        carries(
+            "scan",
+            (1, 2),
+            "Let the scan carry the sum of the gradients, and divide what it carried.",
+            turns=lambda params, x, y, n: (n,),
         ),
     ],
 )

@@ -5,7 +5,7 @@ import functools
 import numpy as np
 
 from anybatch.learn.check import Case, Check, Mistake, Same
-from anybatch.learn.rules import computes_in, scans, stacks_less_than
+from anybatch.learn.rules import carries, computes_in, one_microbatch, scans, stacks_less_than
 
 EXAMPLES, WIDTH, HIDDEN, MICROBATCHES, RATE = 12, 4, 16, 4, 0.25
 
@@ -214,6 +214,19 @@ check = Check(
             "The numbers are right, but the scan keeps something of each microbatch until the end.\n"
             "These are the gradients, to be added up later, or what jax.grad needs to go back through the scan. "
             "Take the gradient inside of it, and add it to the carry.",
+        ),
+        one_microbatch(
+            # The weights are larger than the hidden units of a microbatch, and smaller than those of half of the batch.
+            lambda params, key, x, y, n: max(EXAMPLES // n * HIDDEN, WIDTH * HIDDEN),
+            "The numbers are right, but more than one microbatch is computed at once.\n"
+            "In a turn of the scan, use only N // n_microbatches examples, those of that turn, and their masks.",
+            of=("float", "uint", "int", "bool"),
+        ),
+        carries(
+            "scan",
+            (2, 3),
+            "Let the scan carry the sum of the gradients, and divide what it carried.",
+            turns=lambda params, key, x, y, n: (n,),
         ),
     ],
 )

@@ -3,7 +3,7 @@
 import numpy as np
 
 from anybatch.learn.check import Case, Check, Mistake, Same, Slope
-from anybatch.learn.rules import scans
+from anybatch.learn.rules import carries, one_microbatch, scans
 
 CLIP = 1.5
 INPUTS, HIDDEN = 8, 32
@@ -179,6 +179,17 @@ check = Check(
             lambda params, x, y, clip, n: n,
             "No scan goes over the microbatches.\nIt should take `n_microbatches` turns, and carry the sum of the "
             "clipped gradients from each to the next.",
+        ),
+        one_microbatch(
+            lambda params, x, y, clip, n: len(x) // n * (INPUTS * HIDDEN + HIDDEN),
+            "The numbers are right, but the gradients of more than one microbatch exist at once.\n"
+            "In a turn of the scan, take those of N // n_microbatches examples only.",
+        ),
+        carries(
+            "scan",
+            (1, 2),
+            "Let the scan carry the sum of the clipped gradients, and return what it carried.",
+            turns=lambda params, x, y, clip, n: (n,),
         ),
     ),
     memory=Slope(

@@ -7,7 +7,7 @@ gradients up by hand, or by a derivative of their own (`jax.custom_vjp`), is rig
 import numpy as np
 
 from anybatch.learn.check import Case, Check, Mistake, Same, Slope
-from anybatch.learn.rules import scans
+from anybatch.learn.rules import carries, one_microbatch, scans
 
 INPUTS, HIDDEN = 8, 32
 
@@ -112,6 +112,17 @@ check = Check(
             lambda params, x, y, n: n,
             "No scan goes over the microbatches.\nIt should take `n_microbatches` turns, and carry the sum of the "
             "squared errors from each to the next.",
+        ),
+        one_microbatch(
+            lambda params, x, y, n: len(x) // n * HIDDEN,
+            "The numbers are right, but more than one microbatch is computed at once.\n"
+            "In a turn of the scan, use only the microbatch of that turn: N // n_microbatches rows.",
+        ),
+        carries(
+            "scan",
+            (1, 2),
+            "Let the scan carry the sum of the squared errors, and take the root of what it carried.",
+            turns=lambda params, x, y, n: (n,),
         ),
     ),
     memory=Slope(

@@ -3,7 +3,7 @@
 import numpy as np
 
 from anybatch.learn.check import Case, Check, Mistake, Same, Slope
-from anybatch.learn.rules import scans
+from anybatch.learn.rules import carries, one_microbatch, scans
 
 INPUTS, HIDDEN = 8, 32
 
@@ -194,6 +194,17 @@ check = Check(
             lambda params, x, y, n: n,
             "No scan goes over the microbatches.\nIt should take `n_microbatches` turns, and carry the sum of the "
             "gradients, and that of their squares.",
+        ),
+        one_microbatch(
+            lambda params, x, y, n: len(x) // n * (INPUTS * HIDDEN + HIDDEN),
+            "The numbers are right, but the gradients of more than one microbatch exist at once.\n"
+            "In a turn of the scan, take those of N // n_microbatches examples only.",
+        ),
+        carries(
+            "scan",
+            (1, 2),
+            "Let the scan carry the sum of the gradients, and that of their squares, and return what it carried.",
+            turns=lambda params, x, y, n: (n,),
         ),
     ),
     memory=Slope(

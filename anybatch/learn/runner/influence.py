@@ -1,0 +1,230 @@
+"""What an answer owes to one kind of operation: a program is run twice side by side, with those operations held still.
+
+A traced program that has a scan need not use it: `0 * scan(...)`, `jnp.where(jnp.isnan(w), scan(...), rest)`, or a
+scan over something else. So the program is evaluated for two sets of arguments at once. Wherever an operation of the
+kind is met, the second evaluation is given the first one's result. What still differs at the end came around it.
+"""
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from anybatch import compat
+
+
+class Pair(NamedTuple):
+    """A value in the two evaluations. It is the same object twice if nothing that differs can have reached it."""
+
+    one: Any
+    other: Any
+
+    @property
+    def is_same(self) -> bool:
+        return self.other is self.one
+
+
+def responses(
+    jaxpr: Any, selects: Sequence[Mapping[str, Any]], ones: Sequence[Any], others: Sequence[Any], *, distorts: bool
+) -> tuple[list[np.ndarray], list[np.ndarray]] | None:
+    """The answer for some arguments, and for others while the selected operations keep the results of the former.
+
+    Args:
+      jaxpr: the program, closed over its constants.
+      selects: what is held; an operation that fits one of them is. Each has any of `names` (of the primitive),
+        `turns` (of a scan), `stack` (an expression for the transformations that it was made by, such as "jvp"),
+        `around` (such an expression that holds inside of it, and not for itself), `inside` (the name of an operation
+        around it) and `size` (the least numbers of its largest array).
+      ones: the arrays that the program takes.
+      others: arrays of the same types.
+      distorts: whether results are distorted instead of held.
+
+    Returns:
+      The arrays of both answers, or None if no path leads from what differs to the answer.
+    """
+    same = [
+        np.array_equal(one, other, equal_nan=one.dtype.kind == "f") for one, other in zip(ones, others, strict=True)
+    ]
+    how = _How(selects, distorts)
+    reached: list[bool] = []
+
+    def both(ones: Sequence[Any], others: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        pairs = [Pair(a, a if is_same else b) for a, b, is_same in zip(ones, others, same, strict=True)]
+        found = how.run(jaxpr, pairs, "")
+        reached.extend(not pair.is_same for pair in found)
+        return [pair.one for pair in found], [pair.other for pair in found]
+
+    traced = jax.jit(both).trace(list(ones), list(others))
+    if not any(reached):
+        return None
+    before, held = traced.lower().compile()(list(ones), list(others))
+    return [np.asarray(each) for each in before], [np.asarray(each) for each in held]
+
+
+class _How:
+    def __init__(self, selects: Sequence[Mapping[str, Any]], distorts: bool) -> None:
+        self._selects, self._distorts = selects, distorts
+
+    def run(self, jaxpr: Any, pairs: Sequence[Pair], stack: str) -> list[Pair]:
+        """Evaluates a program on pairs."""
+
+        def compute(equation: Any, operands: list[Any]) -> Sequence[Any]:
+            return self._compute(
+                equation, [_pair(*each) for each in zip(operands, equation.invars, strict=True)], stack
+            )
+
+        outputs = compat.interpret(jaxpr, list(pairs), compute)
+        return [_pair(*each) for each in zip(outputs, compat.opened(jaxpr).outvars, strict=True)]
+
+    def _compute(self, equation: Any, pairs: list[Pair], stack: str) -> list[Pair]:
+        if not equation.outvars:  # a print, which the run of the program itself has shown
+            return []
+        stack = _inner(stack, equation)
+        is_same = all(pair.is_same for pair in pairs)
+        is_selected = self._is_selected(equation, stack)
+        if not is_selected and self._holds_selected(equation, stack) and (self._distorts or not is_same):
+            if (nested := _NESTED.get(equation.primitive.name)) is not None:
+                return nested(self, equation, pairs, stack)
+        ones = compat.evaluate(equation, [pair.one for pair in pairs])
+        if is_selected and not self._distorts:
+            return [Pair(one, one) for one in ones]
+        others = ones if is_same else compat.evaluate(equation, [pair.other for pair in pairs])
+        if is_selected:
+            others = [_distorted(other) for other in others]
+        return [Pair(one, other) for one, other in zip(ones, others, strict=True)]
+
+    def _is_selected(self, equation: Any, stack: str) -> bool:
+        return any(_fits(select, equation, stack) for select in self._selects)
+
+    def _holds_selected(self, equation: Any, stack: str) -> bool:
+        return any(
+            self._is_selected(each, within := _inner(stack, each)) or self._holds_selected(each, within)
+            for inner in compat.jaxprs_in(equation)
+            for each in inner.eqns
+        )
+
+    def call(self, equation: Any, pairs: list[Pair], stack: str) -> list[Pair]:
+        inner = next(equation.params[name] for name in ("jaxpr", "call_jaxpr", "fun_jaxpr") if name in equation.params)
+        return self.run(inner, pairs, stack)
+
+    def scan(self, equation: Any, pairs: list[Pair], stack: str) -> list[Pair]:
+        params = equation.params
+        consts, carry = compat.scan_counts(params)
+
+        def turn(carried: Any, slices: Any) -> Any:
+            given = [*pairs[:consts], *(Pair(*each) for each in (*carried, *slices))]
+            found = [tuple(pair) for pair in self.run(params["jaxpr"], given, stack)]
+            return found[:carry], found[carry:]
+
+        begin, over = ([tuple(pair) for pair in part] for part in (pairs[consts:][:carry], pairs[consts + carry :]))
+        last, stacked = jax.lax.scan(turn, begin, over, length=params["length"], reverse=params["reverse"])
+        return [Pair(*each) for each in (*last, *stacked)]
+
+    def loop(self, equation: Any, pairs: list[Pair], stack: str) -> list[Pair]:
+        """A while loop: both evaluations take as many turns as the first."""
+        params = equation.params
+        ends = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
+        asked, given, begin = pairs[: ends[0]], pairs[ends[0] : ends[1]], pairs[ends[1] :]
+
+        def goes_on(carried: Any) -> Any:
+            return compat.interpret(
+                params["cond_jaxpr"], [*(p.one for p in asked), *(one for one, _ in carried)], compat.evaluate
+            )[0]
+
+        def turn(carried: Any) -> Any:
+            return [tuple(p) for p in self.run(params["body_jaxpr"], [*given, *(Pair(*p) for p in carried)], stack)]
+
+        return [Pair(*each) for each in jax.lax.while_loop(goes_on, turn, [tuple(pair) for pair in begin])]
+
+    def branches(self, equation: Any, pairs: list[Pair], stack: str) -> list[Pair]:
+        """Both evaluations take the branch of the first."""
+
+        def taken(branch: Any) -> Callable[..., Any]:
+            return lambda given: [tuple(p) for p in self.run(branch, [Pair(*each) for each in given], stack)]
+
+        given = [tuple(pair) for pair in pairs[1:]]
+        found = jax.lax.switch(pairs[0].one, [taken(branch) for branch in equation.params["branches"]], given)
+        return [Pair(*each) for each in found]
+
+    def devices(self, equation: Any, pairs: list[Pair], stack: str) -> list[Pair]:
+        """A shard_map."""
+        inside: list[bool] = []
+        specs, results = equation.params["in_specs"], equation.params["out_specs"]
+        places = [index for index, pair in enumerate(pairs) if not pair.is_same]
+
+        def on_each(ones: Sequence[Any], others: Sequence[Any]) -> Any:
+            given = [Pair(one, one) for one in ones]
+            for index, other in zip(places, others, strict=True):
+                given[index] = Pair(ones[index], other)
+            found = self.run(equation.params["jaxpr"], given, stack)
+            inside[:] = [pair.is_same for pair in found]
+            return [pair.one for pair in found], [pair.other for pair in found]
+
+        mapped = compat.shard_mapped(
+            equation, on_each, (list(specs), [specs[index] for index in places]), (list(results), list(results))
+        )
+        ones, others = mapped([pair.one for pair in pairs], [pairs[index].other for index in places])
+        return [Pair(a, a if is_same else b) for a, b, is_same in zip(ones, others, inside, strict=True)]
+
+
+_NESTED: dict[str, Callable[[_How, Any, list[Pair], str], list[Pair]]] = {
+    **dict.fromkeys(
+        (
+            *("jit", "pjit", "closed_call", "core_call", "remat", "remat2", "checkpoint"),
+            *("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"),
+        ),
+        _How.call,
+    ),
+    "scan": _How.scan,
+    "while": _How.loop,
+    "cond": _How.branches,
+    "shard_map": _How.devices,
+}
+
+
+def _fits(select: Mapping[str, Any], equation: Any, stack: str) -> bool:
+    if select.get("names") and equation.primitive.name not in select["names"]:
+        return False
+    if select.get("turns") and equation.params.get("length") not in select["turns"]:
+        return False
+    made_by = re.sub(r"/\w+:", "/", stack)
+    if select.get("stack") and not re.search(select["stack"], made_by):
+        return False
+    if select.get("around") and (re.search(select["around"], made_by) or not _is_around(select["around"], equation)):
+        return False
+    if select.get("inside") and f"/{select['inside']}:" not in stack.rpartition("/")[0]:
+        return False
+    arrays = (*equation.invars, *equation.outvars)
+    return max((getattr(each.aval, "size", 0) for each in arrays), default=0) >= select.get("size", 0)
+
+
+def _is_around(expression: str, equation: Any) -> bool:
+    return any(
+        re.search(expression, compat.name_stack(each)) or _is_around(expression, each)
+        for inner in compat.jaxprs_in(equation)
+        for each in inner.eqns
+    )
+
+
+def _inner(stack: str, equation: Any) -> str:
+    """Where an equation is: the operations around it, each with the transformations that made it, and its own."""
+    return f"{stack}/{equation.primitive.name}:{compat.name_stack(equation)}"
+
+
+def _pair(value: Any, variable: Any) -> Pair:
+    if isinstance(value, Pair):
+        return value
+    if not hasattr(value, "dtype"):  # a number that stands in the program
+        value = jnp.asarray(value, variable.aval.dtype)
+    return Pair(value, value)
+
+
+def _distorted(value: Any) -> Any:
+    """Every number times another factor, from 1.05 to 1.45: equal arrays stay equal, so that they cancel as before."""
+    if not jnp.issubdtype(value.dtype, jnp.floating):
+        return value
+    factors = 1.25 + 0.2 * jnp.cos(jnp.arange(value.size, dtype=jnp.float32)).reshape(value.shape)
+    return (value * factors).astype(value.dtype)
