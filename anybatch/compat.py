@@ -177,6 +177,11 @@ def _evaluate_nested(equation: Any, operands: Sequence[Any]) -> list[Any]:
     return list(jex_core.jaxpr_as_fun(closed)(*operands))
 
 
+def is_ref(value: Any) -> bool:
+    """Whether a value is a reference to an array that can be written to, such as `jax.new_ref` returns."""
+    return "Ref" in type(jax.typeof(value)).__name__
+
+
 def name_stack(equation: Any) -> str:
     """The transformations that made an equation, the outermost first: "vmap(transpose(jvp()))"."""
     return str(equation.source_info.name_stack)

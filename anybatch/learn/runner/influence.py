@@ -80,20 +80,27 @@ class _How:
         return [_pair(*each) for each in zip(outputs, compat.opened(jaxpr).outvars, strict=True)]
 
     def _compute(self, equation: Any, pairs: list[Pair], stack: str) -> list[Pair]:
-        if not equation.outvars:  # a print, which the run of the program itself has shown
-            return []
+        if not equation.outvars and not any(compat.is_ref(pair.one) for pair in pairs):
+            return []  # a print, which the run of the program itself has shown
         stack = _inner(stack, equation)
         is_same = all(pair.is_same for pair in pairs)
         is_selected = self._is_selected(equation, stack)
         if not is_selected and self._holds_selected(equation, stack) and (self._distorts or not is_same):
-            if (nested := _NESTED.get(equation.primitive.name)) is not None:
+            if (nested := _nested(equation)) is not None:
                 return nested(self, equation, pairs, stack)
         ones = compat.evaluate(equation, [pair.one for pair in pairs])
+        # What is written to in one evaluation must not be in the other, so that each has its own.
+        is_same = is_same and not any(compat.is_ref(one) for one in ones)
+        written = [pair for pair in pairs if compat.is_ref(pair.one)] if is_selected else []
         if is_selected and not self._distorts:
+            for pair in written:
+                pair.other[...] = pair.one[...]
             return [Pair(one, one) for one in ones]
         others = ones if is_same else compat.evaluate(equation, [pair.other for pair in pairs])
         if is_selected:
             others = [_distorted(other) for other in others]
+            for pair in written:
+                pair.other[...] = _distorted(pair.other[...])
         return [Pair(one, other) for one, other in zip(ones, others, strict=True)]
 
     def _is_selected(self, equation: Any, stack: str) -> bool:
@@ -170,19 +177,14 @@ class _How:
         return [Pair(a, a if is_same else b) for a, b, is_same in zip(ones, others, inside, strict=True)]
 
 
-_NESTED: dict[str, Callable[[_How, Any, list[Pair], str], list[Pair]]] = {
-    **dict.fromkeys(
-        (
-            *("jit", "pjit", "closed_call", "core_call", "remat", "remat2", "checkpoint"),
-            *("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"),
-        ),
-        _How.call,
-    ),
-    "scan": _How.scan,
-    "while": _How.loop,
-    "cond": _How.branches,
-    "shard_map": _How.devices,
-}
+_NESTED = {"scan": _How.scan, "while": _How.loop, "cond": _How.branches, "shard_map": _How.devices}
+
+
+def _nested(equation: Any) -> Callable[[_How, Any, list[Pair], str], list[Pair]] | None:
+    """How to evaluate what is inside of an equation; None if that is not known."""
+    inner = compat.jaxprs_in(equation)
+    is_call = len(inner) == 1 and len(inner[0].invars) == len(equation.invars)  # a jit, a checkpoint, a custom_vjp
+    return _NESTED.get(equation.primitive.name, _How.call if is_call else None)
 
 
 def _fits(select: Mapping[str, Any], equation: Any, stack: str) -> bool:
