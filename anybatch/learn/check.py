@@ -112,6 +112,8 @@ class Slope:
       floor: bytes below which growth is of no interest (XLA's own few).
       slack: how many times the temporaries of the exercise's solution, at the same size, are allowed. Growth alone
         does not tell what wastes as much for a small batch as for a large one.
+      room: bytes that are allowed beside that: what an honest way may hold of one microbatch, where XLA makes less of
+        it in the solution. As many as `floor` if it is left out.
     """
 
     args: Callable[[np.random.Generator, int], Arguments]
@@ -120,6 +122,7 @@ class Slope:
     limit: float = 1.05
     floor: int = 4096
     slack: float = 2.5
+    room: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)

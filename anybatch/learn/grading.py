@@ -375,7 +375,7 @@ class _Grading:
             title = f"Memory grows with the batch: {seen}."
             raise Failed("memory", title, f"In microbatches of the same size it should not grow.\n{slope.says}")
         for mine, solution in zip(found, self.beside.measured("temporaries", count, self.sizes), strict=True):
-            if mine > slope.slack * solution + slope.floor:
+            if mine > slope.slack * solution + (slope.floor if slope.room is None else slope.room):
                 title = f"It needs {readable(mine)} for temporaries, where {readable(solution)} are enough."
                 text = f"More than {slope.slack:g} times as much is not the memory of one microbatch.\n{slope.says}"
                 raise Failed("memory", title, text)
