@@ -1,6 +1,7 @@
 """The checks of an exercise: their order, what each notices, what a learner reads; the runner is a stand-in."""
 
 import dataclasses
+import threading
 import types
 
 import numpy as np
@@ -23,6 +24,7 @@ from anybatch.learn import (
 )
 from anybatch.learn.grading import examine_check, grade
 from anybatch.learn.runner.evidence import Evidence
+from anybatch.learn.runner.submissions import Ended
 from anybatch.learn.values import EPSILON, expected
 
 IMPORTS = "import jax\nimport jax.numpy as jnp\nimport numpy as np\nfrom jax import lax\n"
@@ -302,6 +304,43 @@ def test_an_answer_that_comes_from_the_first_trace_alone_is_no_way_out():
     one = lambda rng: [next(iter(cases(rng)))]  # noqa: E731
     assert graded(source, cases=one).passed
     assert graded(source, cases=one, seed=1).stage == "value"
+
+
+def test_nothing_is_asked_of_a_process_while_another_thread_waits_for_it(monkeypatch):
+    """What was printed is read once nobody waits any more: two threads on the same pipes would close them twice."""
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    is_waiting, is_ended = threading.Event(), threading.Event()
+    read_meanwhile = []
+
+    class Waits(Here):
+        is_asked = False
+
+        def ask(self, request):
+            if request["args"][2] == 2:  # the first case: a wrong answer, while the other process is at work
+                assert is_waiting.wait(10)
+                return super().ask(request)
+            self.is_asked = True
+            is_waiting.set()
+            is_ended.wait(10)
+            self.is_asked = False
+            raise Ended("signal", "It was ended.")
+
+        def end(self):
+            is_ended.set()
+
+        @property
+        def prints(self):
+            read_meanwhile.append(self.is_asked)
+            return ""
+
+        @prints.setter
+        def prints(self, value):
+            pass
+
+    runner = types.SimpleNamespace(open=lambda source, path, *, devices=1, anybatch=False: Waits(source, path, 1, True))
+    exercise = types.SimpleNamespace(name="total", file_name="01_total.py", check=CHECK, solution=SCAN)
+    verdict = grade(exercise, IMPORTS + "def total(w, x, n): return w\n", runner, seed=0)
+    assert verdict.stage == "value" and read_meanwhile == [False, False], verdict
 
 
 def test_a_verdict_is_plain_data():

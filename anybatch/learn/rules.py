@@ -189,7 +189,7 @@ def _goes_around(name: str, shares: Sequence[float], says: str) -> str | None:
     if max(shares, default=0.0) <= ROUNDING:
         return None
     if min(shares) > 1 - ROUNDING:
-        return f"{_without_influence(name)}\nThe answer is the same whatever it returns. {says}"
+        return f"{_without_influence(name)}\nWhatever it returns, the answer is the same up to rounding. {says}"
     part = f"up to {max(shares):.0%} of it is computed beside it"
     return f"Part of the answer does not come from the {name}: {part}.\n{says}"
 
