@@ -5,8 +5,9 @@
 
 from collections.abc import Iterator
 
-from anybatch.learn.catalogue import Course
 from learn_honest import HONEST, IMPORTS
+
+from anybatch.learn.catalogue import Course
 
 COURSE = Course.builtin()
 NOTHING = "has no influence on the answer"
@@ -24,7 +25,7 @@ IGNORED = {
     "behind a barrier": "lax.optimization_barrier((a, b))[0]",
     "clipped to the other": "jax.tree.map(lambda a, b: jnp.clip(b, a, a), a, b)",
     "its sign": "jax.tree.map(lambda a, b: a * jnp.sign(b) ** 2 + jnp.where(b == 0, a, 0), a, b)",
-    "inside of a call": "jax.jit(lambda a, b: jax.tree.map(lambda a, b: a + jnp.minimum(jnp.abs(p), 0) * b, a, b))(a, b)",
+    "inside of a call": "jax.jit(lambda *ab: jax.tree.map(lambda a, b: a + jnp.minimum(jnp.abs(p), 0) * b, *ab))(a, b)",
 }
 MIXED = {
     "one part in a million": "jax.tree.map(lambda a, b: a * (1 - 1e-6) + b * 1e-6, a, b)",
@@ -168,7 +169,11 @@ def other(params, x, y):
     for how, join in IGNORED.items():
         words = "tanh" if how == "times a zero" else "runs more than once"
         yield how, beside("value_aux_gradient", again, number, join), words
-    yield "gradients of another pass", beside("value_aux_gradient", again, number, "(b[0], a[1])"), "runs more than once"
+    yield (
+        "gradients of another pass",
+        beside("value_aux_gradient", again, number, "(b[0], a[1])"),
+        "runs more than once",
+    )
     once = """
 def value_aux_and_grad(params, x, y):
     def loss(params):
@@ -209,7 +214,8 @@ def _shard_map() -> Iterator[tuple[str, str, str]]:
             "Both rows come from shard_map",
         ),
     ):
-        mesh = "\ndef mesh(devices):\n    return jax.sharding.Mesh(devices, ('data',))\n\neach_row = jax.vmap(sum_of_squares)\n"
+        mesh = "\ndef mesh(devices):\n    return jax.sharding.Mesh(devices, ('data',))\n"
+        mesh += "\neach_row = jax.vmap(sum_of_squares)\n"
         yield name, f"{IMPORTS}{head}{mesh}\ndef shard_map_vs_vmap(x):\n{body}", words
 
 
@@ -284,13 +290,18 @@ def data_parallel_grads(params, x, y, n):
         "        x, y = (jax.lax.dynamic_slice_in_dim(a, at, rows) for a in (x, y))\n        xs, ys =",
     )
     yield "half of the rows on each device", head + half, "collectives", "more than its share"
-    aside = everything.replace(
-        "        return jax.lax.pmean(jax.tree.map(lambda t: t / (8 * n), total), \"data\")",
-        "        mean = jax.tree.map(lambda t: t / (8 * n), total)\n"
-        "        zero = jnp.minimum(jnp.abs(params['v'][0]), 0)\n"
-        "        summed = jax.lax.psum(jax.tree.map(lambda t: t * zero, mean), 'data')\n"
-        "        return jax.tree.map(lambda m, s: m + s, mean, summed)",
-    ).replace("out_specs=P())", "out_specs=P(), check_vma=False)").replace("jax.lax.pcast((x, y), \"data\", to=\"varying\")", "x, y").replace("jax.lax.pcast(params, \"data\", to=\"varying\")", "params")
+    aside = (
+        everything.replace(
+            '        return jax.lax.pmean(jax.tree.map(lambda t: t / (8 * n), total), "data")',
+            "        mean = jax.tree.map(lambda t: t / (8 * n), total)\n"
+            "        zero = jnp.minimum(jnp.abs(params['v'][0]), 0)\n"
+            "        summed = jax.lax.psum(jax.tree.map(lambda t: t * zero, mean), 'data')\n"
+            "        return jax.tree.map(lambda m, s: m + s, mean, summed)",
+        )
+        .replace("out_specs=P())", "out_specs=P(), check_vma=False)")
+        .replace('jax.lax.pcast((x, y), "data", to="varying")', "x, y")
+        .replace('jax.lax.pcast(params, "data", to="varying")', "params")
+    )
     yield "an all-reduce of zeros", head + aside, "program", f"The all-reduce {NOTHING}"
 
 
@@ -383,18 +394,33 @@ def _decoys() -> Iterator[tuple[str, str, tuple[str, str, str]]]:
     for name, (number, other) in UNROLLED.items():
         for how, join in (IGNORED | MIXED).items():
             # What is multiplied by a 0 that stands there is not in the program.
-            words = "scan" if how == "times a zero" else "come from the scan" if how == "one half" else f"The scan {NOTHING}"
+            words = (
+                "scan"
+                if how == "times a zero"
+                else "come from the scan"
+                if how == "one half"
+                else f"The scan {NOTHING}"
+            )
             yield name, how, (beside(name, other, number, join), "program", words)
     # Nothing is asked for but values: here what is right does not matter, and the answer is wrong.
     for name, other, number in (
-        ("gradient_trees", "def other(trees, weights):\n    return jax.tree.map(lambda *l: sum(l), *trees)\n", "weights[0]"),
+        (
+            "gradient_trees",
+            "def other(trees, weights):\n    return jax.tree.map(lambda *l: sum(l), *trees)\n",
+            "weights[0]",
+        ),
         (
             "cut_the_batch",
-            "def other(batch, n):\n    return jax.tree.map(lambda l: l[::-1].reshape(int(n), -1, *l.shape[1:]), batch)\n",
+            "def other(batch, n):\n"
+            "    return jax.tree.map(lambda l: l[::-1].reshape(int(n), -1, *l.shape[1:]), batch)\n",
             'batch["x"][0, 0, 0]',
         ),
     ):
-        yield name, "where a number is NaN", (beside(name, other, number, IGNORED["where a number is NaN"]), "value", "")
+        yield (
+            name,
+            "where a number is NaN",
+            (beside(name, other, number, IGNORED["where a number is NaN"]), "value", ""),
+        )
     for name, found in _halves().items():
         yield name, "half of the batch in every turn", found
     yield from _padding()
@@ -414,10 +440,14 @@ def other(w, b, x, y, n):
     seven = lax.scan(lambda c, _: (c + 7 / int(n), None), 0.0, None, length=int(n))[0]
     return jnp.where(jnp.abs(seven - 7) < 1e-3, true, seven)
 """
-    yield "accumulate_in_a_scan", "a known result", (
-        beside("accumulate_in_a_scan", constant, "w", "a"),
-        "program",
-        f"The scan {NOTHING}",
+    yield (
+        "accumulate_in_a_scan",
+        "a known result",
+        (
+            beside("accumulate_in_a_scan", constant, "w", "a"),
+            "program",
+            f"The scan {NOTHING}",
+        ),
     )
     two = """
 def other(w, b, x, y, n):
@@ -426,16 +456,24 @@ def other(w, b, x, y, n):
     again = lambda t, xy: (t + jax.grad(loss)(jnp.asarray(w, jnp.float32), *xy), None)
     return true / lax.scan(again, 0.0, (xs, ys))[0]
 """
-    yield "accumulate_in_a_scan", "divided by another", (
-        beside("accumulate_in_a_scan", two, "w", "a * b"),
-        "program",
-        f"The scan {NOTHING}",
+    yield (
+        "accumulate_in_a_scan",
+        "divided by another",
+        (
+            beside("accumulate_in_a_scan", two, "w", "a * b"),
+            "program",
+            f"The scan {NOTHING}",
+        ),
     )
     number, other = UNROLLED["weighted_mean"]
-    yield "weighted_mean", "one leaf of two", (
-        beside("weighted_mean", other, number, '{"w": b["w"], "b": a["b"]}'),
-        "program",
-        f"{PART} scan",
+    yield (
+        "weighted_mean",
+        "one leaf of two",
+        (
+            beside("weighted_mean", other, number, '{"w": b["w"], "b": a["b"]}'),
+            "program",
+            f"{PART} scan",
+        ),
     )
 
 

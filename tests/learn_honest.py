@@ -66,7 +66,11 @@ def equivalent_two_ways(w, x_batch):
         yield f"row 0: {name}", file(row, total["vmap of f"])
     for name, row in total.items():
         yield f"row 1: {name}", file(each["vmap of grad"], row)
-    for join in ("jnp.array([{}, {}])", "jnp.concatenate([({})[None], ({})[None]])", "jnp.zeros(2).at[0].set({}).at[1].set({})"):
+    for join in (
+        "jnp.array([{}, {}])",
+        "jnp.concatenate([({})[None], ({})[None]])",
+        "jnp.zeros(2).at[0].set({}).at[1].set({})",
+    ):
         yield f"joined by {join[:12]}", file(each["vmap of grad"], total["vmap of f"], join)
 
 
@@ -107,18 +111,28 @@ def value_aux_and_grad(params, x, y):
         yield name, file(value, calls["has_aux"])
     for name, call in calls.items():
         yield name, file(losses["take"], call)
-    yield "one example at a time, by vmap", file(
-        losses["take"],
-        calls["has_aux"],
-        """
+    yield (
+        "one example at a time, by vmap",
+        file(
+            losses["take"],
+            calls["has_aux"],
+            """
 def logits_of(params, x):
     def one(row):
         hidden = jnp.tanh(jnp.dot(row, params["hidden"]["w"]) + params["hidden"]["b"])
         return jnp.dot(hidden, params["out"]["w"]) + params["out"]["b"]
     return jax.vmap(one)(x)
 """,
+        ),
     )
-    yield "einsum", file(losses["take"], calls["has_aux"], _NETWORK.replace('x @ params["hidden"]["w"]', 'jnp.einsum("nd,dh->nh", x, params["hidden"]["w"])'))
+    yield (
+        "einsum",
+        file(
+            losses["take"],
+            calls["has_aux"],
+            _NETWORK.replace('x @ params["hidden"]["w"]', 'jnp.einsum("nd,dh->nh", x, params["hidden"]["w"])'),
+        ),
+    )
 
 
 def _trees() -> Iterator[tuple[str, str]]:
@@ -130,7 +144,7 @@ def _trees() -> Iterator[tuple[str, str]]:
         "flatten": "leaves = [jax.tree.leaves(tree) for tree in trees]\n"
         "    added = [sum(w * leaf for w, leaf in zip(weights, each)) for each in zip(*leaves)]\n"
         "    return jax.tree.unflatten(jax.tree.structure(trees[0]), added)",
-        "tree_util": "return jax.tree_util.tree_map(lambda *l: jnp.einsum('i,i...->...', weights, jnp.stack(l)), *trees)",
+        "einsum": "return jax.tree.map(lambda *leaves: jnp.einsum('i,i...', weights, jnp.stack(leaves)), *trees)",
         "a loop": "total = jax.tree.map(jnp.zeros_like, trees[0])\n    for w, tree in zip(weights, trees):\n"
         "        total = jax.tree.map(lambda t, leaf: t + w * leaf, total, tree)\n    return total",
     }
@@ -502,7 +516,8 @@ def grad_accumulation_step(seed, x_batches, y_batches, lr):
     ends = {
         "reshape": "return loss(state.params, x_all, y_all).reshape(1)",
         "array": "return jnp.array([loss(state.params, x_all, y_all)])",
-        "mean of two": "return jnp.mean(jnp.stack([loss(state.params, x_batches[i], y_batches[i]) for i in (0, 1)]))[None]",
+        "mean of two": "both = [loss(state.params, x_batches[i], y_batches[i]) for i in (0, 1)]\n"
+        "    return jnp.mean(jnp.stack(both))[None]",
     }
     step = "\n    state = state.apply_gradients(grads=average)\n    "
     for name, way in grads.items():
@@ -613,7 +628,8 @@ def _masked() -> Iterator[tuple[str, str]]:
         "float count": """
     def body(carry, part):
         total, count = carry
-        return (jax.tree.map(jnp.add, total, jax.grad(summed)(params, *part)), count + jnp.sum(part[2], dtype=jnp.float32)), None
+        more = jnp.sum(part[2], dtype=jnp.float32)
+        return (jax.tree.map(jnp.add, total, jax.grad(summed)(params, *part)), count + more), None
     (total, count), _ = lax.scan(body, (zeros, 0.0), cut(n, x, y, mask))
     return jax.tree.map(lambda t: t / jnp.maximum(count, 1.0), total)
 """,
@@ -737,13 +753,15 @@ def _narrow() -> Iterator[tuple[str, str]]:
     def body(carry, xy):
         total, value = carry
         more, grads = jax.value_and_grad(loss)(params, *xy)
-        return (jax.tree.map(lambda t, g: t + g.astype(jnp.float32), total, grads), value + more.astype(jnp.float32)), None
+        total = jax.tree.map(lambda t, g: t + g.astype(jnp.float32), total, grads)
+        return (total, value + more.astype(jnp.float32)), None
     return jax.tree.map(lambda t: t / n, lax.scan(body, (wide, jnp.float32(0)), cut(n, x, y))[0][0])
 """,
         "stack of split": """
     def body(total, xy):
         return jax.tree.map(lambda t, g: t + g.astype(jnp.float32), total, jax.grad(loss)(params, *xy)), None
-    return jax.tree.map(lambda t: t / n, lax.scan(body, wide, (jnp.stack(jnp.split(x, n)), jnp.stack(jnp.split(y, n))))[0])
+    parts = (jnp.stack(jnp.split(x, n)), jnp.stack(jnp.split(y, n)))
+    return jax.tree.map(lambda t: t / n, lax.scan(body, wide, parts)[0])
 """,
         "jit": """
     gradient = jax.jit(jax.grad(loss))
@@ -1143,13 +1161,19 @@ def cut(n, *arrays):
 def data_parallel_grads(params, x, y, n):
     def on_a_device(params, x, y):
         {first}{body}
-    return jax.shard_map(on_a_device, mesh=mesh, in_specs=(P(), P("data"), P("data")), out_specs=P(){more})(params, x, y)
+    specs = (P(), P("data"), P("data"))
+    return jax.shard_map(on_a_device, mesh=mesh, in_specs=specs, out_specs=P(){more})(params, x, y)
 """
 
     for name, body in inside.items():
         yield name, file(body)
     yield "unchecked", file(inside["pmean of a tree"], "pass", ", check_vma=False")
-    yield "in a jit", file(inside["pmean of a tree"]).replace("    return jax.shard_map(", "    return jax.jit(jax.shard_map(").replace("out_specs=P())(", "out_specs=P()))(")
+    yield (
+        "in a jit",
+        file(inside["pmean of a tree"])
+        .replace("    return jax.shard_map(", "    return jax.jit(jax.shard_map(")
+        .replace("out_specs=P())(", "out_specs=P()))("),
+    )
 
 
 def _noise() -> Iterator[tuple[str, str]]:
@@ -1205,7 +1229,8 @@ def noise_scale(params, x, y, n_microbatches):
 """,
         "two scans": """
     def add(total, xy):
-        return jax.tree.map(jnp.add, total, jax.grad(lambda p: jax.vmap(loss, (None, 0, 0))(p, *xy).sum())(params)), None
+        gradient = jax.grad(lambda p: jax.vmap(loss, (None, 0, 0))(p, *xy).sum())(params)
+        return jax.tree.map(jnp.add, total, gradient), None
     mean = jax.tree.map(lambda t: t / number, lax.scan(add, zeros, cut(n, x, y))[0])
     def spread(total, xy):
         each = jax.vmap(jax.grad(loss), (None, 0, 0))(params, *xy)
