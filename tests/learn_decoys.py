@@ -46,8 +46,17 @@ def {function}({parameters}):
 """
 
 
-# Other ways, none of which computes with more than a microbatch at once: a Python loop, whose copies follow each other.
-UNROLLED = {
+# Other ways, none of which computes with more than a microbatch at once: a loop of other turns than are asked for.
+_OTHERWISE = """
+def turns_of(n, *arrays):
+    return tuple(a.reshape({times} * n, -1, *a.shape[1:]) for a in arrays)
+
+def summed(one, zeros, parts):
+    return lax.scan(lambda total, part: (jax.tree.map(jnp.add, total, one(*part)), None), zeros, parts)[0]
+
+def other({parameters}):
+"""
+OTHERWISE = {
     "accumulate_in_a_scan": (
         "jnp.asarray(w, jnp.float32)",
         """
@@ -58,67 +67,78 @@ def other(w, b, x, y, n):
     ),
     "weighted_mean": (
         'params["b"]',
-        """
-def other(params, x, y, mask, n):
-    parts = [a.reshape(n, -1, *a.shape[1:]) for a in (x, y, mask)]
-    def summed(params, x, y, mask):
+        _OTHERWISE.format(times=2, parameters="params, x, y, mask, n")
+        + """
+    def of_sum(params, x, y, mask):
         return jnp.sum(jnp.where(mask, token_losses(params, x, y), 0.0))
-    grads = [jax.grad(summed)(params, *(part[i] for part in parts)) for i in range(n)]
-    return jax.tree.map(lambda *g: sum(g) / jnp.maximum(mask.sum(), 1), *grads)
+    total = summed(functools.partial(jax.grad(of_sum), params), params, turns_of(n, x, y, mask))
+    return jax.tree.map(lambda t, p: (t - p) / jnp.maximum(mask.sum(), 1), total, params)
 """,
     ),
     "float32_accumulator": (
         'params["b"].astype(jnp.float32)',
-        """
-def other(params, x, y, n):
-    xs, ys = x.reshape(n, -1, x.shape[-1]), y.reshape(n, -1)
-    grads = [jax.grad(loss)(params, xs[i], ys[i]) for i in range(n)]
-    return jax.tree.map(lambda *g: sum(each.astype(jnp.float32) for each in g) / n, *grads)
+        _OTHERWISE.format(times=2, parameters="params, x, y, n")
+        + """
+    def one(x, y):
+        return jax.tree.map(lambda g: g.astype(jnp.float32), jax.grad(loss)(params, x, y))
+    zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params)
+    return jax.tree.map(lambda t: t / (2 * n), summed(one, zeros, turns_of(n, x, y)))
 """,
     ),
     "dropout_keys": (
         'params["v"][0]',
-        """
-def other(params, key, x, y, n):
+        _OTHERWISE.format(times=3, parameters="params, key, x, y, n")
+        + """
     def mask_of(i):
         return jax.random.bernoulli(jax.random.fold_in(key, i), 1 - RATE, params["v"].shape) / (1 - RATE)
-    xs, ys, rows = (a.reshape(n, -1, *a.shape[1:]) for a in (x, y, jnp.arange(len(x))))
-    grads = [jax.grad(loss)(params, xs[i], ys[i], jax.vmap(mask_of)(rows[i])) for i in range(n)]
-    return jax.tree.map(lambda *g: sum(g) / n, *grads)
+    def one(x, y, rows):
+        return jax.grad(loss)(params, x, y, jax.vmap(mask_of)(rows))
+    total = summed(one, jax.tree.map(jnp.zeros_like, params), turns_of(n, x, y, jnp.arange(len(x))))
+    return jax.tree.map(lambda t: t / (3 * n), total)
 """,
     ),
     "clip_each_example": (
         'params["v"][0]',
-        """
-def other(params, x, y, clip, n):
+        _OTHERWISE.format(times=2, parameters="params, x, y, clip, n")
+        + """
     def clipped(x, y):
         g = jax.grad(loss)(params, x, y)
         norm = jnp.sqrt(sum(jnp.sum(leaf**2) for leaf in jax.tree.leaves(g)))
         return jax.tree.map(lambda leaf: leaf * (clip / jnp.maximum(norm, clip)), g)
-    xs, ys = x.reshape(n, -1, x.shape[-1]), y.reshape(n, -1)
-    parts = [jax.tree.map(lambda e: e.sum(0), jax.vmap(clipped)(xs[i], ys[i])) for i in range(n)]
-    return jax.tree.map(lambda *g: sum(g), *parts)
+    def one(x, y):
+        return jax.tree.map(lambda e: e.sum(0), jax.vmap(clipped)(x, y))
+    return summed(one, jax.tree.map(jnp.zeros_like, params), turns_of(n, x, y))
 """,
     ),
     "rematerialise": (
         'params["v"][0]',
-        """
-def other(params, x, y, n):
-    xs, ys = x.reshape(n, -1, x.shape[-1]), y.reshape(n, -1)
-    def root(params):
-        return jnp.sqrt(sum(jnp.sum((predict(params, xs[i]) - ys[i]) ** 2) for i in range(n)) / len(x))
-    return jax.value_and_grad(root)(params)
+        _OTHERWISE.format(times=2, parameters="params, x, y, n")
+        + """
+    def one(x, y):
+        return jax.value_and_grad(lambda p: jnp.sum((predict(p, x) - y) ** 2))(params)
+    total, grads = summed(one, (0.0, jax.tree.map(jnp.zeros_like, params)), turns_of(n, x, y))
+    value = jnp.sqrt(total / len(x))
+    return value, jax.tree.map(lambda g: g / (2 * value * len(x)), grads)
+""",
+    ),
+    "one_all_reduce": (
+        'params["v"][0]',
+        _OTHERWISE.format(times=8, parameters="params, x, y, n")
+        + """
+    total = summed(functools.partial(jax.grad(loss), params), jax.tree.map(jnp.zeros_like, params), turns_of(n, x, y))
+    return jax.tree.map(lambda t: t / (8 * n), total)
 """,
     ),
     "noise_scale": (
         'params["v"][0]',
-        """
-def other(params, x, y, n):
-    xs, ys = x.reshape(n, -1, x.shape[-1]), y.reshape(n, -1)
-    each = [jax.vmap(jax.grad(loss), (None, 0, 0))(params, xs[i], ys[i]) for i in range(n)]
-    total = jax.tree.map(lambda *g: sum(e.sum(0) for e in g), *each)
+        _OTHERWISE.format(times=2, parameters="params, x, y, n")
+        + """
+    def one(x, y):
+        each = jax.vmap(jax.grad(loss), (None, 0, 0))(params, x, y)
+        return jax.tree.map(lambda e: e.sum(0), each), square_of(each)
+    total, squares = summed(one, (jax.tree.map(jnp.zeros_like, params), 0.0), turns_of(n, x, y))
     mean_square, number = square_of(total) / len(x) ** 2, len(x)
-    trace = (sum(square_of(e) for e in each) - number * mean_square) / (number - 1)
+    trace = (squares - number * mean_square) / (number - 1)
     return {"trace": trace, "gradient_square": mean_square - trace / number}
 """,
     ),
@@ -256,17 +276,7 @@ def _optax() -> Iterator[tuple[str, str, str]]:
 
 def _work() -> Iterator[tuple[str, str, str, str]]:
     """The exercise with eight devices."""
-    name, number = "one_all_reduce", 'params["v"][0]'
-    unrolled = """
-def other(params, x, y, n):
-    xs, ys = x.reshape(32, -1, x.shape[-1]), y.reshape(32, -1)
-    return jax.tree.map(lambda *g: sum(g) / 32, *(jax.grad(loss)(params, xs[i], ys[i]) for i in range(32)))
-"""
-    for how, join in (IGNORED | MIXED).items():
-        words = "No scan goes over" if how == "times a zero" else "come from the scan" if how == "one half" else NOTHING
-        if how in ("less itself", "behind a barrier"):
-            words = NOTHING
-        yield how, beside(name, unrolled, number, join), "program", words
+    name = "one_all_reduce"
     head = COURSE.find(name).solution.replace("def data_parallel_grads(", "def unused(")
     everything = """
 def data_parallel_grads(params, x, y, n):
@@ -391,7 +401,7 @@ def _decoys() -> Iterator[tuple[str, str, tuple[str, str, str]]]:
             yield name, how, (source, "program", words)
     for how, source, stage, words in _work():
         yield "one_all_reduce", how, (source, stage, words)
-    for name, (number, other) in UNROLLED.items():
+    for name, (number, other) in OTHERWISE.items():
         for how, join in (IGNORED | MIXED).items():
             # What is multiplied by a 0 that stands there is not in the program.
             words = (
@@ -465,7 +475,7 @@ def other(w, b, x, y, n):
             f"The scan {NOTHING}",
         ),
     )
-    number, other = UNROLLED["weighted_mean"]
+    number, other = OTHERWISE["weighted_mean"]
     yield (
         "weighted_mean",
         "one leaf of two",
