@@ -4,9 +4,13 @@ import dataclasses
 import threading
 import types
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
 
+from anybatch.errors import AnybatchError
 from anybatch.learn import (
     Case,
     Check,
@@ -16,15 +20,20 @@ from anybatch.learn import (
     Raises,
     Same,
     Slope,
+    carries,
     computes_in,
     forbids,
+    matters,
     needs,
+    one_microbatch,
+    other_numbers,
     scans,
     stacks_less_than,
 )
 from anybatch.learn.grading import examine_check, grade
 from anybatch.learn.runner.evidence import Evidence
 from anybatch.learn.runner.submissions import Ended
+from anybatch.learn.runner.work import multiplications_of
 from anybatch.learn.values import EPSILON, expected
 
 IMPORTS = "import jax\nimport jax.numpy as jnp\nimport numpy as np\nfrom jax import lax\n"
@@ -364,6 +373,100 @@ def test_what_is_multiplied_by_zero_is_not_in_the_program(body):
     source = "def total(w, x, n):\n" + body
     assert graded(source, check).title == "No scan."
     assert graded(source.replace("0 *", "1e-30 *").replace("zeros(3)", "full(3, 1e-30)"), check).passed
+
+
+CARRIES = carries("scan", (1,), "Return what it carried.", turns=lambda w, x, n: (int(n),))
+IGNORES = {
+    "1e-30 *": "true + 1e-30 * scanned",
+    "a zero of the arguments": "true + jnp.minimum(jnp.abs(w), 0) * scanned",
+    "where": "jnp.where(jnp.isnan(w), scanned, true)",
+    "cond": "lax.cond(w[0] > 1e30, lambda: scanned, lambda: true)",
+}
+
+
+def scanned(result):
+    body = SCAN.replace("def total(", "def scan(")
+    return f"{body}\ndef total(w, x, n):\n    scanned, true = scan(w, x, n), {FULL_BATCH}\n    return {result}\n"
+
+
+@pytest.mark.parametrize("result", IGNORES.values(), ids=IGNORES)
+def test_what_must_be_used_must_matter(result):
+    check = dataclasses.replace(CHECK, program=[scans(lambda w, x, n: n, says="No scan.")])
+    assert graded(scanned(result), check).passed  # it is in the program
+    verdict = graded(scanned(result), check, program=[*check.program, CARRIES])
+    assert verdict.stage == "program" and verdict.title.startswith("The scan has no influence on the answer")
+    assert verdict.text.endswith("Return what it carried.")
+
+
+def test_all_of_the_answer_must_come_through():
+    assert graded(scanned("scanned"), program=[CARRIES]).passed
+    assert graded(scanned("jnp.where(jnp.isnan(scanned), 0.0, 2 * scanned) / 2"), program=[CARRIES]).passed
+    verdict = graded(scanned("0.75 * scanned + 0.25 * true"), program=[CARRIES])
+    assert verdict.title == "Part of the answer does not come from the scan: up to 25% of it is computed beside it."
+    verdict = graded(scanned("scanned.at[1].set(true[1])"), program=[CARRIES])
+    assert verdict.title.startswith("Part of the answer does not come from the scan")
+    other_turns = carries("scan", (1,), "", turns=lambda w, x, n: (7,))
+    assert not graded(scanned("scanned"), program=[other_turns]).passed
+    some_rows = carries("scan", lambda args: other_numbers(args, 1, rows=slice(0, 0)), "")
+    assert graded(RIGHT, program=[some_rows]).passed  # nothing differs, so nothing goes around
+
+
+def test_an_operation_must_have_an_influence():
+    rule = matters("tanh", "Use it.")
+    with_tanh = (
+        "def total(w, x, n):\n    t = jnp.tanh(w[0])\n    return {} * jax.grad(lambda w: jnp.sum((x @ w) ** 2))(w)\n"
+    )
+    assert graded(with_tanh.format("t / lax.stop_gradient(jnp.sinh(w[0]) / jnp.cosh(w[0]))"), program=[rule]).passed
+    for idle in ("(1 + 1e-30 * t)", "(1 + jnp.minimum(jnp.abs(w[0]), 0) * t)", "(t / t)", "jnp.where(t > 2, t, 1.0)"):
+        verdict = graded(with_tanh.format(idle), program=[rule])
+        assert verdict.title.startswith("The tanh has no influence on the answer") and verdict.text == "Use it.", idle
+    assert graded(RIGHT, program=[rule]).title.startswith("The tanh has no influence")
+
+
+def test_one_microbatch_at_once():
+    rule = one_microbatch(lambda w, x, n: x.size // int(n), "Too much.")
+    assert graded(SCAN, program=[rule]).passed and graded(LOOP, program=[rule]).passed
+    verdict = graded(RIGHT, program=[rule])
+    assert verdict.title == "Too much." and "there are 24 numbers; one microbatch has 12 at most" in verdict.text
+    assert graded(RIGHT, program=[one_microbatch(lambda w, x, n: 1, "", names=["tanh"])]).passed
+
+
+WASTE = (
+    SCAN
+    + """
+scan = total
+def total(w, x, n):
+    waste = lax.fori_loop(0, 3, lambda i, v: jnp.sort(v * 1.5 + i), jnp.arange(2.0**16) * w[0])
+    return scan(w, x, n) + jnp.minimum(jnp.abs(waste[7]), 0)
+"""
+)
+
+
+def test_memory_is_bounded_beside_the_solution():
+    """What wastes as much for a small batch as for a large one does not grow."""
+    assert graded(WASTE, memory=Slope(with_more, "Do not.", slack=1e9)).passed
+    verdict = graded(WASTE, memory=Slope(with_more, "Do not."))
+    assert verdict.stage == "memory" and "for temporaries, where" in verdict.title and verdict.text.endswith("Do not.")
+    assert graded(WASTE, memory=Slope(with_more, "", room=2**22)).passed
+    assert graded(SCAN, memory=Slope(with_more, "")).passed
+
+
+def test_a_solution_that_cannot_be_measured_is_an_error():
+    check = dataclasses.replace(CHECK, memory=Slope(with_more, ""))
+    exercise = types.SimpleNamespace(name="total", file_name="01_total.py", check=check, solution="def total(): 1 / 0")
+    with pytest.raises(AnybatchError, match=r"The solution of the exercise total must run.*TypeError"):
+        grade(exercise, IMPORTS + SCAN, Runner(), seed=0)
+
+
+def test_multiplications_are_counted_as_often_as_loops_run_them():
+    def counted(function):
+        return multiplications_of(jax.jit(function).lower(jnp.ones((4, 6)), jnp.ones((6, 5))).compile())
+
+    once = counted(lambda x, w: x @ w)
+    assert once == 4 * 6 * 5
+    assert counted(lambda x, w: lax.scan(lambda t, _: (jnp.tanh(t @ w @ w.T), None), x, None, length=7)[0]) == 14 * once
+    assert counted(lambda x, w: lax.while_loop(lambda c: c.sum() < 9, lambda c: c @ w @ w.T, x)) == -1
+    assert counted(lambda x, w: lax.while_loop(lambda c: c.sum() < 9, lambda c: c + 1, x) @ w) == once
 
 
 def test_numbers_that_come_from_a_callback_are_refused_and_prints_are_not():

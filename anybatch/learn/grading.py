@@ -1,6 +1,10 @@
 """The checks of an exercise, in order, up to the first that fails.
 
-The learner's code runs elsewhere (`anybatch.learn.runner`), and sends what it found out; here it is judged.
+The learner's code runs elsewhere (`anybatch.learn.runner`), and sends what it found out; here it is judged. Memory and
+the work of a device are judged beside the exercise's own solution, which is measured in the same way.
+
+The evidence is gathered in the process that runs the learner's code. A file that changes what that process reports
+can forge it, and nothing here tries to notice: the checks are for learners, who have nothing to gain from that.
 """
 
 import contextlib
