@@ -411,6 +411,16 @@ def test_all_of_the_answer_must_come_through():
     assert graded(RIGHT, program=[some_rows]).passed  # nothing differs, so nothing goes around
 
 
+def test_nothing_is_held_against_a_program_that_cannot_be_run_so(monkeypatch):
+    def unknown(*args, **options):
+        raise NotImplementedError("an operation that nobody knows")
+
+    monkeypatch.setattr("anybatch.learn.runner.influence.responses", unknown)
+    assert graded(scanned("true + 1e-30 * scanned"), program=[CARRIES]).passed
+    rules = [CARRIES, scans(lambda w, x, n: 7, "No scan of 7.")]  # the other rules hold
+    assert graded(scanned("true + 1e-30 * scanned"), program=rules).title == "No scan of 7."
+
+
 def test_an_operation_must_have_an_influence():
     rule = matters("tanh", "Use it.")
     with_tanh = (

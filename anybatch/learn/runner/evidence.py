@@ -157,7 +157,10 @@ class _Compiled:
         """What becomes of the answer if operations keep their results and arguments change; None if nothing can."""
         others = jax.tree.leaves(request["others"])
         ones, twos = ([np.asarray(leaf) for leaf in each if _is_array(leaf)] for each in (leaves, others))
-        found = influence.responses(self.traced.jaxpr, request["selects"], ones, twos, distorts=request["distorts"])
+        try:
+            found = influence.responses(self.traced.jaxpr, request["selects"], ones, twos, distorts=request["distorts"])
+        except Exception as error:  # an operation of a kind that is not known here, which is no fault of the learner's
+            return {"unknown": f"{type(error).__name__}: {error}"[:1000]}
         if found is None:
             return None
         return {"before": found[0], "held": found[1], "after": self.value(others)["leaves"]}
