@@ -278,7 +278,8 @@ def _follow(old: list[Any], new: list[Any]) -> None:
         if not _is_object(node) or not _is_object(target):
             continue
         for name, value in vars(node).items():
-            if name.startswith("_pytree__") or any(map(is_array, jax.tree.leaves(value))):
+            has_arrays = isinstance(value, nnx.Variable) or any(map(is_array, jax.tree.leaves(value)))
+            if name.startswith("_pytree__") or has_arrays or has_nnx(value):  # they are updated as variables are
                 continue
             if name not in vars(target) or vars(target)[name] != value:
                 setattr(target, name, value)

@@ -191,11 +191,12 @@ def test_attributes_that_the_loss_sets():
 
     model, expected = Network("dropout"), Network("dropout")
     model.between.deterministic = expected.between.deterministic = True
+    model.empty = expected.empty = empty = nnx.Dropout(0.5)  # without any variables
     assert_same(
         ab.value_and_grad(loss, batch_argnums=(1, 2), microbatch_size=5)(model, X, Y),
         nnx.value_and_grad(loss)(expected, X, Y),
     )
-    assert model.seen == expected.seen == 6
+    assert model.seen == expected.seen == 6 and model.empty is empty
     assert nnx.graphdef(model) == nnx.graphdef(expected)
 
 
@@ -242,6 +243,13 @@ def test_what_a_model_of_nnx_keeps_with_a_declared_reduction():
     ab.value_and_grad(nnx_loss, **options)(model, X, Y)
     assert int(model.between.rngs.count.get_value()) == 1
     assert_same(ab.value_and_grad(nnx_loss, **options)(plain, X, Y), nnx.value_and_grad(nnx_loss)(Network(), X, Y))
+
+    def distilled(model, x, teacher=None):
+        return jnp.mean((model(x) - teacher(x)) ** 2)
+
+    x = X[:8]  # as many examples as the teacher has rows in a parameter
+    actual = ab.grad(distilled, microbatch_size=4, reduction="mean")(Network(), x, teacher=Network(seed=1))
+    assert_same(actual, nnx.grad(distilled)(Network(), x, teacher=Network(seed=1)))
     model = Network("batch norm")
     before = numbers(model)
     with pytest.raises(ab.InputError, match="what a model keeps must not depend on the examples") as caught:
