@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import inspect
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -72,7 +72,7 @@ class Roles:
         """Checks what can be checked before a call."""
         several = argnums if isinstance(argnums, (tuple, list)) else (argnums,)
         filters = tuple(each.filter if _is_diff_state(each) else None for each in several)
-        plain = [each.argnum if _is_diff_state(each) else each for each in several]
+        plain = type(several)(each.argnum if _is_diff_state(each) else each for each in several)
         wrt = _positions("argnums", plain if isinstance(argnums, (tuple, list)) else plain[0])
         names = _names("batch_argnames", batch_argnames)
         roles = cls(
@@ -302,18 +302,7 @@ class Arguments:
         Args:
           who: what would see all of its rows, "example" or "microbatch".
         """
-        for leaf in self.leaves if self.num_examples > 1 else ():
-            if leaf.role != "rest" or not is_array(leaf.value) or leaf.value.shape[:1] != (self.num_examples,):
-                continue
-            if self.is_in_parts(leaf):  # rows of a model are no examples
-                continue
-            if isinstance(leaf.place, str):
-                option, bound = f'batch_argnames="{leaf.place}"', leaf.place
-            elif leaf.value is self.args[leaf.place] and not is_key(leaf.value):
-                positions = {each.place for each in self.leaves if each.role == "batch" and isinstance(each.place, int)}
-                option, bound = f"batch_argnums={(*sorted(positions), leaf.place)}", leaf.name
-            else:
-                continue
+        for leaf, option, bound in self.unnamed_rows():
             raise InputError(
                 "An array with as many rows as the batch has examples must be part of the batch, or of the loss",
                 given=f"{leaf.name} = {describe(leaf.value)} for {self.num_examples} examples, of which every {who} "
@@ -321,6 +310,21 @@ class Arguments:
                 remedy=f"Pass {option} for one row to each example. If every {who} is to see all rows, close over it"
                 + (f": functools.partial(loss, {bound}=...)." if bound.isidentifier() else "."),
             )
+
+    def unnamed_rows(self) -> Iterator[tuple[_Leaf, str, str]]:
+        """The arrays that have as many rows as the batch has examples, and are not named as part of it.
+
+        Yields:
+          The leaf, the option that would name it, and the name of the argument.
+        """
+        for leaf in self.leaves if self.num_examples > 1 else ():
+            if leaf.role != "rest" or not is_array(leaf.value) or leaf.value.shape[:1] != (self.num_examples,):
+                continue
+            if isinstance(leaf.place, str):
+                yield leaf, f'batch_argnames="{leaf.place}"', leaf.place
+            elif leaf.value is self.args[leaf.place] and not is_key(leaf.value):
+                positions = {each.place for each in self.leaves if each.role == "batch" and isinstance(each.place, int)}
+                yield leaf, f"batch_argnums={(*sorted(positions), leaf.place)}", leaf.name
 
     def as_gradient(self, leaves: Sequence[Any]) -> Any:
         """The leaves of the gradient in the tree that `jax.grad` returns them in."""

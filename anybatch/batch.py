@@ -62,7 +62,7 @@ def count_examples(named_leaves: Sequence[tuple[str, Any]], where: str, if_none:
     Raises:
       InputError: where there is no array, a leaf without axis 0, or a disagreement; with a table of leaves.
     """
-    has_none = not any(is_array(leaf) and leaf.ndim for _, leaf in named_leaves)
+    has_none = not any(_has_rows(leaf) for _, leaf in named_leaves)
     more = f" {if_none}" if if_none and has_none else ""
     if not named_leaves:
         raise InputError(
@@ -70,10 +70,12 @@ def count_examples(named_leaves: Sequence[tuple[str, Any]], where: str, if_none:
             given=f"no leaves in the argument at {where}",
             remedy="Point batch_argnums at the argument that holds the examples, e.g. batch_argnums=1." + more,
         )
-    if any(not is_array(leaf) or leaf.ndim == 0 for _, leaf in named_leaves):
+    if not all(_has_rows(leaf) for _, leaf in named_leaves):
         raise InputError(
             "Every leaf of the batch must be an array with examples along axis 0",
-            given=_table([(name, describe(leaf)) for name, leaf in named_leaves]),
+            given=_table(
+                [(name, describe(leaf) + ("" if _has_rows(leaf) else "  <- this one")) for name, leaf in named_leaves]
+            ),
             remedy="Pass what is not per-example data as another argument, or close over it." + more,
         )
     if len({leaf.shape[0] for _, leaf in named_leaves}) > 1:
@@ -83,6 +85,10 @@ def count_examples(named_leaves: Sequence[tuple[str, Any]], where: str, if_none:
             remedy="If one of these is not per-example data, take it out of batch_argnums or close over it.",
         )
     return named_leaves[0][1].shape[0]
+
+
+def _has_rows(leaf: Any) -> bool:
+    return is_array(leaf) and leaf.ndim > 0
 
 
 def take(batch: Sequence[Any], start: Any, size: int, runs: int = 1) -> list[jax.Array]:

@@ -180,6 +180,11 @@ class Gradient:
         again = split_loss(*self._trace(self.examples), fresh_draws=fresh, sums_data_later=True, failed=self._failed)
         return units_of(self.split, again)
 
+    @property
+    def is_coupled(self) -> bool:
+        """Whether part of the loss is computed from the whole batch at once, in every way."""
+        return self.settings.reduction == "infer" and not self.checked_reading.separable
+
     def is_at_once(self, way: Way) -> bool:
         """Whether a way takes all examples at once."""
         return way.microbatch_size is None or self.share <= way.microbatch_size

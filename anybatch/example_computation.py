@@ -117,6 +117,11 @@ class ExampleGradient(Gradient):
         raise AssertionError("Examples by themselves are not coupled")
 
     @property
+    def is_coupled(self) -> bool:
+        """False: each example is computed by itself."""
+        return False
+
+    @property
     def methods(self) -> tuple[str | None, ...]:
         """How gradients may be computed: "factored" or "vmap"."""
         if self.own.transform is not None or self.own.wants == "gradients":

@@ -48,8 +48,9 @@ def check_head(split: Split, *, on_coupled: str, memory: Any = None) -> Reading:
         needed = _compiled_bytes(split)
         if needed > budget:
             raise HeadTooLargeError(
-                f"What this loss computes from the whole batch at once needs {readable(needed)}, and there are "
-                f"{readable(budget)}.\n{_blamed(reading)}"
+                f"What this loss computes from the whole batch at once needs {readable(needed)} with its gradient, "
+                f"beside the parameters and the batch, and there are {readable(budget)}.\n"
+                f"{_begins(reading)}\nAllow more with memory=. {reading.remedy}".rstrip()
             )
     return reading
 
@@ -83,7 +84,8 @@ def check_examples_apart(loss: TracedLoss, consts: Sequence[Any], *, fresh_draws
         raise CoupledError(
             f"This loss looks across examples{where}\n"
             "keep_batch_dim=True gives it batches of one, in which it is another loss: there are no other examples to "
-            f"average over or to compare with. Keep the examples apart there{_instead(reading)}. Or, if batches of one "
+            "average over or to compare with, and a loss that only compares has gradient 0. Keep the examples apart "
+            f"there{_instead(reading)}, or compare with a fixed set that is another argument. Or, if batches of one "
             "are meant, write that loss of one example and leave keep_batch_dim out: lambda params, example: "
             "loss(params, jax.tree.map(lambda leaf: leaf[None], example))."
         )
@@ -107,7 +109,7 @@ def warn_of_large_head(split: Split, reading: Reading) -> None:
         warnings.warn(
             f"Most of this model runs on the whole batch at once: about {readable(reading.head_bytes)} of "
             f"{readable(reading.activation_bytes)} of activations, so that microbatches save little memory.\n"
-            f"{_blamed(reading)}",
+            f"{_begins(reading)}\n{reading.advice}".rstrip(),
             LargeHeadWarning,
             stacklevel=user_stacklevel(),
         )
@@ -121,10 +123,10 @@ def _instead(reading: Reading) -> str:
     return " (GroupNorm or LayerNorm instead of BatchNorm)" if reading.is_norm_over_batch else ""
 
 
-def _blamed(reading: Reading) -> str:
+def _begins(reading: Reading) -> str:
     if not reading.blame:
         return "It comes from data that is computed across examples. Compute that outside the loss."
-    return f"It begins at {reading.blame[0]}.\n{reading.advice}"
+    return f"It begins at {reading.blame[0]}."
 
 
 def _compiled_bytes(split: Split) -> int:

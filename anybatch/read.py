@@ -1,5 +1,6 @@
 """`read`: how a loss uses its examples, found in the program itself."""
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -65,7 +66,8 @@ def read(
         arguments = roles.sort(fun, *jax.tree.unflatten(tree, filled))
         loss, consts = trace_loss(fun, arguments, arguments.num_examples, weighted=False, has_aux=has_aux)
         split = split_loss(loss, consts, fresh_draws=bool(arguments.arrays.keys), may_select=True)
-        reading = report(split)
+        seen_whole = tuple(leaf.name for leaf, _, _ in arguments.unnamed_rows())
+        reading = dataclasses.replace(report(split), seen_whole=seen_whole)
         if reading.randomness == "in distribution":
             # Says now what a call would say: that these numbers cannot be drawn in part.
             types = [[value.type for value in values] for values in (split.graph.inputs, split.frontier)]

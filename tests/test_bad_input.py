@@ -136,7 +136,7 @@ def test_the_leaves_go_by_the_names_of_the_arguments():
 def test_leaves_without_examples(leaf, shown):
     assert text_of(lambda: wrap()(1.0, {"x": X, "temperature": leaf})) == (
         "Every leaf of the batch must be an array with examples along axis 0, got\n"
-        f"    args[1]['temperature']: {shown}\n"
+        f"    args[1]['temperature']: {shown}  <- this one\n"
         "    args[1]['x']: float32[6]\n"
         "Pass what is not per-example data as another argument, or close over it."
     )
@@ -361,3 +361,10 @@ def test_aux_that_is_no_array():
 
 def test_the_full_batch_needs_no_reduction():
     assert float(ab.value_and_grad(loss, microbatch_size=None)(1.0, X)[0]) == 2.5
+
+
+def test_the_leaf_of_a_batch_without_rows_is_marked():
+    batch = {"x": jnp.ones((4, 2)), "temperature": jnp.float32(0.1)}
+    with pytest.raises(ab.InputError, match=r"temperature.*<- this one") as caught:
+        ab.value_and_grad(lambda w, batch: jnp.sum(batch["x"] @ w), microbatch_size=2)(jnp.ones(2), batch)
+    assert str(caught.value).count("<- this one") == 1

@@ -200,6 +200,29 @@ def test_computing_twice_is_advised_only_where_it_lets_it_fit():
         assert "memory=" in advice and "jax.checkpoint" not in advice
 
 
+def test_what_the_whole_batch_takes_is_told_and_predicted():
+    """The logits of all pairs take most of it, whatever the microbatch: no row of the table promises less."""
+
+    def two_towers(params, batch):
+        u, v = (jnp.tanh(batch[name] @ params["layers"][0]) for name in "xy")
+        logits = u @ v.T
+        return jnp.mean(jax.nn.logsumexp(logits, axis=1) - jnp.diagonal(logits))
+
+    params, batch = problem(256, width=16, depth=1)
+    plan = ab.explain(two_towers, params, batch, memory="8MiB", timed=False)
+    compiled = {each.microbatch_size: each.total for each in plan.candidates if each.bytes is not None}
+    assert min(compiled) == 1
+    assert all(each.total >= compiled[1] for each in plan.candidates if each.microbatch_size < 256)
+    told = r"Smaller microbatches save little: from .*test_plan.py:\d+.* on, the loss is computed from the whole batch"
+    assert re.search(told, str(plan))
+    advice = ab.explain(two_towers, params, batch, memory=min(compiled.values()) - KIB, timed=False).advice
+    assert "remat" not in advice and "jax.checkpoint(loss_of_row)" in advice and "memory=" in advice
+    with pytest.raises(
+        ab.HeadTooLargeError, match=r"Allow more with memory=\. To take less, compare one block of rows"
+    ):
+        ab.plan(two_towers, params, batch, memory=300 * KIB)
+
+
 def test_rematerialisation_is_a_candidate_where_it_is_allowed():
     """Where no microbatch fits, computing twice may."""
     params, batch = problem(16, width=8, depth=6)

@@ -240,3 +240,15 @@ def test_prints_stay(capfd):
     jax.effects_barrier()
     printed = capfd.readouterr().out
     assert "largest 1.0" in printed and "rows 12" in printed
+
+
+def test_arrays_with_a_row_for_each_example_that_every_microbatch_sees_are_named():
+    def loss(params, users, items):
+        return jnp.mean((users @ params) * (items @ params))
+
+    params, users = jnp.ones((3, 2)), jnp.ones((8, 3))
+    assert ab.read(loss, params, users, users, batch_argnums=(1, 2)).seen_whole == ()
+    assert ab.read(loss, params, users, jnp.ones((1, 3))).seen_whole == ()
+    reading = ab.read(loss, params, users, users)
+    assert reading.seen_whole == ("items",)
+    assert "every microbatch sees all rows of items: if these belong to the examples, name them" in str(reading)

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from anybatch.errors import InputError
-from anybatch.training import checkpoint_folder
+from anybatch.training import checkpoint_folder, progress
 from anybatch.training.log import Log, LogError, read_log
 
 pytestmark = pytest.mark.thorough  # what it tests does not depend on the version of JAX
@@ -346,3 +346,16 @@ def test_a_file_that_is_no_log(tmp_path, name, text, line):
 def test_a_log_that_is_not_there(tmp_path):
     with pytest.raises(InputError, match=r"that can be read, got .*run\.csv \(No such file or directory\)"):
         read_log(tmp_path / "run.csv")
+
+
+def test_the_time_left_does_not_count_the_compilation(monkeypatch, capsys):
+    now = [100.0]
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    lines = progress.Lines()
+    lines.begin(10, 20)
+    for step in range(11, 21):
+        now[0] += 60.0 if step == 11 else 2.0  # the first step compiles
+        lines.show({"step": step, "loss": 1.0}, is_notable=True)
+    told = capsys.readouterr().err.splitlines()
+    assert [line.split("  ")[-1] for line in told[2:5]] == ["0:14 left", "0:12 left", "0:10 left"]
+    assert not any("left" in line for line in (*told[:2], told[-1]))

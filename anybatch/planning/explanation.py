@@ -33,7 +33,9 @@ def as_plan(search: Search, budget: Budget, way: Way | None, seconds: float, *, 
         budget=budget.allowed,
         budget_source=budget.source,
         reason=_reason(search, budget, way, smallest, by_time=by_time),
-        limits=" ".join(filter(None, [_limits(budget, smallest) if is_limited else "", _not_compiled(search)])),
+        limits=" ".join(
+            filter(None, [_limits(budget, smallest) if is_limited else "", _whole_batch(search), _not_compiled(search)])
+        ),
         advice=_advice(search, budget, way, smallest) if is_limited else "",
         device=_device(search),
         compilations=search.bench.compilations,
@@ -100,7 +102,11 @@ def _reason(search: Search, budget: Budget, way: Way | None, least: tuple[Way, B
     gradient = search.bench.gradient
     timed = {each: search.seconds[each] for each in search.in_time()}
     if way is None:
-        needs = "" if least is None else f": even {_examples(least[0])} at a time needs {readable(least[1].total)}"
+        needs = ""
+        if least is not None:
+            is_smallest = least[0].microbatch_size == search.sizes.smallest
+            leanest = f"even {_examples(least[0])} at a time" if is_smallest else f"the leanest, {least[0]},"
+            needs = f": {leanest} needs {readable(least[1].total)}"
         left = "" if budget.allowed is None else f" and there are {readable(budget.allowed)}"
         return f"Nothing fits{needs}{left}."
     if gradient.settings.objective == "memory":
@@ -168,18 +174,46 @@ def _advice(search: Search, budget: Budget, way: Way | None, least: tuple[Way, B
     fixed = found.total - found.activations
     helps = []
     if way is None and fixed > 0.5 * budget.allowed:
-        if found.batch > 0.25 * fixed:
-            helps.append("keep the batch on the host (numpy arrays) and pass it in parts")
-        helps.append(_spread_further(gradient))
-    if way is not None and way.remat is None:
+        if found.batch > 0.25 * fixed and gradient.field is None:
+            helps.append("spread the batch over more devices (mesh=)")
+        if found.parameters + found.gradients > 0.25 * fixed:
+            helps.append(_spread_further(gradient))
+    if _coupled_line(search):
+        pass  # which neither smaller microbatches nor activations computed twice make any smaller
+    elif way is not None and way.remat is None:
         if gradient.settings.remat is None:
             helps.append('pass remat="auto", which may compute activations twice instead of keeping them')
         helps.append("wrap blocks of the model in jax.checkpoint")
-    if way is None and _helps_to_compute_twice(search, least[0], budget.allowed):
+    if way is None and not _coupled_line(search) and _helps_to_compute_twice(search, least[0], budget.allowed):
         helps.append('pass remat="auto", which computes activations twice instead of keeping them, and fits')
     if way is None:
         helps.append("allow more with memory=")
-    return "What would help: " + "; ".join(helps) + "." if helps else ""
+    text = "What would help: " + "; ".join(helps) + "." if helps else ""
+    return " ".join(filter(None, [text, gradient.checked_reading.remedy if _coupled_line(search) else ""]))
+
+
+def _coupled_line(search: Search) -> str:
+    """The line from which on most activations are those of the whole batch, if there is one."""
+    gradient = search.bench.gradient
+    if not gradient.is_coupled or not gradient.checked_reading.blame:
+        return ""
+    sizes = [each for each, found in search.known.items() if found is not None and not gradient.is_at_once(each)]
+    full = search.known.get(Way(search.examples, *search.styles[0]))
+    smallest = min(sizes, key=lambda each: each.microbatch_size or 0, default=None)
+    if smallest is None or full is None:
+        return ""
+    found = search.known[smallest]
+    assert found is not None
+    if 2 * found.activations < full.activations:
+        return ""
+    return gradient.checked_reading.blame[0].place
+
+
+def _whole_batch(search: Search) -> str:
+    """That smaller microbatches hardly help, and why."""
+    line = _coupled_line(search)
+    text = "Smaller microbatches save little: from {} on, the loss is computed from the whole batch at once."
+    return text.format(line) if line else ""
 
 
 def _helps_to_compute_twice(search: Search, least: Way, allowed: int) -> bool:

@@ -170,6 +170,8 @@ class Search:
         for size in (ladder[len(ladder) // 3], ladder[2 * len(ladder) // 3]):
             if len(self._points(style, with_full=False)) < 2:
                 self.fits(Way(size, *style))
+        if self.bench.gradient.is_coupled:  # what it computes from the whole batch at once does not lie on the line
+            self.fits(Way(self.sizes.smallest, *style))
         size = self.sizes.smallest if chosen is None else self._size(chosen)
         for way in (Way(size, *style) for style in self.styles):
             if self.fits(way) and timed:

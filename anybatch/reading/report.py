@@ -50,6 +50,8 @@ class Reading:
       num_examples: the size of the batch.
       head_bytes: what the head computes from the whole batch at once, about.
       activation_bytes: what the whole loss computes from the batch, about.
+      seen_whole: arguments that have a row for each example and are not part of the batch: every microbatch sees all of
+        their rows. Empty unless `anybatch.read` has looked.
       layers_in_head: whether layers of the model are among what is computed from the whole batch at once.
     """
 
@@ -65,6 +67,7 @@ class Reading:
     head_bytes: int
     activation_bytes: int
     layers_in_head: bool = False
+    seen_whole: tuple[str, ...] = ()
 
     @property
     def advice(self) -> str:
@@ -78,13 +81,24 @@ class Reading:
                 'examples: reduction="mean", "sum" or "weighted".'
             )
         exact = "As it is, the gradient is exact, and everything after that line runs on the whole batch at once."
+        refuse = "" if self.is_norm_over_batch else ' on_coupled="error" refuses such a loss.'
+        return f"{exact} {self.remedy}".rstrip() + refuse
+
+    @property
+    def remedy(self) -> str:
+        """How such a loss can be written to take less memory, as far as the line says it."""
         if self.is_norm_over_batch:
             return (
-                f"{exact} If the line is a norm over the batch, as BatchNorm in training is, GroupNorm or LayerNorm "
+                "If the line is a norm over the batch, as BatchNorm in training is, GroupNorm or LayerNorm "
                 'keep the examples apart. reduction="mean" takes the statistics of each microbatch instead, which is '
                 "another loss."
             )
-        return f'{exact} on_coupled="error" refuses such a loss.'
+        if self.blame and self.blame[0].primitive == "dot_general":
+            return (
+                "To take less, compare one block of rows at a time with all others: "
+                "jax.lax.map(jax.checkpoint(loss_of_row), rows, batch_size=128)."
+            )
+        return ""
 
     @property
     def is_norm_over_batch(self) -> bool:
@@ -120,11 +134,17 @@ class Reading:
             share = round(100 * self.head_bytes / max(self.activation_bytes, 1))
             lines.append(
                 f"computes for the whole batch at once: about {readable(self.head_bytes)}, {share}% of all activations"
+                ", and as much again or more for its gradient"
             )
             lines.append(self.advice)
         if self.rearranged:
             lines.append("selects, sorts or shifts rows of the data:")
             lines += [f"  {blame}" for blame in self.rearranged[:_MAX_SHOWN]]
+        if self.seen_whole:
+            lines.append(
+                f"every microbatch sees all rows of {', '.join(self.seen_whole)}: if these belong to the examples, "
+                "name them with batch_argnums= or batch_argnames="
+            )
         return lines
 
     def _repr_html_(self) -> str:

@@ -41,13 +41,14 @@ class Lines(Silent):
     def __init__(self) -> None:
         self._total: int | None = None
         self._last: float | None = None
-        self._begun = (0.0, 0)
+        self._begun: tuple[float, int] | None = None  # when the first step was done, and which one that was
 
     def begin(self, done: int, total: int | None) -> None:
-        self._total, self._begun = total, (time.monotonic(), done)
+        self._total, self._begun = total, None
 
     def show(self, row: Mapping[str, Any], *, is_notable: bool = False) -> None:
         now = time.monotonic()
+        self._begun = self._begun or (now, row["step"])  # from then on: the first step is the one that compiles
         if self._last is not None and not is_notable and now - self._last < BETWEEN_LINES:
             return
         self._last = now
@@ -58,7 +59,7 @@ class Lines(Silent):
         print(text, file=sys.stderr, flush=True)
 
     def _eta(self, step: int, now: float) -> str:
-        then, first = self._begun
+        then, first = self._begun or (now, step)
         if self._total is None or step - first < 2 or step >= self._total:
             return ""
         return f"{_clock((now - then) / (step - first) * (self._total - step))} left"

@@ -55,7 +55,7 @@ def _reshape(reader: Reader, node: Node, states: Sequence[State]) -> Outcome:
     transposed = tuple(shape[axis] for axis in order)
     rows = reshaped(transposed, new, before.at(list(order).index(before.axis)), reader.num_examples)
     if rows is None:
-        raise NotRowwise(f"reshaping {node.inputs[0].shape} to {tuple(new)} spreads one example over several rows")
+        raise NotRowwise(f"reshaping {node.inputs[0].shape} to {tuple(new)} does not keep one row for each example")
     return Outcome(
         [rows], params=lambda size: {**node.params, "new_sizes": replaced(new, rows.axis, rows.length(size))}
     )
