@@ -20,6 +20,8 @@ from anybatch.reading.split import Split, ancestors
 SMALL = 16 * 2**20
 SMALL_WITH_LAYERS = 2**20
 
+COMPARED = ", e.g. compare each with a fixed set that is another argument: with itself alone, the gradient is 0"
+
 
 def check_head(split: Split, *, on_coupled: str, memory: Any = None) -> Reading:
     """Checks a loss before it runs.
@@ -84,10 +86,9 @@ def check_examples_apart(loss: TracedLoss, consts: Sequence[Any], *, fresh_draws
         raise CoupledError(
             f"This loss looks across examples{where}\n"
             "keep_batch_dim=True gives it batches of one, in which it is another loss: there are no other examples to "
-            "average over or to compare with, and a loss that only compares has gradient 0. Keep the examples apart "
-            f"there{_instead(reading)}, or compare with a fixed set that is another argument. Or, if batches of one "
-            "are meant, write that loss of one example and leave keep_batch_dim out: lambda params, example: "
-            "loss(params, jax.tree.map(lambda leaf: leaf[None], example))."
+            f"average over or to compare with. Keep the examples apart there{_instead(reading) or COMPARED}. Or, if "
+            "batches of one are meant, write that loss of one example and leave keep_batch_dim out: "
+            "lambda params, example: loss(params, jax.tree.map(lambda leaf: leaf[None], example))."
         )
 
 

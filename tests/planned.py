@@ -21,7 +21,7 @@ def contrastive(params, batch):
     z = jnp.tanh(batch["x"] @ params["layers"][0])
     for weights in params["layers"][1:]:
         z = jnp.tanh(z @ weights)
-    logits = z[:, :8] @ batch["y"][:, :8].T
+    logits = z[:, :8] @ jnp.tanh(batch["y"] @ params["layers"][0])[:, :8].T
     return jnp.mean(jax.nn.logsumexp(logits, axis=1) - jnp.diagonal(logits))
 
 
