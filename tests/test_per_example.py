@@ -422,6 +422,11 @@ def test_plans_cover_both_methods():
     assert plan.method == "factored" and plan.chosen.fits
     assert "The clipped gradient of 64 examples" in str(plan) and "the factors of 2 parameters" in str(plan)
 
+    lean = min(candidate.total for candidate in plan.candidates)
+    tight = ab.explain(fun, params, batch, memory=lean, timed=False)
+    assert tight.microbatch_size < 64 and "jax.checkpoint" in tight.advice
+    assert "remat=" not in tight.advice  # an option that these functions do not have
+
     shapes = jax.eval_shape(lambda: batch)
     assert ab.plan(ab.per_example_norms(loss, method="vmap"), params, shapes, memory="1MiB").method == "vmap"
     with pytest.raises(ab.NothingFitsError):

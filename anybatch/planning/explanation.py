@@ -181,7 +181,7 @@ def _advice(search: Search, budget: Budget, way: Way | None, least: tuple[Way, B
     if _coupled_line(search):
         pass  # which neither smaller microbatches nor activations computed twice make any smaller
     elif way is not None and way.remat is None:
-        if gradient.settings.remat is None:
+        if gradient.settings.remat is None and way.method is None:  # per-example functions have no such option
             helps.append('pass remat="auto", which may compute activations twice instead of keeping them')
         helps.append("wrap blocks of the model in jax.checkpoint")
     if way is None and not _coupled_line(search) and _helps_to_compute_twice(search, least[0], budget.allowed):
