@@ -166,6 +166,33 @@ def has_nnx(tree: Any) -> bool:
     return "flax.nnx" in sys.modules and bool(_objects_in(tree))
 
 
+@dataclasses.dataclass(frozen=True)
+class _Place:
+    """Stands for an object of NNX in a tree: its index among those of the tree."""
+
+    index: int
+
+
+def without_objects(tree: Any) -> tuple[Any, list[Any]]:
+    """A tree without its objects of NNX, for `with_objects`; and these, in order."""
+    if not has_nnx(tree):
+        return tree, []
+    objects: list[Any] = []
+
+    def taken(leaf: Any) -> Any:
+        if not _is_object(leaf):
+            return leaf
+        objects.append(leaf)
+        return _Place(len(objects) - 1)
+
+    return jax.tree.map(taken, tree, is_leaf=_is_object), objects
+
+
+def with_objects(tree: Any, objects: Sequence[Any]) -> Any:
+    """The tree that `without_objects` was given, with these objects."""
+    return jax.tree.map(lambda leaf: objects[leaf.index] if isinstance(leaf, _Place) else leaf, tree)
+
+
 def _nnx() -> Any:
     return sys.modules["flax.nnx"]
 
@@ -194,7 +221,8 @@ class _Objects:
         nnx = _nnx()
         with nnx.split_context() as context:
             by_place: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
-            for place, argument in by_place:
+            # What is differentiated comes first: a variable that other arguments share with it is differentiated.
+            for place, argument in sorted(by_place, key=lambda pair: pair[0] not in places):
                 tree: Any = jax.tree.structure(argument, is_leaf=_is_object)
                 leaves = tree.flatten_up_to(argument)
                 if not any(map(_is_object, leaves)):

@@ -299,6 +299,61 @@ def test_a_model_by_keyword_and_one_from_outside():
     assert_same(mapped, jax.tree.map(lambda *leaves: jnp.stack(leaves), *by_one))
 
 
+@pytest.mark.parametrize("by", ["position", "keyword"])
+def test_references_that_arguments_share(by):
+    """What is differentiated is, wherever the loss uses it: also through an argument that comes before it."""
+
+    def loss(part, x, model):
+        return jnp.mean((model(x) - jnp.sum(jnp.tanh(part(x)), axis=1)) ** 2)
+
+    def reference(model, x):
+        definition, params, rest = nnx.split(model, nnx.Param, ...)
+
+        def merged(params):
+            model = nnx.merge(definition, params, rest, copy=True)
+            return loss(model.a, x, model)
+
+        return jax.value_and_grad(merged)(params)
+
+    model = Network("nothing")
+    if by == "position":
+        actual = ab.value_and_grad(loss, 2, microbatch_size=5)(model.a, X, model)
+    else:
+        fun = ab.value_and_grad(lambda model, x, part: loss(part, x, model), microbatch_size=5)
+        actual = fun(model, X, part=model.a)
+    assert_same(actual, reference(Network("nothing"), X))
+
+
+@pytest.mark.parametrize("name", ["value_and_grad", "grad", "noise_scale"])
+@pytest.mark.parametrize("by", ["position", "keyword"])
+def test_random_streams_and_metrics_beside_a_model(name, by):
+    """They are changed as `nnx.value_and_grad` changes them, and refused for single examples."""
+
+    def loss(model, x, rngs, metrics):
+        predictions = model(x) * jax.random.bernoulli(rngs.dropout(), 0.5, x.shape[:1])
+        metrics.update(values=predictions.astype(jnp.float32))
+        return jnp.mean(predictions**2)
+
+    def given():
+        return nnx.Rngs(5), nnx.metrics.Average()
+
+    fun, (rngs, metrics), expected = getattr(ab, name)(loss, microbatch_size=5), given(), given()
+    model = Network()
+    for _ in range(3):
+        args, kwargs = ((rngs, metrics), {}) if by == "position" else ((), {"rngs": rngs, "metrics": metrics})
+        found = fun(model, X, *args, **kwargs)
+        value, grads = nnx.value_and_grad(loss)(Network(), X, *expected)
+        chex.assert_trees_all_close(found if name == "grad" else found[1], grads, rtol=1e-9, atol=1e-12)
+        chex.assert_trees_all_close(numbers(rngs), numbers(expected[0]))
+        chex.assert_trees_all_close(metrics.compute(), expected[1].compute(), rtol=1e-6)
+    assert int(rngs.default.count[...]) == 3
+    before = numbers((rngs, metrics))
+    with pytest.raises(ab.InputError, match="that a call leaves as it is") as caught:
+        ab.per_example_grads(loss, keep_batch_dim=True)(model, X, *args, **kwargs)
+    assert "default.count" in str(caught.value)
+    chex.assert_trees_all_equal(numbers((rngs, metrics)), before)
+
+
 def test_a_gradient_of_a_gradient():
     definition, params, rest = nnx.split(Network(), nnx.Param, ...)
 

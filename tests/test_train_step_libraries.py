@@ -114,6 +114,136 @@ def test_a_model_of_nnx_with_its_optimizer(norm):
     chex.assert_trees_all_equal(numbers(state), before)
 
 
+class Drawing(nnx.Module):
+    """Dropout without random streams of its own; a loss passes them."""
+
+    def __init__(self, rngs):
+        self.a = nnx.Linear(6, 16, rngs=rngs, param_dtype=jnp.float64)
+        self.dropout = nnx.Dropout(0.5)
+        self.b = nnx.Linear(16, 1, rngs=rngs, param_dtype=jnp.float64)
+
+    def __call__(self, x, rngs):
+        return self.b(self.dropout(nnx.relu(self.a(x)), rngs=rngs))
+
+
+def drawing_pair():
+    model = Drawing(nnx.Rngs(0))
+    return model, nnx.Optimizer(model, optax.adam(0.05), wrt=nnx.Param)
+
+
+def all_numbers(*objects):
+    """With keys as numbers."""
+    leaves = jax.tree.leaves(nnx.state(objects))
+    is_key = [jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key) for leaf in leaves]
+    return [
+        np.asarray(jax.random.key_data(leaf) if key else leaf) for leaf, key in zip(leaves, is_key, strict=True)
+    ]
+
+
+def drawing_loss(model, batch, *, rngs, metrics=None, other=None):
+    predictions = model(batch["x"], rngs)
+    if other is not None:
+        predictions = predictions + other(batch["x"])
+    value = mean_square(predictions, batch)
+    if metrics is not None:
+        squares = jnp.square(predictions[:, 0] - batch["y"])
+        metrics.update(loss=squares.astype(jnp.float32), size=jnp.abs(predictions).astype(jnp.float32))
+    return value
+
+
+def drawing_objects(name, model):
+    """By keyword: random streams, metrics, another model, a part of the model."""
+    objects = {"rngs": nnx.Rngs(5)}
+    if name == "metrics":
+        metrics = nnx.MultiMetric(loss=nnx.metrics.Average("loss"), size=nnx.metrics.Average("size"))
+        objects["metrics"] = metrics
+    if name == "other model":
+        objects["other"] = Network(nnx.Rngs(3), norm=False)
+    if name == "shared":
+        model.streams = objects["rngs"]
+    if name == "shared parameters":
+        objects["other"] = nnx.Sequential(model.a, lambda hidden: hidden[:, :1])
+    return objects
+
+
+DRAWING = ["metrics", "other model", "shared", "shared parameters"]
+SIZES_AND_DEVICES = [(1, None), (5, None), (None, None), (5, 8)]
+WITH_OBJECTS = [("streams", *each) for each in SIZES_AND_DEVICES]
+WITH_OBJECTS += [(name, 5, devices) for name in DRAWING for devices in (None, 2)]
+
+
+@pytest.mark.parametrize(("name", "microbatch_size", "devices"), WITH_OBJECTS)
+def test_objects_of_nnx_by_keyword_go_on(name, microbatch_size, devices):
+    """As `nnx.jit` has it: what the loss changes of them is there after the step."""
+    more = {} if devices is None else {"mesh": mesh_of(devices)}
+    step = ab.train_step(drawing_loss, microbatch_size=microbatch_size, **more)
+    state, (model, optimizer) = drawing_pair(), drawing_pair()
+    objects, expected = drawing_objects(name, state[0]), drawing_objects(name, model)
+
+    def is_trained(path, variable):
+        return path[0] == 0 and isinstance(variable, nnx.Param)
+
+    @nnx.jit
+    def hand_written(model, optimizer, batch, objects):
+        definition, params, rest = nnx.split((model, objects), is_trained, ...)  # nnx.grad refuses what is shared
+
+        def loss(params):
+            model, objects = nnx.merge(definition, params, rest, copy=True)
+            value = drawing_loss(model, batch, **objects)
+            return value, nnx.state((model, objects), nnx.Not(is_trained))
+
+        (value, rest), grads = jax.value_and_grad(loss, has_aux=True)(params)
+        nnx.update((model, objects), rest)
+        optimizer.update(model, grads[0])
+        return value
+
+    for batch in batches():
+        same, metrics = step(state, batch, **objects)
+        assert same is state
+        value = hand_written(model, optimizer, batch, expected)
+        chex.assert_trees_all_close(metrics.loss, value, rtol=1e-6)
+    assert int(objects["rngs"].default.count[...]) == 4
+    chex.assert_trees_all_close(
+        all_numbers(*state, objects), all_numbers(model, optimizer, expected), rtol=1e-5, atol=1e-7
+    )
+    before = all_numbers(*state, objects)
+    _, metrics = step(state, batches()[0] | {"y": np.full(24, np.nan)}, **objects)
+    assert bool(metrics.skipped)
+    chex.assert_trees_all_equal(all_numbers(*state, objects), before)
+
+
+def test_objects_of_nnx_beside_a_state_of_ours():
+    """With a step that saw none before, and under `nnx.jit`."""
+
+    def loss(params, batch, rngs=None):
+        scale = 1.0 if rngs is None else jax.random.bernoulli(rngs(), 0.5, batch["y"].shape)
+        return jnp.mean((batch["x"] @ params * scale - batch["y"]) ** 2)
+
+    optimizer = optax.adam(0.05)
+    step = ab.train_step(loss, optimizer, microbatch_size=5)
+    compiled = nnx.jit(lambda state, batch, rngs: step(state, batch, rngs=rngs))
+    params = jnp.ones(6, jnp.float64)
+    state, opt_state = step.init(params), optimizer.init(params)
+    rngs, expected = nnx.Rngs(5), nnx.Rngs(5)
+    for number, batch in enumerate(batches(5)):
+        if number in (0, 3):
+            state, metrics = step(state, batch)
+        elif number == 4:
+            state, metrics = compiled(state, batch, rngs)
+        else:
+            state, metrics = step(state, batch, rngs=rngs)
+        key = None if number in (0, 3) else expected()
+        value, grads = jax.value_and_grad(loss)(params, batch, None if key is None else lambda key=key: key)
+        updates, opt_state = optimizer.update(grads, opt_state, params)
+        params = optax.apply_updates(params, updates)
+        chex.assert_trees_all_close((metrics.loss, state.params), (value, params), rtol=1e-9)
+    assert int(rngs.default.count[...]) == int(expected.default.count[...]) == 3
+    assert int(state.step) == 5
+    assert step.plan(state, batches()[0], rngs=rngs).chosen is not None
+    step.lower(state, batches()[0], rngs=rngs)
+    assert int(rngs.default.count[...]) == 3
+
+
 def test_a_model_of_equinox():
     model = eqx.nn.MLP(6, 1, 16, 2, key=jax.random.key(0))
 

@@ -60,8 +60,12 @@ class OwnState:
         """What its loss is called with."""
         return Model(state.params, self._key(state))
 
-    def field_of_model_state(self, state: Any) -> str:
-        """Where a state keeps the state of its model.
+    def objects_of(self, state: Any) -> list[Any]:
+        """The objects of NNX that the loss is passed by keyword."""
+        return []
+
+    def model_state_of(self, state: Any) -> tuple[str, Any]:
+        """Where a state keeps the state of its model, and that.
 
         Raises:
           InputError: if it has none.
@@ -72,7 +76,7 @@ class OwnState:
                 given="state.model_state=None",
                 remedy='Pass it: step.init(params, model_state=variables["batch_stats"]).',
             )
-        return "model_state"
+        return "model_state", state.model_state
 
     def updated(
         self, state: Any, arrays: list[Any], optimizer: Any, grads: Any, changes: dict[str, Any], good: Any, extra: Any
@@ -121,11 +125,11 @@ class FlaxState(OwnState):
             )
         return super().model_of(state)
 
-    def field_of_model_state(self, state: Any) -> str:
+    def model_state_of(self, state: Any) -> tuple[str, Any]:
         """As above."""
         for name in ("batch_stats", "model_state"):
             if getattr(state, name, None) is not None:
-                return name
+                return name, getattr(state, name)
         raise InputError(
             "With has_state=True a flax TrainState must have a field batch_stats or model_state",
             given=f"a {type(state).__name__} with {', '.join(field.name for field in dataclasses.fields(state))}",
@@ -172,7 +176,11 @@ class NnxState:
         model, optimizer = state
         return Model(model, None, optimizer.wrt)
 
-    def field_of_model_state(self, state: Any) -> str:
+    def objects_of(self, state: Any) -> list[Any]:
+        """As above."""
+        return []
+
+    def model_state_of(self, state: Any) -> tuple[str, Any]:
         """As above."""
         raise InputError(
             "has_state=True is for states that keep the state of a model beside its parameters",
@@ -184,8 +192,12 @@ class NnxState:
         self, state: Any, arrays: list[Any], optimizer: Any, grads: Any, changes: dict[str, Any], good: Any, extra: Any
     ) -> list[Any]:
         """As above. The model has been changed already, as its loss changes it."""
-        model, own = state
+        model, own, *_ = state
         own.update(model, grads)
+        return self.chosen(state, arrays, good)
+
+    def chosen(self, state: Any, arrays: list[Any], good: Any) -> list[Any]:
+        """The arrays of a state, if the gradient is `good`; else those before."""
         new = apart(_nnx().split(state)[1])[0]
         if len(new) != len(arrays):
             raise InputError(
@@ -194,6 +206,81 @@ class NnxState:
                 remedy="Return what is new as aux, with has_aux=True; nnx.pop(model, nnx.Intermediate) takes it out.",
             )
         return _chosen(good, new, arrays)
+
+
+@dataclasses.dataclass(frozen=True)
+class WithObjects:
+    """A pair of a state of another kind, and objects of NNX that a step is passed by keyword, such as `nnx.Rngs`.
+
+    What the loss changes of them is written back after a step, as `nnx.jit` does it.
+
+    Args:
+      kind: of the state.
+    """
+
+    kind: Any
+    changes_model = True
+
+    @property
+    def name(self) -> str:
+        """As above."""
+        return str(self.kind.name)
+
+    def apart(self, state: Any) -> tuple[list[Any], Any]:
+        """As above. References that a model shares with the objects are kept."""
+        before, objects = state
+        if self._is_nnx:
+            return KINDS["nnx"].apart((*before, objects))
+        arrays, constants = self.kind.apart(before)
+        more, definition = KINDS["nnx"].apart(objects)
+        return [*arrays, *more], (len(arrays), constants, definition)
+
+    def whole(self, given: Any, arrays: list[Any], constants: Any) -> Any:
+        """As above, without the objects: these are changed in place."""
+        before, objects = given
+        if self._is_nnx:
+            KINDS["nnx"].whole((*before, objects), arrays, constants)
+            return before
+        count, about, definition = constants
+        KINDS["nnx"].whole(objects, arrays[count:], definition)
+        return self.kind.whole(before, arrays[:count], about)
+
+    def merged(self, arrays: list[Any], constants: Any) -> Any:
+        """As above."""
+        if self._is_nnx:
+            *before, objects = KINDS["nnx"].merged(arrays, constants)
+            return tuple(before), objects
+        count, about, definition = constants
+        return self.kind.merged(arrays[:count], about), KINDS["nnx"].merged(arrays[count:], definition)
+
+    def model_of(self, state: Any) -> Model:
+        """As above."""
+        model: Model = self.kind.model_of(state[0])
+        return model
+
+    def objects_of(self, state: Any) -> list[Any]:
+        """As above."""
+        return list(state[1])
+
+    def model_state_of(self, state: Any) -> tuple[str, Any]:
+        """As above."""
+        name, value = self.kind.model_state_of(state[0])
+        return name, value
+
+    def updated(
+        self, state: Any, arrays: list[Any], optimizer: Any, grads: Any, changes: dict[str, Any], good: Any, extra: Any
+    ) -> list[Any]:
+        """As above. The objects have been changed already, as the model of NNX."""
+        before, objects = state
+        if self._is_nnx:
+            return KINDS["nnx"].updated((*before, objects), arrays, optimizer, grads, changes, good, extra)
+        count = len(arrays) - len(jax.tree.leaves(_nnx().state(objects)))
+        new = self.kind.updated(before, arrays[:count], optimizer, grads, changes, good, extra)
+        return new + KINDS["nnx"].chosen(objects, arrays[count:], good)
+
+    @property
+    def _is_nnx(self) -> bool:
+        return self.kind is KINDS["nnx"]
 
 
 class AnyState:
@@ -213,7 +300,7 @@ class AnyState:
         return jax.tree.map(lambda old, new: type(old)(new.item()) if _is_number(old) else new, given, state)
 
 
-KINDS = {"own": OwnState(), "flax": FlaxState(), "nnx": NnxState()}
+KINDS: dict[str, Any] = {"own": OwnState(), "flax": FlaxState(), "nnx": NnxState()}
 
 
 def kind_of(state: Any, optimizer: Any) -> Any:

@@ -14,13 +14,14 @@ from anybatch.computation import Gradient, Way
 from anybatch.errors import InputError, user_stacklevel
 from anybatch.gradient import settings_of
 from anybatch.memory import memory_budget, readable
+from anybatch.modules import has_nnx, without_objects
 from anybatch.planning.planner import Planner
 from anybatch.planning.report import Plan
 from anybatch.settings import Settings
 from anybatch.training.arrays import put_batch, ready_to_donate, refuse_deleted
 from anybatch.training.feed import to_device
 from anybatch.training.fitting import FittingProgram
-from anybatch.training.kinds import kind_of
+from anybatch.training.kinds import WithObjects, kind_of
 from anybatch.training.state import Meter, Metrics, TrainState
 from anybatch.training.update import Given, Update, sorted_arguments
 from anybatch.updates import Constants, apart, together
@@ -103,12 +104,12 @@ class TrainStep:
 
     def __call__(self, state: Any, batch: Any, **kwargs: Any) -> tuple[Any, Metrics]:
         last = self._last
-        known = None if last is None else last.arrays_of(state)
+        known = None if last is None or has_nnx(kwargs) else last.arrays_of(state)
         if last is not None and known is not None:  # as it was returned: it need not be looked at again
             given = Given(last.kind, known, last.about_state, *apart((batch, kwargs)))
             about_arrays, is_traced = last.about_arrays, any(map(_is_traced, given.rows))
         else:
-            last, given = None, self._given(state, batch, kwargs)
+            last, (given, state) = None, self._given(state, batch, kwargs)
             is_traced = any(map(_is_traced, (*given.arrays, *given.rows)))
         if is_traced:
             return self._traced(state, batch, given)
@@ -167,7 +168,7 @@ class TrainStep:
 
     def lower(self, state: Any, batch: Any, **kwargs: Any) -> Any:
         """The whole step before it is compiled, as `jax.jit(...).lower` has it: for its text, memory or cost."""
-        given = self._placed(self._given(state, batch, kwargs))
+        given = self._placed(self._given(state, batch, kwargs)[0])
         gradient = self._update.gradient(given)
         return self._jitted(given, gradient.settings, self._decided(given, gradient)).lower(given.arrays, given.rows)
 
@@ -189,11 +190,15 @@ class TrainStep:
         self._ways |= ways
         self._adopted |= set(ways)
 
-    def _given(self, state: Any, batch: Any, kwargs: dict[str, Any]) -> Given:
+    def _given(self, state: Any, batch: Any, kwargs: dict[str, Any]) -> tuple[Given, Any]:
+        """What a step is given, and the state as its kind has it: with objects of NNX among the keyword arguments."""
         kind = kind_of(state, self._update.optimizer)
+        kwargs, objects = without_objects(kwargs)
+        if objects:
+            kind, state = WithObjects(kind), (state, objects)
         arrays, about_state = kind.apart(state)
         rows, about_call = apart((batch, kwargs))
-        return Given(kind, arrays, about_state, rows, about_call)
+        return Given(kind, arrays, about_state, rows, about_call), state
 
     def _placed(self, given: Given) -> Given:
         """What is to be planned, where it belongs."""
@@ -301,7 +306,7 @@ class TrainStep:
     def _planned(
         self, state: Any, batch: Any, kwargs: Any, *, timed: bool, thorough: bool = False, progress: Any = None
     ) -> Plan:
-        given = self._placed(self._given(state, batch, kwargs))
+        given = self._placed(self._given(state, batch, kwargs)[0])
         gradient = self._update.gradient(given)
         with gradient.context():
             plan = self._planner(gradient, progress).plan(timed=timed, thorough=thorough)

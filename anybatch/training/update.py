@@ -18,7 +18,7 @@ from anybatch.gradient import compute, settings_of
 from anybatch.gradient_noise import NoiseScale
 from anybatch.loss import is_pair, shown
 from anybatch.memory import memory_budget
-from anybatch.modules import Opened, opened
+from anybatch.modules import Opened, opened, with_objects
 from anybatch.placement import local_bytes
 from anybatch.routes import squares
 from anybatch.settings import Settings
@@ -85,9 +85,10 @@ class Update:
         state = given.kind.merged(given.arrays, given.about_state)
         model, key, wrt = given.kind.model_of(state)
         batch, kwargs = together(given.rows, given.about_call)
+        kwargs = with_objects(kwargs, given.kind.objects_of(state))
         others = [] if key is None else [key]
         if self.has_state:
-            others.append(getattr(state, given.kind.field_of_model_state(state)))
+            others.append(given.kind.model_state_of(state)[1])
 
         def fun(params: Any, batch: Any, *others: Any, **kwargs: Any) -> Any:
             if not self.has_state:
@@ -138,7 +139,7 @@ class Update:
         changes: dict[str, Any] = {}
         memory = self.options.get("memory")
         if memory is not None and not (isinstance(memory, str) and "%" in memory):
-            changes["memory"] = max(1, (memory_budget(memory) or 0) - beside_gradient(given, call.args))
+            changes["memory"] = max(1, (memory_budget(memory) or 0) - beside_gradient(given, call))
         if self.options.get("mesh") is not None and self.options.get("param_specs") is None:
             changes["param_specs"] = jax.tree.map(_spec, call.args[0].trained)
         settings = self.settings(call, **changes)
@@ -152,7 +153,7 @@ class Update:
         changes = {}
         if self.has_state:
             aux, new = aux
-            changes[given.kind.field_of_model_state(state)] = new.values
+            changes[given.kind.model_state_of(state)[0]] = new.values
         noise = NoiseScale.of_step(*sums) if self.noise_scale else None
         leaves = jax.tree.leaves(grads)
         norm = jnp.sqrt(squares.square(leaves))
@@ -206,9 +207,9 @@ def _value_fn(call: Opened, settings: Settings) -> Callable[[Any], Any]:
     return value_fn
 
 
-def beside_gradient(given: Given, args: tuple[Any, ...]) -> int:
+def beside_gradient(given: Given, call: Opened) -> int:
     """The bytes of a state on one device that its gradient does not see: what the optimizer keeps."""
-    seen = {id(leaf) for leaf in jax.tree.leaves((args[0], args[2:]))}
+    seen = {id(leaf) for leaf in jax.tree.leaves((call.args[0], call.args[2:], call.kwargs))}
     return sum(local_bytes(array) for array in given.arrays if id(array) not in seen)
 
 
