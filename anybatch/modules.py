@@ -130,8 +130,8 @@ def opened(
 
     @functools.wraps(fun)
     def opened_fun(*args: Any, **kwargs: Any) -> Any:
-        whole = objects.merged(args, kwargs) if objects.graphs else {}
-        watch = _Watch(_objects_in(list(whole.values()))) if whole else None
+        whole, merged = objects.merged(args, kwargs) if objects.graphs else ({}, [])
+        watch = _Watch(merged) if whole else None
         whole |= {place: joined(args[place].trained, args[place].rest) for place in filtered}
         result = fun(
             *(whole.get(place, argument) for place, argument in enumerate(args)),
@@ -175,17 +175,17 @@ class _Place:
 
 def without_objects(tree: Any) -> tuple[Any, list[Any]]:
     """A tree without its objects of NNX, for `with_objects`; and these, in order."""
-    if not has_nnx(tree):
-        return tree, []
     objects: list[Any] = []
+    if "flax.nnx" not in sys.modules:
+        return tree, objects
 
     def taken(leaf: Any) -> Any:
-        if not _is_object(leaf):
+        if not _is_changeable(leaf):
             return leaf
         objects.append(leaf)
         return _Place(len(objects) - 1)
 
-    return jax.tree.map(taken, tree, is_leaf=_is_object), objects
+    return jax.tree.map(taken, tree, is_leaf=lambda node: _is_changeable(node) or _is_state(node)), objects
 
 
 def with_objects(tree: Any, objects: Sequence[Any]) -> Any:
@@ -200,6 +200,16 @@ def _nnx() -> Any:
 def _is_object(node: Any) -> bool:
     """Whether NNX takes it by reference, so that a loss may change it."""
     return isinstance(node, _nnx().Pytree)
+
+
+def _is_changeable(node: Any) -> bool:
+    """Whether it is such an object, or a variable by itself."""
+    return isinstance(node, (_nnx().Pytree, _nnx().Variable))
+
+
+def _is_state(node: Any) -> bool:
+    """Whether it is an `nnx.State`, whose variables are values and no objects."""
+    return isinstance(node, _nnx().State)
 
 
 class _Graph(NamedTuple):
@@ -223,22 +233,25 @@ class _Objects:
             by_place: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
             # What is differentiated comes first: a variable that other arguments share with it is differentiated.
             for place, argument in sorted(by_place, key=lambda pair: pair[0] not in places):
-                tree: Any = jax.tree.structure(argument, is_leaf=_is_object)
+                # A variable that is differentiated is a tree of arrays.
+                is_object = _is_object if place in places else _is_changeable
+                tree: Any = jax.tree.structure(argument, is_leaf=lambda node: is_object(node) or _is_state(node))
                 leaves = tree.flatten_up_to(argument)
-                if not any(map(_is_object, leaves)):
+                if not any(map(is_object, leaves)):
                     continue
                 wrt = places.get(place) if isinstance(place, int) else None
                 filters = (nnx.Param if wrt is None else wrt, ...) if place in places else ()
-                split = [context.split(leaf, *filters) if _is_object(leaf) else (None, leaf) for leaf in leaves]
+                split = [context.split(leaf, *filters) if is_object(leaf) else (None, leaf) for leaf in leaves]
                 states = [(*states, None)[:2] if place in places else (None, *states) for _, *states in split]
                 trained, rest = zip(*states, strict=True)
                 self.graphs[place] = _Graph(tree, tuple(definition for definition, *_ in split))
                 self.parts[place] = Parts(tree.unflatten(trained) if place in places else None, list(rest))
-                self._objects += filter(_is_object, leaves)
+                self._objects += filter(is_object, leaves)
 
-    def merged(self, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[int | str, Any]:
-        """The arguments with objects in them, by their places, from their parts."""
+    def merged(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[dict[int | str, Any], list[Any]]:
+        """The arguments with objects in them, by their places, from their parts; and these objects."""
         found: dict[int | str, Any] = {}
+        objects: list[Any] = []
         with _nnx().merge_context() as context:
             for place, (tree, definitions) in self.graphs.items():
                 parts = kwargs[place] if isinstance(place, str) else args[place]
@@ -248,7 +261,8 @@ class _Objects:
                     there = [state for state in states if state is not None]
                     leaves.append(there[0] if definition is None else context.merge(definition, *there))
                 found[place] = tree.unflatten(leaves)
-        return found
+                objects += (leaf for leaf, definition in zip(leaves, definitions, strict=True) if definition is not None)
+        return found, objects
 
     def update(self, state: NewState) -> None:
         """Changes the objects that were given as a loss has changed the others."""
@@ -285,7 +299,7 @@ class _Watch:
 
 def _name(path: tuple[Any, ...]) -> str:
     """Of a variable: that of a second object begins with its number."""
-    return ".".join(map(str, path if path[0] else path[1:]))
+    return ".".join(map(str, path if path[0] else path[1:])) or "a variable"
 
 
 def _objects_in(tree: Any) -> list[Any]:

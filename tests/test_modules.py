@@ -354,6 +354,31 @@ def test_random_streams_and_metrics_beside_a_model(name, by):
     chex.assert_trees_all_equal(numbers((rngs, metrics)), before)
 
 
+@pytest.mark.parametrize("by", ["position", "keyword"])
+def test_a_variable_by_itself_beside_a_model(by):
+    """It is changed, unlike those of an `nnx.State`, which NNX takes as values."""
+
+    def loss(model, x, total, values):
+        total[...] = total[...] + jnp.sum(x)
+        return jnp.mean(model(x) ** 2) * values["scale"][...]
+
+    def given():
+        return nnx.Variable(jnp.zeros((), jnp.float64)), nnx.State({"scale": nnx.Variable(jnp.float64(2))})
+
+    (total, values), (expected, _) = given(), given()
+    args, kwargs = ((total, values), {}) if by == "position" else ((), {"total": total, "values": values})
+    actual = ab.value_and_grad(loss, microbatch_size=5)(Network(), X, *args, **kwargs)
+    assert_same(actual, nnx.value_and_grad(loss)(Network(), X, expected, values))
+    chex.assert_trees_all_close(total[...], expected[...], rtol=1e-9)
+    model = Network()
+    optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
+    if by == "keyword":
+        step = ab.train_step(loss, microbatch_size=5)
+        for _ in range(2):
+            step((model, optimizer), X, **kwargs)
+        chex.assert_trees_all_close(total[...], 3 * expected[...], rtol=1e-9)
+
+
 def test_a_gradient_of_a_gradient():
     definition, params, rest = nnx.split(Network(), nnx.Param, ...)
 

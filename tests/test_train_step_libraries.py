@@ -244,6 +244,44 @@ def test_objects_of_nnx_beside_a_state_of_ours():
     assert int(rngs.default.count[...]) == 3
 
 
+@pytest.mark.parametrize("devices", [None, 2])
+def test_clones_of_a_model_of_nnx_stay(devices):
+    """A step uses up what the model has, but not what a target network or a snapshot shares with it."""
+
+    def loss(model, batch, *, target):
+        return jnp.mean((model(batch["x"]) - jax.lax.stop_gradient(target(batch["x"])) - 1) ** 2)
+
+    model = Network(nnx.Rngs(0), norm=False)
+    state = (model, nnx.Optimizer(model, optax.sgd(0.05, momentum=0.9), wrt=nnx.Param))
+    more = {} if devices is None else {"mesh": mesh_of(devices)}
+    step, batch = ab.train_step(loss, microbatch_size=5, **more), batches()[0]
+    target = nnx.clone(model)
+    for _ in range(3):
+        step(state, batch, target=target)
+        held, before = model.a.kernel[...], np.array(model.a.kernel[...])
+        nnx.update(target, nnx.state(model))  # as every so many steps of DQN
+        step(state, batch, target=target)
+        copied = nnx.clone(model)
+        step(state, batch, target=nnx.clone(target))
+        chex.assert_trees_all_equal(np.asarray(held), before)
+        chex.assert_trees_all_equal(np.asarray(target.a.kernel[...]), before)
+        assert np.isfinite(np.asarray(copied(batch["x"]))).all() and np.isfinite(np.asarray(target(batch["x"]))).all()
+        del held, copied
+
+
+def test_what_is_not_shared_of_a_model_of_nnx_is_donated():
+    model = Network(nnx.Rngs(0), norm=False)
+    state = (model, nnx.Optimizer(model, optax.adam(0.05), wrt=nnx.Param))
+    step = ab.train_step(lambda model, batch: mean_square(model(batch["x"]), batch), microbatch_size=5)
+    is_same_memory = []
+    for batch in batches():
+        pointers = [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(nnx.state(state, nnx.Param))]
+        step(state, batch)
+        after = [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(nnx.state(state, nnx.Param))]
+        is_same_memory.append(sorted(pointers) == sorted(after))
+    assert all(is_same_memory[1:])  # the first step may place arrays, and copy what the optimizer shares
+
+
 def test_a_model_of_equinox():
     model = eqx.nn.MLP(6, 1, 16, 2, key=jax.random.key(0))
 

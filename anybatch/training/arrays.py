@@ -1,5 +1,6 @@
 """The arrays of a step, where the step wants them."""
 
+import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -40,6 +41,28 @@ def ready_to_donate(arrays: Sequence[Any], over: MeshSettings | None, *, copy: b
         seen.add(_memory(array))
         ready.append(array)
     return ready
+
+
+def unshared(arrays: Sequence[Any]) -> list[Any]:
+    """The arrays of objects of NNX, with copies of those that something else holds too, such as a clone of a model.
+
+    A step uses up the arrays that it is given. An object that is changed in place has others afterwards; its clones,
+    and whoever took an array out of it, do not.
+
+    Args:
+      arrays: each of them held by this list and by one variable.
+    """
+    return [
+        array.copy() if isinstance(array, jax.Array) and count > _HELD_BY_TWO else array
+        for array, count in zip(arrays, _references(arrays), strict=True)
+    ]
+
+
+def _references(values: Sequence[Any]) -> list[int]:
+    return [sys.getrefcount(value) for value in values]
+
+
+_HELD_BY_TWO = _references([object()])[0] + 1  # what Python itself holds while it counts is among them
 
 
 def refuse_deleted(arrays: Iterable[Any], call: str) -> None:

@@ -14,11 +14,11 @@ from anybatch.computation import Gradient, Way
 from anybatch.errors import InputError, user_stacklevel
 from anybatch.gradient import settings_of
 from anybatch.memory import memory_budget, readable
-from anybatch.modules import has_nnx, without_objects
+from anybatch.modules import without_objects
 from anybatch.planning.planner import Planner
 from anybatch.planning.report import Plan
 from anybatch.settings import Settings
-from anybatch.training.arrays import put_batch, ready_to_donate, refuse_deleted
+from anybatch.training.arrays import put_batch, ready_to_donate, refuse_deleted, unshared
 from anybatch.training.feed import to_device
 from anybatch.training.fitting import FittingProgram
 from anybatch.training.kinds import WithObjects, kind_of
@@ -104,7 +104,7 @@ class TrainStep:
 
     def __call__(self, state: Any, batch: Any, **kwargs: Any) -> tuple[Any, Metrics]:
         last = self._last
-        known = None if last is None or has_nnx(kwargs) else last.arrays_of(state)
+        known = None if last is None or without_objects(kwargs)[1] else last.arrays_of(state)
         if last is not None and known is not None:  # as it was returned: it need not be looked at again
             given = Given(last.kind, known, last.about_state, *apart((batch, kwargs)))
             about_arrays, is_traced = last.about_arrays, any(map(_is_traced, given.rows))
@@ -115,6 +115,8 @@ class TrainStep:
             return self._traced(state, batch, given)
         refuse_deleted(given.arrays, "step(state, batch)")
         rows = put_batch(given.rows, self._over)
+        if self._donate and given.kind.changes_model:
+            given = given.with_arrays(unshared(given.arrays), given.rows)
         if last is None:
             given = given.with_arrays(ready_to_donate(given.arrays, self._over, copy=self._donate), rows)
             about_arrays = given.about_arrays()
