@@ -54,16 +54,34 @@ def check_new_state(loss: TracedLoss) -> None:
     aux = jax.tree.unflatten(loss.aux_tree, range(loss.aux_tree.num_leaves))
     nodes = jax.tree.leaves(aux, is_leaf=lambda node: isinstance(node, NewState))
     first, count = len(loss.types.wrt), len(loss.types.batch)
-    states = [node.values for node in nodes if isinstance(node, NewState)]
-    for name, position in (leaf for state in states for leaf in named_leaves("model_state", state)):
-        if any(loss.traced.inputs_used_by(loss.num_heads + position)[first : first + count]):
-            raise InputError(
-                "With a declared reduction, what a model keeps must not depend on the examples: each microbatch would "
-                "leave its own",
-                given=f"{name} = {_type(loss.aux_avals[position][1])}, such as a running average",
-                remedy='Leave reduction out: reduction="infer" computes it from the whole batch. Or return it as aux, '
-                'from a model that is made in the loss, and say how microbatches combine: aux_reduction="mean".',
-            )
+    for state in (node for node in nodes if isinstance(node, NewState)):
+        is_nnx = state.about is not None
+        named = _named_variables(state.values) if is_nnx else named_leaves("model_state", state.values)
+        for name, position in named:
+            if any(loss.traced.inputs_used_by(loss.num_heads + position)[first : first + count]):
+                raise InputError(
+                    "With a declared reduction, what a model keeps must not depend on the examples: each microbatch "
+                    "would leave its own",
+                    given=f"{name} = {_type(loss.aux_avals[position][1])}, such as a running average",
+                    remedy='Leave reduction out: reduction="infer" computes it from the whole batch. Or return it as '
+                    + (FROM_A_MODEL_IN_THE_LOSS if is_nnx else 'aux, without has_state, with aux_reduction="mean".'),
+                )
+
+
+def _named_variables(values: dict[str, Any]) -> list[tuple[str, Any]]:
+    """The leaves of variables of NNX, each by the name of its variable."""
+    return [(name, leaf) for name, value in values.items() for leaf in jax.tree.leaves(value)]
+
+
+# What lets a model of NNX keep the mean of what its microbatches leave.
+FROM_A_MODEL_IN_THE_LOSS = """aux, from a model that is made in the loss:
+graphdef, params, rest = nnx.split(model, nnx.Param, ...)
+def loss_of_params(params, batch):
+    model = nnx.merge(graphdef, params, rest, copy=True)
+    return loss(model, batch), nnx.state(model, nnx.BatchStat)
+fun = ab.value_and_grad(loss_of_params, has_aux=True, reduction="mean", aux_reduction="mean")
+(value, averages), grads = fun(params, batch)
+nnx.update(model, averages)"""
 
 
 def combine_aux(microbatch: TracedLoss, whole_batch: TracedLoss, aux_reduction: Any) -> list[Combination]:

@@ -167,7 +167,7 @@ def value_and_grad(
         call = opened(fun, settings.roles, has_aux, args, kwargs)
         arguments = settings.roles.sort(call.fun, call.args, call.kwargs)
         value, aux, gradient, _ = compute(call.fun, call.settings(settings), arguments)
-        aux = call.close(aux)
+        aux = call.close(aux, settings)
         return ((value, aux) if has_aux else value), gradient
 
     return value_and_grad_fun

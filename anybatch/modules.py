@@ -8,6 +8,7 @@ import dataclasses
 import functools
 import operator
 import sys
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -16,7 +17,7 @@ import jax.numpy as jnp
 
 from anybatch.arguments import Parts, Roles
 from anybatch.auxiliary import NewState
-from anybatch.errors import InputError
+from anybatch.errors import InputError, user_stacklevel
 from anybatch.loss import pair
 from anybatch.settings import Settings
 from anybatch.trees import is_array
@@ -76,11 +77,20 @@ class Opened:
         """How the aux of `fun` combines, if that of the loss does as declared."""
         return declared if self.objects is None or reduction == "infer" else (declared, "last")
 
-    def close(self, aux: Any) -> Any:
+    def close(self, aux: Any, settings: Settings) -> Any:
         """The aux of the loss. Models of NNX are changed in place, as the loss has changed those that it was given."""
         if self.objects is None:
             return aux
         aux, state = aux
+        if state.about.streams and settings.reduction != "infer" and settings.microbatch_size is not None:
+            warnings.warn(
+                f"The loss draws from a random stream of NNX ({', '.join(state.about.streams)}), and "
+                f'reduction="{settings.reduction}" is declared: all microbatches see the same key and draw the same '
+                'numbers, such as one dropout mask. Leave reduction out: reduction="infer", the default, draws what the '
+                "whole batch would draw.",
+                RuntimeWarning,
+                stacklevel=user_stacklevel(),
+            )
         self.objects.update(state)
         return aux
 
@@ -267,12 +277,20 @@ class _Objects:
     def update(self, state: NewState) -> None:
         """Changes the objects that were given as a loss has changed the others."""
         nnx = _nnx()
-        paths, definition = state.about
+        paths, definition, _ = state.about
         if not paths and definition is None:  # under `vmap`, a model from outside may be used, and not changed
             return
         nnx.update(self._objects, nnx.from_flat_state({path: state.values[name] for name, path in paths}))
         if definition is not None:
             _follow(self._objects, nnx.merge(definition, nnx.state(self._objects)))
+
+
+class _About(NamedTuple):
+    """What is known of changes to objects when a loss was traced."""
+
+    paths: tuple[tuple[str, tuple[Any, ...]], ...]  # of variables that have other values, or are new, with their names
+    definition: Any  # of the objects, if it is another
+    streams: tuple[str, ...]  # the names of the random streams that were drawn from
 
 
 class _Watch:
@@ -293,7 +311,9 @@ class _Watch:
         definition = _nnx().graphdef(self._objects)
         named = {_name(path): (path, value) for path, value in new.items()}
         paths = tuple((name, path) for name, (path, _) in named.items())
-        about = (paths, None if definition == self._definition else definition)
+        drawn = [value for value in new.values() if isinstance(value, _nnx().RngCount)]
+        streams = tuple(sorted({getattr(count, "tag", "default") for count in drawn}))
+        about = _About(paths, None if definition == self._definition else definition, streams)
         return NewState({name: value for name, (_, value) in named.items()}, about)
 
 
@@ -327,14 +347,34 @@ def _follow(old: list[Any], new: list[Any]) -> None:
                 setattr(target, name, value)
 
 
+def _reseeded(streams: Sequence[str]) -> str:
+    """The arguments of `nnx.reseed` that give each of these streams a key of its own, from one key."""
+    if len(streams) == 1:
+        return f"{streams[0]}=key"
+    return ", ".join(f"{name}=jax.random.fold_in(key, {number})" for number, name in enumerate(streams))
+
+
 def _refuse(state: NewState) -> None:
-    paths, _ = state.about
+    paths, _, streams = state.about
     if not paths:
         return
+    draws = [f"    nnx.reseed(model, {_reseeded(streams)})"] if streams else []
+    code = [
+        "graphdef, params, rest = nnx.split(model, nnx.Param, ...)",
+        f"def loss_of_one(params, example{', key' if streams else ''}):",
+        "    model = nnx.merge(graphdef, params, rest, copy=True)",
+        *draws,
+        "    return loss(model, example)",
+        "ab.per_example_grads(loss_of_one, rng_argnums=2)(params, batch, jax.random.key(0))"
+        if streams
+        else "ab.per_example_grads(loss_of_one)(params, batch)",
+    ]
+    if any(path[0] for _, path in paths):
+        code.append("Random streams or metrics that are arguments: make them in the loss, e.g. rngs = nnx.Rngs(key).")
     raise InputError(
         "Gradients of single examples need a model that a call leaves as it is",
         given="a loss that changes " + ", ".join(name for name, _ in paths),
-        remedy="Call model.eval() before, or split the model and say what each example sees:\n"
-        "graphdef, params, rest = nnx.split(model, nnx.Param, ...)\n"
-        "lambda params, example: loss(nnx.merge(graphdef, params, rest), example)",
+        remedy="Call model.eval() before, or make a model for each example"
+        + (", which draws its own numbers:\n" if streams else ":\n")
+        + "\n".join(code),
     )

@@ -101,7 +101,7 @@ def noise_scale(
         call = opened(fun, settings.roles, has_aux, args, kwargs)
         arguments = settings.roles.sort(call.fun, call.args, call.kwargs)
         value, aux, gradient, sums = compute(call.fun, call.settings(settings), arguments)
-        aux = call.close(aux)
+        aux = call.close(aux, settings)
         return ((value, aux) if has_aux else value), gradient, NoiseScale.of_step(*sums)
 
     return noise_scale_fun

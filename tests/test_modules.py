@@ -236,12 +236,25 @@ def test_a_model_of_nnx_is_compiled_once(between):
     assert len(traces) == first
 
 
+def typed(error, **names):
+    """Runs the lines of code in a message, as somebody would type them in; the last is the result."""
+    names |= {"ab": ab, "nnx": nnx, "jax": jax}
+    lines = str(error).splitlines()
+    first = next(number for number, line in enumerate(lines) if line.startswith("graphdef, "))
+    *lines, last = lines[first:]
+    exec("\n".join([*lines, f"result = {last}"]), names)
+    return names
+
+
 def test_what_a_model_of_nnx_keeps_with_a_declared_reduction():
     """A count of calls is the same after each microbatch; a running average is not, and is refused."""
     options = {"batch_argnums": (1, 2), "microbatch_size": 6, "reduction": "mean"}
     model, plain = Network("dropout"), Network()
-    ab.value_and_grad(nnx_loss, **options)(model, X, Y)
+    with pytest.warns(RuntimeWarning, match=r'random stream of NNX \(default\)[^$]*reduction="infer"'):
+        ab.value_and_grad(nnx_loss, **options)(model, X, Y)
     assert int(model.between.rngs.count.get_value()) == 1
+    for silent in (options | {"microbatch_size": None}, options | {"reduction": "infer"}):
+        ab.value_and_grad(nnx_loss, **silent)(model, X, Y)
     assert_same(ab.value_and_grad(nnx_loss, **options)(plain, X, Y), nnx.value_and_grad(nnx_loss)(Network(), X, Y))
 
     def distilled(model, x, teacher=None):
@@ -254,8 +267,17 @@ def test_what_a_model_of_nnx_keeps_with_a_declared_reduction():
     before = numbers(model)
     with pytest.raises(ab.InputError, match="what a model keeps must not depend on the examples") as caught:
         ab.value_and_grad(nnx_loss, **options)(model, X, Y)
-    assert 'reduction="infer"' in str(caught.value) and "model_state['between.mean']" in str(caught.value)
+    assert 'reduction="infer"' in str(caught.value) and "got between.mean = float64[8]" in str(caught.value)
     chex.assert_trees_all_equal(numbers(model), before)
+
+    def loss(model, batch):
+        return nnx_loss(model, batch["x"], batch["y"])
+
+    names = typed(caught.value, model=model, loss=loss, batch={"x": X, "y": Y})  # microbatches of any size
+    expected = Network("batch norm")
+    value, grads = nnx.value_and_grad(nnx_loss)(expected, X, Y)
+    assert_same((names["value"], names["grads"]), (value, grads))
+    chex.assert_trees_all_close(numbers(model), numbers(expected), rtol=1e-9)
 
 
 def test_a_step_of_ones_own_under_nnx_jit():
@@ -611,10 +633,56 @@ def test_a_model_that_single_examples_would_change_is_refused(wrapped):
     with pytest.raises(ab.InputError, match="single examples need a model that a call leaves as it is") as caught:
         wrapped(model, X, Y)
     assert "between.rngs.count" in str(caught.value)
-    assert "nnx.split(model, nnx.Param, ...)" in str(caught.value)
     assert int(model.between.rngs.count.get_value()) == 0
     model.eval()
     wrapped(model, X, Y)
+
+
+@pytest.mark.parametrize("streams", [{"default": 0}, {"params": 0, "dropout": 1}, {"default": 0, "dropout": 1}])
+def test_the_way_out_for_a_model_that_draws_gives_each_example_its_own_numbers(streams):
+    """Equal examples have different masks; layers too."""
+
+    class Drawing(nnx.Module):
+        def __init__(self, rngs):
+            self.a = nnx.Linear(6, 8, rngs=rngs, param_dtype=jnp.float64)
+            self.one = nnx.Dropout(0.5, rngs=rngs)
+            self.two = nnx.Dropout(0.5, rngs=rngs, rng_collection="default" if "default" in streams else "dropout")
+
+        def __call__(self, x):
+            ones = jnp.ones(8, jnp.float64)
+            masks = self.one(ones), self.two(ones)
+            return jnp.sum(self.a(x) * masks[0]), jnp.stack(masks)
+
+    def loss(model, example):
+        return model(example["x"])[0]
+
+    model, batch = Drawing(nnx.Rngs(**streams)), {"x": np.ones((6, 6))}
+    before = numbers(model)
+    with pytest.raises(ab.InputError, match="which draws its own numbers") as caught:
+        ab.per_example_grads(loss)(model, batch)
+    names = typed(caught.value, model=model, loss=loss, batch=batch)
+    rows = np.asarray(names["result"]["a"]["bias"][...])
+    assert rows.shape == (6, 8) and len({row.tobytes() for row in rows}) == 6
+    names["loss"] = lambda model, example: model(example["x"])
+    _, masks = ab.per_example_norms(names["loss_of_one"], has_aux=True, rng_argnums=2)(
+        names["params"], batch, jax.random.key(0)
+    )
+    assert (np.asarray(masks)[:, 0] != np.asarray(masks)[:, 1]).any(axis=1).all()
+    chex.assert_trees_all_equal(numbers(model), before)
+
+
+def test_the_way_out_for_a_model_that_keeps_averages():
+    def loss(model, example):
+        return nnx_loss(model, example["x"][None], example["y"][None])
+
+    model, batch = Network("batch norm"), {"x": X, "y": Y}
+    before = numbers(model)
+    with pytest.raises(ab.InputError, match="changes between.mean, between.var") as caught:
+        ab.per_example_grads(loss)(model, batch)
+    result = typed(caught.value, model=model, loss=loss, batch=batch)["result"]
+    expected = jax.vmap(lambda example: nnx.grad(loss)(Network("batch norm"), example))(batch)
+    chex.assert_trees_all_close(jax.tree.leaves(result), jax.tree.leaves(expected), rtol=1e-9, atol=1e-12)
+    chex.assert_trees_all_equal(numbers(model), before)
 
 
 @pytest.mark.parametrize("make", [Network, Model])

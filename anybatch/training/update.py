@@ -149,7 +149,7 @@ class Update:
         """The arrays of the state after the step, and what the metrics tell of it."""
         state, call = self.call(given)
         value, aux, grads, sums = compute(call.fun, settings, sorted_arguments(call, settings))
-        aux = call.close(aux)
+        aux = call.close(aux, settings)
         changes = {}
         if self.has_state:
             aux, new = aux
