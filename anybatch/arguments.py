@@ -108,6 +108,7 @@ class Roles:
             if role_of.get(place) != "wrt":
                 leaves += call.leaves(place, role_of.get(place, "rest"))
 
+        call.refuse_batch_elsewhere(places["batch_argnums"], set(role_of), self._batch_options)
         rows = [(leaf.name, leaf.value) for leaf in leaves if leaf.role == "batch"]
         num_examples = batch.count_examples(rows, self._batch_options, if_none=call.with_batch(only_if_seen=True))
         for leaf in leaves:
@@ -182,6 +183,37 @@ class _Call:
             f"{if_so}, make it an argument: def loss({signature}): ..., with "
             f"batch_argnums={_plain(tuple(range(first, first + len(added))))}, called with ({signature})."
         )
+
+    def refuse_batch_elsewhere(self, batch_places: Sequence[Place], taken: set[Place], options: str) -> None:
+        """Refuses a batch that cannot be one, as random streams cannot, where another argument by position can.
+
+        Args:
+          batch_places: of the arguments that were named.
+          taken: the places of all arguments that were named.
+          options: which named the batch, for a message.
+        """
+        if not batch_places or any(self._may_be_batch(place) for place in batch_places):
+            return
+        others = [place for place in range(len(self.args)) if place not in taken and self._has_rows(place)]
+        if others:
+            seen = [f"{name} = {describe(leaf)}" for name, leaf in self._named(batch_places[0])]
+            raise InputError(
+                "The batch must be the argument whose arrays have a row for each example",
+                given=f"{options}, which has {', '.join(seen[:3]) or 'no arrays'}" + (", ..." if len(seen) > 3 else ""),
+                remedy=f"Pass batch_argnums={_plain(tuple(others))}: {', '.join(map(self._name, others))}.",
+            )
+
+    def _named(self, place: Place) -> list[tuple[str, Any]]:
+        return named_leaves(place if isinstance(place, str) else self._name(place), self[place])
+
+    def _may_be_batch(self, place: Place) -> bool:
+        return not isinstance(self[place], Parts) and any(np.ndim(leaf) for leaf in jax.tree.leaves(self[place]))
+
+    def _has_rows(self, place: Place) -> bool:
+        leaves = jax.tree.leaves(self[place])
+        if isinstance(self[place], Parts) or not leaves or not all(map(is_array, leaves)):
+            return False
+        return len({leaf.shape[:1] for leaf in leaves}) == 1 and leaves[0].ndim > 0
 
     def __getitem__(self, place: Place) -> Any:
         return self.kwargs[place] if isinstance(place, str) else self.args[place]

@@ -111,6 +111,15 @@ class Gradient:
         return self._trace(self.examples)[0]
 
     @property
+    def ignores_batch(self) -> bool:
+        """Whether the loss, as it was traced, is not computed from any array of the batch."""
+        for loss, _ in self._traced.values():
+            first, count = len(loss.types.wrt), len(loss.types.batch)
+            if any(any(loss.traced.inputs_used_by(head)[first : first + count]) for head in range(loss.num_heads)):
+                return False
+        return bool(self._traced)
+
+    @property
     def draws_anew(self) -> bool:
         """Whether random numbers may depend on the size of the microbatches."""
         return bool(self.arguments.arrays.keys)

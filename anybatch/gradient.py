@@ -216,7 +216,11 @@ def settings_of(
 
 def compute(fun: Callable[..., Any], settings: Settings, arguments: Arguments) -> tuple[Any, Any, Any, list[Any]]:
     """The value, aux and gradient of one call; and what tells of the noise, if the settings ask for it."""
-    gradient = Gradient(fun, settings, arguments)
+    return computed(Gradient(fun, settings, arguments))
+
+
+def computed(gradient: Gradient) -> tuple[Any, Any, Any, list[Any]]:
+    """What `compute` returns."""
     with gradient.context():
         return _compute_in(gradient)
 

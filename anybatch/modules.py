@@ -86,8 +86,8 @@ class Opened:
             warnings.warn(
                 f"The loss draws from a random stream of NNX ({', '.join(state.about.streams)}), and "
                 f'reduction="{settings.reduction}" is declared: all microbatches see the same key and draw the same '
-                'numbers, such as one dropout mask. Leave reduction out: reduction="infer", the default, draws what the '
-                "whole batch would draw.",
+                'numbers, such as one dropout mask. Leave reduction out: reduction="infer", the default, draws what '
+                "the whole batch would draw.",
                 RuntimeWarning,
                 stacklevel=user_stacklevel(),
             )
@@ -217,6 +217,11 @@ def _is_changeable(node: Any) -> bool:
     return isinstance(node, (_nnx().Pytree, _nnx().Variable))
 
 
+def _structure(tree: Any, is_object: Callable[[Any], bool]) -> Any:
+    """Of a tree in which objects are leaves, and so is every `nnx.State`."""
+    return jax.tree.structure(tree, is_leaf=lambda node: is_object(node) or _is_state(node))
+
+
 def _is_state(node: Any) -> bool:
     """Whether it is an `nnx.State`, whose variables are values and no objects."""
     return isinstance(node, _nnx().State)
@@ -245,7 +250,7 @@ class _Objects:
             for place, argument in sorted(by_place, key=lambda pair: pair[0] not in places):
                 # A variable that is differentiated is a tree of arrays.
                 is_object = _is_object if place in places else _is_changeable
-                tree: Any = jax.tree.structure(argument, is_leaf=lambda node: is_object(node) or _is_state(node))
+                tree: Any = _structure(argument, is_object)
                 leaves = tree.flatten_up_to(argument)
                 if not any(map(is_object, leaves)):
                     continue
@@ -271,7 +276,9 @@ class _Objects:
                     there = [state for state in states if state is not None]
                     leaves.append(there[0] if definition is None else context.merge(definition, *there))
                 found[place] = tree.unflatten(leaves)
-                objects += (leaf for leaf, definition in zip(leaves, definitions, strict=True) if definition is not None)
+                objects += (
+                    leaf for leaf, definition in zip(leaves, definitions, strict=True) if definition is not None
+                )
         return found, objects
 
     def update(self, state: NewState) -> None:

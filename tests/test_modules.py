@@ -364,7 +364,7 @@ def test_random_streams_and_metrics_beside_a_model(name, by):
     for _ in range(3):
         args, kwargs = ((rngs, metrics), {}) if by == "position" else ((), {"rngs": rngs, "metrics": metrics})
         found = fun(model, X, *args, **kwargs)
-        value, grads = nnx.value_and_grad(loss)(Network(), X, *expected)
+        grads = nnx.grad(loss)(Network(), X, *expected)
         chex.assert_trees_all_close(found if name == "grad" else found[1], grads, rtol=1e-9, atol=1e-12)
         chex.assert_trees_all_close(numbers(rngs), numbers(expected[0]))
         chex.assert_trees_all_close(metrics.compute(), expected[1].compute(), rtol=1e-6)
@@ -399,6 +399,29 @@ def test_a_variable_by_itself_beside_a_model(by):
         for _ in range(2):
             step((model, optimizer), X, **kwargs)
         chex.assert_trees_all_close(total[...], 3 * expected[...], rtol=1e-9)
+
+
+def test_a_batch_at_another_position_is_found():
+    """The order of arguments that tutorials of NNX have."""
+
+    def loss(model, rngs, batch):
+        return jnp.mean((model(batch["x"] + rngs.noise.normal(())) - batch["y"]) ** 2)
+
+    def drawing(model, key, batch):
+        return loss(model, nnx.Rngs(key), batch)
+
+    batch = {"x": X, "y": Y}
+    for fun, second in ((loss, nnx.Rngs(0)), (loss, Network()), (drawing, jax.random.key(0))):
+        for wrapped in (ab.value_and_grad(fun), ab.grad(fun, microbatch_size=5)):
+            with pytest.raises(ab.InputError, match="whose arrays have a row for each example") as caught:
+                wrapped(Network(), second, batch)
+            assert "Pass batch_argnums=2: batch." in str(caught.value)
+    with pytest.raises(ab.InputError, match=r"Pass batch_argnums=\(2, 3\): x, y."):
+        ab.grad(lambda model, rngs, x, y: nnx_loss(model, x, y))(Network(), nnx.Rngs(0), X, Y)
+    assert_same(
+        ab.value_and_grad(drawing, batch_argnums=2, microbatch_size=5)(Network(), jax.random.key(0), batch),
+        nnx.value_and_grad(drawing)(Network(), jax.random.key(0), batch),
+    )
 
 
 def test_a_gradient_of_a_gradient():
@@ -677,7 +700,7 @@ def test_the_way_out_for_a_model_that_keeps_averages():
 
     model, batch = Network("batch norm"), {"x": X, "y": Y}
     before = numbers(model)
-    with pytest.raises(ab.InputError, match="changes between.mean, between.var") as caught:
+    with pytest.raises(ab.InputError, match=r"changes between\.mean, between\.var") as caught:
         ab.per_example_grads(loss)(model, batch)
     result = typed(caught.value, model=model, loss=loss, batch=batch)["result"]
     expected = jax.vmap(lambda example: nnx.grad(loss)(Network("batch norm"), example))(batch)

@@ -135,9 +135,7 @@ def all_numbers(*objects):
     """With keys as numbers."""
     leaves = jax.tree.leaves(nnx.state(objects))
     is_key = [jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key) for leaf in leaves]
-    return [
-        np.asarray(jax.random.key_data(leaf) if key else leaf) for leaf, key in zip(leaves, is_key, strict=True)
-    ]
+    return [np.asarray(jax.random.key_data(leaf) if key else leaf) for leaf, key in zip(leaves, is_key, strict=True)]
 
 
 def drawing_loss(model, batch, *, rngs, metrics=None, other=None):
@@ -280,6 +278,83 @@ def test_what_is_not_shared_of_a_model_of_nnx_is_donated():
         after = [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(nnx.state(state, nnx.Param))]
         is_same_memory.append(sorted(pointers) == sorted(after))
     assert all(is_same_memory[1:])  # the first step may place arrays, and copy what the optimizer shares
+
+
+KEYED = "state = step.init(params, key=jax.random.key(0))."
+
+
+@pytest.mark.parametrize(
+    ("kind", "loss", "kwargs", "must", "given", "remedy"),
+    [
+        ("own", lambda w, batch, key: 0.0, {}, "loss(params, batch)", "missing a required argument: 'key'", KEYED),
+        ("own", lambda w, batch: 0.0, {"z": 1}, "loss(params, batch, z=...)", "keyword argument 'z'", "Leave out what"),
+        (
+            "keyed",
+            lambda w, batch: 0.0,
+            {},
+            "loss(params, batch, key)",
+            "too many positional",
+            "def loss(params, batch, ",
+        ),
+        (
+            *("own", lambda w, users, items: 0.0, {}, "loss(params, batch)", "'items'"),
+            'step(state, {"users": users, "items": items}), with def loss(params, batch). Or pass the others by '
+            'keyword: ab.train_step(loss, ..., batch_argnames=("items",)), then step(state, users, items=items).',
+        ),
+        (
+            *("nnx", lambda model, batch, key: 0.0, {}, "loss(model, batch)", "'key'"),
+            "key = nnx.Rngs(0), then step(state, batch, key=key).",
+        ),
+        (
+            *("nnx", lambda model, rngs, batch: 0.0, {}, "loss(model, batch)", "'batch'"),
+            "ab.train_step(lambda model, batch, rngs: loss(model, rngs, batch)), then step(state, batch, rngs=rngs).",
+        ),
+        (
+            *("nnx", lambda model, rngs, batch: 0.0, {"rngs": 1}, "loss(model, batch, rngs=...)", "multiple values"),
+            "ab.train_step(lambda model, batch, rngs: loss(model, rngs, batch)), then step(state, batch, rngs=rngs).",
+        ),
+    ],
+)
+def test_a_loss_that_does_not_take_what_a_step_passes(kind, loss, kwargs, must, given, remedy):
+    step = ab.train_step(loss, None if kind == "nnx" else optax.sgd(0.1))
+    if kind == "nnx":
+        state = drawing_pair()
+    else:
+        state = step.init(jnp.ones(6), key=jax.random.key(0) if kind == "keyed" else None)
+    with pytest.raises(ab.InputError) as caught:
+        step(state, batches()[0], **kwargs)
+    message = str(caught.value)
+    assert f"The loss must take what the step passes: {must}, got" in message
+    assert given in message and remedy in message
+
+
+def test_a_step_is_called_with_a_state_and_a_batch():
+    def loss(model, batch):
+        return mean_square(model(batch["x"]), batch)
+
+    step, batch = ab.train_step(loss), batches()[0]
+    model = Network(nnx.Rngs(0), norm=False)
+    optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
+    with pytest.raises(
+        ab.InputError, match=r"A step takes a state and a batch[^$]*step\(\(model, optimizer\), batch\)"
+    ):
+        step(model, optimizer, batch)
+    with pytest.raises(ab.InputError, match=r"The model comes first: step\(\(model, optimizer\), batch\)"):
+        step((optimizer, model), batch)
+    with pytest.raises(ab.InputError, match=r"state = \(model, nnx.Optimizer\("):
+        step(model, batch)
+    own = ab.train_step(lambda w, x, y: jnp.mean((x @ w - y) ** 2), optax.sgd(0.1), batch_argnames=("y",))
+    with pytest.raises(ab.InputError, match=r"step\(state, x, y=y\)"):
+        own(own.init(jnp.ones(6)), batch["x"], batch["y"])
+    own(own.init(jnp.ones(6, jnp.float64)), batch["x"], y=batch["y"])  # as it says
+
+
+def test_a_loss_that_ignores_its_batch_is_told():
+    batch = batches()[0]
+    for microbatch_size in (5, None, "auto"):
+        step = ab.train_step(lambda w, _: jnp.mean(batch["x"] @ w), optax.sgd(0.1), microbatch_size=microbatch_size)
+        with pytest.warns(RuntimeWarning, match="The loss does not depend on the batch"):
+            step(step.init(jnp.ones(6, jnp.float64)), batch)
 
 
 def test_a_model_of_equinox():

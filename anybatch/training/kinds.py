@@ -327,7 +327,9 @@ def kind_of(state: Any, optimizer: Any) -> Any:
         raise InputError(
             "A step goes on from a state: an anybatch.TrainState, one of flax, or (model, optimizer) of nnx",
             given=f"state of type {type(state).__name__}",
-            remedy="state = (model, nnx.Optimizer(model, optax.adamw(3e-4), wrt=nnx.Param)), then "
+            remedy="The model comes first: step((model, optimizer), batch)."
+            if isinstance(state, tuple) and len(state) == 2 and _is_nnx(state[::-1])
+            else "state = (model, nnx.Optimizer(model, optax.adamw(3e-4), wrt=nnx.Param)), then "
             "state, metrics = step(state, batch)."
             if has_nnx(state)
             else "state = step.init(params), then state, metrics = step(state, batch).",

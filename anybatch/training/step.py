@@ -14,7 +14,7 @@ from anybatch.computation import Gradient, Way
 from anybatch.errors import InputError, user_stacklevel
 from anybatch.gradient import settings_of
 from anybatch.memory import memory_budget, readable
-from anybatch.modules import without_objects
+from anybatch.modules import has_nnx, without_objects
 from anybatch.planning.planner import Planner
 from anybatch.planning.report import Plan
 from anybatch.settings import Settings
@@ -102,7 +102,9 @@ class TrainStep:
             params = _copied(params)
         return TrainState.create(params, self._update.optimizer, _copied(key), _copied(model_state))
 
-    def __call__(self, state: Any, batch: Any, **kwargs: Any) -> tuple[Any, Metrics]:
+    def __call__(self, state: Any, batch: Any, *others: Any, **kwargs: Any) -> tuple[Any, Metrics]:
+        if others:
+            _refuse_others(state, others)
         last = self._last
         known = None if last is None or without_objects(kwargs)[1] else last.arrays_of(state)
         if last is not None and known is not None:  # as it was returned: it need not be looked at again
@@ -319,6 +321,17 @@ class TrainStep:
             if before not in (None, way):
                 self._forget_programs()  # the next step goes this way
         return plan
+
+
+def _refuse_others(state: Any, others: tuple[Any, ...]) -> None:
+    raise InputError(
+        "A step takes a state and a batch; everything else is passed by keyword",
+        given=f"{2 + len(others)} arguments by position, the first of type {type(state).__name__}",
+        remedy="A model of NNX and its optimizer are one state: step((model, optimizer), batch)."
+        if has_nnx(state)
+        else 'Make the batch one tree, step(state, {"x": x, "y": y}); or name what has rows, '
+        'ab.train_step(..., batch_argnames=("y",)), and pass step(state, x, y=y).',
+    )
 
 
 def _is_traced(array: Any) -> bool:

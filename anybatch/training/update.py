@@ -2,6 +2,8 @@
 
 import dataclasses
 import hashlib
+import inspect
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -13,8 +15,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from anybatch.arguments import Arguments, Roles
 from anybatch.auxiliary import NewState
 from anybatch.computation import Gradient
-from anybatch.errors import InputError
-from anybatch.gradient import compute, settings_of
+from anybatch.errors import InputError, user_stacklevel
+from anybatch.gradient import compute, computed, settings_of
 from anybatch.gradient_noise import NoiseScale
 from anybatch.loss import is_pair, shown
 from anybatch.memory import memory_budget
@@ -22,6 +24,7 @@ from anybatch.modules import Opened, opened, with_objects
 from anybatch.placement import local_bytes
 from anybatch.routes import squares
 from anybatch.settings import Settings
+from anybatch.training.kinds import KINDS, WithObjects
 from anybatch.trees import describe, named_leaves
 from anybatch.updates import together
 
@@ -90,6 +93,8 @@ class Update:
         if self.has_state:
             others.append(given.kind.model_state_of(state)[1])
 
+        self._check_signature(given.kind, [] if key is None else ["key"], kwargs)
+
         def fun(params: Any, batch: Any, *others: Any, **kwargs: Any) -> Any:
             if not self.has_state:
                 return self.loss(params, batch, *others, **kwargs)
@@ -100,6 +105,25 @@ class Update:
         roles = Roles.of(argnums=0, batch_argnums=1, rng_argnums=())
         roles = dataclasses.replace(roles, filters=() if wrt is None else (wrt,))
         return state, opened(fun, roles, has_aux, (model, batch, *others), kwargs, filters=True)
+
+    def _check_signature(self, kind: Any, keys: list[str], kwargs: dict[str, Any]) -> None:
+        """Checks that the loss takes what a step passes, as far as its signature says."""
+        try:
+            signature = inspect.signature(self.loss)
+        except (TypeError, ValueError):
+            return
+        is_nnx = kind in (KINDS["nnx"], WithObjects(KINDS["nnx"]))
+        first = "model" if is_nnx else "params"
+        passed = [first, *(["model_state"] if self.has_state else []), "batch", *keys]
+        try:
+            signature.bind(*passed, **kwargs)
+        except TypeError as error:
+            call = ", ".join(passed + [f"{name}=..." for name in kwargs])
+            raise InputError(
+                f"The loss must take what the step passes: loss({call})",
+                given=f"loss{signature}: {error}",
+                remedy=_ways_to_call(signature, passed, kwargs, is_nnx),
+            ) from None
 
     def _with_new_state(self, result: Any, before: Any) -> tuple[Any, Any]:
         """What a loss returns, with the state of the model marked as such, and checked."""
@@ -148,7 +172,15 @@ class Update:
     def results(self, given: Given, settings: Settings) -> tuple[list[Any], dict[str, Any]]:
         """The arrays of the state after the step, and what the metrics tell of it."""
         state, call = self.call(given)
-        value, aux, grads, sums = compute(call.fun, settings, sorted_arguments(call, settings))
+        gradient = Gradient(call.fun, settings, sorted_arguments(call, settings))
+        value, aux, grads, sums = computed(gradient)
+        if gradient.ignores_batch:
+            warnings.warn(
+                "The loss does not depend on the batch: every step computes the same. If it closes over its data, take "
+                "them from its argument instead: def loss(params, batch): ..., called by step(state, batch).",
+                RuntimeWarning,
+                stacklevel=user_stacklevel(),
+            )
         aux = call.close(aux, settings)
         changes = {}
         if self.has_state:
@@ -186,11 +218,53 @@ def sorted_arguments(call: Opened, settings: Settings) -> Arguments:
     return arguments
 
 
+def _ways_to_call(signature: inspect.Signature, passed: list[str], kwargs: dict[str, Any], is_nnx: bool) -> str:
+    """What to do about a loss that does not take what a step passes."""
+    parameters = list(signature.parameters.values())
+    names = [each.name for each in parameters if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
+    required = [
+        each.name
+        for each in parameters
+        if each.default is each.empty and each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)
+    ]
+    place = passed.index("batch")
+    more = [name for name in names if name in required and name not in kwargs][len(passed) :]
+    more += [name for name in required if name not in names and name not in kwargs]
+    if "batch" in names[place + 1 :]:  # in another order
+        ordered = [*names[:place], "batch", *(name for name in names[place:] if name != "batch")]
+        others = [f"{name}={name}" for name in ordered[len(passed) :]]
+        return (
+            f"The batch is the argument at position {place}: ab.train_step(lambda {', '.join(ordered)}: "
+            f"loss({', '.join(names)})), then step({', '.join(['state', 'batch', *others])})."
+        )
+    if not more:
+        if "key" in passed and len(names) < len(passed):
+            return "The state has a key: def loss(params, batch, key), or step.init(params) without a key."
+        return "Leave out what the loss does not take, or add it to the signature of the loss."
+    keys = [name for name in more if any(word in name.lower() for word in ("key", "rng", "seed"))]
+    if keys and is_nnx:
+        name = keys[0]
+        return (
+            f"Keep the random streams in the model (nnx.Dropout(0.1, rngs=rngs)), or pass them by keyword: {name} = "
+            f"nnx.Rngs(0), then step(state, batch, {name}={name})."
+        )
+    if keys:
+        return "Let the state have a key: state = step.init(params, key=jax.random.key(0))."
+    rows = [names[place], *more] if len(names) > place else more
+    tree = ", ".join(f'"{name}": {name}' for name in rows)
+    by_name = ", ".join(f"{name}={name}" for name in more)
+    listed = ", ".join(f'"{name}"' for name in more) + ("," if len(more) == 1 else "")
+    return (
+        f"Make the batch one tree: step(state, {{{tree}}}), with def loss({', '.join(passed)}). Or pass the others by "
+        f"keyword: ab.train_step(loss, ..., batch_argnames=({listed})), then step(state, {rows[0]}, {by_name})."
+    )
+
+
 def _value_fn(call: Opened, settings: Settings) -> Callable[[Any], Any]:
     """The loss as a function of what is trained, for optimizers that search along a line: by microbatches, too."""
     settings = dataclasses.replace(settings, noise=False)
 
-    def computed(params: Any) -> tuple[Any, Any]:
+    def value_and_gradient(params: Any) -> tuple[Any, Any]:
         model, *others = call.args
         args = (dataclasses.replace(model, trained=params), *others)
         value, _, grads, _ = compute(call.fun, settings, settings.roles.sort(call.fun, args, call.kwargs))
@@ -198,12 +272,12 @@ def _value_fn(call: Opened, settings: Settings) -> Callable[[Any], Any]:
 
     @jax.custom_vjp
     def value_fn(params: Any) -> Any:
-        return computed(params)[0]
+        return value_and_gradient(params)[0]
 
     def backward(grads: Any, cotangent: Any) -> Any:
         return (jax.tree.map(lambda grad: grad * cotangent.astype(grad.dtype), grads),)
 
-    value_fn.defvjp(computed, backward)
+    value_fn.defvjp(value_and_gradient, backward)
     return value_fn
 
 
