@@ -381,6 +381,7 @@ def train_step(
       loss: of the whole batch: `loss(params, batch)`, or `loss(params, batch, key)` if the state has a key; a step gets
         `jax.random.fold_in(state.key, state.step)`. `params` is what the state has: any pytree, an Equinox model, or a
         model of `flax.nnx`. Keyword arguments of a step are passed on to it; `batch_argnames=` names those with rows.
+        Objects of `flax.nnx` among them, such as `nnx.Rngs`, are changed in place, as under `nnx.jit`.
       optimizer: of optax, or anything with its `init` and `update`. None for states that have their own: a `TrainState`
         of flax, or a pair `(model, nnx.Optimizer(...))`.
       has_aux: whether the loss returns a pair `(loss, aux)`. aux is that of the full batch.
@@ -395,7 +396,8 @@ def train_step(
         `metrics.tokens_per_second`. It is called outside of the program: look at shapes, not at values.
       skip_nonfinite: whether a gradient that is not finite is to change nothing.
       donate: whether the memory of the state that is given is used for the one that is returned. The state given is
-        then gone, as with `jax.jit(..., donate_argnums=0)`.
+        then gone, as with `jax.jit(..., donate_argnums=0)`. Of objects of `flax.nnx`, arrays that something else holds
+        too, such as a clone of a model, are copied instead.
       **options: those of `anybatch.value_and_grad`: `microbatch_size`, `memory`, `mesh`, `reduction`, `remat`, ...
         Here, `memory` is what the whole step may take, the state too.
 
