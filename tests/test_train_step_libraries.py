@@ -349,6 +349,19 @@ def test_a_step_is_called_with_a_state_and_a_batch():
     own(own.init(jnp.ones(6, jnp.float64)), batch["x"], y=batch["y"])  # as it says
 
 
+def test_an_array_of_the_state_may_be_passed_by_keyword():
+    def loss(w, batch, old):
+        return jnp.mean((batch["x"] @ w - batch["y"]) ** 2) + jnp.sum((w - old + 1) ** 2)
+
+    step, w = ab.train_step(loss, optax.sgd(0.1), microbatch_size=5), jnp.ones(6, jnp.float64)
+    state = step.init(w)
+    for batch in batches():
+        state, metrics = step(state, batch, old=state.params)
+        value, grad = jax.value_and_grad(loss)(w, batch, w)
+        w = w - 0.1 * grad
+        chex.assert_trees_all_close((metrics.loss, state.params), (value, w), rtol=1e-9)
+
+
 def test_a_loss_that_ignores_its_batch_is_told():
     batch = batches()[0]
     for microbatch_size in (5, None, "auto"):

@@ -117,6 +117,9 @@ class TrainStep:
             return self._traced(state, batch, given)
         refuse_deleted(given.arrays, "step(state, batch)")
         rows = put_batch(given.rows, self._over)
+        if self._donate and kwargs:  # an array that is used up cannot be an argument by itself, too
+            used_up = set(map(id, given.arrays))
+            rows = [row.copy() if id(row) in used_up else row for row in rows]
         if self._donate and given.kind.changes_model:
             given = given.with_arrays(unshared(given.arrays), given.rows)
         if last is None:
