@@ -45,11 +45,15 @@ class NewState:
         return cls(values[0], about)
 
 
-def check_new_state(loss: TracedLoss) -> None:
+def check_new_state(loss: TracedLoss, whole_batch: TracedLoss) -> None:
     """Checks that the state of a model after a microbatch is that after the batch, as a count of calls is.
 
+    Args:
+      loss: of a microbatch.
+      whole_batch: of all examples.
+
     Raises:
-      InputError: if it is computed from the examples: nothing says how running averages of microbatches combine.
+      InputError: if it is computed from the examples, or from their number: each microbatch would leave its own.
     """
     aux = jax.tree.unflatten(loss.aux_tree, range(loss.aux_tree.num_leaves))
     nodes = jax.tree.leaves(aux, is_leaf=lambda node: isinstance(node, NewState))
@@ -58,7 +62,10 @@ def check_new_state(loss: TracedLoss) -> None:
         is_nnx = state.about is not None
         named = _named_variables(state.values) if is_nnx else named_leaves("model_state", state.values)
         for name, position in named:
-            if any(loss.traced.inputs_used_by(loss.num_heads + position)[first : first + count]):
+            output = loss.num_heads + position
+            is_known = loss.aux_tree == whole_batch.aux_tree
+            texts = [each.traced.text_of(output) for each in (loss, whole_batch)] if is_known else ["", "other"]
+            if any(loss.traced.inputs_used_by(output)[first : first + count]) or texts[0] != texts[1]:
                 raise InputError(
                     "With a declared reduction, what a model keeps must not depend on the examples: each microbatch "
                     "would leave its own",

@@ -52,6 +52,11 @@ class Traced:
         used = partial_eval.dce_jaxpr(self.jaxpr, wanted, instantiate=False)[1]
         return used[len(used) - self.num_arguments :]
 
+    def text_of(self, output: int) -> str:
+        """The program of one output alone."""
+        wanted = [position == output for position in range(len(self.jaxpr.outvars))]
+        return str(partial_eval.dce_jaxpr(self.jaxpr, wanted, instantiate=False)[0])
+
     def uses_dtype(self, dtype: Any) -> bool:
         """Whether any value in it has that dtype, at any depth of nested functions."""
         return _uses_dtype(self.jaxpr, dtype)

@@ -377,7 +377,7 @@ class Gradient:
         loss = traced[size][0]
         combinations = []
         if settings.has_aux:
-            auxiliary.check_new_state(loss)
+            auxiliary.check_new_state(loss, self._trace(self.examples)[0])
             combinations = auxiliary.combine_aux(loss, self._trace(self.examples)[0], settings.aux_reduction)
             for last_loss, _ in traced.values():
                 auxiliary.check_remainder(loss, last_loss, combinations)

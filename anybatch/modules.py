@@ -77,6 +77,10 @@ class Opened:
         """How the aux of `fun` combines, if that of the loss does as declared."""
         return declared if self.objects is None or reduction == "infer" else (declared, "last")
 
+    def changes_attributes(self, aux: Any) -> bool:
+        """Whether the loss has changed what a model of NNX has beside its variables."""
+        return self.objects is not None and aux[1].about.definition is not None
+
     def close(self, aux: Any, settings: Settings) -> Any:
         """The aux of the loss. Models of NNX are changed in place, as the loss has changed those that it was given."""
         if self.objects is None:
@@ -248,8 +252,9 @@ class _Objects:
             by_place: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
             # What is differentiated comes first: a variable that other arguments share with it is differentiated.
             for place, argument in sorted(by_place, key=lambda pair: pair[0] not in places):
-                # A variable that is differentiated is a tree of arrays.
-                is_object = _is_object if place in places else _is_changeable
+                # Variables without a module, where they are differentiated, are a tree of arrays.
+                has_modules = any(map(_is_object, _structure(argument, _is_object).flatten_up_to(argument)))
+                is_object = _is_changeable if place not in places or has_modules else _is_object
                 tree: Any = _structure(argument, is_object)
                 leaves = tree.flatten_up_to(argument)
                 if not any(map(is_object, leaves)):
@@ -284,12 +289,13 @@ class _Objects:
     def update(self, state: NewState) -> None:
         """Changes the objects that were given as a loss has changed the others."""
         nnx = _nnx()
-        paths, definition, _ = state.about
+        paths, definition, _, removed = state.about
         if not paths and definition is None:  # under `vmap`, a model from outside may be used, and not changed
             return
         nnx.update(self._objects, nnx.from_flat_state({path: state.values[name] for name, path in paths}))
         if definition is not None:
-            _follow(self._objects, nnx.merge(definition, nnx.state(self._objects)))
+            left = {path: value for path, value in _variables(self._objects) if path not in removed}
+            _follow(self._objects, nnx.merge(definition, nnx.from_flat_state(left)))
 
 
 class _About(NamedTuple):
@@ -298,6 +304,7 @@ class _About(NamedTuple):
     paths: tuple[tuple[str, tuple[Any, ...]], ...]  # of variables that have other values, or are new, with their names
     definition: Any  # of the objects, if it is another
     streams: tuple[str, ...]  # the names of the random streams that were drawn from
+    removed: frozenset[Any] = frozenset()  # the paths of variables that are gone
 
 
 class _Watch:
@@ -307,20 +314,31 @@ class _Watch:
         self._objects = objects
         self._definition = _nnx().graphdef(objects)
         self._leaves = {path: jax.tree.leaves(value) for path, value in _variables(objects)}
+        self._nodes = {path for path, node in _nnx().iter_graph(objects) if _is_object(node)}
 
     def new_state(self) -> NewState:
         """The variables that have other values now, or are new; and the definition of the objects, if it is another."""
         new = {}
         for path, value in _variables(self._objects):
             leaves, before = jax.tree.leaves(value), self._leaves.get(path)
+            if before is None and len(path) > 1 and path[:-1] not in self._nodes:
+                raise InputError(
+                    "The loss may change variables of a model, and add some, but no modules",
+                    given=f"a loss that adds {_name(path)}",
+                    remedy="Add the module before, where the model is made.",
+                )
             if before is None or len(before) != len(leaves) or any(map(operator.is_not, before, leaves)):
                 new[path] = value
         definition = _nnx().graphdef(self._objects)
-        named = {_name(path): (path, value) for path, value in new.items()}
+        named: dict[str, Any] = {}
+        for path, value in new.items():
+            name = _name(path)
+            named[repr(path) if name in named else name] = (path, value)  # names are for people, and may be alike
         paths = tuple((name, path) for name, (path, _) in named.items())
         drawn = [value for value in new.values() if isinstance(value, _nnx().RngCount)]
         streams = tuple(sorted({getattr(count, "tag", "default") for count in drawn}))
-        about = _About(paths, None if definition == self._definition else definition, streams)
+        removed = frozenset(self._leaves) - {path for path, _ in _variables(self._objects)}
+        about = _About(paths, None if definition == self._definition else definition, streams, removed)
         return NewState({name: value for name, (_, value) in named.items()}, about)
 
 
@@ -352,6 +370,8 @@ def _follow(old: list[Any], new: list[Any]) -> None:
                 continue
             if name not in vars(target) or vars(target)[name] != value:
                 setattr(target, name, value)
+        for name in set(vars(target)) - set(vars(node)):
+            delattr(target, name)
 
 
 def _reseeded(streams: Sequence[str]) -> str:
@@ -362,7 +382,7 @@ def _reseeded(streams: Sequence[str]) -> str:
 
 
 def _refuse(state: NewState) -> None:
-    paths, _, streams = state.about
+    paths, _, streams, _ = state.about
     if not paths:
         return
     draws = [f"    nnx.reseed(model, {_reseeded(streams)})"] if streams else []

@@ -733,3 +733,133 @@ def test_neither_library_is_imported():
     program = "import anybatch as ab, sys; ab.value_and_grad; print({'flax', 'equinox'} & set(sys.modules))"
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
     assert result.stdout == "set()\n", result.stderr
+
+
+# What a loss does to its models.
+
+
+class Counter(nnx.Module):
+    """A weight, and a count that the loss changes."""
+
+    def __init__(self):
+        self.n, self.w, self.calls = nnx.Variable(jnp.asarray(0)), nnx.Param(jnp.ones(6)), 0
+
+
+def _in_turn(fun, make):
+    """What both `fun`s leave of models that are made for each of them."""
+    found = []
+    for wrap in (functools.partial(ab.value_and_grad, microbatch_size=5), nnx.value_and_grad):
+        models = make()
+        if wrap is not nnx.value_and_grad:
+            wrap = functools.partial(wrap, batch_argnums=len(models))
+        result = wrap(fun)(*models, X)
+        found.append((result, [nnx.state(model) for model in models]))
+    return found
+
+
+def test_variables_whose_names_are_alike_are_all_updated():
+    def norm():
+        return nnx.BatchNorm(6, rngs=nnx.Rngs(0))
+
+    def loss(pair, other, x):
+        return jnp.mean((other(jnp.tanh(pair[1](pair[0](x) * 2 + 1))) * 3 - 1) ** 2)
+
+    mine, its = _in_turn(loss, lambda: (nnx.List([norm(), norm()]), norm()))
+    chex.assert_trees_all_close(mine, its, rtol=1e-5)
+    assert float(jnp.max(jnp.abs(its[1][0][1]["mean"][...]))) > 1e-4  # the control: (0, 1, "mean") and (1, "mean")
+
+
+def test_a_variable_that_an_earlier_argument_shares_is_differentiated():
+    class Generator(nnx.Module):
+        def __init__(self, critic):
+            self.critic, self.w = critic, nnx.Param(jnp.ones(6))
+
+    critic = nnx.Linear(6, 1, rngs=nnx.Rngs(0))
+
+    def loss(generator, critic, x):
+        return jnp.mean(critic(x * generator.w) ** 2)
+
+    grads = ab.grad(loss, 1, batch_argnums=2, microbatch_size=5)(Generator(critic), critic, X)
+    expected = nnx.grad(lambda critic: jnp.mean(critic(X) ** 2))(critic)
+    chex.assert_trees_all_close(grads, expected, rtol=1e-5)
+
+
+def test_a_model_beside_its_own_variable_is_differentiated_once():
+    def make():
+        model = Counter()
+        return ({"model": model, "tied": model.w},)
+
+    def loss(models, x):
+        return jnp.mean((x * models["model"].w * models["tied"][...] - 1) ** 2)
+
+    mine, its = (wrap(loss)(*make(), X) for wrap in (functools.partial(ab.grad, microbatch_size=5), nnx.grad))
+    chex.assert_trees_all_close(mine, its, rtol=1e-5)
+    assert jax.tree.structure(mine) == jax.tree.structure(its)
+
+
+def test_a_variable_by_itself_is_changed():
+    def loss(model, average, x):
+        average[...] = average[...] * 0.5 + x.mean(0)
+        return jnp.mean((x * model.w) ** 2)
+
+    mine, its = _in_turn(loss, lambda: (Counter(), nnx.BatchStat(jnp.zeros(6))))
+    chex.assert_trees_all_close(mine, its, rtol=1e-5)
+
+
+def test_what_depends_on_the_number_of_examples_is_not_kept_of_a_microbatch():
+    def loss(model, x):
+        model.n[...] += x.shape[0]
+        return jnp.mean((x * model.w) ** 2)
+
+    model = Counter()
+    ab.value_and_grad(loss, microbatch_size=5)(model, X)
+    assert model.n[...] == len(X)
+    with pytest.raises(ab.InputError, match=r"must not depend on the examples.*got n = int"):
+        ab.value_and_grad(loss, microbatch_size=5, reduction="mean")(Counter(), X)
+
+
+def test_what_a_loss_takes_out_of_a_model_is_gone():
+    class Sowing(nnx.Module):
+        def __init__(self):
+            self.w, self.h = nnx.Param(jnp.ones(6)), nnx.Intermediate(jnp.zeros(3))
+
+    def loss(model, x):
+        nnx.pop(model, nnx.Intermediate)
+        return jnp.mean((x * model.w) ** 2)
+
+    mine, its = _in_turn(loss, lambda: (Sowing(),))
+    chex.assert_trees_all_close(mine, its, rtol=1e-5)
+    assert "h" not in mine[1][0]
+
+
+def test_a_module_that_a_loss_adds_is_refused_and_the_model_stays():
+    def loss(model, x):
+        model.extra = nnx.Linear(6, 6, rngs=nnx.Rngs(0))
+        return jnp.mean((x * model.w) ** 2)
+
+    model = Counter()
+    with pytest.raises(ab.InputError, match=r"add some, but no modules, got a loss that adds extra\."):
+        ab.value_and_grad(loss, microbatch_size=5)(model, X)
+    assert not hasattr(model, "extra")
+
+
+def test_attributes_that_a_step_does_not_keep_are_told():
+    def loss(model, x):
+        model.calls += 1
+        return jnp.mean((x * model.w) ** 2)
+
+    model = Counter()
+    step = ab.train_step(loss, microbatch_size=5)
+    with pytest.warns(RuntimeWarning, match="attributes of a model of NNX that are no variables"):
+        step((model, nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)), X)
+
+
+def test_the_state_of_a_model_keeps_its_types():
+    def loss(params, state, x):
+        return jnp.mean((params * x) ** 2), {"average": 0.5 * state["average"] + 0.75}
+
+    step = ab.train_step(loss, optax.sgd(0.1), has_state=True, microbatch_size=5)
+    with pytest.raises(ab.InputError, match=r"model_state\['average'\] = int.* before the loss and float"):
+        step(step.init(jnp.ones(6), model_state={"average": jnp.asarray(0)}), X)
+    state, _ = step(step.init(jnp.ones(6), model_state={"average": jnp.asarray(0.0)}), X)
+    assert state.model_state["average"] == 0.75

@@ -147,6 +147,16 @@ class Update:
                 remedy='Return the part that was passed in, e.g. updates["batch_stats"] of '
                 'model.apply(..., mutable=["batch_stats"]).',
             )
+        for (name, one), (_, other) in zip(
+            named_leaves("model_state", before), named_leaves("model_state", after), strict=True
+        ):
+            types = [jax.dtypes.result_type(each) for each in (one, other)]
+            if jax.dtypes.issubdtype(types[1], jnp.inexact) and not jax.dtypes.issubdtype(types[0], jnp.inexact):
+                raise InputError(
+                    "The state of a model keeps its types from step to step",
+                    given=f"{name} = {types[0]} before the loss and {types[1]} after it",
+                    remedy="Begin with a floating-point array, e.g. jnp.zeros((), jnp.float32), or round in the loss.",
+                )
         return value, (aux, NewState(after))
 
     def settings(self, call: Opened, **changes: Any) -> Settings:
@@ -178,6 +188,13 @@ class Update:
             warnings.warn(
                 "The loss does not depend on the batch: every step computes the same. If it closes over its data, take "
                 "them from its argument instead: def loss(params, batch): ..., called by step(state, batch).",
+                RuntimeWarning,
+                stacklevel=user_stacklevel(),
+            )
+        if call.changes_attributes(aux):
+            warnings.warn(
+                "The loss changes attributes of a model of NNX that are no variables, and a step does not keep these. "
+                "Set them before, e.g. model.train(), or keep what changes in an nnx.Variable.",
                 RuntimeWarning,
                 stacklevel=user_stacklevel(),
             )
