@@ -352,6 +352,8 @@ class Arguments:
         for leaf in self.leaves if self.num_examples > 1 else ():
             if leaf.role != "rest" or not is_array(leaf.value) or leaf.value.shape[:1] != (self.num_examples,):
                 continue
+            if self.is_in_parts(leaf):  # rows of a model are no examples
+                continue
             if isinstance(leaf.place, str):
                 yield leaf, f'batch_argnames="{leaf.place}"', leaf.place
             elif leaf.value is self.args[leaf.place] and not is_key(leaf.value):
