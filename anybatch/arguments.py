@@ -110,7 +110,11 @@ class Roles:
 
         call.refuse_batch_elsewhere(places["batch_argnums"], set(role_of), self._batch_options)
         rows = [(leaf.name, leaf.value) for leaf in leaves if leaf.role == "batch"]
-        num_examples = batch.count_examples(rows, self._batch_options, if_none=call.with_batch(only_if_seen=True))
+        try:
+            num_examples = batch.count_examples(rows, self._batch_options)
+        except InputError as error:
+            more = call.other_ways(places["argnums"], places["batch_argnums"], rows)
+            raise InputError(error.must, given=error.given, remedy=" ".join([error.remedy, *more])) from None
         for leaf in leaves:
             _check(leaf)
         wrt_trees = [call.tree(place) for place in places["argnums"]]
@@ -183,6 +187,24 @@ class _Call:
             f"{if_so}, make it an argument: def loss({signature}): ..., with "
             f"batch_argnums={_plain(tuple(range(first, first + len(added))))}, called with ({signature})."
         )
+
+    def other_ways(
+        self, wrt: Sequence[Place], batch_places: Sequence[Place], rows: Sequence[tuple[str, Any]]
+    ) -> list[str]:
+        """What may have been meant by a call whose batch cannot be one: it is closed over, or comes first."""
+        ways = []
+        if rows and all(is_key(leaf) for _, leaf in rows):
+            ways.append(self.with_batch())
+        elif not any(is_array(leaf) and leaf.ndim for _, leaf in rows):
+            ways.append(self.with_batch(only_if_seen=True))
+        ways = [way for way in ways if way]
+        counts = {leaf.shape[0] for _, leaf in rows if is_array(leaf) and leaf.ndim}
+        if not ways and len(counts) != 1 and len(wrt) == len(batch_places) == 1 and self._has_rows(wrt[0]):
+            ways.append(
+                "If parameters and batch are in the wrong order, swap them, or pass "
+                f"argnums={batch_places[0]}, batch_argnums={wrt[0]}."
+            )
+        return ways
 
     def refuse_batch_elsewhere(self, batch_places: Sequence[Place], taken: set[Place], options: str) -> None:
         """Refuses a batch that cannot be one, as random streams cannot, where another argument by position can.

@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from anybatch.errors import InputError
@@ -51,32 +52,27 @@ class Cut:
         return -(-self.examples // self.size)
 
 
-def count_examples(named_leaves: Sequence[tuple[str, Any]], where: str, if_none: str = "") -> int:
+def count_examples(named_leaves: Sequence[tuple[str, Any]], where: str) -> int:
     """The number of examples that every leaf of the batch has along axis 0.
 
     Args:
       named_leaves: of the batch.
       where: the options that name the batch, for a message.
-      if_none: what to say besides, where no leaf has examples.
 
     Raises:
       InputError: where there is no array, a leaf without axis 0, or a disagreement; with a table of leaves.
     """
-    has_none = not any(_has_rows(leaf) for _, leaf in named_leaves)
-    more = f" {if_none}" if if_none and has_none else ""
     if not named_leaves:
         raise InputError(
             "The batch needs at least one array",
             given=f"no leaves in the argument at {where}",
-            remedy="Point batch_argnums at the argument that holds the examples, e.g. batch_argnums=1." + more,
+            remedy="Point batch_argnums at the argument that holds the examples, e.g. batch_argnums=1.",
         )
     if not all(_has_rows(leaf) for _, leaf in named_leaves):
         raise InputError(
             "Every leaf of the batch must be an array with examples along axis 0",
-            given=_table(
-                [(name, describe(leaf) + ("" if _has_rows(leaf) else "  <- this one")) for name, leaf in named_leaves]
-            ),
-            remedy="Pass what is not per-example data as another argument, or close over it." + more,
+            given=_table([(name, describe(leaf) + ("" if _has_rows(leaf) else MARK)) for name, leaf in named_leaves]),
+            remedy="Pass what is not per-example data as another argument, or close over it.",
         )
     if len({leaf.shape[0] for _, leaf in named_leaves}) > 1:
         raise InputError(
@@ -88,7 +84,8 @@ def count_examples(named_leaves: Sequence[tuple[str, Any]], where: str, if_none:
 
 
 def _has_rows(leaf: Any) -> bool:
-    return is_array(leaf) and leaf.ndim > 0
+    is_text = isinstance(leaf, np.ndarray) and leaf.dtype.kind in "OSUmM"  # which JAX has no arrays of
+    return is_array(leaf) and leaf.ndim > 0 and not is_text
 
 
 def take(batch: Sequence[Any], start: Any, size: int, runs: int = 1) -> list[jax.Array]:
@@ -145,5 +142,13 @@ def join_rows(stacked: jax.Array, last: jax.Array | None, axis: int, runs: int =
     return rows if last is None else jnp.concatenate([rows, last], axis)
 
 
+# Of a batch, in a message: as many lines, and what stands beside a leaf that cannot be one.
+MOST_LINES, MARK = 10, "  <- this one"
+
+
 def _table(rows: Sequence[tuple[str, str]]) -> str:
-    return "\n".join(f"{name}: {text}" for name, text in rows) + ("\n" if len(rows) == 1 else "")
+    lines = [f"{name}: {text}" for name, text in rows]
+    if len(lines) > MOST_LINES:
+        lines.sort(key=lambda line: not line.endswith(MARK))
+        lines[MOST_LINES:] = [f"... and {len(lines) - MOST_LINES} more"]
+    return "\n".join(lines) + ("\n" if len(rows) == 1 else "")

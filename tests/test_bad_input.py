@@ -368,3 +368,32 @@ def test_the_leaf_of_a_batch_without_rows_is_marked():
     with pytest.raises(ab.InputError, match=r"temperature.*<- this one") as caught:
         ab.value_and_grad(lambda w, batch: jnp.sum(batch["x"] @ w), microbatch_size=2)(jnp.ones(2), batch)
     assert str(caught.value).count("<- this one") == 1
+
+
+def test_a_long_batch_is_cut_and_a_swap_is_named():
+    params, batch = {f"w{number:02}": jnp.ones((number + 1, 2)) for number in range(20)}, {"x": jnp.ones((4, 2))}
+
+    def loss(params, batch):
+        return jnp.sum(batch["x"] @ params["w00"].T)
+
+    with pytest.raises(ab.InputError) as caught:
+        ab.value_and_grad(loss, microbatch_size=2)(batch, params)
+    assert str(caught.value).count("\n    ") == 11 and "... and 10 more" in str(caught.value)
+    assert str(caught.value).endswith(
+        "If parameters and batch are in the wrong order, swap them, or pass argnums=1, batch_argnums=0."
+    )
+    ab.value_and_grad(lambda batch, params: loss(params, batch), argnums=1, batch_argnums=0)(batch, params)
+
+
+def test_a_key_is_no_batch():
+    data = {"x": jnp.ones((4, 2))}
+    with pytest.raises(
+        ab.InputError, match=r"If the loss closes over its batch, make it an argument: def loss\(w, key, "
+    ):
+        ab.value_and_grad(lambda w, key: jnp.sum(data["x"] @ w))(jnp.ones(2), jax.random.key(0))
+
+
+def test_text_is_no_batch():
+    batch = {"x": jnp.ones((4, 2)), "names": np.array(["a", "b", "c", "d"])}
+    with pytest.raises(ab.InputError, match=r"names'\].*<- this one"):
+        ab.value_and_grad(lambda w, batch: jnp.sum(batch["x"] @ w))(jnp.ones(2), batch)
