@@ -67,8 +67,8 @@ def check_new_state(loss: TracedLoss, whole_batch: TracedLoss) -> None:
             texts = [each.traced.text_of(output) for each in (loss, whole_batch)] if is_known else ["", "other"]
             if any(loss.traced.inputs_used_by(output)[first : first + count]) or texts[0] != texts[1]:
                 raise InputError(
-                    "With a declared reduction, what a model keeps must not depend on the examples: each microbatch "
-                    "would leave its own",
+                    "With a declared reduction, the state of a model must not depend on the batch: each microbatch "
+                    "would compute another one",
                     given=f"{name} = {_type(loss.aux_avals[position][1])}, such as a running average",
                     remedy='Leave reduction out: reduction="infer" computes it from the whole batch. Or return it as '
                     + (FROM_A_MODEL_IN_THE_LOSS if is_nnx else 'aux, without has_state, with aux_reduction="mean".'),

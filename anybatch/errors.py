@@ -45,7 +45,10 @@ class NothingFitsError(AnybatchError, MemoryError):
 
 
 class TightMemoryWarning(UserWarning):
-    """Memory ran out, or will as far as can be seen, and a smaller microbatch was taken. The gradient is the same."""
+    """Memory ran out, or will as far as can be seen, or XLA could not compile a program, so that another was taken.
+
+    It has smaller microbatches, or another method. The gradient is the same.
+    """
 
 
 class LargeHeadWarning(UserWarning):

@@ -350,7 +350,10 @@ def _check_keys(arguments: Arguments) -> None:
             )
         if leaf.role == "rest" and _has_keys(leaf.value) and not arguments.is_in_parts(leaf):
             _refuse_key(
-                leaf, f"Pass rng_argnums={leaf.place}" if isinstance(leaf.place, int) else "Name it by its position"
+                leaf,
+                f"Pass rng_argnums={leaf.place}"
+                if isinstance(leaf.place, int)
+                else "Pass the key by position, and name that position in rng_argnums",
             )
 
 
@@ -373,7 +376,7 @@ def _refuse_key(leaf: Any, remedy: str) -> None:
     raise InputError(
         "PRNG keys must be named in rng_argnums, so that every example draws numbers of its own",
         given=f"{leaf.name} = {describe(leaf.value)}",
-        remedy=f"{remedy}; a function that closes over a key shares its numbers.",
+        remedy=f"{remedy}. To give all examples the same random numbers, close over the key instead.",
     )
 
 

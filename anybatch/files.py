@@ -16,7 +16,7 @@ _ENDS = 2**16
 
 
 def read_regular(path: str | os.PathLike[str], most: int | None) -> bytes:
-    """What is in a file. Never waits, as a pipe would have it, and never goes on forever, as a device would.
+    """The bytes of a regular file. Pipes and devices, which could block or never end, are refused.
 
     Args:
       path: of the file. Links are followed.
@@ -32,9 +32,9 @@ def read_regular(path: str | os.PathLike[str], most: int | None) -> bytes:
     if stat.S_ISDIR(about.st_mode):
         raise IsADirectoryError(errno.EISDIR, "a folder")
     if not stat.S_ISREG(about.st_mode):
-        raise OSError(errno.EINVAL, "no file, but a device, a pipe or a socket")
+        raise OSError(errno.EINVAL, "a device, pipe or socket, not a regular file")
     if most is not None and about.st_size > most:
-        raise OSError(errno.EFBIG, f"{about.st_size:,} bytes, of which at most {most:,} are read")
+        raise OSError(errno.EFBIG, f"{about.st_size:,} bytes, more than the limit of {most:,}")
     with open(path, "rb") as file:
         return file.read(about.st_size)
 

@@ -71,7 +71,8 @@ def value_and_grad(
       fun: the loss, a scalar of real numbers. It is traced, as under `jit`.
       argnums: which positional arguments to differentiate with respect to, an int or a tuple of ints. They may be
         models of `flax.nnx`, whose gradient is an `nnx.State` and which are changed in place, as
-        `nnx.value_and_grad` does; or of Equinox, whose gradient has None for what is no floating-point array.
+        `nnx.value_and_grad` does; `nnx.DiffState(0, filter)` says which of their variables, if not `nnx.Param`. Or
+        models of Equinox, whose gradient has None for every leaf that is not a floating-point array.
       has_aux: whether `fun` returns a pair `(loss, aux)`.
       batch_argnums: which arguments carry the batch, along axis 0 of every array in them: their positions in the
         signature of `fun`, where they may also be passed by keyword. They are named, never guessed by shape. All other

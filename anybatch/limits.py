@@ -20,7 +20,9 @@ from anybatch.reading.split import Split, ancestors
 SMALL = 16 * 2**20
 SMALL_WITH_LAYERS = 2**20
 
-COMPARED = ", e.g. compare each with a fixed set that is another argument: with itself alone, the gradient is 0"
+COMPARED = (
+    ", e.g. compare each example with a fixed set passed as another argument: with itself alone, its gradient is 0"
+)
 
 
 def check_head(split: Split, *, on_coupled: str, memory: Any = None) -> Reading:

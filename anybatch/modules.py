@@ -399,7 +399,7 @@ def _refuse(state: NewState) -> None:
     if any(path[0] for _, path in paths):
         code.append("Random streams or metrics that are arguments: make them in the loss, e.g. rngs = nnx.Rngs(key).")
     raise InputError(
-        "Gradients of single examples need a model that a call leaves as it is",
+        "Per-example functions need a loss that does not change the model",
         given="a loss that changes " + ", ".join(name for name, _ in paths),
         remedy="Call model.eval() before, or make a model for each example"
         + (", which draws its own numbers:\n" if streams else ":\n")

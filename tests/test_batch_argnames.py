@@ -108,7 +108,7 @@ def test_keys_that_are_passed_by_keyword():
 
     fun = ab.per_example_grads(noisy, rng_argnums=2)
     np.testing.assert_array_equal(fun(W, X, key=jax.random.key(0)), fun(W, X, jax.random.key(0)))
-    assert "Name it by its position" in text_of(lambda: ab.per_example_grads(noisy)(W, X, key=jax.random.key(0)))
+    assert "Pass the key by position" in text_of(lambda: ab.per_example_grads(noisy)(W, X, key=jax.random.key(0)))
 
 
 @pytest.mark.parametrize("way", WAYS)

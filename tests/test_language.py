@@ -284,9 +284,9 @@ def special(kind, path):
 
 SPECIAL = {
     "folder": "a folder",
-    "pipe": "no file, but a device, a pipe or a socket",
-    "device": "no file, but a device, a pipe or a socket",
-    "huge": "8,589,934,592 bytes, of which at most",
+    "pipe": "a device, pipe or socket, not a regular file",
+    "device": "a device, pipe or socket, not a regular file",
+    "huge": "8,589,934,592 bytes, more than the limit of",
     "closed": "Permission denied",
     "missing": "No such file or directory",
 }

@@ -755,5 +755,5 @@ def test_states_without_the_state_of_a_model():
 
 def test_running_averages_with_a_declared_reduction_are_refused():
     step = ab.train_step(normed_loss, has_state=True, reduction="mean", microbatch_size=6)
-    with pytest.raises(ab.InputError, match="what a model keeps must not depend on the examples"):
+    with pytest.raises(ab.InputError, match="the state of a model must not depend on the batch"):
         step(flax_state(), batches()[0])

@@ -111,9 +111,9 @@ class Slope:
       limit: by how much the temporaries may grow.
       floor: bytes below which growth is of no interest (XLA's own few).
       slack: how many times the temporaries of the exercise's solution, at the same size, are allowed. Growth alone
-        does not tell what wastes as much for a small batch as for a large one.
-      room: bytes that are allowed beside that: what an honest way may hold of one microbatch, where XLA makes less of
-        it in the solution. As many as `floor` if it is left out.
+        misses waste that does not depend on the batch size.
+      room: extra bytes that are allowed, for correct programs that XLA compiles less tightly than the solution. As many
+        as `floor` if it is left out.
     """
 
     args: Callable[[np.random.Generator, int], Arguments]

@@ -120,7 +120,7 @@ def _reason(search: Search, budget: Budget, way: Way | None, least: tuple[Way, B
                 f"Chosen: {way}, which needs the least memory of those within {AS_FAST:.0%} of the fastest "
                 f"({1e3 * fastest:.1f} ms)."
             )
-        return f"Chosen: {way}, the fastest when it was chosen. One that was timed later was faster."
+        return f"Chosen: {way}, the fastest of those timed when it was chosen. A candidate timed later is faster."
     if gradient.is_at_once(way):
         those = "all examples" if gradient.field is None else "all examples of a device"
         return f"Chosen: {those} at once, since they fit."

@@ -82,8 +82,8 @@ def run_first_that_compiles(gradient: Gradient, ways: Sequence[Way]) -> tuple[Wa
 
 def _ran_out(way: Way) -> str:
     return (
-        f"Memory ran out at {way}, though it should have fit: another process may use the device, or no gap between "
-        "the arrays on it is large enough."
+        f"Memory ran out at {way}, though it should have fit: another process may use the device, or its free "
+        "memory may be fragmented."
     )
 
 

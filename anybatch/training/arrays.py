@@ -78,8 +78,7 @@ def refuse_deleted(arrays: Iterable[Any], call: str) -> None:
     for array in arrays:
         if isinstance(array, jax.Array) and not isinstance(array, jax.core.Tracer) and array.is_deleted():
             raise InputError(
-                "A step needs arrays that no step has used up: the memory of a state is donated to the state that the "
-                "step returns",
+                "A state can be used once: its memory is donated to the state that the step returns",
                 given=f"{call} with an array {describe(array)} that was deleted",
                 remedy="Go on from the state that was returned: state, metrics = step(state, batch). To keep the "
                 "earlier one, copy it before: kept = jax.tree.map(jnp.copy, state); or pass "

@@ -115,7 +115,7 @@ class FittingProgram:
         if allowed is None or needed <= allowed:
             return None
         parts = f"{readable(stats.argument_size_in_bytes)} of it for the state and the batch"
-        return f"A step by {self.way} takes {readable(needed)}, {parts}: more than {readable(allowed)} ({where})."
+        return f"A step with {self.way} needs {readable(needed)}, {parts}: more than {readable(allowed)} ({where})."
 
     def _needed(self, stats: Any) -> int:
         """The bytes that count: of memory that somebody named, the state and the batch too; else what is new."""

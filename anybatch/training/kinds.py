@@ -201,9 +201,10 @@ class NnxState:
         new = apart(_nnx().split(state)[1])[0]
         if len(new) != len(arrays):
             raise InputError(
-                "A step must leave a model with the variables that it had",
+                "The loss must not add or remove variables of a model in a step",
                 given=f"{len(arrays)} arrays before, and {len(new)} after",
-                remedy="Return what is new as aux, with has_aux=True; nnx.pop(model, nnx.Intermediate) takes it out.",
+                remedy="Remove new ones in the loss with nnx.pop(model, nnx.Intermediate), and return them as aux "
+                "(has_aux=True).",
             )
         return _chosen(good, new, arrays)
 

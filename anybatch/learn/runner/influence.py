@@ -1,4 +1,4 @@
-"""What an answer owes to one kind of operation: a program is run twice side by side, with those operations held still.
+"""Whether an answer depends on given operations: the program is run twice side by side, with their results fixed.
 
 A traced program that has a scan need not use it: `0 * scan(...)`, `jnp.where(jnp.isnan(w), scan(...), rest)`, or a
 scan over something else. So the program is evaluated for two sets of arguments at once. Wherever an operation of the
