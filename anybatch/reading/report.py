@@ -114,7 +114,7 @@ class Reading:
         if self.passes == 2:
             return "two passes over the microbatches"
         if not self.separable:
-            return "one pass over the microbatches, then the coupled part once for the whole batch"
+            return "each microbatch is computed once, then the coupled part once for the whole batch"
         return "one pass over the microbatches"
 
     def __str__(self) -> str:
