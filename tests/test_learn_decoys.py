@@ -13,6 +13,7 @@ COURSE = Course.builtin()
 FIRST = {
     "times what is always zero",
     "half of the batch in every turn",
+    "handed through",
     "a buffer of one size",
     "all rows on each device",
 }

@@ -114,6 +114,43 @@ def test_what_goes_around_a_scan_is_seen(function, share):
     assert np.isclose((kept - before) / (after - before), share, atol=1e-5)
 
 
+def twice(a):
+    """A scan that has nothing to do with the batch, and hands on what it is given."""
+    return lax.scan(lambda c, _: (2 * c, None), a, None, length=4)[0] / 2**4
+
+
+# Programs that give a scan what was computed before; and those that give it the batch, prepared.
+HANDED_THROUGH = {
+    "a carry": lambda w, x: twice(gradient(w, x)),
+    "of slices": lambda w, x: twice(sum(2 * w * one * one for one in x)),
+    "many": lambda w, x: twice(jnp.broadcast_to(gradient(w, x), x.shape))[0],
+    "in a call": lambda w, x: jax.jit(twice)(jax.jit(gradient)(w, x)),
+    "in a branch": lambda w, x: lax.cond(w > 0, lambda a: twice(a), lambda a: a, gradient(w, x)),
+    "in a loop": lambda w, x: lax.fori_loop(0, 2, lambda i, t: t + twice(gradient(w, x)), 0.0),
+    "in a later turn": lambda w, x: lax.fori_loop(0, 2, lambda i, c: (gradient(w, x), twice(c[0])), (0.0, 0.0))[1],
+}
+PREPARED = {
+    "scaled": lambda w, x: added(w, 2 * x),
+    "where": lambda w, x: added(w, jnp.where(x > 0, x, 0.0)),
+    "in a call": lambda w, x: added(w, jax.jit(lambda x: jnp.square(x) + 1)(x)),
+    "two passes": lambda w, x: added(w - 0.1 * added(w, x), x),
+}
+
+
+@pytest.mark.parametrize("function", HANDED_THROUGH.values(), ids=HANDED_THROUGH)
+def test_what_is_made_before_a_scan_is_seen(function):
+    before, after, kept = held(function, [SCAN[0] | {"given": True}])
+    assert abs(kept - before) > 0.4 * abs(after - before) > 0
+    found = held(function)
+    assert found is None or np.isclose(found[2], found[0])
+
+
+@pytest.mark.parametrize("function", (CARRIED | PREPARED).values(), ids=[*CARRIED, *PREPARED])
+def test_a_scan_may_be_given_a_prepared_batch(function):
+    found = held(function, [SCAN[0] | {"given": True}])
+    assert found is None or np.isclose(found[2], found[0], rtol=1e-6)
+
+
 @pytest.mark.parametrize("function", [each for name, each in CARRIED.items() if name != "a print"])
 def test_a_result_that_is_distorted_changes_the_answer(function):
     before, _, distorted = held(function, others=(W, X), distorts=True)

@@ -17,6 +17,15 @@ TRANSPARENT = frozenset(
         *("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"),
     )
 )
+# These move numbers or make constants; everything else computes.
+MOVES = frozenset(
+    (
+        *("reshape", "broadcast_in_dim", "transpose", "squeeze", "expand_dims", "slice", "dynamic_slice", "copy"),
+        *("convert_element_type", "concatenate", "rev", "iota", "device_put", "sharding_constraint", "copy_p"),
+        *("dynamic_update_slice", "split", "stop_gradient", "optimization_barrier", "select_n", "pvary", "pad"),
+        *("gather", "scatter", "stack", "tile", "reshard", "pbroadcast", "pcast"),
+    )
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,7 +148,8 @@ class Program:
             primitives), `turns` (of a scan, a list), `stack` (a regular expression for the transformations that made
             the operation, as JAX names them: "jvp" is in all that `jax.grad` makes), `around` (such an expression for
             something inside of it), `inside` (the name of an operation around it), `size` (the least numbers in its
-            largest array).
+            largest array). With `given` it still responds to what it is given that was computed from the arguments,
+            and is smaller than they are, as a sum is.
           args: the arguments of a case.
           others: arguments of the same shapes, with other numbers.
         """

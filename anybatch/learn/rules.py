@@ -7,17 +7,7 @@ import jax
 import numpy as np
 
 from anybatch.learn.check import Arguments, Rule
-from anybatch.learn.program import Program
-
-# These move numbers or make constants; everything else computes.
-MOVES = frozenset(
-    (
-        *("reshape", "broadcast_in_dim", "transpose", "squeeze", "expand_dims", "slice", "dynamic_slice", "copy"),
-        *("convert_element_type", "concatenate", "rev", "iota", "device_put", "sharding_constraint", "copy_p"),
-        *("dynamic_update_slice", "split", "stop_gradient", "optimization_barrier", "select_n", "pvary", "pad"),
-        *("gather", "scatter", "stack", "tile", "reshard", "pbroadcast", "pcast"),
-    )
-)
+from anybatch.learn.program import MOVES, Program
 
 
 def needs(name: str, says: str, *, inside: str | None = None, at_least: int = 1, at_most: int | None = None) -> Rule:
@@ -119,7 +109,8 @@ def carries(
     """All that the answer takes from some arguments must come through an operation: none of it may go around.
 
     The program is run again with other numbers in those arguments, while the operation keeps returning what it
-    returned before. If the answer changes nevertheless, it was not the operation that made it.
+    returned before. If the answer changes nevertheless, it was not the operation that made it. Nor may a scan of
+    so many turns hand on what was made elsewhere: it is to be given those arguments, or each number of them prepared.
 
     Args:
       name: of the operation, as a learner reads it, and JAX's name of it: "scan", "shard_map".
@@ -135,7 +126,14 @@ def carries(
         if turns is not None:
             select["turns"] = [int(each) for each in turns(*args)]
         response = program.response([select], args, others)
-        return None if response is None else _goes_around(name, response.shares(), says)
+        if response is not None and (finding := _goes_around(name, response.shares(), says)):
+            return finding
+        if turns is None:
+            return None
+        response = program.response([{**select, "given": True}], args, others)
+        if response is None or max(response.shares(), default=0.0) <= ROUNDING:
+            return None
+        return f"What goes into the {name} was computed from the batch before: compute it inside of the {name}.\n{says}"
 
     return rule
 

@@ -14,13 +14,18 @@ import jax.numpy as jnp
 import numpy as np
 
 from anybatch import compat
+from anybatch.learn.program import MOVES
 
 
 class Pair(NamedTuple):
-    """A value in the two evaluations. It is the same object twice if nothing that differs can have reached it."""
+    """A value in the two evaluations. It is the same object twice if nothing that differs can have reached it.
+
+    It is `made` if it was computed from what differs, and is no longer that, prepared number by number.
+    """
 
     one: Any
     other: Any
+    made: bool = False
 
     @property
     def is_same(self) -> bool:
@@ -37,7 +42,8 @@ def responses(
       selects: what is held; an operation that fits one of them is. Each has any of `names` (of the primitive),
         `turns` (of a scan), `stack` (an expression for the transformations that it was made by, such as "jvp"),
         `around` (such an expression that holds inside of it, and not for itself), `inside` (the name of an operation
-        around it) and `size` (the least numbers of its largest array).
+        around it), `size` (the least numbers of its largest array) and `given` (whether it still responds to those of
+        its operands that were made of what differs, such as a sum).
       ones: the arrays that the program takes.
       others: arrays of the same types.
       distorts: whether results are distorted instead of held.
@@ -48,7 +54,8 @@ def responses(
     same = [
         np.array_equal(one, other, equal_nan=one.dtype.kind == "f") for one, other in zip(ones, others, strict=True)
     ]
-    how = _How(selects, distorts)
+    least = min((one.size for one, is_same in zip(ones, same, strict=True) if not is_same), default=0)
+    how = _How(selects, distorts, least)
     reached: list[bool] = []
 
     def both(ones: Sequence[Any], others: Sequence[Any]) -> tuple[list[Any], list[Any]]:
@@ -65,8 +72,10 @@ def responses(
 
 
 class _How:
-    def __init__(self, selects: Sequence[Mapping[str, Any]], distorts: bool) -> None:
+    def __init__(self, selects: Sequence[Mapping[str, Any]], distorts: bool, least: int) -> None:
         self._selects, self._distorts = selects, distorts
+        self._is_given = any(select.get("given") for select in selects)
+        self._least = least  # the numbers in the smallest array that differs
 
     def run(self, jaxpr: Any, pairs: Sequence[Pair], stack: str) -> list[Pair]:
         """Evaluates a program on pairs."""
@@ -88,11 +97,16 @@ class _How:
         if not is_selected and self._holds_selected(equation, stack) and (self._distorts or not is_same):
             if (nested := _nested(equation)) is not None:
                 return nested(self, equation, pairs, stack)
+        if not is_selected and self._is_given and not is_same and _nested(equation) is _How.call:
+            return self.call(equation, pairs, stack)
         ones = compat.evaluate(equation, [pair.one for pair in pairs])
         # What is written to in one evaluation must not be in the other, so that each has its own.
         is_same = is_same and not any(compat.is_ref(one) for one in ones)
         written = [pair for pair in pairs if compat.is_ref(pair.one)] if is_selected else []
         if is_selected and not self._distorts:
+            if self._is_given and any(pair.made for pair in pairs):
+                others = compat.evaluate(equation, [pair.other if pair.made else pair.one for pair in pairs])
+                return [Pair(one, other, True) for one, other in zip(ones, others, strict=True)]
             for pair in written:
                 pair.other[...] = pair.one[...]
             return [Pair(one, one) for one in ones]
@@ -101,7 +115,27 @@ class _How:
             others = [_distorted(other) for other in others]
             for pair in written:
                 pair.other[...] = _distorted(pair.other[...])
-        return [Pair(one, other) for one, other in zip(ones, others, strict=True)]
+        made = self._is_given and not is_same and self._makes(equation, pairs)
+        return [Pair(one, other, made) for one, other in zip(ones, others, strict=True)]
+
+    def _makes(self, equation: Any, pairs: Sequence[Pair]) -> bool:
+        """Whether the results are more than what differs, moved or prepared: each number or row of it by itself."""
+        if any(pair.made for pair in pairs):
+            return True
+        if equation.primitive.name in MOVES:
+            return False
+        given = [pair.one for pair in pairs if not pair.is_same]
+        results = [each.aval for each in equation.outvars]
+        if compat.jaxprs_in(equation) or min((each.size for each in results), default=0) < self._least:
+            return True
+        params = equation.params
+        if equation.primitive.name.startswith("reduce_") and params.get("axes"):
+            return 0 in params["axes"]
+        return any(name in params for name in _MIX) or any(a.size != b.size for a in given for b in results)
+
+    def _carried(self, pair: Pair) -> bool:
+        """Whether what a loop carries may be made: in a later turn, if not in the first."""
+        return pair.made or getattr(pair.one, "size", 1) < self._least
 
     def _is_selected(self, equation: Any, stack: str) -> bool:
         return any(_fits(select, equation, stack) for select in self._selects)
@@ -122,13 +156,16 @@ class _How:
         consts, carry = compat.scan_counts(params)
 
         def turn(carried: Any, slices: Any) -> Any:
-            given = [*pairs[:consts], *(Pair(*each) for each in (*carried, *slices))]
-            found = [tuple(pair) for pair in self.run(params["jaxpr"], given, stack)]
-            return found[:carry], found[carry:]
+            found = self.run(params["jaxpr"], [*pairs[:consts], *_pairs((*carried, *slices), flags)], stack)
+            made[:] = [pair.made for pair in found]
+            return [pair[:2] for pair in found[:carry]], [pair[:2] for pair in found[carry:]]
 
-        begin, over = ([tuple(pair) for pair in part] for part in (pairs[consts:][:carry], pairs[consts + carry :]))
-        last, stacked = jax.lax.scan(turn, begin, over, length=params["length"], reverse=params["reverse"])
-        return [Pair(*each) for each in (*last, *stacked)]
+        begin, over = pairs[consts:][:carry], pairs[consts + carry :]
+        flags = [*map(self._carried, begin), *(pair.made for pair in over)]
+        made: list[bool] = []
+        first, each = ([pair[:2] for pair in part] for part in (begin, over))
+        last, stacked = jax.lax.scan(turn, first, each, length=params["length"], reverse=params["reverse"])
+        return _pairs((*last, *stacked), made)
 
     def loop(self, equation: Any, pairs: list[Pair], stack: str) -> list[Pair]:
         """A while loop: both evaluations take as many turns as the first."""
@@ -142,41 +179,54 @@ class _How:
             )[0]
 
         def turn(carried: Any) -> Any:
-            return [tuple(p) for p in self.run(params["body_jaxpr"], [*given, *(Pair(*p) for p in carried)], stack)]
+            found = self.run(params["body_jaxpr"], [*given, *_pairs(carried, flags)], stack)
+            return [pair[:2] for pair in found]
 
-        return [Pair(*each) for each in jax.lax.while_loop(goes_on, turn, [tuple(pair) for pair in begin])]
+        flags = [self._carried(pair) for pair in begin]
+        last = jax.lax.while_loop(goes_on, turn, [pair[:2] for pair in begin])
+        return _pairs(last, flags)
 
     def branches(self, equation: Any, pairs: list[Pair], stack: str) -> list[Pair]:
         """Both evaluations take the branch of the first."""
 
         def taken(branch: Any) -> Callable[..., Any]:
-            return lambda given: [tuple(p) for p in self.run(branch, [Pair(*each) for each in given], stack)]
+            def run(given: Any) -> Any:
+                found = self.run(branch, _pairs(given, [pair.made for pair in pairs[1:]]), stack)
+                made.append([pair.made for pair in found])
+                return [pair[:2] for pair in found]
 
-        given = [tuple(pair) for pair in pairs[1:]]
+            return run
+
+        made: list[list[bool]] = []
+        given = [pair[:2] for pair in pairs[1:]]
         found = jax.lax.switch(pairs[0].one, [taken(branch) for branch in equation.params["branches"]], given)
-        return [Pair(*each) for each in found]
+        return _pairs(found, [any(flags) for flags in zip(*made, strict=True)])
 
     def devices(self, equation: Any, pairs: list[Pair], stack: str) -> list[Pair]:
         """A shard_map."""
-        inside: list[bool] = []
+        inside: list[tuple[bool, bool]] = []
         specs, results = equation.params["in_specs"], equation.params["out_specs"]
         places = [index for index, pair in enumerate(pairs) if not pair.is_same]
 
         def on_each(ones: Sequence[Any], others: Sequence[Any]) -> Any:
             given = [Pair(one, one) for one in ones]
             for index, other in zip(places, others, strict=True):
-                given[index] = Pair(ones[index], other)
+                given[index] = Pair(ones[index], other, pairs[index].made)
+            whole, self._least = self._least, self._least // equation.params["mesh"].size
             found = self.run(equation.params["jaxpr"], given, stack)
-            inside[:] = [pair.is_same for pair in found]
+            self._least = whole
+            inside[:] = [(pair.is_same, pair.made) for pair in found]
             return [pair.one for pair in found], [pair.other for pair in found]
 
         mapped = compat.shard_mapped(
             equation, on_each, (list(specs), [specs[index] for index in places]), (list(results), list(results))
         )
         ones, others = mapped([pair.one for pair in pairs], [pairs[index].other for index in places])
-        return [Pair(a, a if is_same else b) for a, b, is_same in zip(ones, others, inside, strict=True)]
+        return [Pair(a, a if same else b, made) for a, b, (same, made) in zip(ones, others, inside, strict=True)]
 
 
+# An operation with one of these parameters takes numbers of several places together.
+_MIX = ("axis", "axes", "axis_name", "dimension", "dimension_numbers", "fft_lengths")
 _NESTED = {"scan": _How.scan, "while": _How.loop, "cond": _How.branches, "shard_map": _How.devices}
 
 
@@ -214,6 +264,10 @@ def _is_around(expression: str, equation: Any) -> bool:
 def _inner(stack: str, equation: Any) -> str:
     """Where an equation is: the operations around it, each with the transformations that made it, and its own."""
     return f"{stack}/{equation.primitive.name}:{compat.name_stack(equation)}"
+
+
+def _pairs(values: Sequence[Any], made: Sequence[bool]) -> list[Pair]:
+    return [Pair(one, other, flag) for (one, other), flag in zip(values, made, strict=True)]
 
 
 def _pair(value: Any, variable: Any) -> Pair:
