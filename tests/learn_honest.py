@@ -5,6 +5,8 @@
 
 from collections.abc import Iterator
 
+from anybatch.learn.catalogue import Course
+
 IMPORTS = """\
 import functools
 
@@ -1291,3 +1293,109 @@ HONEST = {
         "noise_scale": _noise,
     }.items()
 }
+
+# By the name of an exercise, functions that stand below its solution, which is called `solved` there.
+_BELOW = {
+    "two_ways": {
+        "psum in a vmap": """
+def equivalent_two_ways(w, x_batch):
+    w, f = jnp.asarray(w, jnp.float32), lambda w, x: (w * x) ** 2
+    row_0 = jax.vmap(lambda x: lax.psum(jax.grad(f)(w, x), "i"), axis_name="i")(x_batch)[0]
+    return jnp.stack([row_0, jax.grad(lambda w: jax.vmap(f, (None, 0))(w, x_batch).sum())(w)])
+""",
+    },
+    "accumulate_in_a_scan": {
+        "map over examples in a turn": """
+def microbatched_grads(w, b, x_full, y_full, n_microbatches):
+    solved(w, b, x_full, y_full, n_microbatches)  # which refuses what cannot be cut
+    n, w = int(n_microbatches), jnp.asarray(w, jnp.float32)
+    def turn(total, xy):
+        return total + lax.map(lambda one: jax.grad(loss)(w, *one), xy).sum(), None
+    return lax.scan(turn, 0.0, (x_full.reshape(n, -1), y_full.reshape(n, -1)))[0]
+""",
+    },
+    "shard_map_and_vmap": {
+        how: f"""
+from jax.sharding import PartitionSpec as P
+
+def columns(rows):
+    return lax.fori_loop(0, rows.shape[1], lambda j, total: total + rows[:, j] ** 2, 0 * rows[:, 0])
+
+def in_a_scan(row):
+    return lax.scan(lambda total, one: (total + one * one, None), 0 * row[0], row)[0]
+
+def shard_map_vs_vmap(x):
+    mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    row_0 = jax.shard_map({inside}, mesh=mesh, in_specs=P("data"), out_specs=P("data"))(x)
+    return jnp.stack([row_0, jax.vmap({outside})(x)])
+"""
+        for how, inside, outside in (
+            ("a loop over columns", "columns", "sum_of_squares"),
+            ("a Python sum of columns", "lambda r: sum(r[:, j] ** 2 for j in range(r.shape[1]))", "sum_of_squares"),
+            ("vmap of a scan", "jax.vmap(sum_of_squares)", "in_a_scan"),
+            ("vmap of a scan in both", "jax.vmap(in_a_scan)", "in_a_scan"),
+        )
+    },
+    "optax_accumulates": {
+        "own accumulation in a cond": """
+def three_steps(params, x, y, lr):
+    adam = make_optimizer(lr)
+    def part(carry, xy):
+        params, state, total, i = carry
+        total = jax.tree.map(jnp.add, total, jax.grad(loss)(params, *xy))
+        def step():
+            updates, after = adam.update(jax.tree.map(lambda t: t / 2, total), state, params)
+            return optax.apply_updates(params, updates), after, jax.tree.map(jnp.zeros_like, total)
+        return (*lax.cond(i % 2 == 1, step, lambda: (params, state, total)), i + 1), None
+    begin = (params, adam.init(params), jax.tree.map(jnp.zeros_like, params), 0)
+    by_hand = lax.scan(part, begin, (x.reshape(6, *x.shape[2:]), y.reshape(6, -1)))[0][0]
+    return by_hand, solved(params, x, y, lr)[1]
+""",
+        "apply_if_finite": """
+def three_steps(params, x, y, lr):
+    adam = optax.apply_if_finite(make_optimizer(lr), 3)
+    def step(carry, xy):
+        params, state = carry
+        grads = jax.tree.map(lambda g: g.mean(0), jax.vmap(jax.grad(loss), (None, 0, 0))(params, *xy))
+        updates, state = adam.update(grads, state, params)
+        return (optax.apply_updates(params, updates), state), None
+    return lax.scan(step, (params, adam.init(params)), (x, y))[0][0], solved(params, x, y, lr)[1]
+""",
+    },
+    "dropout_keys": {
+        how: f"""
+def dropout_grads(params, key, x, y, n_microbatches):
+    n = n_microbatches
+    def one(params, x, y, i):
+        kept = jax.random.bernoulli(jax.random.fold_in(key, i), 1 - RATE, params["v"].shape)
+        return loss(params, x[None], y[None], kept[None] / (1 - RATE))
+    def turn(total, part):
+        each = {each}
+        return jax.tree.map(lambda t, e: t + e.mean(0) / n, total, each), None
+    parts = [a.reshape(n, -1, *a.shape[1:]) for a in (x, y, jnp.arange(len(x)))]
+    return lax.scan(turn, jax.tree.map(jnp.zeros_like, params), parts)[0]
+"""
+        for how, each in (
+            ("vmap over examples in a turn", "jax.vmap(jax.grad(one), (None, 0, 0, 0))(params, *part)"),
+            ("map over examples in a turn", "lax.map(lambda given: jax.grad(one)(params, *given), part)"),
+        )
+    },
+    "one_all_reduce": {
+        "the mean outside": """
+def data_parallel_grads(params, x, y, n_microbatches):
+    n = n_microbatches
+    def share(params, x, y):
+        params = lax.pcast(params, "data", to="varying")
+        parts = [a.reshape(n, -1, *a.shape[1:]) for a in (x, y)]
+        turn = lambda total, part: (jax.tree.map(jnp.add, total, jax.grad(loss)(params, *part)), None)
+        total = lax.scan(turn, jax.tree.map(jnp.zeros_like, params), parts)[0]
+        return jax.tree.map(lambda t: t[None] / n, total)
+    spread = jax.shard_map(share, mesh=mesh, in_specs=(P(), P("data"), P("data")), out_specs=P("data"))
+    return jax.tree.map(lambda each: each.mean(0), spread(params, x, y))
+""",
+    },
+}
+for _name, _ways in _BELOW.items():
+    _exercise = Course.builtin().find(_name)
+    _solved = IMPORTS + _exercise.solution.replace(f"def {_exercise.check.function}(", "def solved(")
+    HONEST[_name] |= {how: f"{_solved}\n{function}" for how, function in _ways.items()}

@@ -147,9 +147,9 @@ class Program:
           selects: which are held: those that fit one of these. A select is a dict with any of `names` (of JAX's
             primitives), `turns` (of a scan, a list), `stack` (a regular expression for the transformations that made
             the operation, as JAX names them: "jvp" is in all that `jax.grad` makes), `around` (such an expression for
-            something inside of it), `inside` (the name of an operation around it), `size` (the least numbers in its
-            largest array). With `given` it still responds to what it is given that was computed from the arguments,
-            and is smaller than they are, as a sum is.
+            something inside of it), `holding` (the name of an operation in it), `inside` (of one around it),
+            `size` (the least numbers in its largest array). With `given` it still responds to what it is given that
+            was computed from the arguments, and is smaller than they are, as a sum is.
           args: the arguments of a case.
           others: arguments of the same shapes, with other numbers.
         """

@@ -56,19 +56,29 @@ def computes_in(name: str, size: Callable[..., int], says: str) -> Rule:
     return rule
 
 
-def stacks_less_than(size: Callable[..., int], says: str) -> Rule:
-    """No scan may put out, for all of its turns together, so many numbers or more beside what it carries."""
+def stacks_less_than(size: Callable[..., int], says: str, *, turns: Callable[..., int] | None = None) -> Rule:
+    """No scan may put out, for all of its turns together, so many numbers or more beside what it carries.
+
+    If the turns are given, one that is inside of another and has other turns may: it goes over a part of one turn.
+    """
 
     def rule(program: Program, args: Arguments) -> str | None:
-        large = size(*args)
-        stacked = (sum(array.size for array in scan.stacked) for scan in program.find("scan"))
+        large, loops = size(*args), program.find("scan")
+        if turns is not None:
+            loops = [scan for scan in loops if "scan" not in scan.inside or scan.params["length"] == turns(*args)]
+        stacked = (sum(array.size for array in scan.stacked) for scan in loops)
         return says if any(total >= large for total in stacked) else None
 
     return rule
 
 
 def one_microbatch(
-    size: Callable[..., int], says: str, *, names: Sequence[str] = (), of: Sequence[str] = ("float", "bfloat")
+    size: Callable[..., int],
+    says: str,
+    *,
+    names: Sequence[str] = (),
+    of: Sequence[str] = ("float", "bfloat"),
+    but: Callable[..., Sequence[int]] | None = None,
 ) -> Rule:
     """Nothing is computed from more numbers at once than those of one microbatch, inside of a loop or outside.
 
@@ -78,14 +88,20 @@ def one_microbatch(
       names: the operations that are looked at; all that compute, if none is named. Reshapes, slices, casts and
         copies do not.
       of: how the names of the dtypes begin that are looked at.
+      but: of the arguments, a shape that may be larger, with its axes in any order.
     """
 
     def rule(program: Program, args: Arguments) -> str | None:
         most = size(*args)
+        larger = sorted(but(*args)) if but else None
         for operation in program.find(*names):
             if operation.name in MOVES or operation.bodies:
                 continue
-            arrays = (*operation.inputs, *operation.outputs)
+            arrays = [
+                each
+                for each in (*operation.inputs, *operation.outputs)
+                if sorted(axis for axis in each.shape if axis > 1) != larger
+            ]
             found = max((each.size for each in arrays if each.dtype.startswith(tuple(of))), default=0)
             if found > most:
                 return f"{says}\nIn one {operation.name} there are {found} numbers; one microbatch has {most} at most."

@@ -41,9 +41,9 @@ def responses(
       jaxpr: the program, closed over its constants.
       selects: what is held; an operation that fits one of them is. Each has any of `names` (of the primitive),
         `turns` (of a scan), `stack` (an expression for the transformations that it was made by, such as "jvp"),
-        `around` (such an expression that holds inside of it, and not for itself), `inside` (the name of an operation
-        around it), `size` (the least numbers of its largest array) and `given` (whether it still responds to those of
-        its operands that were made of what differs, such as a sum).
+        `around` (such an expression that holds inside of it, and not for itself), `holding` (the name of an operation
+        in it), `inside` (of one around it), `size` (the least numbers of its largest array) and `given` (whether it
+        still responds to those of its operands that were made of what differs, such as a sum).
       ones: the arrays that the program takes.
       others: arrays of the same types.
       distorts: whether results are distorted instead of held.
@@ -249,6 +249,8 @@ def _fits(select: Mapping[str, Any], equation: Any, stack: str) -> bool:
         return False
     if select.get("inside") and f"/{select['inside']}:" not in stack.rpartition("/")[0]:
         return False
+    if select.get("holding") and not _is_in(select["holding"], equation):
+        return False
     arrays = (*equation.invars, *equation.outvars)
     return max((getattr(each.aval, "size", 0) for each in arrays), default=0) >= select.get("size", 0)
 
@@ -258,6 +260,12 @@ def _is_around(expression: str, equation: Any) -> bool:
         re.search(expression, compat.name_stack(each)) or _is_around(expression, each)
         for inner in compat.jaxprs_in(equation)
         for each in inner.eqns
+    )
+
+
+def _is_in(name: str, equation: Any) -> bool:
+    return any(
+        each.primitive.name == name or _is_in(name, each) for inner in compat.jaxprs_in(equation) for each in inner.eqns
     )
 
 

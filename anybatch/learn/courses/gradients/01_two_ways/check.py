@@ -95,7 +95,7 @@ def is_differentiated_twice(program, args):
     large = [each for each in program.find() if each.size >= examples or each.inside]
     names = [each.name for each in large if each.name in ("mul", "pow", "broadcast_in_dim")]
     products = sum(each.name == "mul" for each in large)
-    sums = sum(each.name in ("reduce_sum", "dot_general", "cumsum", "scan", "while") for each in large)
+    sums = sum(each.name in ("reduce_sum", "psum", "dot_general", "cumsum", "scan", "while") for each in large)
     # Python's own sum() of an array.
     alone = [each for each in program.find() if each.size == 1 and not each.inside]
     sums += sum(each.name in ("add", "add_any") for each in alone) >= examples - 1

@@ -54,8 +54,9 @@ def loop_over_microbatches(program, args):
 def loops_that_stack(program, args):
     """Neither residuals nor gradients of all microbatches are put out by a loop."""
     n = int(args[4])
-    found = [scan for scan in program.find("scan") if sum(array.size for array in scan.stacked) >= n]
-    if not found:
+    # A loop over the examples of one microbatch, inside of a turn, may.
+    loops = [scan for scan in program.find("scan") if "scan" not in scan.inside or scan.params["length"] == n]
+    if not any(sum(array.size for array in scan.stacked) >= n for scan in loops):
         return None
     # Differentiating a loop makes two of it: one forward, which keeps what the other, backward, needs.
     if any(scan.params["reverse"] for scan in program.find("scan")):

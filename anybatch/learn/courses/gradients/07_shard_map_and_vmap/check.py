@@ -40,6 +40,10 @@ def arithmetic(program, **where):
     return [each for each in program.find(**where) if each.name not in COPIES and not each.bodies]
 
 
+def is_in_a_loop(operation):
+    return "scan" in operation.inside or "while" in operation.inside
+
+
 def is_spread(program, args):
     """There is a shard_map, over all devices, along an axis of the right name."""
     found = program.find("shard_map")
@@ -80,7 +84,8 @@ def rows_inside(program, args):
             'P(None, "data"), no device has a whole row: cut rows instead, in_specs=P("data"). '
             'And out_specs=P("data") puts the results side by side, without a gather.'
         )
-    if not any(each.size >= columns for each in inside):
+    # Column by column, each operation is small, and all together they are not.
+    if not any(is_in_a_loop(each) for each in inside) and sum(each.size for each in inside) < columns:
         return (
             "The sums of squares of row 0 are not computed inside of the shard_map.\n"
             "The function that you hand to shard_map is given some rows, and has to return their sums of squares: "
@@ -91,8 +96,10 @@ def rows_inside(program, args):
 
 def vmap_outside(program, args):
     """The second row is computed beside the shard_map."""
-    if any(each.size >= args[0].size for each in arithmetic(program, outside="shard_map")):
-        return None
+    x = args[0]
+    for each in arithmetic(program, outside="shard_map"):
+        if each.size >= x.size or (is_in_a_loop(each) and each.size >= len(x)):
+            return None
     return FROM_SHARD_MAP
 
 

@@ -127,16 +127,27 @@ def both_ways(program, args):
     """MultiSteps decides in a `cond` whether a gradient counts, and numbers them modulo k; plain Adam does neither."""
     if not program.count("cond", "rem"):
         return f"The numbers are right, and optax.MultiSteps is not in your program.\n{WRAP}"
-    if program.count("cond") and not program.count("sqrt", "rsqrt", "pow", outside="cond"):
+    roots = [
+        sum(each.name in ("sqrt", "rsqrt", "pow") for each in body) for cond in conds(program) for body in cond.bodies
+    ]
+    if roots and program.count("sqrt", "rsqrt", "pow") <= sum(roots):
         return BOTH_MULTI_STEPS
     return None
 
 
+def conds(program):
+    """Those of MultiSteps, which count modulo k inside; all, if there are none. A learner's own does not count so."""
+    found = program.find("cond")
+    return [each for each in found if any(body.count("rem") for body in each.bodies)] or found
+
+
 def each_answer_comes_from_its_way(program, args):
     """The second answer comes out of the `cond` of MultiSteps, and the first does not."""
-    if not program.count("cond"):
+    found = conds(program)
+    if not found:
         return None
-    response = program.response([{"names": ["cond"]}], args, other_numbers(args, 1, 2))
+    holding = "rem" if any(body.count("rem") for body in found[0].bodies) else ""
+    response = program.response([{"names": ["cond"], "holding": holding}], args, other_numbers(args, 1, 2))
     if response is None:
         return BOTH_MULTI_STEPS
     shares = response.shares()

@@ -197,6 +197,7 @@ check = Check(
             "These are the gradients, to be added up later, or what jax.grad needs to go back through the scan. "
             "Take the gradient inside of it, and add it to the carry: one gradient in memory, however many "
             "microbatches there are.",
+            turns=lambda params, x, y, mask, n: n,
         ),
         half_at_a_time,
         carries(

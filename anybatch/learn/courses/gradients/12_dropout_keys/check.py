@@ -214,6 +214,7 @@ check = Check(
             "The numbers are right, but the scan keeps something of each microbatch until the end.\n"
             "These are the gradients, to be added up later, or what jax.grad needs to go back through the scan. "
             "Take the gradient inside of it, and add it to the carry.",
+            turns=lambda params, key, x, y, n: n,
         ),
         one_microbatch(
             # The weights are larger than the hidden units of a microbatch, and smaller than those of half of the batch.
@@ -221,6 +222,8 @@ check = Check(
             "The numbers are right, but more than one microbatch is computed at once.\n"
             "In a turn of the scan, use only N // n_microbatches examples, those of that turn, and their masks.",
             of=("float", "uint", "int", "bool"),
+            # A gradient for each example of a microbatch.
+            but=lambda params, key, x, y, n: (EXAMPLES // n, WIDTH, HIDDEN),
         ),
         carries(
             "scan",

@@ -69,26 +69,20 @@ def everyone_does_its_share(program, args):
     return None
 
 
+REDUCTIONS = (
+    *("psum", "psum_invariant", "psum2", "pmean", "unreduced_psum", "all_reduce", "reduce_scatter", "psum_scatter"),
+)
 all_reduced = carries(
     "all-reduce",
     (1, 2),
     'Bring together what each device computed from its own rows: jax.lax.pmean(gradient, "data").',
-    names=(
-        "psum",
-        "psum_invariant",
-        "psum2",
-        "pmean",
-        "unreduced_psum",
-        "all_reduce",
-        "reduce_scatter",
-        "psum_scatter",
-    ),
+    names=REDUCTIONS,
 )
 
 
 def is_all_reduced(program, args):
     """The gradient comes out of the all-reduce, where there is one in the program that JAX traced."""
-    return all_reduced(program, args) if program.count("shard_map") else None  # else XLA puts it in
+    return all_reduced(program, args) if program.count(*REDUCTIONS) else None  # else XLA puts it in
 
 
 def says(counts):
