@@ -77,7 +77,7 @@ def one_microbatch(
     says: str,
     *,
     names: Sequence[str] = (),
-    of: Sequence[str] = ("float", "bfloat"),
+    of: Sequence[str] = ("float", "bfloat", "complex"),
     but: Callable[..., Sequence[int]] | None = None,
 ) -> Rule:
     """Nothing is computed from more numbers at once than those of one microbatch, inside of a loop or outside.

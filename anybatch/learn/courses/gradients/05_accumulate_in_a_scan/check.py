@@ -80,7 +80,7 @@ def whole_batch_at_once(program, args):
     for operation in arithmetic:
         arrays = (*operation.inputs, *operation.outputs)
         # Whole numbers are indices, which somebody may take the microbatches by.
-        found = max((array.size for array in arrays if array.dtype.startswith("float")), default=0)
+        found = max((array.size for array in arrays if array.dtype.startswith(("float", "complex"))), default=0)
         if found <= size // n:
             continue
         what = "the whole batch" if found >= size else f"{found} examples"

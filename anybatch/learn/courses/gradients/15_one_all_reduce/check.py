@@ -164,7 +164,7 @@ check = Check(
         devices=DEVICES,
         # Twice a gradient: whoever reduces a loss or a count along with it may.
         largest=2 * 4 * (INPUTS * HIDDEN + HIDDEN),
-        slack=2.5,
+        slack=1.5,
     ),
     devices=(1, DEVICES),
 )
