@@ -121,6 +121,7 @@ def carries(
     *,
     names: Sequence[str] = (),
     turns: Callable[..., Sequence[int]] | None = None,
+    may_hand_on: bool = False,
 ) -> Rule:
     """All that the answer takes from some arguments must come through an operation: none of it may go around.
 
@@ -134,6 +135,8 @@ def carries(
       says: what a learner reads below the finding.
       names: JAX's names, if they differ from `name`, or are several.
       turns: of the arguments, how many turns the scan may take that is meant; any number if it is left out.
+      may_hand_on: whether the scan may be given what was computed from those arguments before, as the second of two
+        passes is.
     """
 
     def rule(program: Program, args: Arguments) -> str | None:
@@ -144,7 +147,7 @@ def carries(
         response = program.response([select], args, others)
         if response is not None and (finding := _goes_around(name, response.shares(), says)):
             return finding
-        if turns is None:
+        if turns is None or may_hand_on:
             return None
         response = program.response([{**select, "given": True}], args, others)
         if response is None or max(response.shares(), default=0.0) <= ROUNDING:

@@ -118,6 +118,7 @@ check = Check(
             (1, 2),
             "Let the scan carry the sum of the squared errors, and take the root of what it carried.",
             turns=lambda params, x, y, n: (n,),
+            may_hand_on=True,
         ),
         one_microbatch(
             lambda params, x, y, n: len(x) // n * HIDDEN,

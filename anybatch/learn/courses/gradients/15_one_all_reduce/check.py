@@ -155,6 +155,7 @@ check = Check(
             (1, 2),
             "Let the scan carry the sum of the gradients of a device, and reduce what it carried.",
             turns=lambda params, x, y, n: (n,),
+            may_hand_on=True,
         ),
         is_all_reduced,
     ),
