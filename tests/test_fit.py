@@ -607,5 +607,5 @@ def test_a_log_that_is_a_pipe_is_refused(tmp_path):
     os.mkfifo(tmp_path / "run.csv")
     with pytest.raises(ab.InputError, match="must not replace a file that is there"):
         fitted([data(8)], log=tmp_path / "run.csv")
-    with pytest.raises(ab.InputError, match="a pipe"):
+    with pytest.raises(ab.InputError, match="a device, pipe or socket"):
         read_log(tmp_path / "run.csv")

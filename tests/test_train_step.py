@@ -596,7 +596,7 @@ def test_a_state_that_was_donated():
         lambda: step.init(state.params),
     ):
         with pytest.raises(
-            ab.InputError, match="the memory of a state is donated to the state that the step returns"
+            ab.InputError, match="A state can be used once: its memory is donated to the state that the step returns"
         ) as caught:
             use()
         for way_out in ("state, metrics = step(state, batch)", "jax.tree.map(jnp.copy, state)", "donate=False"):
