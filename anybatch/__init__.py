@@ -1,5 +1,7 @@
 """The exact gradient of any batch, on the memory you have."""
 
+__version__ = "0.8.0"
+
 from anybatch import collectives, distributed, privacy, recipes
 from anybatch.clipping import clipped_grad, clipped_value_and_grad
 from anybatch.errors import (
@@ -29,7 +31,6 @@ from anybatch.training.loop import Fitted, fit
 from anybatch.training.state import Metrics, TrainState
 from anybatch.training.step import train_step
 from anybatch.verify import DifferentGradientError, Verification, verify
-from anybatch.version import __version__
 
 __all__ = [
     "AnybatchError",

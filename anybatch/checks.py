@@ -1,5 +1,6 @@
 """What options of many functions must be, checked the same way and said in the same words."""
 
+import dataclasses
 import operator
 import os
 from typing import Any
@@ -47,3 +48,13 @@ def whole(name: str, given: Any, at_least: int = 0, *, example: str | None = Non
             remedy=f"For example {name}={example or max(at_least, 1)}.",
         )
     return number
+
+
+@dataclasses.dataclass(frozen=True)
+class Finding:
+    """One line of the doctor's."""
+
+    subject: str
+    text: str
+    is_well: bool = True
+    remedy: str = ""

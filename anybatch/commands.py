@@ -20,7 +20,7 @@ from anybatch.plan import explain as explain_loss
 from anybatch.planning import picture
 from anybatch.problem import load_problem
 from anybatch.verify import verify as verify_loss
-from anybatch.version import __version__
+from anybatch import __version__
 
 
 def explain(target: str, *, html: pathlib.Path | None, plot: pathlib.Path | None, **options: Any) -> bool:

@@ -5,7 +5,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 
@@ -15,6 +15,7 @@ from anybatch.batch import Cut
 from anybatch.errors import InputError
 from anybatch.field import Field, groups_of
 from anybatch.loss import TracedLoss, trace_loss
+from anybatch.planning.strategy import Computation, Way
 from anybatch.reading.loss_reading import split_loss, split_loss_in_one_pass
 from anybatch.reading.reader import warn_of_failed_rule
 from anybatch.reading.report import Reading
@@ -23,47 +24,6 @@ from anybatch.reading.states import RuleFailed
 from anybatch.reading.units import Units, units_of
 from anybatch.routes import blocks, full, groups, parts, scan, split_passes, squares
 from anybatch.settings import Settings
-
-
-class Style(NamedTuple):
-    """What there is to decide about a way beside the size of the microbatches."""
-
-    remat: str | None = None  # a policy of jax.checkpoint
-    reduce: str = "once"  # on a mesh, when gradients are added up: "once", or in "each" microbatch
-    method: str | None = None  # of per-example gradients: "factored" or "vmap"
-
-
-@dataclasses.dataclass(frozen=True)
-class Way:
-    """A way to compute a gradient.
-
-    >>> print(Way(8, "dots_saveable"))
-    microbatch_size=8, remat="dots_saveable"
-    """
-
-    microbatch_size: int | None  # None, or no less than the examples there are: all of them at once
-    remat: str | None = None
-    reduce: str = "once"
-    method: str | None = None
-
-    @property
-    def style(self) -> Style:
-        return Style(self.remat, self.reduce, self.method)
-
-    def __str__(self) -> str:
-        remat = "" if self.remat is None else f', remat="{self.remat}"'
-        reduce = "" if self.reduce == "once" else f', reduce="{self.reduce}"'
-        method = "" if self.method is None else f', method="{self.method}"'
-        return f"microbatch_size={self.microbatch_size}{remat}{reduce}{method}"
-
-
-@dataclasses.dataclass(frozen=True)
-class Computation:
-    """A gradient, ready to compile and run: a function of arrays, and the arrays."""
-
-    fun: Callable[..., list[Any]]
-    leaves: list[Any]
-    has_effects: bool
 
 
 class Gradient:

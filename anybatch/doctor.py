@@ -1,6 +1,5 @@
 """`anybatch doctor`: what this machine has, and what is missing."""
 
-import dataclasses
 import importlib.metadata
 import os
 import pathlib
@@ -14,7 +13,8 @@ from anybatch import compat
 from anybatch.gradient import value_and_grad
 from anybatch.memory import memory_left, memory_limit, readable
 from anybatch.planning import store
-from anybatch.version import __version__
+from anybatch import __version__
+from anybatch.checks import Finding
 
 # package -> the extra that brings it, and what for
 EXTRAS = {
@@ -27,16 +27,6 @@ EXTRAS = {
     "matplotlib": ("cli", "plots"),
     "jinja2": ("cli", "reports"),
 }
-
-
-@dataclasses.dataclass(frozen=True)
-class Finding:
-    """One line of the doctor's."""
-
-    subject: str
-    text: str
-    is_well: bool = True
-    remedy: str = ""
 
 
 def examine() -> list[Finding]:

@@ -10,7 +10,8 @@ from jax import lax
 
 from anybatch import compat, limits
 from anybatch.arguments import Arguments
-from anybatch.computation import Computation, Gradient, Way
+from anybatch.computation import Gradient
+from anybatch.planning.strategy import Computation, Way
 from anybatch.errors import InputError
 from anybatch.example_settings import ExampleSettings
 from anybatch.factors.choice import kept_bytes

@@ -10,7 +10,8 @@ import jax.numpy as jnp
 
 from anybatch import limits
 from anybatch.arguments import ROLES, Arguments, Roles
-from anybatch.computation import Gradient, Way
+from anybatch.computation import Gradient
+from anybatch.planning.strategy import Way
 from anybatch.modules import opened
 from anybatch.planning.running import run_as_planned
 from anybatch.programs import PROGRAMS

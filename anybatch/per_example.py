@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from anybatch.checks import one_of
-from anybatch.computation import Way
+from anybatch.planning.strategy import Planned, Way
 from anybatch.errors import InputError
 from anybatch.example_computation import ExampleGradient, Results
 from anybatch.example_settings import ExampleSettings
@@ -56,6 +56,19 @@ class ExampleFunction:
             objective=objective,
         )
         return ExampleFunction(self.fun, dataclasses.replace(self.settings, common=common))
+
+    def to_plan(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], *, memory: Any, objective: Any
+    ) -> tuple[Callable[..., Planned], tuple[Any, ...], dict[str, Any]]:
+        """A function that makes the gradient of a call, and the arguments to call it with, models taken apart."""
+        planned = self.planned(memory=memory, objective=objective)
+        call = planned.opened(args, kwargs)
+        of_examples = ExampleFunction(call.fun, planned.settings)
+
+        def gradient(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Planned:
+            return of_examples.gradient(args, kwargs, kwargs.pop("is_padding", None))
+
+        return gradient, call.args, call.kwargs
 
     def _compute(self, args: tuple[Any, ...], kwargs: dict[str, Any], is_padding: Any) -> Results:
         gradient = self.gradient(args, kwargs, is_padding)

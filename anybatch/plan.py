@@ -11,9 +11,9 @@ from anybatch.arguments import ROLES, Roles
 from anybatch.computation import Gradient
 from anybatch.errors import InputError
 from anybatch.modules import opened
-from anybatch.per_example import ExampleFunction
 from anybatch.planning.planner import Planner, say_that_nothing_fits
 from anybatch.planning.report import Plan
+from anybatch.planning.strategy import Planned, PlannedFunction
 from anybatch.settings import Settings
 
 
@@ -166,12 +166,12 @@ _DEFAULTS: dict[str, Any] = {
 
 def _gradients_of(
     fun: Callable[..., Any], options: dict[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[Callable[..., Gradient], tuple[Any, ...], dict[str, Any]]:
+) -> tuple[Callable[..., Planned], tuple[Any, ...], dict[str, Any]]:
     """A function that gives the gradient that a call asks for, and what to call it with.
 
     These are the arguments of the call, and its keyword arguments, with models taken apart.
     """
-    if isinstance(fun, ExampleFunction):
+    if isinstance(fun, PlannedFunction):
         told = [name for name, default in _DEFAULTS.items() if name not in _OF_A_PLAN and options[name] != default]
         if told:
             raise InputError(
@@ -179,14 +179,7 @@ def _gradients_of(
                 given=", ".join(f"{name}={options[name]!r}" for name in told),
                 remedy=f"Pass them where the loss is wrapped, e.g. ab.clipped_grad(loss, ..., {told[0]}=...).",
             )
-        planned = fun.planned(memory=options["memory"], objective=options["objective"])
-        call = planned.opened(args, kwargs)
-        of_examples = ExampleFunction(call.fun, planned.settings)
-
-        def example_gradient(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Gradient:
-            return of_examples.gradient(args, kwargs, kwargs.pop("is_padding", None))
-
-        return example_gradient, call.args, call.kwargs
+        return fun.to_plan(args, kwargs, memory=options["memory"], objective=options["objective"])
     options = dict(options)
     roles = Roles.of(**{name: options.pop(name) for name in ROLES})
     settings = Settings.of(fun, roles=roles, microbatch_size="auto", **options)

@@ -8,7 +8,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from anybatch import compat
-from anybatch.computation import Gradient
+from anybatch.planning.strategy import Planned
 from anybatch.memory import memory_budget, memory_left, memory_limit, readable
 from anybatch.placement import local_bytes
 from anybatch.programs import can_run
@@ -35,7 +35,7 @@ class Budget:
         return "unknown" if self.allowed is None else f"{readable(self.allowed)} ({self.source})"
 
 
-def budget_of(gradient: Gradient, *, are_given: bool = True) -> Budget:
+def budget_of(gradient: Planned, *, are_given: bool = True) -> Budget:
     """What a gradient may take.
 
     Args:

@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from anybatch.computation import Gradient, Way
+from anybatch.planning.strategy import Planned, Way
 from anybatch.memory import default_device, readable
 from anybatch.planning.budget import Budget
 from anybatch.planning.measure import Bytes
@@ -224,7 +224,7 @@ def _helps_to_compute_twice(search: Search, least: Way, allowed: int) -> bool:
     return search.fits(dataclasses.replace(least, remat="nothing_saveable"), allowed)
 
 
-def _spread_further(gradient: Gradient) -> str:
+def _spread_further(gradient: Planned) -> str:
     """What would make parameters and gradients take less on each device."""
     field = gradient.field
     if field is None:

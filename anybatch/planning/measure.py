@@ -12,7 +12,7 @@ from typing import Any
 import jax
 
 from anybatch import compat, placement
-from anybatch.computation import Computation, Gradient, Way
+from anybatch.planning.strategy import Computation, Planned, Way
 from anybatch.errors import AnybatchError
 from anybatch.field import Field
 from anybatch.placement import local_bytes
@@ -44,7 +44,7 @@ class Bytes:
 class Workbench:
     """Compiles and times ways of computing one gradient, each once."""
 
-    def __init__(self, gradient: Gradient, known: dict[str, Any] | None = None) -> None:
+    def __init__(self, gradient: Planned, known: dict[str, Any] | None = None) -> None:
         self.gradient = gradient
         self.can_run = can_run(*jax.tree.leaves(gradient.arguments.arrays))
         self.compilations = 0
@@ -229,7 +229,7 @@ def compile_for_types(computation: Computation, field: Field | None = None) -> A
     return jax.jit(lambda *flat: computation.fun(*flat)).lower(*types).compile()
 
 
-def count_bytes(compiled: Any, gradient: Gradient) -> Bytes:
+def count_bytes(compiled: Any, gradient: Planned) -> Bytes:
     """The bytes of a compiled gradient on one device."""
     analysis = compiled.memory_analysis()
     parameters, batch = gradient.local_bytes("wrt"), gradient.local_bytes("batch")
@@ -249,7 +249,7 @@ def count_bytes(compiled: Any, gradient: Gradient) -> Bytes:
     )
 
 
-def estimate(gradient: Gradient) -> tuple[int, float]:
+def estimate(gradient: Planned) -> tuple[int, float]:
     """About what a gradient takes for no examples, and for each more: from its program, before anything is compiled."""
     start = _arguments(gradient) + gradient.local_bytes("wrt")
     return start, gradient.copies * gradient.written(written_bytes) / max(1, gradient.examples)
@@ -259,7 +259,7 @@ def estimate(gradient: Gradient) -> tuple[int, float]:
 GENEROUS = 32
 
 
-def generous_bytes(gradient: Gradient) -> int | None:
+def generous_bytes(gradient: Planned) -> int | None:
     """More than a gradient takes, all at once: every value that the program of its loss names, many times over.
 
     It is generous and no proof: scratch of a kernel has no bound. None where a part of the program is not to be seen:
@@ -272,5 +272,5 @@ def generous_bytes(gradient: Gradient) -> int | None:
     return 8 * _arguments(gradient) + GENEROUS * -(-written // gradient.spread_over)
 
 
-def _arguments(gradient: Gradient) -> int:
+def _arguments(gradient: Planned) -> int:
     return sum(gradient.local_bytes(role) for role in gradient.arguments.arrays._fields)

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 
 from anybatch import compat
-from anybatch.computation import Gradient, Style, Way
+from anybatch.planning.strategy import Planned, Style, Way
 from anybatch.errors import AnybatchError, NothingFitsError, TightMemoryWarning, user_stacklevel
 from anybatch.memory import default_device, readable
 from anybatch.placement import describe_placed
@@ -26,7 +26,7 @@ from anybatch.planning.report import Plan
 from anybatch.planning.search import Search
 from anybatch.programs import PROGRAMS, Program
 from anybatch.settings import POLICIES
-from anybatch.version import __version__
+from anybatch import __version__
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Planner:
 
     def __init__(
         self,
-        gradient: Gradient,
+        gradient: Planned,
         *,
         are_given: bool = True,
         copies: int = 0,
@@ -315,7 +315,7 @@ def _way(plan: Plan) -> Way | None:
     return None if chosen is None else Way(chosen.microbatch_size, chosen.remat, chosen.reduce, chosen.method)
 
 
-def _identity(gradient: Gradient) -> list[Any]:
+def _identity(gradient: Planned) -> list[Any]:
     """All that decides about bytes and times."""
     settings = gradient.settings
     config: Any = jax.config

@@ -8,14 +8,14 @@ from typing import Any
 import jax
 
 from anybatch import compat
-from anybatch.computation import Gradient, Way
+from anybatch.planning.strategy import Planned, Way
 from anybatch.errors import TightMemoryWarning, user_stacklevel
 from anybatch.planning.measure import FAILURES
 from anybatch.planning.planner import Planner
 from anybatch.programs import PROGRAMS, Program, can_run
 
 
-def run_as_planned(gradient: Gradient) -> tuple[Way, list[Any]]:
+def run_as_planned(gradient: Planned) -> tuple[Way, list[Any]]:
     """The way that was taken, and what the computation returned.
 
     Out of memory, because of another process or a gap between two arrays: the microbatch is halved. A program that XLA
@@ -57,7 +57,7 @@ def run_as_planned(gradient: Gradient) -> tuple[Way, list[Any]]:
     return way, outputs
 
 
-def run_first_that_compiles(gradient: Gradient, ways: Sequence[Way]) -> tuple[Way, list[Any]]:
+def run_first_that_compiles(gradient: Planned, ways: Sequence[Way]) -> tuple[Way, list[Any]]:
     """The first of some ways that XLA can compile, and what its computation returned. A warning names the others.
 
     Raises:
@@ -92,14 +92,14 @@ def not_compiled(way: Way, error: Exception) -> str:
     return f"XLA cannot compile {way}: {str(error).partition(chr(10))[0][:200]}."
 
 
-def _by_another_method(gradient: Gradient, way: Way) -> Way | None:
+def _by_another_method(gradient: Planned, way: Way) -> Way | None:
     """The same size by the method that comes after this one; None if there is no other."""
     methods = gradient.methods
     following = methods[methods.index(way.method) + 1 :] if way.method in methods else ()
     return dataclasses.replace(way, method=following[0]) if following else None
 
 
-def halved(gradient: Gradient, way: Way) -> Way | None:
+def halved(gradient: Planned, way: Way) -> Way | None:
     """The same way with microbatches of half the size; None if there is no smaller one."""
     size = gradient.share if gradient.is_at_once(way) else way.microbatch_size
     unit = gradient.unit
@@ -108,7 +108,7 @@ def halved(gradient: Gradient, way: Way) -> Way | None:
     return Way(-(-size // (2 * unit)) * unit, *way.style)
 
 
-def _ready(gradient: Gradient, way: Way, program: Program | None) -> Callable[[], list[Any]]:
+def _ready(gradient: Planned, way: Way, program: Program | None) -> Callable[[], list[Any]]:
     """A function that runs a way, once that is compiled."""
     computation = gradient.computation(way)
     if not can_run(*computation.leaves):

@@ -4,7 +4,7 @@ import math
 import statistics
 from collections.abc import Callable, Sequence
 
-from anybatch.computation import Style, Way
+from anybatch.planning.strategy import Style, Way
 from anybatch.planning.measure import TELLING, Bytes, Workbench, estimate
 from anybatch.planning.sizes import Sizes
 

@@ -35,7 +35,7 @@ from anybatch.report.tables import (
     verification_table,
 )
 from anybatch.verify import Verification
-from anybatch.version import __version__
+from anybatch import __version__
 
 # How a report is known again: by the beginning of the page, which names what wrote it.
 _OURS = re.compile(rb'<!DOCTYPE html>.*<meta name="generator" content="anybatch \d', re.DOTALL)

@@ -16,7 +16,7 @@ from anybatch.reading.report import Reading
 from anybatch.report.drawing import scientific, short
 from anybatch.report.series import Series, column, drawable, is_rate, number
 from anybatch.verify import RouteCheck, Verification
-from anybatch.version import __version__
+from anybatch import __version__
 
 MOST_ROWS = 12
 MOST_EVALUATIONS = 3  # columns of the table

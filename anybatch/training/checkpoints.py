@@ -37,7 +37,7 @@ from anybatch.training.stored_arrays import (
     unnested,
     way,
 )
-from anybatch.version import __version__
+from anybatch import __version__
 
 # Beside the arrays: names, shapes, and the blocks of the disk that small files fill.
 _OVERHEAD = 256 * 1024

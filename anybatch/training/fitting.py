@@ -8,7 +8,8 @@ from typing import Any
 import jax
 
 from anybatch import compat
-from anybatch.computation import Gradient, Way
+from anybatch.computation import Gradient
+from anybatch.planning.strategy import Way
 from anybatch.errors import NothingFitsError, TightMemoryWarning, user_stacklevel
 from anybatch.memory import memory_budget, memory_left, readable
 from anybatch.planning.measure import FAILURES

@@ -10,7 +10,8 @@ from typing import Any
 import jax
 
 from anybatch.arguments import takes_batch
-from anybatch.computation import Gradient, Way
+from anybatch.computation import Gradient
+from anybatch.planning.strategy import Way
 from anybatch.errors import InputError, user_stacklevel
 from anybatch.gradient import settings_of
 from anybatch.memory import memory_budget, readable

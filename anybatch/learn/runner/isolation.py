@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
-from anybatch.doctor import Finding
+from anybatch.checks import Finding
 from anybatch.learn.runner import landlock, namespaces, refusals, seccomp
 from anybatch.memory import readable
 
