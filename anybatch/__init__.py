@@ -3,7 +3,6 @@
 __version__ = "0.8.0"
 
 from anybatch import collectives, distributed, privacy, recipes
-from anybatch.clipping import clipped_grad, clipped_value_and_grad
 from anybatch.errors import (
     AnybatchError,
     CoupledError,
@@ -15,22 +14,22 @@ from anybatch.errors import (
     RuleFailedWarning,
     TightMemoryWarning,
 )
-from anybatch.gradient import grad, value_and_grad
-from anybatch.gradient_noise import NoiseScale
-from anybatch.noise_scale import noise_scale
-from anybatch.per_example import PerExample, per_example_grads, per_example_norms
-from anybatch.plan import explain, plan
-from anybatch.planning.report import Plan
-from anybatch.read import read
+from anybatch.gradient_noise.noise_scale import NoiseScale, noise_scale
+from anybatch.gradients.plan import explain, plan
+from anybatch.gradients.value_and_grad import grad, value_and_grad
+from anybatch.per_example.clipping import clipped_grad, clipped_value_and_grad
+from anybatch.per_example.grads import PerExample, per_example_grads, per_example_norms
+from anybatch.planning.plan import Plan
+from anybatch.reading.read import read
 from anybatch.reading.report import Reading
-from anybatch.reading.rulebook import register_rule
+from anybatch.reading.rules import register_rule
 from anybatch.reading.states import NotRowwise
 from anybatch.training.batches import Batches
 from anybatch.training.checkpoints import CheckpointError
 from anybatch.training.loop import Fitted, fit
 from anybatch.training.state import Metrics, TrainState
 from anybatch.training.step import train_step
-from anybatch.verify import DifferentGradientError, Verification, verify
+from anybatch.verification.verify import DifferentGradientError, Verification, verify
 
 __all__ = [
     "AnybatchError",

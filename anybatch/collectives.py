@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
+from anybatch.call.memory import readable
 from anybatch.errors import InputError
-from anybatch.hlo import Instruction, Program, UnreadableProgramError
-from anybatch.memory import readable
+from anybatch.jaxprs.hlo import Instruction, Program, UnreadableProgramError
 
 KINDS = (
     *("all-reduce", "all-gather", "reduce-scatter", "all-to-all"),

@@ -81,7 +81,7 @@ def _three_parts(must: str, given: str, remedy: str) -> str:
 def user_stacklevel() -> int:
     """For a warning: how far up the caller is whose code is not ours or JAX's."""
     level, frame = 1, sys._getframe(1)
-    own = (os.path.dirname(__file__), os.path.dirname(sys.modules["jax"].__file__ or ""))
+    own = tuple(os.path.dirname(file or "") + os.sep for file in (__file__, sys.modules["jax"].__file__))
     while frame.f_back is not None and frame.f_code.co_filename.startswith(own):
         level, frame = level + 1, frame.f_back
     return level

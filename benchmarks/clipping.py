@@ -29,7 +29,7 @@ from models import GPT
 from profiling import profile
 
 import anybatch as ab
-from anybatch import compat
+from anybatch.jaxprs import versions
 
 CASES = {
     "32x256": (GPT(layers=12, width=768, heads=12, context=256), 32),
@@ -144,7 +144,7 @@ def measure(case: str, rows: list[Row], rounds: int, folder: pathlib.Path | None
         try:
             row.compiled = jax.jit(row.fun(loss, clip_norm)).lower(params, batch).compile()
             row.compile_seconds = time.perf_counter() - start
-            row.temporaries = compat.temporaries(row.compiled)
+            row.temporaries = versions.temporaries(row.compiled)
             row.difference, row.worst = map(float, distance(row.compiled(params, batch), expected))
             if folder is not None:
                 profile(f"{case}-{row.method}-{row.size}", row.compiled, (params, batch), folder)

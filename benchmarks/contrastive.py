@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 
 import anybatch as ab
-from anybatch import compat
+from anybatch.jaxprs import versions
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,7 +96,7 @@ def main() -> None:
     for examples in sizes:
         batch = model.batch(jax.random.key(1), examples)
         full = jax.jit(jax.value_and_grad(model.loss)).lower(params, batch).compile()
-        at_once, difference = compat.temporaries(full), "not run"
+        at_once, difference = versions.temporaries(full), "not run"
         compiled = jax.jit(ab.value_and_grad(model.loss, microbatch_size=size)).lower(params, batch).compile()
         seconds = []
         for _ in range(3):
@@ -110,7 +110,7 @@ def main() -> None:
                 for x, y in zip(*map(jax.tree.leaves, (grads, expected)), strict=True)
             )
             difference = f"{worst:.1e}"
-        mine = compat.temporaries(compiled)
+        mine = versions.temporaries(compiled)
         head = 2 * examples * model.embedding * 4 + examples**2 * 4
         print(
             f"{examples:8} {at_once / 2**20:8.0f} MiB {mine / 2**20:8.0f} MiB {(mine - head) / 2**20:14.0f} MiB"

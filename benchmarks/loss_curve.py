@@ -20,9 +20,9 @@ import numpy as np
 import optax
 
 import anybatch as ab
-from anybatch.language.gpt import GPT
-from anybatch.language.text import Corpus, Windows
-from anybatch.memory import readable
+from anybatch.call.memory import readable
+from anybatch.demo.gpt import GPT
+from anybatch.demo.text import Corpus, Windows
 
 
 class Reversed(Windows):

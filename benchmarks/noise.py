@@ -16,7 +16,7 @@ import jax
 from models import MODELS
 
 import anybatch as ab
-from anybatch import compat
+from anybatch.jaxprs import versions
 
 ON_CPU = ["mlp:128", "gpt-tiny:8", "gpt-tiny-scanned:8"]
 
@@ -43,10 +43,10 @@ def measure(model: Any, examples: int, size: int, repeats: int) -> None:
     first = next(iter(ways))
     for name, run in compiled.items():
         ratio = statistics.median(mine / its for mine, its in zip(seconds[name], seconds[first], strict=True))
-        more = (compat.temporaries(run) - compat.temporaries(compiled[first])) / gradient
+        more = (versions.temporaries(run) - versions.temporaries(compiled[first])) / gradient
         print(
             f"  {name:14} {statistics.median(seconds[name]) * 1e3:8.1f} ms {ratio:7.3f}"
-            f" {compat.temporaries(run) / 2**20:10.1f} MiB {more:+7.2f} gradients",
+            f" {versions.temporaries(run) / 2**20:10.1f} MiB {more:+7.2f} gradients",
             flush=True,
         )
 

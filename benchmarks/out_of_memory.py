@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from models import GPT
 
 import anybatch as ab
-from anybatch.memory import memory_left, readable
+from anybatch.call.memory import memory_left, readable
 
 
 def main() -> None:

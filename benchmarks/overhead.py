@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from models import MODELS
 
 import anybatch as ab
-from anybatch import compat
+from anybatch.jaxprs import versions
 
 ON_CPU = ["mlp:128", "mlp:16", "gpt-tiny:8", "gpt-tiny-scanned:8"]
 ON_ACCELERATOR = [
@@ -99,7 +99,7 @@ def compare(ways: dict[str, Callable[..., Any]], params: Any, batch: Any, repeat
     for name, fun in ways.items():
         start = time.perf_counter()
         compiled = jax.jit(fun).lower(params, batch).compile()
-        results[name] = Result(compiled, compat.temporaries(compiled), time.perf_counter() - start)
+        results[name] = Result(compiled, versions.temporaries(compiled), time.perf_counter() - start)
         _, gradient = jax.block_until_ready(compiled(params, batch))
         reference = gradient if reference is None else reference
         results[name].difference = max(

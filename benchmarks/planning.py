@@ -26,11 +26,12 @@ import numpy as np
 from models import MODELS
 
 import anybatch as ab
-from anybatch.arguments import Roles
-from anybatch.computation import Gradient, Way
-from anybatch.memory import memory_budget, readable
+from anybatch.call.arguments import Roles
+from anybatch.call.memory import memory_budget, readable
+from anybatch.call.options import Options
+from anybatch.gradients.computation import Gradient
 from anybatch.planning.measure import Workbench
-from anybatch.settings import Settings
+from anybatch.planning.strategy import Strategy
 
 ON_CPU = ("gpt-tiny:40MiB", "mlp:64MiB")
 
@@ -49,7 +50,7 @@ def bench_of(loss, params, batch) -> Workbench:
     """All ways of one gradient, outside the planner."""
     roles = Roles.of(argnums=0, batch_argnums=1, rng_argnums=())
     options = {"has_aux": False, "reduction": "infer", "aux_reduction": None, "accumulator_dtype": np.float32}
-    settings = Settings.of(
+    settings = Options.of(
         loss, roles=roles, microbatch_size="auto", memory=None, mesh=None, on_coupled="exact", **options
     )
     return Workbench(Gradient(loss, settings, roles.sort(loss, (params, batch), {})))
@@ -84,9 +85,9 @@ def compare(name: str, budgets: list[str], rounds: int, remat: str | None) -> No
     os.environ["ANYBATCH_CACHE"] = "off"
     bench = bench_of(loss, params, batch)
     largest = max(plan.budget for plan in choices.values())
-    divisors = [Way(size) for size in range(examples, 0, -1) if examples % size == 0]
+    divisors = [Strategy(size) for size in range(examples, 0, -1) if examples % size == 0]
     ways = [way for way in divisors if (found := bench.bytes_of(way)) is not None and found.total <= largest]
-    chosen = {budget: Way(plan.microbatch_size, plan.remat) for budget, plan in choices.items()}
+    chosen = {budget: Strategy(plan.microbatch_size, plan.remat) for budget, plan in choices.items()}
     seconds = bench.race(list(dict.fromkeys([*ways, *chosen.values()])), rounds)
     quartiles = {way: np.percentile(taken, (25, 75)) * 1e3 for way, taken in bench.taken.items()}
     print(f"\n{name}, every divisor of {examples} that fits, and what was chosen, in turns")

@@ -28,8 +28,8 @@ from jax.sharding import PartitionSpec as P
 from models import GPT, MODELS
 
 import anybatch as ab
+from anybatch.call.memory import readable
 from anybatch.collectives import Traffic
-from anybatch.memory import readable
 
 DEFAULT_MODELS = ["gpt2-scanned", "gpt-1.3b-scanned"]
 DEFAULT_DEVICES = [1, 2, 8, 64, 256, 1024]

@@ -23,7 +23,7 @@ import numpy as np
 import optax
 
 import anybatch as ab
-from anybatch.language.text import read_text
+from anybatch.demo.text import read_text
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("text", nargs="?", default="", help="a text, or a .bin of 16-bit tokens; by default some fables")

@@ -6,10 +6,11 @@ import sys
 import jax
 import numpy as np
 import pytest
+from cases.processes import run
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
-from processes import run
 
-from anybatch import distributed, launch
+from anybatch import distributed
+from anybatch.cli import launch
 from anybatch.errors import InputError
 
 # What eight devices in two processes are checked for, in one start. Every process must come to every line.

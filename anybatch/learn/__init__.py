@@ -3,8 +3,20 @@
 What an author of exercises needs is here: a `Check` and its parts, and the rules on programs.
 """
 
-from anybatch.learn.check import Case, Check, Collectives, Differences, Mistake, Raises, Same, Slope
-from anybatch.learn.program import Array, Operation, Program, Response
+from anybatch.learn.check import (
+    Array,
+    Case,
+    Check,
+    Collectives,
+    Differences,
+    Mistake,
+    Operation,
+    Program,
+    Raises,
+    Response,
+    Same,
+    Slope,
+)
 from anybatch.learn.rules import (
     carries,
     computes_in,

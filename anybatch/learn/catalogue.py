@@ -17,8 +17,7 @@ import types
 from typing import Any, NoReturn
 
 from anybatch.errors import InputError
-from anybatch.learn.check import Check
-from anybatch.learn.verdict import STAGES
+from anybatch.learn.check import STAGES, Check
 
 COURSES = pathlib.Path(__file__).parent / "courses"
 BUILTIN = COURSES / "gradients"

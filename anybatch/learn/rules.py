@@ -6,8 +6,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from anybatch.learn.check import Arguments, Rule
-from anybatch.learn.program import MOVES, Program
+from anybatch.learn.check import MOVES, Arguments, Program, Rule
 
 
 def needs(name: str, says: str, *, inside: str | None = None, at_least: int = 1, at_most: int | None = None) -> Rule:

@@ -7,11 +7,11 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from anybatch import compat
+from anybatch.call.memory import memory_budget, memory_left, memory_limit, readable
+from anybatch.call.placement import local_bytes
+from anybatch.call.programs import can_run
+from anybatch.jaxprs import versions
 from anybatch.planning.strategy import Planned
-from anybatch.memory import memory_budget, memory_left, memory_limit, readable
-from anybatch.placement import local_bytes
-from anybatch.programs import can_run
 
 # Kept free where nobody has named a budget: allocators leave gaps; and a host that runs full kills the process.
 SPARE_ON_ACCELERATOR = 0.05
@@ -68,7 +68,7 @@ def agreed(budget: Budget) -> Budget:
     given = np.asarray([-1 if budget.allowed is None else budget.allowed, budget.reserve], np.float64)
     # Outside of the trace around us, if there is one; in halves that a float32 holds, since 64 bits may not be enabled.
     halves = np.stack([given // 2**20, given % 2**20]).astype(np.float32)
-    everyone = np.asarray(compat.elsewhere(lambda: multihost_utils.process_allgather(halves)), np.float64)
+    everyone = np.asarray(versions.elsewhere(lambda: multihost_utils.process_allgather(halves)), np.float64)
     allowed, reserve = (everyone[:, 0, :] * 2**20 + everyone[:, 1, :]).T
     least = None if allowed.min() < 0 else int(allowed.min())
     return dataclasses.replace(

@@ -2,15 +2,15 @@
 
 import dataclasses
 
-from anybatch.planning.strategy import Planned, Way
-from anybatch.memory import default_device, readable
+from anybatch.call.memory import default_device, readable
 from anybatch.planning.budget import Budget
+from anybatch.planning.candidates import AS_FAST, Search
 from anybatch.planning.measure import Bytes
-from anybatch.planning.report import Candidate, Plan
-from anybatch.planning.search import AS_FAST, Search
+from anybatch.planning.plan import Candidate, Plan
+from anybatch.planning.strategy import Planned, Strategy
 
 
-def as_plan(search: Search, budget: Budget, way: Way | None, seconds: float, *, by_time: bool) -> Plan:
+def as_plan(search: Search, budget: Budget, way: Strategy | None, seconds: float, *, by_time: bool) -> Plan:
     """The plan that a search comes to.
 
     Args:
@@ -45,7 +45,7 @@ def as_plan(search: Search, budget: Budget, way: Way | None, seconds: float, *, 
     )
 
 
-def _listed(search: Search, way: Way | None) -> set[Way]:
+def _listed(search: Search, way: Strategy | None) -> set[Strategy]:
     """What the table has: all that was compiled, and between these what can be predicted."""
     listed = set(search.known) | ({way} if way is not None else set())
     previous: int | None = None
@@ -53,23 +53,23 @@ def _listed(search: Search, way: Way | None) -> set[Way]:
         (each.microbatch_size or 0 for each in listed if not search.bench.gradient.is_at_once(each)), default=0
     )
     for size in search.sizes.steps_down(search.examples):
-        predicted = search.on_line(Way(size, *search.styles[0]))
+        predicted = search.on_line(Strategy(size, *search.styles[0]))
         # Once the total hardly changes, one more row says it all.
         if (
             predicted is not None
             and size <= 1.25 * largest
             and (previous is None or predicted < 0.9 * previous or size == search.sizes.smallest)
         ):
-            listed.add(Way(size, *search.styles[0]))
+            listed.add(Strategy(size, *search.styles[0]))
             previous = predicted
     return listed
 
 
-def _order(way: Way) -> tuple[str, str, bool, int]:
+def _order(way: Strategy) -> tuple[str, str, bool, int]:
     return way.method or "", way.remat or "", way.reduce != "once", -(way.microbatch_size or 0)
 
 
-def _candidate(search: Search, budget: Budget, way: Way) -> Candidate:
+def _candidate(search: Search, budget: Budget, way: Strategy) -> Candidate:
     bench = search.bench
     found = bench.bytes.get(way)
     predicted = search.predicted.get(way) if way in bench.bytes else search.on_line(way)
@@ -92,13 +92,15 @@ def _candidate(search: Search, budget: Budget, way: Way) -> Candidate:
     )
 
 
-def _least(search: Search) -> tuple[Way, Bytes] | None:
+def _least(search: Search) -> tuple[Strategy, Bytes] | None:
     """The leanest way that was compiled."""
     known = {way: found for way, found in search.known.items() if found is not None}
     return min(known.items(), key=lambda item: item[1].total) if known else None
 
 
-def _reason(search: Search, budget: Budget, way: Way | None, least: tuple[Way, Bytes] | None, *, by_time: bool) -> str:
+def _reason(
+    search: Search, budget: Budget, way: Strategy | None, least: tuple[Strategy, Bytes] | None, *, by_time: bool
+) -> str:
     gradient = search.bench.gradient
     timed = {each: search.seconds[each] for each in search.in_time()}
     if way is None:
@@ -128,7 +130,7 @@ def _reason(search: Search, budget: Budget, way: Way | None, least: tuple[Way, B
     return f"Chosen: {way}, the largest that fits. {not_timed}"
 
 
-def _limits(budget: Budget, least: tuple[Way, Bytes] | None) -> str:
+def _limits(budget: Budget, least: tuple[Strategy, Bytes] | None) -> str:
     """What of the memory no microbatch size can change."""
     texts = []
     if least is not None and budget.allowed is not None:
@@ -166,7 +168,7 @@ def _not_compiled(search: Search) -> str:
     return f"XLA cannot compile {' or '.join(map(str, failures))}: {first}"
 
 
-def _advice(search: Search, budget: Budget, way: Way | None, least: tuple[Way, Bytes] | None) -> str:
+def _advice(search: Search, budget: Budget, way: Strategy | None, least: tuple[Strategy, Bytes] | None) -> str:
     gradient = search.bench.gradient
     if least is None or budget.allowed is None:
         return ""
@@ -198,7 +200,7 @@ def _coupled_line(search: Search) -> str:
     if not gradient.is_coupled or not gradient.checked_reading.blame:
         return ""
     sizes = [each for each, found in search.known.items() if found is not None and not gradient.is_at_once(each)]
-    full = search.known.get(Way(search.examples, *search.styles[0]))
+    full = search.known.get(Strategy(search.examples, *search.styles[0]))
     smallest = min(sizes, key=lambda each: each.microbatch_size or 0, default=None)
     if smallest is None or full is None:
         return ""
@@ -216,7 +218,7 @@ def _whole_batch(search: Search) -> str:
     return text.format(line) if line else ""
 
 
-def _helps_to_compute_twice(search: Search, least: Way, allowed: int) -> bool:
+def _helps_to_compute_twice(search: Search, least: Strategy, allowed: int) -> bool:
     """Whether the leanest way fits if activations are computed twice; it is compiled to find out."""
     gradient = search.bench.gradient
     if gradient.settings.remat is not None or gradient.loss.traced.has_effects or least.method is not None:
@@ -237,7 +239,7 @@ def _spread_further(gradient: Planned) -> str:
     return "use more devices, or keep the parameters in bfloat16"
 
 
-def _examples(way: Way) -> str:
+def _examples(way: Strategy) -> str:
     return "1 example" if way.microbatch_size == 1 else f"{way.microbatch_size} examples"
 
 

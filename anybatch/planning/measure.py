@@ -11,14 +11,15 @@ from typing import Any
 
 import jax
 
-from anybatch import compat, placement
-from anybatch.planning.strategy import Computation, Planned, Way
+from anybatch.call import placement
+from anybatch.call.options import POLICIES
+from anybatch.call.placement import local_bytes
+from anybatch.call.programs import PROGRAMS, CompiledProgram, can_run
 from anybatch.errors import AnybatchError
-from anybatch.field import Field
-from anybatch.placement import local_bytes
-from anybatch.programs import PROGRAMS, Program, can_run
-from anybatch.reading.written import uses, written_bytes
-from anybatch.settings import POLICIES
+from anybatch.jaxprs import versions
+from anybatch.jaxprs.bytes_written import uses, written_bytes
+from anybatch.mesh.call_shardings import CallShardings
+from anybatch.planning.strategy import Computation, Planned, Strategy
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,14 +49,14 @@ class Workbench:
         self.gradient = gradient
         self.can_run = can_run(*jax.tree.leaves(gradient.arguments.arrays))
         self.compilations = 0
-        self.bytes: dict[Way, Bytes | None] = {}
-        self.seconds: dict[Way, float] = {}
-        self.programs: dict[Way, Program] = {}
-        self.text_hashes: dict[Way, str | None] = {}
-        self._repeats: dict[Way, int] = {}
-        self.routes: dict[Way, str] = {}
-        self.failures: dict[Way, Exception] = {}  # why XLA could not compile some, where it was not for memory
-        self.taken: dict[Way, list[float]] = {}  # the times of the last race, one by one
+        self.bytes: dict[Strategy, Bytes | None] = {}
+        self.seconds: dict[Strategy, float] = {}
+        self.programs: dict[Strategy, CompiledProgram] = {}
+        self.text_hashes: dict[Strategy, str | None] = {}
+        self._repeats: dict[Strategy, int] = {}
+        self.routes: dict[Strategy, str] = {}
+        self.failures: dict[Strategy, Exception] = {}  # why XLA could not compile some, where it was not for memory
+        self.taken: dict[Strategy, list[float]] = {}  # the times of the last race, one by one
         # Of a record that is damaged, what comes before the damage is used.
         with contextlib.suppress(KeyError, TypeError, ValueError, AttributeError, OverflowError):
             for entry in (known or {}).get("ways", []):
@@ -71,7 +72,7 @@ class Workbench:
         method = entry.get("method")
         if method not in self.gradient.methods:
             raise ValueError(entry)
-        way = Way(size, remat, reduce, method)
+        way = Strategy(size, remat, reduce, method)
         kinds = None if found is None else Bytes(**{name: int(number) for name, number in found.items()})
         seconds = None if entry["seconds"] is None else float(entry["seconds"])
         is_time = seconds is None or 0 < seconds < math.inf
@@ -95,7 +96,7 @@ class Workbench:
             for way, found in self.bytes.items()
         ]
 
-    def route(self, way: Way) -> str:
+    def route(self, way: Strategy) -> str:
         """What a way does, in words; the loss is read only if no other microbatch size has told it."""
         if way not in self.routes:
             alike = [
@@ -106,7 +107,7 @@ class Workbench:
             self.routes[way] = alike[0] if alike and not self.gradient.is_at_once(way) else self.gradient.route(way)
         return self.routes[way]
 
-    def bytes_of(self, way: Way) -> Bytes | None:
+    def bytes_of(self, way: Strategy) -> Bytes | None:
         """The bytes of a way; None if XLA cannot compile it, for want of memory or for another reason."""
         if way not in self.bytes and self._is_hopeless(way):
             return None
@@ -114,13 +115,13 @@ class Workbench:
             self._compile(way)
         return self.bytes[way]
 
-    def _is_hopeless(self, way: Way) -> bool:
+    def _is_hopeless(self, way: Strategy) -> bool:
         """Whether XLA has failed with several sizes of this style and compiled none, so that others are not tried."""
         failed = [other for other in self.failures if other.style == way.style]
         is_known = any(found is not None for other, found in self.bytes.items() if other.style == way.style)
         return len(failed) >= FAILURES and not is_known
 
-    def program(self, way: Way) -> Program:
+    def program(self, way: Strategy) -> CompiledProgram:
         """A program that can be run."""
         if way not in self.programs:
             self._compile(way)
@@ -128,7 +129,7 @@ class Workbench:
             raise jax.errors.JaxRuntimeError(f"RESOURCE_EXHAUSTED: {way} could not be compiled")
         return self.programs[way]
 
-    def _compile(self, way: Way) -> None:
+    def _compile(self, way: Strategy) -> None:
         try:
             computation = self.gradient.computation(way)
         except Exception as error:
@@ -146,22 +147,22 @@ class Workbench:
         except jax.errors.JaxRuntimeError as error:
             # Not every program that is right compiles: a kernel may ask for more than a device has.
             self.bytes[way] = None
-            if not compat.is_out_of_memory(error):
+            if not versions.is_out_of_memory(error):
                 self.failures[way] = error
             return
         self.bytes[way] = count_bytes(compiled, self.gradient)
 
-    def race(self, ways: Sequence[Way], rounds: int) -> dict[Way, float]:
+    def race(self, ways: Sequence[Strategy], rounds: int) -> dict[Strategy, float]:
         """The seconds of some ways, taken in turns, so that whatever slows the device slows all of them.
 
         A way that runs out of memory all the same has infinite seconds, and no bytes.
         """
         leaves = {way: self.gradient.computation(way).leaves for way in ways}
-        taken: dict[Way, list[float]] = {way: [] for way in ways}
+        taken: dict[Strategy, list[float]] = {way: [] for way in ways}
         self.taken = taken
         on_host = (self.gradient.devices or jax.local_devices())[0].platform == "cpu"
 
-        def seconds(way: Way, repeats: int) -> float:
+        def seconds(way: Strategy, repeats: int) -> float:
             return _seconds(lambda: self.program(way)(*leaves[way]), repeats)
 
         for way in ways:
@@ -171,7 +172,7 @@ class Workbench:
                 seconds(way, 1)  # the first time is always slow
                 once = seconds(way, 1)
             except jax.errors.JaxRuntimeError as error:
-                if not compat.is_out_of_memory(error):
+                if not versions.is_out_of_memory(error):
                     raise
                 self.bytes[way] = None
             else:
@@ -208,7 +209,7 @@ def _seconds(run: Callable[[], Any], repeats: int) -> float:
     return (time.perf_counter() - start) / repeats
 
 
-def compile_for_types(computation: Computation, field: Field | None = None) -> Any:
+def compile_for_types(computation: Computation, field: CallShardings | None = None) -> Any:
     """Compiles a computation whose arrays have no values yet, for the devices that they will be on.
 
     Args:
@@ -217,10 +218,10 @@ def compile_for_types(computation: Computation, field: Field | None = None) -> A
     """
     if field is not None:
         placed = field.placed_types(computation.leaves)
-        return compat.elsewhere(lambda: jax.jit(lambda *flat: computation.fun(*flat)).lower(*placed).compile())
-    types = [compat.abstract(jax.typeof(leaf)) for leaf in computation.leaves]
+        return versions.elsewhere(lambda: jax.jit(lambda *flat: computation.fun(*flat)).lower(*placed).compile())
+    types = [versions.abstract(jax.typeof(leaf)) for leaf in computation.leaves]
     mesh = placement.mesh_of(computation.leaves)
-    if any(compat.vmapped_copies(leaf) > 1 for leaf in computation.leaves):
+    if any(versions.vmapped_copies(leaf) > 1 for leaf in computation.leaves):
         return placement.compile_in_vmap(computation.fun, computation.leaves, types)
     if jax.sharding.get_abstract_mesh().manual_axes:
         return placement.compile_in_shard_map(computation.fun, types)
@@ -237,7 +238,9 @@ def count_bytes(compiled: Any, gradient: Planned) -> Bytes:
     outputs = analysis.output_size_in_bytes - analysis.alias_size_in_bytes
     each_gradient = parameters
     if gradient.field is None:
-        each_gradient = sum(local_bytes(leaf) // compat.vmapped_copies(leaf) for leaf in gradient.arguments.arrays.wrt)
+        each_gradient = sum(
+            local_bytes(leaf) // versions.vmapped_copies(leaf) for leaf in gradient.arguments.arrays.wrt
+        )
     gradients = min(gradient.copies * each_gradient, outputs)
     return Bytes(
         parameters=parameters,

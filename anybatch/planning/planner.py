@@ -12,36 +12,36 @@ from typing import Any
 
 import jax
 
-from anybatch import compat
-from anybatch.planning.strategy import Planned, Style, Way
+from anybatch import __version__
+from anybatch.call.memory import default_device, readable
+from anybatch.call.options import POLICIES
+from anybatch.call.placement import describe_placed
+from anybatch.call.programs import PROGRAMS, CompiledProgram
 from anybatch.errors import AnybatchError, NothingFitsError, TightMemoryWarning, user_stacklevel
-from anybatch.memory import default_device, readable
-from anybatch.placement import describe_placed
+from anybatch.jaxprs import versions
 from anybatch.planning import store
 from anybatch.planning.budget import Budget, agreed, budget_of
+from anybatch.planning.candidates import Search
 from anybatch.planning.explanation import as_plan
-from anybatch.planning.fingerprint import fingerprint
 from anybatch.planning.measure import Workbench, generous_bytes
-from anybatch.planning.report import Plan
-from anybatch.planning.search import Search
-from anybatch.programs import PROGRAMS, Program
-from anybatch.settings import POLICIES
-from anybatch import __version__
+from anybatch.planning.plan import Plan
+from anybatch.planning.store import fingerprint
+from anybatch.planning.strategy import Planned, Strategy, Variant
 
 
 @dataclasses.dataclass(frozen=True)
 class Decision:
     """The way to go, and its program if that has been compiled on the way."""
 
-    way: Way
-    program: Program | None = None
+    way: Strategy
+    program: CompiledProgram | None = None
     total: int | None = None  # its bytes, if they are known
     is_guess: bool = False
 
 
 # What was decided in this process, by what it was decided for. A plan is made once: what is left of the memory changes
 # from call to call, and a microbatch size that changed with it would compile again and again.
-_DECIDED: dict[str, tuple[Way, int | None]] = {}  # with its bytes, if they are known
+_DECIDED: dict[str, tuple[Strategy, int | None]] = {}  # with its bytes, if they are known
 _LOCK = threading.Lock()
 CAPACITY = 4096
 
@@ -72,7 +72,7 @@ class Planner:
         # Processes that run one program together must decide alike: by bytes alone, and by nothing that one remembers.
         self.is_shared = gradient.field is not None and jax.process_count() > 1
         self.is_kept = not gradient.loss.traced.has_effects and not self.is_shared
-        self.full = Way(gradient.share, *self.styles[0])
+        self.full = Strategy(gradient.share, *self.styles[0])
         self.are_given = are_given
         self.key = store.key_of(_identity(gradient))
 
@@ -91,13 +91,13 @@ class Planner:
         return agreed(budget) if self.is_shared else budget
 
     @property
-    def styles(self) -> tuple[Style, ...]:
+    def styles(self) -> tuple[Variant, ...]:
         """What there is to choose from beside the size: what takes the least time first."""
         remats: tuple[str | None, ...] = (self.settings.remat,)
         if self.settings.remat == "auto":
             remats = (None,) if self.gradient.loss.traced.has_effects else (None, *POLICIES)
         reduces, methods = self.gradient.reduces, self.gradient.methods
-        return tuple(Style(*each) for each in itertools.product(remats, reduces, methods))
+        return tuple(Variant(*each) for each in itertools.product(remats, reduces, methods))
 
     # For value_and_grad.
 
@@ -118,7 +118,7 @@ class Planner:
             self.remember(decision.way, decision.total)
         return decision
 
-    def remember(self, way: Way, total: int | None = None) -> None:
+    def remember(self, way: Strategy, total: int | None = None) -> None:
         """Lets a way be the way for this gradient from now on, in this process."""
         with _LOCK:
             if len(_DECIDED) >= CAPACITY:
@@ -190,7 +190,7 @@ class Planner:
         way = _way(plan)
         if way is None:
             say_that_nothing_fits(plan, certain=bench.can_run or self.settings.memory is not None)
-            way = Way(self.gradient.unit, *self.styles[-1])
+            way = Strategy(self.gradient.unit, *self.styles[-1])
         program = bench.programs.get(way)
         if program is not None:
             PROGRAMS.keep(program)
@@ -214,7 +214,7 @@ class Planner:
         if remembered is not None:
             bench = Workbench(self.gradient, record)
             search = Search(bench, budget.allowed, self.styles, self.notify)
-            shown = {self.full, *(Way(remembered.microbatch_size, *style) for style in self.styles)}
+            shown = {self.full, *(Strategy(remembered.microbatch_size, *style) for style in self.styles)}
             if not thorough or shown <= set(bench.bytes):
                 seconds = time.perf_counter() - start
                 return as_plan(search, budget, remembered, seconds, by_time=measured is not None)
@@ -232,7 +232,7 @@ class Planner:
         return Workbench(self.gradient).can_run and not self.is_shared
 
     def _search(
-        self, budget: Budget, *, timed: bool, thorough: bool = False, measured: Way | None = None
+        self, budget: Budget, *, timed: bool, thorough: bool = False, measured: Strategy | None = None
     ) -> tuple[Plan, Workbench, Search]:
         """Looks for the way.
 
@@ -276,11 +276,11 @@ class Planner:
     def _load(self) -> dict[str, Any]:
         return store.load(self.key) if self.is_kept else {}
 
-    def _choice(self, record: dict[str, Any], *, timed: bool) -> Way | None:
+    def _choice(self, record: dict[str, Any], *, timed: bool) -> Strategy | None:
         """The way that was chosen before, if it would be chosen again."""
         try:
             choice = record["choices"][self._choice_key(timed=timed)]
-            way = Way(choice["size"], choice["remat"], choice["reduce"], choice.get("method"))
+            way = Strategy(choice["size"], choice["remat"], choice["reduce"], choice.get("method"))
             found, then = Workbench(self.gradient, record).bytes[way], choice["budget"]
             allowed = self.budget.allowed
             if found is None or allowed is None or then is None:
@@ -291,7 +291,7 @@ class Planner:
         except (KeyError, TypeError):  # there is none, or it is damaged
             return None
 
-    def _save(self, bench: Workbench, way: Way | None, budget: Budget, *, timed: bool) -> None:
+    def _save(self, bench: Workbench, way: Strategy | None, budget: Budget, *, timed: bool) -> None:
         if not self.is_kept or (way is None and not bench.compilations):
             return
         record = self._load()
@@ -310,9 +310,9 @@ def say_that_nothing_fits(plan: Plan, *, certain: bool) -> None:
     warnings.warn(str(plan), TightMemoryWarning, stacklevel=user_stacklevel())
 
 
-def _way(plan: Plan) -> Way | None:
+def _way(plan: Plan) -> Strategy | None:
     chosen = plan.chosen
-    return None if chosen is None else Way(chosen.microbatch_size, chosen.remat, chosen.reduce, chosen.method)
+    return None if chosen is None else Strategy(chosen.microbatch_size, chosen.remat, chosen.reduce, chosen.method)
 
 
 def _identity(gradient: Planned) -> list[Any]:
@@ -330,6 +330,6 @@ def _identity(gradient: Planned) -> list[Any]:
         *(["noise"] if settings.noise else []),  # it takes one more gradient
         [kinds, len(devices), str(jax.sharding.get_abstract_mesh()), gradient.copies],
         None if gradient.field is None else gradient.field.description,
-        [*compat.versions(), __version__],
+        [*versions.versions(), __version__],
         [os.environ.get("XLA_FLAGS", ""), str(config.jax_default_matmul_precision), str(config.jax_enable_x64)],
     ]

@@ -7,23 +7,23 @@ from typing import Any
 
 import jax
 
-from anybatch import compat
-from anybatch.planning.strategy import Planned, Way
+from anybatch.call.programs import PROGRAMS, CompiledProgram, can_run
 from anybatch.errors import TightMemoryWarning, user_stacklevel
+from anybatch.jaxprs import versions
 from anybatch.planning.measure import FAILURES
 from anybatch.planning.planner import Planner
-from anybatch.programs import PROGRAMS, Program, can_run
+from anybatch.planning.strategy import Planned, Strategy
 
 
-def run_as_planned(gradient: Planned) -> tuple[Way, list[Any]]:
+def run_as_planned(gradient: Planned) -> tuple[Strategy, list[Any]]:
     """The way that was taken, and what the computation returned.
 
     Out of memory, because of another process or a gap between two arrays: the microbatch is halved. A program that XLA
     cannot compile: another method is taken, or else the microbatch is halved. A warning says so once, and the next call
     begins there. The examples, their order and the result stay the same.
     """
-    if gradient.share <= 1 or compat.is_jit_disabled():
-        way = Way(gradient.share, gradient.settings.fixed_remat, gradient.reduces[0], gradient.methods[0])
+    if gradient.share <= 1 or versions.is_jit_disabled():
+        way = Strategy(gradient.share, gradient.settings.fixed_remat, gradient.reduces[0], gradient.methods[0])
         return way, _ready(gradient, way, None)()
     planner = Planner(gradient)
     decision = planner.decide()
@@ -37,7 +37,7 @@ def run_as_planned(gradient: Planned) -> tuple[Way, list[Any]]:
             outputs = run()
             break
         except jax.errors.JaxRuntimeError as error:
-            ran_out, other = compat.is_out_of_memory(error), halved(gradient, way)
+            ran_out, other = versions.is_out_of_memory(error), halved(gradient, way)
             if not is_compiled:
                 other = _by_another_method(gradient, way) or other
             is_hopeless = not ran_out and (is_compiled or len(reasons) == FAILURES)
@@ -57,13 +57,13 @@ def run_as_planned(gradient: Planned) -> tuple[Way, list[Any]]:
     return way, outputs
 
 
-def run_first_that_compiles(gradient: Planned, ways: Sequence[Way]) -> tuple[Way, list[Any]]:
+def run_first_that_compiles(gradient: Planned, ways: Sequence[Strategy]) -> tuple[Strategy, list[Any]]:
     """The first of some ways that XLA can compile, and what its computation returned. A warning names the others.
 
     Raises:
       JaxRuntimeError: that of the first of them, if it can compile none.
     """
-    errors: dict[Way, Exception] = {}
+    errors: dict[Strategy, Exception] = {}
     for way in ways:
         try:
             run = _ready(gradient, way, None)
@@ -80,35 +80,35 @@ def run_first_that_compiles(gradient: Planned, ways: Sequence[Way]) -> tuple[Way
     raise next(iter(errors.values()))
 
 
-def _ran_out(way: Way) -> str:
+def _ran_out(way: Strategy) -> str:
     return (
         f"Memory ran out at {way}, though it should have fit: another process may use the device, or its free "
         "memory may be fragmented."
     )
 
 
-def not_compiled(way: Way, error: Exception) -> str:
+def not_compiled(way: Strategy, error: Exception) -> str:
     """That XLA could not compile a way, and why, in one line."""
     return f"XLA cannot compile {way}: {str(error).partition(chr(10))[0][:200]}."
 
 
-def _by_another_method(gradient: Planned, way: Way) -> Way | None:
+def _by_another_method(gradient: Planned, way: Strategy) -> Strategy | None:
     """The same size by the method that comes after this one; None if there is no other."""
     methods = gradient.methods
     following = methods[methods.index(way.method) + 1 :] if way.method in methods else ()
     return dataclasses.replace(way, method=following[0]) if following else None
 
 
-def halved(gradient: Planned, way: Way) -> Way | None:
+def halved(gradient: Planned, way: Strategy) -> Strategy | None:
     """The same way with microbatches of half the size; None if there is no smaller one."""
     size = gradient.share if gradient.is_at_once(way) else way.microbatch_size
     unit = gradient.unit
     if size is None or size <= unit:
         return None
-    return Way(-(-size // (2 * unit)) * unit, *way.style)
+    return Strategy(-(-size // (2 * unit)) * unit, *way.style)
 
 
-def _ready(gradient: Planned, way: Way, program: Program | None) -> Callable[[], list[Any]]:
+def _ready(gradient: Planned, way: Strategy, program: CompiledProgram | None) -> Callable[[], list[Any]]:
     """A function that runs a way, once that is compiled."""
     computation = gradient.computation(way)
     if not can_run(*computation.leaves):

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 
-class Style(NamedTuple):
+class Variant(NamedTuple):
     """What there is to decide about a way beside the size of the microbatches."""
 
     remat: str | None = None  # a policy of jax.checkpoint
@@ -14,7 +14,7 @@ class Style(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Way:
+class Strategy:
     """A way to compute a gradient.
 
     >>> print(Way(8, "dots_saveable"))
@@ -27,8 +27,8 @@ class Way:
     method: str | None = None
 
     @property
-    def style(self) -> Style:
-        return Style(self.remat, self.reduce, self.method)
+    def style(self) -> Variant:
+        return Variant(self.remat, self.reduce, self.method)
 
     def __str__(self) -> str:
         remat = "" if self.remat is None else f', remat="{self.remat}"'
@@ -85,9 +85,9 @@ class Planned(Protocol):
 
     def written(self, count: Callable[[Any], int]) -> int: ...
     def local_bytes(self, role: str) -> int: ...
-    def is_at_once(self, way: Way) -> bool: ...
-    def route(self, way: Way) -> str: ...
-    def computation(self, way: Way) -> Computation: ...
+    def is_at_once(self, way: Strategy) -> bool: ...
+    def route(self, way: Strategy) -> str: ...
+    def computation(self, way: Strategy) -> Computation: ...
     def context(self) -> Any: ...
 
 

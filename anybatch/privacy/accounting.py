@@ -7,9 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from anybatch.checks import whole
+from anybatch.call.checks import constant, positive, probability, whole
 from anybatch.errors import InputError
-from anybatch.privacy.numbers import constant, positive, probability
 
 ACCOUNTANTS = ("pld", "rdp")
 

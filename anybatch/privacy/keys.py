@@ -13,8 +13,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from anybatch import compat
 from anybatch.errors import InputError
+from anybatch.jaxprs import versions
 
 CAPACITY = 2**16  # values of single keys that are remembered, the newest
 
@@ -123,7 +123,7 @@ LEDGER = Ledger()
 
 def value_of(key: Any) -> bytes | None:
     """The bits of a key; None under `jit`, where it has none yet, or if they lie with other processes."""
-    if isinstance(key, jax.core.Tracer) or not compat.is_eager():
+    if isinstance(key, jax.core.Tracer) or not versions.is_eager():
         return None
     bits = _bits(key)
     is_here = not isinstance(bits, jax.Array) or bits.is_fully_addressable or bits.is_fully_replicated
@@ -132,7 +132,7 @@ def value_of(key: Any) -> bytes | None:
 
 def value_if_ready(key: Any) -> bytes | None:
     """The bits of a key, unless one would have to wait for them."""
-    if isinstance(key, jax.core.Tracer) or not compat.is_eager():
+    if isinstance(key, jax.core.Tracer) or not versions.is_eager():
         return None
     bits = _bits(key)
     return np.asarray(bits).tobytes() if is_at_hand(bits) else None
@@ -147,7 +147,7 @@ def is_at_hand(array: Any) -> bool:
 
 
 def _bits(key: Any) -> Any:
-    return jax.random.key_data(key) if compat.has_keys(key) else key
+    return jax.random.key_data(key) if versions.has_keys(key) else key
 
 
 def _used_twice(name: str, before: str) -> InputError:

@@ -6,12 +6,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from anybatch.checks import whole
+from anybatch.call.checks import constant, describe, is_array, is_key, most_of, whole
 from anybatch.errors import InputError
 from anybatch.privacy.keys import is_at_hand
-from anybatch.privacy.numbers import constant, most_of
 from anybatch.privacy.sampling import PaddedBatch, rate_of
-from anybatch.trees import describe, is_array, is_key
 
 # States of optimizers that collect the gradients of several calls.
 ACCUMULATING = ("MultiStepsState", "ApplyEvery")

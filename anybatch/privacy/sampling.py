@@ -8,12 +8,10 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from anybatch.checks import whole
+from anybatch.call.checks import describe, is_array, log_of_excess, most_of, named_leaves, positive, probability, whole
 from anybatch.errors import InputError
 from anybatch.privacy.keys import LEDGER, value_of
 from anybatch.privacy.noise import check_key
-from anybatch.privacy.numbers import log_of_excess, most_of, positive, probability
-from anybatch.trees import describe, is_array, named_leaves
 
 # The probability that any draw of a whole run has more examples than there is room for.
 OVERFLOW = 1e-12

@@ -15,7 +15,7 @@ from anybatch.privacy.keys import LEDGER
 from anybatch.privacy.mechanism import PrivateGrad
 from anybatch.privacy.noise import at_least_float32, check_floating, check_key
 from anybatch.privacy.refusals import check_optimizer
-from anybatch.updates import Constants, add_updates, apart, together
+from anybatch.training.state import Constants, add_updates, apart, together
 
 # Sets the noise apart from whatever else may have been drawn with the key of a run.
 _PURPOSE = 0x6E6F6973

@@ -15,10 +15,9 @@ import numpy as np
 from jax import lax
 from jax.extend.random import threefry2x32_p
 
-from anybatch import compat
 from anybatch.errors import InputError
-from anybatch.reading import source
-from anybatch.reading.graph import ELEMENTWISE, Node, Value
+from anybatch.jaxprs import source, versions
+from anybatch.jaxprs.graph import ELEMENTWISE, Node, Value
 from anybatch.reading.states import Rows, replaced
 
 
@@ -123,14 +122,14 @@ def _iota(microbatch: Any, node: Node, rows: Rows) -> Any:
 def _random(microbatch: Any, node: Node, value: Value, rows: Rows) -> Any:
     (keys,) = node.inputs
     if rows.axis < keys.ndim and (node.name != "random_wrap" or rows.axis < keys.ndim - 1):
-        if node.name == "random_bits" and not compat.is_threefry(keys.dtype):
+        if node.name == "random_bits" and not versions.is_threefry(keys.dtype):
             return None  # under vmap, the hardware's generator draws for all keys from the first
         return node([microbatch.rows(keys, rows)])[0]  # a key for each row
     if node.name in ("random_wrap", "random_unwrap"):
         return None
-    if compat.draws_by_counter(keys.dtype):
+    if versions.draws_by_counter(keys.dtype):
         return _drawn_by_counter(microbatch, node, value, rows)
-    if node.name == "random_split" or keys.ndim or compat.is_threefry(keys.dtype):
+    if node.name == "random_split" or keys.ndim or versions.is_threefry(keys.dtype):
         return None  # drawn at once, and cut
     if not microbatch.draw.fresh:
         place = source.locate(node)

@@ -1,4 +1,7 @@
-"""Follows the batch axis through a graph, node by node, and gives every value its state."""
+"""Follows the batch axis through a graph, node by node, and gives every value its state.
+
+The table of rules: for each primitive, how it treats the batch axis.
+"""
 
 import dataclasses
 import warnings
@@ -9,8 +12,8 @@ import jax
 import numpy as np
 
 from anybatch.errors import RuleFailedWarning, user_stacklevel
-from anybatch.reading import source
-from anybatch.reading.graph import CHECKPOINTS, ELEMENTWISE, Graph, Node, Value, opened_function
+from anybatch.jaxprs import source
+from anybatch.jaxprs.graph import CHECKPOINTS, ELEMENTWISE, Graph, Node, Value, opened_function
 from anybatch.reading.states import FED_BACK, SUM, WHOLE, Mixed, NotRowwise, Rows, State, failure_of
 
 # A selection of few rows, such as anchors, is read as a whole value: at most so many, and a small part of the batch.
@@ -409,3 +412,22 @@ _ADD_ZEROS = frozenset("mul add add_any sub concatenate".split())
 
 def _can_be_opened(node: Node) -> bool:
     return node.name in CHECKPOINTS or (node.name == "scan" and node.params["length"] <= MAX_UNROLLED)
+
+
+Rule = Callable[[Reader, Node, Sequence[State]], Outcome]
+
+RULES: dict[str, Rule] = {}
+
+
+def rule(*names: str) -> Callable[[Rule], Rule]:
+    """Enters a function in the table, for the primitives of these names.
+
+    It is called with the states of the operands, not all of which are whole and none of which is mixed. It
+    returns the states of the outputs, or raises `NotRowwise`.
+    """
+
+    def enter(function: Rule) -> Rule:
+        RULES.update(dict.fromkeys(names, function))
+        return function
+
+    return enter

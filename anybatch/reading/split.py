@@ -13,12 +13,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from anybatch import compat
-from anybatch.arguments import Arrays
-from anybatch.batch import take
-from anybatch.loss import TracedLoss
+from anybatch.call.arguments import Arrays
+from anybatch.call.loss import TracedLoss
+from anybatch.call.microbatches import take
+from anybatch.jaxprs import versions
+from anybatch.jaxprs.graph import ELEMENTWISE, Graph, Node, Value
 from anybatch.reading.evaluation import FullBatch, Microbatch
-from anybatch.reading.graph import ELEMENTWISE, Graph, Node, Value
 from anybatch.reading.positions import Draw
 from anybatch.reading.reader import Reader
 from anybatch.reading.states import SUM, WHOLE, Mixed, Rows, State, take_rows
@@ -253,8 +253,8 @@ class Split:
         in which an undivided gradient can overflow; nor if, inside the user's `shard_map`, JAX adds up over the devices
         gradients that have different factors.
         """
-        axes = compat.varying_axes(value.aval)
-        uneven = any(axes - compat.varying_axes(jax.typeof(leaf)) for leaf in self.loss.types.wrt)
+        axes = versions.varying_axes(value.aval)
+        uneven = any(axes - versions.varying_axes(jax.typeof(leaf)) for leaf in self.loss.types.wrt)
         is_complex = jax.dtypes.issubdtype(value.dtype, jnp.complexfloating)
         return self.reader.scales and not is_complex and not uneven and not self.loss.traced.uses_dtype(jnp.float16)
 
@@ -274,7 +274,7 @@ class Split:
 
             return jax.grad(loss)([made[position] for position in self.differentiated])
 
-        traced, _ = compat.trace(seeds, *types, *first, *frontier)
+        traced, _ = versions.trace(seeds, *types, *first, *frontier)
         return any(any(traced.inputs_used_by(position)[sum(counts) :]) for position in range(len(self.differentiated)))
 
     # Evaluation. Inputs are flat: what the loss closes over, then its arrays by role.

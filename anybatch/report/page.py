@@ -8,13 +8,13 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from anybatch import __version__
+from anybatch.call.files import check_target, check_writable, write_whole
+from anybatch.call.memory import readable
 from anybatch.errors import InputError
-from anybatch.files import check_target, check_writable, write_whole
-from anybatch.gradient_noise import NoiseScale
-from anybatch.memory import readable
-from anybatch.planning.report import Plan
+from anybatch.gradient_noise.noise_scale import NoiseScale
+from anybatch.planning.plan import Plan
 from anybatch.reading.report import Reading
-from anybatch.report.drawing import short, visible
 from anybatch.report.figures import (
     Figure,
     column_figure,
@@ -23,7 +23,9 @@ from anybatch.report.figures import (
     memory_figure,
     noise_figure,
     other_columns,
+    short,
     time_figure,
+    visible,
 )
 from anybatch.report.tables import (
     alarm,
@@ -34,8 +36,7 @@ from anybatch.report.tables import (
     reading_table,
     verification_table,
 )
-from anybatch.verify import Verification
-from anybatch import __version__
+from anybatch.verification.verify import Verification
 
 # How a report is known again: by the beginning of the page, which names what wrote it.
 _OURS = re.compile(rb'<!DOCTYPE html>.*<meta name="generator" content="anybatch \d', re.DOTALL)

@@ -9,14 +9,13 @@ from typing import Any
 import jax
 import numpy as np
 
-from anybatch import compat
-from anybatch.memory import memory_limit, readable
-from anybatch.planning.report import Candidate, Plan
-from anybatch.reading.report import Reading
-from anybatch.report.drawing import scientific, short
-from anybatch.report.series import Series, column, drawable, is_rate, number
-from anybatch.verify import RouteCheck, Verification
 from anybatch import __version__
+from anybatch.call.memory import memory_limit, readable
+from anybatch.jaxprs import versions
+from anybatch.planning.plan import Candidate, Plan
+from anybatch.reading.report import Reading
+from anybatch.report.figures import Series, column, drawable, is_rate, number, scientific, short
+from anybatch.verification.verify import RouteCheck, Verification
 
 MOST_ROWS = 12
 MOST_EVALUATIONS = 3  # columns of the table
@@ -288,7 +287,7 @@ def duration(seconds: float) -> str:
 
 def found_environment() -> dict[str, str]:
     """What the page was made on."""
-    version, runtime = compat.versions()
+    version, runtime = versions.versions()
     devices = jax.local_devices()
     found = {
         "anybatch": __version__,

@@ -9,15 +9,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from anybatch import placement
+from anybatch.call import placement
+from anybatch.call.checks import describe
+from anybatch.call.options import MeshOptions
+from anybatch.distributed import global_batch
 from anybatch.errors import InputError
-from anybatch.mesh_settings import MeshSettings
-from anybatch.process_rows import global_batch
 from anybatch.training.feed import to_device
-from anybatch.trees import describe
 
 
-def ready_to_donate(arrays: Sequence[Any], over: MeshSettings | None, *, copy: bool) -> list[Any]:
+def ready_to_donate(arrays: Sequence[Any], over: MeshOptions | None, *, copy: bool) -> list[Any]:
     """The arrays of a state, such that a program may take their memory and the next step need not be compiled anew.
 
     On the mesh, if there is one; with types that do not change from step to step; and, if they are to be used up
@@ -86,7 +86,7 @@ def refuse_deleted(arrays: Iterable[Any], call: str) -> None:
             )
 
 
-def put_batch(rows: Sequence[Any], over: MeshSettings | None, *, copy: bool = False) -> list[Any]:
+def put_batch(rows: Sequence[Any], over: MeshOptions | None, *, copy: bool = False) -> list[Any]:
     """The arrays of a batch: on the device, or over those of the mesh that have examples of their own.
 
     Args:
@@ -111,7 +111,7 @@ def put_batch(rows: Sequence[Any], over: MeshSettings | None, *, copy: bool = Fa
     return [_over_mesh(row, over) for row in rows]
 
 
-def _over_mesh(row: Any, over: MeshSettings) -> Any:
+def _over_mesh(row: Any, over: MeshOptions) -> Any:
     if placement.is_placed(row) and row.sharding.device_set == set(over.given.devices.flat):
         return row
     shape = np.shape(row)
@@ -121,7 +121,7 @@ def _over_mesh(row: Any, over: MeshSettings) -> Any:
     return jax.device_put(row, sharding) if isinstance(row, jax.Array) else to_device(row, sharding)
 
 
-def _on_mesh(array: Any, over: MeshSettings | None) -> Any:
+def _on_mesh(array: Any, over: MeshOptions | None) -> Any:
     if over is None or array.sharding.device_set == set(over.given.devices.flat):
         return array
     return jax.device_put(array, NamedSharding(over.given, PartitionSpec()))

@@ -11,11 +11,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from anybatch import compat
-from anybatch.checks import whole
-from anybatch.training.batches import Outline, check_dtypes, check_same_kind
-from anybatch.training.sources import Position
-from anybatch.trees import named_leaves
+from anybatch.call.checks import named_leaves, whole
+from anybatch.jaxprs import versions
+from anybatch.training.batches import Outline, Position, check_dtypes, check_same_kind
 
 # How long closing waits for a thread to come back from the source: most do at once, and one that hangs never does.
 _PATIENCE = 0.5
@@ -67,7 +65,7 @@ class Feed:
     **In order.** An exception in the source, or in `put`, is raised where the batches are used, after all good ones
     before it, with its own traceback.
 
-    >>> from anybatch.training.sources import open_source
+    >>> from anybatch.training.batches import open_source
     >>> with Feed(open_source([np.zeros(2), np.ones(2)], epochs=1)) as feed:
     ...     [float(batch.sum()) for batch, position in feed]
     [0.0, 2.0]
@@ -128,7 +126,7 @@ class Feed:
 def _settings_here() -> Callable[[], contextlib.AbstractContextManager[Any]]:
     """What sets, in another thread, the settings of JAX that this one has and that decide what becomes of an array."""
     config: Any = jax.config
-    double, device = bool(config.jax_enable_x64), compat.default_device()
+    double, device = bool(config.jax_enable_x64), versions.default_device()
 
     @contextlib.contextmanager
     def settings() -> Iterator[None]:

@@ -1,31 +1,180 @@
-"""`train_step`: the gradient of a whole batch, and one update of an optimizer, as one compiled program."""
+"""A compiled step that fits the memory: checked before it runs, and made smaller if memory runs out all the same.
+
+`train_step`: the gradient of a whole batch, and one update of an optimizer, as one compiled program.
+"""
 
 import dataclasses
 import inspect
 import warnings
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 
-from anybatch.arguments import takes_batch
-from anybatch.computation import Gradient
-from anybatch.planning.strategy import Way
-from anybatch.errors import InputError, user_stacklevel
-from anybatch.gradient import settings_of
-from anybatch.memory import memory_budget, readable
-from anybatch.modules import has_nnx, without_objects
+from anybatch.call.arguments import takes_batch
+from anybatch.call.memory import memory_budget, memory_left, readable
+from anybatch.call.modules import has_nnx, without_objects
+from anybatch.call.options import Options
+from anybatch.errors import InputError, NothingFitsError, TightMemoryWarning, user_stacklevel
+from anybatch.gradients.computation import Gradient
+from anybatch.gradients.value_and_grad import settings_of
+from anybatch.jaxprs import versions
+from anybatch.planning.measure import FAILURES
+from anybatch.planning.plan import Plan
 from anybatch.planning.planner import Planner
-from anybatch.planning.report import Plan
-from anybatch.settings import Settings
+from anybatch.planning.running import halved, not_compiled
+from anybatch.planning.strategy import Strategy
 from anybatch.training.arrays import put_batch, ready_to_donate, refuse_deleted, unshared
 from anybatch.training.feed import to_device
-from anybatch.training.fitting import FittingProgram
-from anybatch.training.kinds import WithObjects, kind_of
-from anybatch.training.state import Meter, Metrics, TrainState
+from anybatch.training.state import Constants, Meter, Metrics, TrainState, WithObjects, apart, kind_of, together
 from anybatch.training.update import Given, Update, sorted_arguments
-from anybatch.updates import Constants, apart, together
+
+
+class FittingProgram:
+    """A step as a compiled program, with microbatches that let it fit.
+
+    The gradient was planned by itself. Here the whole step counts: what XLA says it takes, with the state, the batch
+    and the update. Nothing runs to find out.
+
+    Args:
+      make: makes the program for a way.
+      way: to begin with.
+      gradient: of the step.
+      memory: what the whole step may take, if somebody named it.
+      note: is told the way that is gone in the end.
+    """
+
+    def __init__(
+        self,
+        make: Callable[[Strategy], Any],
+        way: Strategy,
+        gradient: Gradient,
+        memory: Any,
+        note: Callable[[Strategy], None] = lambda way: None,
+    ) -> None:
+        self.way = way
+        self._memory, self._note = memory, note
+        self._make: Any = make
+        self._gradient: Any = gradient
+        self._program: Any = None
+        self._has_run = False
+
+    def __call__(self, arrays: list[Any], rows: list[Any]) -> Any:
+        if not self._has_run:
+            return self._first(arrays, rows)
+        return self._program(arrays, rows)
+
+    def compile(self, arrays: list[Any], rows: list[Any], *, is_adopted: bool = False) -> None:
+        """Compiles it, with smaller microbatches until it fits.
+
+        Args:
+          arrays: of the state.
+          rows: of the batch.
+          is_adopted: whether the way was chosen by another process, whose bits would be others.
+
+        Raises:
+          NothingFitsError: if not even the smallest fits the memory that somebody named.
+        """
+        failures = 0
+        while True:
+            self._program = self._make(self.way)
+            smaller = halved(self._gradient, self.way)
+            try:
+                stats = self._program.lower(arrays, rows).compile().memory_analysis()
+            except jax.errors.JaxRuntimeError as error:
+                failures += not versions.is_out_of_memory(error)
+                if smaller is None or failures > FAILURES:
+                    raise
+                excess: str | None = not_compiled(self.way, error)
+            else:
+                excess = None if stats is None else self._excess(stats)
+            if excess is None:
+                break
+            if smaller is None:
+                if self._is_named:
+                    raise NothingFitsError(f"{excess}\n{self._ways_out(arrays, rows, stats)}")
+                warnings.warn(excess, TightMemoryWarning, stacklevel=user_stacklevel())
+                break
+            if is_adopted:
+                warnings.warn(
+                    f"{excess}\nThe run that goes on here had more. Going on with {smaller}: the gradient is the same, "
+                    "but for the last bits.",
+                    TightMemoryWarning,
+                    stacklevel=user_stacklevel(),
+                )
+            self.way = smaller
+        self._note(self.way)
+
+    def _ways_out(self, arrays: list[Any], rows: list[Any], stats: Any) -> str:
+        """What lets the step fit, as far as it was tried."""
+        ways = [f"Pass memory={self._needed(stats)} (bytes) or more", "spread the state over a mesh (mesh=)"]
+        if self.way.remat is None and self._gradient.settings.remat is None:
+            twice = self._make(dataclasses.replace(self.way, remat="nothing_saveable"))
+            if self._excess(twice.lower(arrays, rows).compile().memory_analysis()) is None:
+                ways.append('pass remat="auto", which computes activations twice instead of keeping them, and fits')
+        return f"{', or '.join(ways)}."
+
+    @property
+    def _is_named(self) -> bool:
+        return self._memory is not None and not (isinstance(self._memory, str) and "%" in self._memory)
+
+    def _excess(self, stats: Any) -> str | None:
+        """By how much the step is too large, in words."""
+        needed = self._needed(stats)
+        if self._is_named:
+            allowed, where = memory_budget(self._memory), f"memory={self._memory!r}"
+        else:
+            if jax.process_count() > 1:  # all of them must decide alike, and each has something else left
+                return None
+            allowed, where = memory_left(self._gradient.devices), "what is left"
+        if allowed is None or needed <= allowed:
+            return None
+        parts = f"{readable(stats.argument_size_in_bytes)} of it for the state and the batch"
+        return f"A step with {self.way} needs {readable(needed)}, {parts}: more than {readable(allowed)} ({where})."
+
+    def _needed(self, stats: Any) -> int:
+        """The bytes that count: of memory that somebody named, the state and the batch too; else what is new."""
+        new = stats.temp_size_in_bytes + stats.output_size_in_bytes - stats.alias_size_in_bytes
+        return int(new + stats.argument_size_in_bytes if self._is_named else new)
+
+    def _first(self, arrays: list[Any], rows: list[Any]) -> Any:
+        """Whether memory suffices shows for certain only when the program has run."""
+        begun_with = self.way
+        while True:
+            try:
+                results = self._program(arrays, rows)
+                jax.block_until_ready(results)
+                break
+            except jax.errors.JaxRuntimeError as error:
+                smaller = halved(self._gradient, self.way)
+                if (
+                    smaller is None
+                    or not versions.is_out_of_memory(error)
+                    or jax.process_count() > 1
+                    or _any_gone(arrays)
+                ):
+                    raise
+            self.way = smaller
+            self._program = self._make(smaller)
+        self._has_run = True
+        self._note(self.way)
+        self._make = self._gradient = None  # they know the arrays of the first call, which may go now
+        if self.way != begun_with:
+            warnings.warn(
+                f"Memory ran out at {begun_with}, though it should have fit: another process may use the device, or no "
+                f"gap between the arrays on it is large enough. Going on with {self.way}; the gradient is the same.\n"
+                f"To begin there, pass {self.way}, or a smaller memory=.",
+                TightMemoryWarning,
+                stacklevel=user_stacklevel(),
+            )
+        return results
+
+
+def _any_gone(arrays: Sequence[Any]) -> bool:
+    """Whether a program that failed has taken the memory of its arguments with it."""
+    return any(array.is_deleted() for array in arrays)
+
 
 # Without several of them the noise of a gradient cannot be told, and few tell little.
 MICROBATCHES_FOR_NOISE = 4
@@ -67,13 +216,11 @@ class _Last:
 class TrainStep:
     """A step of training; made by `anybatch.train_step`."""
 
-    def __init__(
-        self, update: Update, *, tokens: Callable[[Any], int] | None, donate: bool, settings: Settings
-    ) -> None:
+    def __init__(self, update: Update, *, tokens: Callable[[Any], int] | None, donate: bool, settings: Options) -> None:
         self._update, self._tokens, self._donate = update, tokens, donate
         self._over, self._is_planned = settings.over, settings.microbatch_size == "auto"
         self._programs: dict[Any, tuple[Callable[..., Any], int]] = {}  # and the number of their examples
-        self._ways: dict[str, Way] = {}  # that were decided, by the type of the batch
+        self._ways: dict[str, Strategy] = {}  # that were decided, by the type of the batch
         self._adopted: set[str] = set()
         self._meter = Meter()
         self._last: _Last | None = None
@@ -192,7 +339,7 @@ class TrainStep:
 
     def adopt(self, decisions: Mapping[str, Any]) -> None:
         """Goes the ways that were chosen elsewhere, instead of planning anew, and whatever was planned before."""
-        ways = {name: Way(size, *style) for name, (size, *style) in decisions.items()}
+        ways = {name: Strategy(size, *style) for name, (size, *style) in decisions.items()}
         if any(self._ways.get(name) != way for name, way in ways.items()):
             self._forget_programs()
         self._ways |= ways
@@ -261,10 +408,10 @@ class TrainStep:
             return self._jitted(given, gradient.settings, way), gradient.examples
         memory = self._update.options.get("memory")
 
-        def make(way: Way) -> Any:
+        def make(way: Strategy) -> Any:
             return self._jitted(given, gradient.settings, way)
 
-        def note(way: Way) -> None:
+        def note(way: Strategy) -> None:
             self._ways[name] = way
 
         name = given.name
@@ -272,7 +419,7 @@ class TrainStep:
         program.compile(given.arrays, given.rows, is_adopted=name in self._adopted)
         return program, gradient.examples
 
-    def _jitted(self, given: Given, settings: Settings, way: Way) -> Any:
+    def _jitted(self, given: Given, settings: Options, way: Strategy) -> Any:
         over = settings.over if settings.over is None else dataclasses.replace(settings.over, reduce=way.reduce)
         settings = dataclasses.replace(settings, microbatch_size=way.microbatch_size, remat=way.remat, over=over)
         frame = given.with_arrays([], [])  # a program must not keep the arrays that it was compiled for
@@ -285,23 +432,23 @@ class TrainStep:
         options: dict[str, Any] = {"out_shardings": (places, None)} if any(places) else {}
         return jax.jit(train_step, donate_argnums=(0,) if self._donate else (), **options)
 
-    def _decided(self, given: Given, gradient: Gradient) -> Way:
+    def _decided(self, given: Given, gradient: Gradient) -> Strategy:
         settings = gradient.settings
         if not isinstance(settings.microbatch_size, str):
-            return Way(settings.microbatch_size, settings.fixed_remat, settings.fixed_reduce)
+            return Strategy(settings.microbatch_size, settings.fixed_remat, settings.fixed_reduce)
         way = self._ways.get(given.name)
         if way is None:
             with gradient.context():
                 way = self._planner(gradient).decide().way
         return self._with_noise(way, gradient)
 
-    def _with_noise(self, way: Way, gradient: Gradient) -> Way:
+    def _with_noise(self, way: Strategy, gradient: Gradient) -> Strategy:
         """If the noise is wanted, in no fewer microbatches than let it be told."""
         if not self._update.noise_scale:
             return way
         unit, parts = gradient.unit, -(-MICROBATCHES_FOR_NOISE // gradient.spread_over)
         size = gradient.share if gradient.is_at_once(way) or way.microbatch_size is None else way.microbatch_size
-        return Way(min(size, max(unit, gradient.share // parts // unit * unit)), *way.style)
+        return Strategy(min(size, max(unit, gradient.share // parts // unit * unit)), *way.style)
 
     def _planner(self, gradient: Gradient, progress: Callable[[str], None] | None = None) -> Planner:
         copies = COPIES if self._donate else COPIES_WITHOUT_DONATION
@@ -319,7 +466,7 @@ class TrainStep:
         with gradient.context():
             plan = self._planner(gradient, progress).plan(timed=timed, thorough=thorough)
         if plan.chosen is not None and self._is_planned:
-            way = Way(plan.chosen.microbatch_size, plan.chosen.remat, plan.chosen.reduce, plan.chosen.method)
+            way = Strategy(plan.chosen.microbatch_size, plan.chosen.remat, plan.chosen.reduce, plan.chosen.method)
             way, before = self._with_noise(way, gradient), self._ways.get(given.name)
             self._ways[given.name] = way
             if before not in (None, way):

@@ -12,21 +12,20 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from anybatch.arguments import Arguments, Roles
-from anybatch.auxiliary import NewState
-from anybatch.computation import Gradient
+from anybatch.call.arguments import Arguments, Roles
+from anybatch.call.aux_outputs import NewState
+from anybatch.call.checks import describe, named_leaves
+from anybatch.call.loss import is_pair, shown
+from anybatch.call.memory import memory_budget
+from anybatch.call.modules import Opened, opened, with_objects
+from anybatch.call.options import Options
+from anybatch.call.placement import local_bytes
 from anybatch.errors import InputError, user_stacklevel
-from anybatch.gradient import compute, computed, settings_of
-from anybatch.gradient_noise import NoiseScale
-from anybatch.loss import is_pair, shown
-from anybatch.memory import memory_budget
-from anybatch.modules import Opened, opened, with_objects
-from anybatch.placement import local_bytes
-from anybatch.routes import squares
-from anybatch.settings import Settings
-from anybatch.training.kinds import KINDS, WithObjects
-from anybatch.trees import describe, named_leaves
-from anybatch.updates import together
+from anybatch.gradient_noise.noise_scale import NoiseScale
+from anybatch.gradients import squared_norms
+from anybatch.gradients.computation import Gradient
+from anybatch.gradients.value_and_grad import compute, computed, settings_of
+from anybatch.training.state import KINDS, WithObjects, together
 
 # Of a batch, in an error.
 MOST_LINES = 10
@@ -159,7 +158,7 @@ class Update:
                 )
         return value, (aux, NewState(after))
 
-    def settings(self, call: Opened, **changes: Any) -> Settings:
+    def settings(self, call: Opened, **changes: Any) -> Options:
         """The options of the gradient of a call."""
         settings = settings_of(self.loss, 0, self.has_aux, self.options | changes, noise=self.noise_scale)
         if self.has_state:
@@ -179,7 +178,7 @@ class Update:
         settings = self.settings(call, **changes)
         return Gradient(call.fun, settings, sorted_arguments(call, settings))
 
-    def results(self, given: Given, settings: Settings) -> tuple[list[Any], dict[str, Any]]:
+    def results(self, given: Given, settings: Options) -> tuple[list[Any], dict[str, Any]]:
         """The arrays of the state after the step, and what the metrics tell of it."""
         state, call = self.call(given)
         gradient = Gradient(call.fun, settings, sorted_arguments(call, settings))
@@ -205,7 +204,7 @@ class Update:
             changes[given.kind.model_state_of(state)[0]] = new.values
         noise = NoiseScale.of_step(*sums) if self.noise_scale else None
         leaves = jax.tree.leaves(grads)
-        norm = jnp.sqrt(squares.square(leaves))
+        norm = jnp.sqrt(squared_norms.square(leaves))
         # Of a complex parameter, JAX returns the conjugate of the direction in which the loss rises.
         grads = jax.tree.map(lambda leaf: jnp.conj(leaf) if jnp.iscomplexobj(leaf) else leaf, grads)
         good = jnp.ones((), bool)
@@ -218,7 +217,7 @@ class Update:
         return new_arrays, {"loss": value, "aux": aux, "gradient_norm": norm, "skipped": ~good, "noise": noise}
 
 
-def sorted_arguments(call: Opened, settings: Settings) -> Arguments:
+def sorted_arguments(call: Opened, settings: Options) -> Arguments:
     """The arguments of the loss, sorted. The batch is the second, and has at least one example.
 
     Raises:
@@ -277,7 +276,7 @@ def _ways_to_call(signature: inspect.Signature, passed: list[str], kwargs: dict[
     )
 
 
-def _value_fn(call: Opened, settings: Settings) -> Callable[[Any], Any]:
+def _value_fn(call: Opened, settings: Options) -> Callable[[Any], Any]:
     """The loss as a function of what is trained, for optimizers that search along a line: by microbatches, too."""
     settings = dataclasses.replace(settings, noise=False)
 

@@ -1,4 +1,6 @@
-"""What a learner's file does, found out in the process that runs it, and told in plain data.
+"""How much one device computes in a run of a compiled program: multiplications, counted as often as loops run them.
+
+What a learner's file does, found out in the process that runs it, and told in plain data.
 
 Nothing is judged here: whoever asks has the right answers, and this process does not. A function is traced once for
 each kind of arguments, and its value, its program, its bytes and its collectives are all of that one trace.
@@ -9,6 +11,8 @@ import functools
 import importlib.abc
 import inspect
 import linecache
+import math
+import re
 import sys
 import traceback
 import types
@@ -19,10 +23,69 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from anybatch import compat
 from anybatch.collectives import collectives_of
+from anybatch.jaxprs import versions
+from anybatch.jaxprs.hlo import Instruction, Program
 from anybatch.learn.runner import influence
-from anybatch.learn.runner.work import multiplications_of
+
+_DIMENSIONS = re.compile(r"\[([^\]]*)\]")
+_OPERANDS = re.compile(r"%?([\w.\-]+)(?:,|\)|$)")
+_RUNS = {
+    **dict.fromkeys(("call", "async-start", "custom-call"), ("to_apply", "calls")),
+    "fusion": ("calls",),
+    "conditional": ("true_computation", "false_computation", "branch_computations"),
+    "while": ("body",),
+}
+
+
+def multiplications_of(compiled: Any) -> int:
+    """Those of one run on one device, in products of matrices and elsewhere; -1 if a loop's turns are not known.
+
+    Of the branches of a condition, all are counted.
+    """
+    program = Program(compiled.as_text())
+    return _total(program, program.entry)
+
+
+def _total(program: Program, name: str) -> int:
+    shapes = {_name(each): each.shape for each in program[name]}
+    total = 0
+    for each in program[name]:
+        inner = sum(_total(program, one) for key in _RUNS.get(each.op, ()) for one in each.names(key))
+        if each.op == "while" and inner:
+            inner = -1 if each.trip_count is None or inner < 0 else each.trip_count * inner
+        if inner < 0:
+            return -1
+        total += inner + _multiplications(each, shapes)
+    return total
+
+
+def _multiplications(each: Instruction, shapes: Mapping[str, str]) -> int:
+    if each.op == "multiply":
+        return _size(each.shape)
+    if each.op != "dot":
+        return 0
+    match = re.search(r"lhs_contracting_dims=\{([\d,]*)\}", each.attributes)
+    # Operands are written with their types or without.
+    first = each.attributes if _DIMENSIONS.match(each.attributes.lstrip("abcdefghijklmnopqrstuvwxyz0123456789")) else ""
+    shape = first or shapes.get(_OPERANDS.findall(each.attributes)[0], "")
+    sizes = _sizes(shape)
+    contracted = [int(place) for place in match[1].split(",") if place] if match else []
+    return _size(each.shape) * math.prod(sizes[place] for place in contracted if place < len(sizes))
+
+
+def _name(each: Instruction) -> str:
+    return each.line.strip().removeprefix("ROOT ").split(" ", 1)[0].lstrip("%")
+
+
+def _sizes(shape: str) -> list[int]:
+    match = _DIMENSIONS.search(shape)
+    return [int(size.lstrip("<=")) for size in match[1].split(",") if size] if match else []
+
+
+def _size(shape: str) -> int:
+    return math.prod(_sizes(shape))
+
 
 # Replacing a function of these would change what others compute, or think that they compute.
 _GUARDED = (builtins, np, np.linalg, jax, jnp, jax.lax, jax.tree, jax.tree_util, jax.random)
@@ -95,7 +158,7 @@ class Evidence:
         makers = {
             "value": lambda: program.value(leaves),
             "program": lambda: operations(program.traced.jaxpr),
-            "temporaries": lambda: compat.temporaries(program.compiled),
+            "temporaries": lambda: versions.temporaries(program.compiled),
             "collectives": lambda: [
                 (each.kind, -1 if each.times is None else each.times, each.bytes)
                 for each in collectives_of(program.compiled)
@@ -182,11 +245,11 @@ def _refuse_what_is_no_array(answer: Any) -> None:
 
 
 def operations(jaxpr: Any) -> list[Any]:
-    """The program of a function in plain data, as `anybatch.learn.program.Program` reads it.
+    """The program of a function in plain data, as `anybatch.learn.check.Program` reads it.
 
     What has no influence on the result is not in it: neither what nobody uses, nor what is multiplied by 0.
     """
-    return _operations(compat.used_part(_without_products_with_zero(compat.opened(jaxpr))))
+    return _operations(versions.used_part(_without_products_with_zero(versions.opened(jaxpr))))
 
 
 def _without_products_with_zero(jaxpr: Any) -> Any:
@@ -205,12 +268,12 @@ def _without_products_with_zero(jaxpr: Any) -> Any:
 
 
 def _inside(value: Any) -> Any:
-    if isinstance(value, (tuple, list)) and any(hasattr(compat.opened(each), "eqns") for each in value):
+    if isinstance(value, (tuple, list)) and any(hasattr(versions.opened(each), "eqns") for each in value):
         return type(value)(_inside(each) for each in value)
-    if not hasattr(compat.opened(value), "eqns"):
+    if not hasattr(versions.opened(value), "eqns"):
         return value
-    inner = _without_products_with_zero(compat.opened(value))
-    return inner if compat.opened(value) is value else value.replace(jaxpr=inner)
+    inner = _without_products_with_zero(versions.opened(value))
+    return inner if versions.opened(value) is value else value.replace(jaxpr=inner)
 
 
 def _is_literal_zero(operand: Any) -> bool:
@@ -218,14 +281,14 @@ def _is_literal_zero(operand: Any) -> bool:
 
 
 def _operations(jaxpr: Any) -> list[Any]:
-    _, _, equations = compat.open_jaxpr(jaxpr)
+    _, _, equations = versions.open_jaxpr(jaxpr)
     return [
         {
             "name": equation.primitive.name,
             "inputs": [_type(each.aval) for each in equation.invars],
             "outputs": [_type(each.aval) for each in equation.outvars],
             "params": _params(equation),
-            "bodies": [_operations(inner) for inner in compat.jaxprs_in(equation)],
+            "bodies": [_operations(inner) for inner in versions.jaxprs_in(equation)],
         }
         for equation in equations
     ]
@@ -238,7 +301,7 @@ def _type(aval: Any) -> tuple[list[int], str]:
 def _params(equation: Any) -> dict[str, Any]:
     params = {name: value for name, value in equation.params.items() if _is_plain(value)}
     if equation.primitive.name == "scan":
-        params["num_consts"], params["num_carry"] = compat.scan_counts(equation.params)
+        params["num_consts"], params["num_carry"] = versions.scan_counts(equation.params)
     if equation.primitive.name == "shard_map":
         mesh = equation.params["mesh"]
         params |= {"devices": int(mesh.size), "axes": [str(name) for name in mesh.axis_names]}

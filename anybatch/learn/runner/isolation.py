@@ -21,9 +21,9 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
-from anybatch.checks import Finding
+from anybatch.call.checks import Finding
+from anybatch.call.memory import readable
 from anybatch.learn.runner import landlock, namespaces, refusals, seccomp
-from anybatch.memory import readable
 
 _PROBE = """\
 import json, sys

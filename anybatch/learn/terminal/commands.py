@@ -8,14 +8,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from anybatch.errors import InputError
-from anybatch.learn.asking import processes_of
 from anybatch.learn.catalogue import COURSES, Course, Exercise
-from anybatch.learn.grading import grade
+from anybatch.learn.check import Verdict
+from anybatch.learn.grading import grade, processes_of
 from anybatch.learn.progress import FOLDER, RECORD, Progress, hash_of
 from anybatch.learn.runner import isolation
 from anybatch.learn.runner.submissions import Runner
 from anybatch.learn.terminal.pages import Screen
-from anybatch.learn.verdict import Verdict
 
 SCHEMA = 1  # of the JSON that `check` prints
 

@@ -12,13 +12,13 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from anybatch.call.files import write_whole
 from anybatch.errors import InputError
-from anybatch.files import write_whole
 from anybatch.learn.catalogue import COURSES, Course, Exercise
+from anybatch.learn.check import Verdict
 from anybatch.learn.grading import examine_check, grade
 from anybatch.learn.runner.submissions import Runner
 from anybatch.learn.terminal.commands import devices_of
-from anybatch.learn.verdict import Verdict
 
 SCHEMA = 1  # of the JSON that `dev check` prints
 SECTIONS = ("Why it matters", "A worked example", "Pitfalls", "The problem")

@@ -20,8 +20,8 @@ from rich.text import Text
 from rich.theme import Theme
 
 from anybatch.learn.catalogue import Course, Exercise
+from anybatch.learn.check import Verdict
 from anybatch.learn.progress import Progress
-from anybatch.learn.verdict import Verdict
 
 WIDEST = 100
 _STYLES = Theme(

@@ -1,1 +1,71 @@
-"""For each primitive, how it treats the batch axis: one file for each family of them."""
+"""The rules for all primitives that are known, and how to teach a further one."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from anybatch.errors import InputError
+from anybatch.jaxprs.graph import Node
+from anybatch.reading.reader import RULES, Outcome, Reader, Rulebook
+from anybatch.reading.rules import control, derivatives, elementwise, indexing, kernels, reductions, shapes
+from anybatch.reading.states import SUM, NotRowwise, Rows, State, only_rows, refuse_sums
+
+# Importing a module of rules enters them in the table.
+MODULES = (reductions, control, derivatives, elementwise, indexing, kernels, elementwise, reductions, shapes)
+RULEBOOK = Rulebook(RULES, derivatives.has_linear_backward)
+
+UserRule = Callable[[Sequence[int | None], dict[str, Any]], Sequence[int | str]]
+Resize = Callable[[dict[str, Any], Sequence[int | None], int], dict[str, Any]]
+
+
+def register_rule(primitive: Any, rule: UserRule, *, resize: Resize | None = None) -> None:
+    """Teaches anybatch how a primitive of your own treats the batch axis.
+
+    A primitive without a rule is taken to mix examples: the loss is still right, but what follows it is computed
+    for the whole batch at once. A rule is like that of `jax.vmap`: told along which axis of each operand the
+    examples are, it says where they are in the results. It is believed: a rule that says examples stay apart
+    where they do not makes gradients wrong. `anybatch.verify` tells.
+
+    >>> import anybatch as ab
+    >>> def rule(axes, params):
+    ...     if axes[0] != 0:
+    ...         raise ab.NotRowwise("my_attention takes its examples along axis 0")
+    ...     return [0]
+    >>> ab.register_rule("my_attention", rule)
+
+    Args:
+      primitive: the primitive, or its name.
+      rule: a function `rule(axes, params)`. `axes` has for each operand the axis of the examples, or None if the
+        operand is the same for all of them (a microbatch then gets all of it). `params` are the parameters of the
+        equation. It returns for each result the axis of the examples, or `"sum"` if the result is a sum
+        over them; or raises `anybatch.NotRowwise(why)`.
+      resize: a function `resize(params, axes, num_rows)` that returns the parameters for `num_rows` rows along
+        the axes of the examples, needed if parameters hold shapes.
+
+    Raises:
+      InputError: if an argument is not what it must be.
+    """
+    name = primitive if isinstance(primitive, str) else getattr(primitive, "name", None)
+    if not isinstance(name, str) or not callable(rule):
+        raise InputError(
+            "register_rule needs a primitive, or its name, and a function",
+            given=f"primitive={primitive!r} and rule={rule!r}",
+            remedy='For example: anybatch.register_rule("my_attention", lambda axes, params: [0]).',
+        )
+
+    def entered(reader: Reader, node: Node, states: Sequence[State]) -> Outcome:
+        refuse_sums(states)
+        axes = [state.axis if isinstance(state, Rows) else None for state in states]
+        rows = only_rows([state.at(0) if isinstance(state, Rows) else state for state in states])
+        found = [rows.at(axis) if isinstance(axis, int) else SUM for axis in rule(axes, dict(node.params))]
+        if len(found) != len(node.outputs):
+            raise NotRowwise(f"its rule names {len(found)} results of {len(node.outputs)}")
+        for value, state in zip(node.outputs, found, strict=True):
+            if isinstance(state, Rows):
+                has = value.shape[state.axis] if state.axis < value.ndim else None
+                if has != rows.length(reader.num_examples):
+                    raise NotRowwise(f"its rule says that a result of shape {value.shape} has {state}")
+        if resize is None:
+            return Outcome(found)
+        return Outcome(found, params=lambda size: resize(dict(node.params), axes, rows.length(size)))
+
+    RULES[name] = entered

@@ -9,11 +9,10 @@ import jax.extend.core as jex_core
 import jax.numpy as jnp
 from jax import lax
 
-from anybatch import compat
-from anybatch.reading.graph import Graph, Node, Value
-from anybatch.reading.reader import Fact, Outcome, Reader
+from anybatch.jaxprs import versions
+from anybatch.jaxprs.graph import Graph, Node, Value
+from anybatch.reading.reader import Fact, Outcome, Reader, rule
 from anybatch.reading.rules.derivatives import contains_custom_vjp
-from anybatch.reading.rules.table import rule
 from anybatch.reading.states import SUM, WHOLE, NotRowwise, Rows, State, join, only_rows
 
 
@@ -58,7 +57,7 @@ def _branches_of_this_machine(node: Node) -> list[int]:
     `jnp.diagonal` has one for kernels of Mosaic, which masks and sums, and one for all else, which looks up.
     """
     branches = node.params.get("branches_platforms") or [None] * len(node.params["branches"])
-    available, named = compat.platforms(), {name for names in branches for name in names or ()}
+    available, named = versions.platforms(), {name for names in branches for name in names or ()}
     elsewhere = "branches_platforms" in node.params and available <= named  # so that no default is taken
     return [
         number
@@ -142,7 +141,7 @@ def _joined(before: Fact, after: Fact) -> Fact:
 @rule("scan")
 def _scan(reader: Reader, node: Node, states: Sequence[State]) -> Outcome:
     params = node.params
-    num_consts, num_carry = compat.scan_counts(params)
+    num_consts, num_carry = versions.scan_counts(params)
     first = num_consts + num_carry
     if any(isinstance(state, Rows) and state.axis == 0 for state in states[first:]):
         return _scan_over_examples(reader, node, states)
@@ -202,7 +201,7 @@ def _scan(reader: Reader, node: Node, states: Sequence[State]) -> Outcome:
 def _scan_over_examples(reader: Reader, node: Node, states: Sequence[State]) -> Outcome:
     """`lax.map` over the examples, or a scan in which each step sees one example and adds to sums."""
     params = node.params
-    num_consts, num_carry = compat.scan_counts(params)
+    num_consts, num_carry = versions.scan_counts(params)
     first = num_consts + num_carry
     rows = only_rows(states[first:])
     if rows.axis != 0 or rows.outer != 1 or any(state != WHOLE for state in states[:first]):

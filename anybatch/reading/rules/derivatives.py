@@ -7,12 +7,10 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 import numpy as np
 
-from anybatch import compat
 from anybatch.errors import InputError
-from anybatch.reading import source
-from anybatch.reading.graph import Node
-from anybatch.reading.reader import Fact, Outcome, Reader
-from anybatch.reading.rules.table import rule
+from anybatch.jaxprs import source, versions
+from anybatch.jaxprs.graph import Node
+from anybatch.reading.reader import Fact, Outcome, Reader, rule
 from anybatch.reading.states import SUM, WHOLE, NotRowwise, Rows, State, refuse_sums
 
 Part = TypeVar("Part")
@@ -23,7 +21,7 @@ def contains_custom_vjp(node_or_equation: Any) -> bool:
     equation = getattr(node_or_equation, "equation", node_or_equation)
     return any(
         inner.primitive.name.startswith("custom_vjp_call") or contains_custom_vjp(inner)
-        for jaxpr in compat.jaxprs_in(equation)
+        for jaxpr in versions.jaxprs_in(equation)
         for inner in jaxpr.eqns
     )
 

@@ -6,13 +6,12 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from anybatch.reading.constants import constant_value
-from anybatch.reading.graph import Node, Value
-from anybatch.reading.reader import Outcome, Reader
+from anybatch.jaxprs.graph import Node, Value
+from anybatch.reading.evaluation import constant_value
+from anybatch.reading.reader import Outcome, Reader, rule
 from anybatch.reading.rules import ordering
 from anybatch.reading.rules.elementwise import all_sums
 from anybatch.reading.rules.shapes import takes_of
-from anybatch.reading.rules.table import rule
 from anybatch.reading.states import (
     FED_BACK,
     NOT_LINEAR,

@@ -4,10 +4,9 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from anybatch import compat
-from anybatch.reading.graph import Node
-from anybatch.reading.reader import Outcome, Reader
-from anybatch.reading.rules.table import rule
+from anybatch.jaxprs import versions
+from anybatch.jaxprs.graph import Node
+from anybatch.reading.reader import Outcome, Reader, rule
 from anybatch.reading.states import SUM, WHOLE, NotRowwise, Rows, State, only_rows, refuse_sums, replaced
 
 _NUM_FORWARD_OPERANDS = 10  # query, key, value, bias, lengths, offsets and page tables
@@ -115,7 +114,7 @@ def _grid_axis(block: Any, axis: int) -> int | None:
     """The axis of the grid that counts the blocks along `axis`, if they are of one row each."""
     jaxpr = getattr(block.index_map_jaxpr, "jaxpr", block.index_map_jaxpr)
     index = jaxpr.outvars[axis]
-    if _block_size(block, axis) != 1 or compat.is_literal(index) or index not in jaxpr.invars:
+    if _block_size(block, axis) != 1 or versions.is_literal(index) or index not in jaxpr.invars:
         return None
     return jaxpr.invars.index(index)
 
@@ -141,6 +140,6 @@ def _asks_for_position(kernel: Any, mapping: Any, grid_axis: int) -> bool:
     axis = grid_axis - sum(hidden < grid_axis for hidden in mapping.vmapped_dims)
     return any(
         (equation.primitive.name in ("program_id", "num_programs") and equation.params["axis"] == axis)
-        or any(_asks_for_position(inner, mapping, grid_axis) for inner in compat.jaxprs_in(equation))
+        or any(_asks_for_position(inner, mapping, grid_axis) for inner in versions.jaxprs_in(equation))
         for equation in getattr(kernel, "jaxpr", kernel).eqns
     )

@@ -17,9 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from anybatch.reading.constants import constant_value
-from anybatch.reading.evaluation import FullBatch
-from anybatch.reading.graph import Node, Value
+from anybatch.jaxprs.graph import Node, Value
+from anybatch.reading.evaluation import FullBatch, constant_value
 from anybatch.reading.reader import Outcome, Reader
 from anybatch.reading.states import SUM, WHOLE, NotRowwise, Rows, State
 

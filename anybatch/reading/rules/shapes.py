@@ -4,22 +4,11 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from anybatch.reading.graph import Node
+from anybatch.jaxprs.graph import Node
 from anybatch.reading.positions import reshaped
-from anybatch.reading.reader import Outcome, Reader
+from anybatch.reading.reader import Outcome, Reader, rule
 from anybatch.reading.rules.elementwise import all_sums
-from anybatch.reading.rules.table import rule
-from anybatch.reading.states import (
-    FED_BACK,
-    SUM,
-    WHOLE,
-    NotRowwise,
-    Rows,
-    State,
-    only_rows,
-    refuse_sums,
-    replaced,
-)
+from anybatch.reading.states import FED_BACK, SUM, WHOLE, NotRowwise, Rows, State, only_rows, refuse_sums, replaced
 
 
 def takes_of(rows: Rows, states: Sequence[State]) -> list[Rows | None]:

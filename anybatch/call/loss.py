@@ -1,0 +1,227 @@
+"""The user's loss, traced at one number of examples and checked before any work is done."""
+
+import contextlib
+import dataclasses
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from anybatch.call.arguments import Arguments, Arrays
+from anybatch.call.checks import describe, is_array, named_leaves
+from anybatch.errors import InputError
+from anybatch.jaxprs import sharding_constraints, versions
+
+
+@dataclasses.dataclass(frozen=True)
+class TracedLoss:
+    """A loss at `num_examples` examples: a function of arrays alone, with the user's Python left behind.
+
+    Its outputs are flat: the loss (for a weighted loss: the total, then the weight), then the aux leaves. It
+    holds no arrays: those that the user's function closes over are its first argument.
+    """
+
+    traced: versions.Traced
+    const_types: list[Any]
+    types: Arrays
+    num_examples: int
+    num_heads: int  # 1, or 2 with a weight
+    aux_tree: Any
+    aux_names: list[str]
+
+    def __call__(self, consts: Sequence[Any], arrays: Arrays) -> list[Any]:
+        return self.traced(consts, *jax.tree.leaves(arrays))
+
+    @property
+    def out_avals(self) -> list[Any]:
+        return self.traced.out_avals
+
+    @property
+    def aux_avals(self) -> list[tuple[str, Any]]:
+        """The types of the aux leaves, with their names."""
+        return list(zip(self.aux_names, self.out_avals[self.num_heads :], strict=True))
+
+    @property
+    def value_dtype(self) -> Any:
+        """The dtype of the loss; for a weighted one, that of `total / weight`."""
+        if self.num_heads == 1:
+            return self.out_avals[0].dtype
+        total, weight = (jax.ShapeDtypeStruct((), aval.dtype, weak_type=aval.weak_type) for aval in self.out_avals[:2])
+        with jax.numpy_dtype_promotion("standard"):
+            return jax.eval_shape(operator.truediv, total, weight).dtype
+
+    @property
+    def weight_is_inexact(self) -> bool:
+        """Whether there is a weight that could have a gradient; a count has none."""
+        return self.num_heads == 2 and jax.dtypes.issubdtype(self.out_avals[1].dtype, np.inexact)
+
+    @property
+    def weight_has_gradient(self) -> bool:
+        """Whether the weight of a weighted loss moves with what the gradient is taken with respect to."""
+        if not self.weight_is_inexact:
+            return False
+        num_wrt = len(self.types.wrt)
+        if not any(self.traced.inputs_used_by(1)[:num_wrt]):
+            return False
+
+        # The weight is computed from them; a stop_gradient or a comparison may still cut every path.
+        def push(tangents: list[Any], consts: list[Any], arrays: Arrays) -> Any:
+            return jax.jvp(lambda wrt: self(consts, arrays._replace(wrt=wrt))[1], (arrays.wrt,), (tangents,))[1]
+
+        leaves, tree = jax.tree.flatten((self.types.wrt, self.const_types, self.types))
+        pushed, _ = versions.trace(lambda *flat: [push(*jax.tree.unflatten(tree, flat))], *leaves)
+        return any(pushed.inputs_used_by(0)[:num_wrt])
+
+
+def trace_loss(
+    fun: Callable[..., Any],
+    arguments: Arguments,
+    num_examples: int | None,
+    *,
+    weighted: bool,
+    has_aux: bool,
+    on_mesh: tuple[Any, tuple[str, ...]] | None = None,
+    failed: Callable[[Exception], None] = lambda error: None,
+) -> tuple[TracedLoss, tuple[Any, ...]]:
+    """Traces `fun` at `num_examples` examples, and checks what it returns. Also returns what it closes over.
+
+    None stands for one example by itself, without the axis of the batch.
+
+    On a mesh, with axes that its examples are spread over, its program says nothing of where arrays lie: it is to run
+    on the examples of one device at a time.
+
+    `failed` is called with what the loss itself raises, and may raise something that says more.
+
+    Raises:
+      InputError: where the loss is not a scalar of real numbers, or not of the form that was declared.
+    """
+    types = arguments.types(num_examples, bare=on_mesh is not None)
+    leaves, tree = jax.tree.flatten(types)
+    aux_tree: Any = None
+    aux_names: list[str] = []
+
+    def flat_loss(*flat: Any) -> list[Any]:
+        nonlocal aux_tree, aux_names
+        heads, aux = _split(arguments.call(fun, jax.tree.unflatten(tree, flat)), weighted, has_aux)
+        named = named_leaves("aux", aux)
+        _check_aux(named)
+        aux_tree, aux_names = jax.tree.structure(aux), [name for name, _ in named]
+        return [*heads, *(leaf for _, leaf in named)]
+
+    try:
+        traced, consts = (versions.trace if on_mesh is None else _trace_anywhere)(flat_loss, *leaves)
+    except Exception as error:
+        if num_examples is None:
+            error.add_note("This happened in the loss for one example, which it sees without the axis of the batch.")
+        elif num_examples != arguments.num_examples and not isinstance(error, InputError):
+            error.add_note(
+                f"This happened in the loss for {num_examples} of the {arguments.num_examples} examples. A microbatch "
+                "has fewer examples than the batch: the loss must take their number from its arguments."
+            )
+        failed(error)
+        raise
+    type_of = jax.typeof if on_mesh is None else versions.bare
+    const_types = [versions.abstract(type_of(const)) for const in consts]
+    if on_mesh is not None:
+        traced = sharding_constraints.without_mesh(traced, const_types, leaves, *on_mesh)
+    number = 1 if num_examples is None else num_examples
+    return TracedLoss(traced, const_types, types, number, 2 if weighted else 1, aux_tree, aux_names), consts
+
+
+def _trace_anywhere(fun: Callable[..., Any], *types: Any) -> tuple[versions.Traced, tuple[Any, ...]]:
+    """Traces a function with no mesh around it; with the one that is, if the function needs it for its constraints."""
+    if not jax.sharding.get_abstract_mesh().empty:
+        with contextlib.suppress(Exception), jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
+            return versions.trace(fun, *types)
+    return versions.trace(fun, *types)
+
+
+def _split(result: Any, weighted: bool, has_aux: bool) -> tuple[list[Any], Any]:
+    loss, aux = result, None
+    if has_aux:
+        loss, aux = pair(result)
+    if not weighted:
+        return [_scalar("The loss must return a scalar of real floating-point numbers", loss)], aux
+    if not is_pair(loss):
+        raise InputError(
+            'With reduction="weighted" the loss must return a pair (total, weight)',
+            given=shown(loss),
+            remedy="Return the sum over the examples and what to divide it by, e.g. "
+            "(jnp.sum(losses * mask), jnp.sum(mask))"
+            + (", aux beside it: ((total, weight), aux)." if has_aux else "."),
+        )
+    total = _scalar("The total of a weighted loss must be a scalar of real floating-point numbers", loss[0])
+    return [total, _weight(loss[1])], aux
+
+
+def pair(result: Any) -> tuple[Any, Any]:
+    """The loss and aux, from what a loss with aux returns.
+
+    Raises:
+      InputError: if that is no pair.
+    """
+    if not is_pair(result):
+        raise InputError(
+            "With has_aux=True the loss must return a pair (loss, aux)",
+            given=shown(result),
+            remedy="Return (loss, aux), or leave has_aux out.",
+        )
+    loss, aux = result
+    return loss, aux
+
+
+def _scalar(must: str, value: Any) -> Any:
+    if _is_number(value, (np.floating,)):
+        return value
+    remedy = "Reduce it over the examples, e.g. jnp.mean(losses) or jnp.sum(losses)."
+    if is_pair(value):
+        remedy = 'For a pair (loss, aux) pass has_aux=True; for a pair (total, weight) pass reduction="weighted".'
+    raise InputError(must, given=shown(value), remedy=remedy)
+
+
+def _weight(value: Any) -> Any:
+    if _is_number(value, (np.floating, np.integer)):
+        return value
+    raise InputError(
+        "The weight of a weighted loss must be a scalar number",
+        given=shown(value),
+        remedy="Add up the weights of the examples, e.g. jnp.sum(mask).",
+    )
+
+
+def _is_number(value: Any, kinds: tuple[Any, ...]) -> bool:
+    if not (is_array(value) or (isinstance(value, (int, float)) and not isinstance(value, bool))):
+        return False
+    return np.shape(value) == () and any(jax.dtypes.issubdtype(jax.dtypes.result_type(value), kind) for kind in kinds)
+
+
+def is_pair(value: Any) -> bool:
+    """Whether a loss returned two things."""
+    return isinstance(value, (tuple, list)) and len(value) == 2
+
+
+def _check_aux(named: Sequence[tuple[str, Any]]) -> None:
+    for name, leaf in named:
+        if not is_array(leaf) and not isinstance(leaf, (int, float, complex)):
+            raise InputError(
+                "Every leaf of aux must be an array or a number",
+                given=f"{name} = {leaf!r}",
+                remedy="Leave it out of what the loss returns.",
+            )
+
+
+def shown(value: Any) -> str:
+    """What a loss returned, as an error message shows it: types in the place of tracers."""
+    return f"{type(value).__name__} {jax.tree.map(_Shown, value)}" if not hasattr(value, "shape") else describe(value)
+
+
+class _Shown:
+    """Prints a leaf by its type, so that a message shows no tracers."""
+
+    def __init__(self, leaf: Any) -> None:
+        self.text = describe(leaf)
+
+    def __repr__(self) -> str:
+        return self.text

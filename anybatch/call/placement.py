@@ -1,0 +1,177 @@
+"""Where arrays lie, and what that means for a program on one of the devices."""
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from anybatch.jaxprs import versions
+
+
+def is_placed(leaf: Any) -> bool:
+    """Whether an array lies somewhere, rather than being traced or on the host."""
+    return isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer)
+
+
+def devices_of(leaves: Iterable[Any]) -> list[Any]:
+    """The devices of this process that arrays lie on, or will by their types; none if they do not say."""
+    leaves = list(leaves)
+    found: set[Any] = {device for leaf in leaves if is_placed(leaf) for device in leaf.sharding.device_set}
+    mesh = mesh_of(leaves)
+    if not found and not mesh.empty:
+        found = set(jax.devices()[: mesh.size])
+    return sorted((each for each in found if each.process_index == jax.process_index()), key=lambda each: each.id)
+
+
+def mesh_of(leaves: Iterable[Any]) -> Any:
+    """The mesh that the types of arrays speak of, or that we are inside of; it has no devices yet."""
+    meshes = [jax.typeof(leaf).sharding.mesh for leaf in leaves]
+    return next((mesh for mesh in meshes if not mesh.empty), jax.sharding.get_abstract_mesh())
+
+
+def describe_placed(leaf: Any) -> str:
+    """The type of an array and, unless it lies on a single device, where it lies: the same in every process."""
+    aval = jax.typeof(leaf)
+    if is_placed(leaf):
+        sharding = leaf.sharding
+        return f"{aval} {sharding}" if len(sharding.device_set) > 1 else str(aval)
+    return str(aval) if aval.sharding.mesh.empty else f"{aval} {aval.sharding}"
+
+
+def local_bytes(leaf: Any) -> int:
+    """The bytes of an array on one of the devices that it lies on; inside `vmap`, of all its copies."""
+    aval = jax.typeof(leaf)
+    shape = aval.shape
+    if is_placed(leaf):
+        shape = leaf.sharding.shard_shape(shape)
+    else:
+        shape = tuple(-(-each // _parts(aval, axis)) for axis, each in enumerate(shape))
+    is_key = jax.dtypes.issubdtype(aval.dtype, jax.dtypes.prng_key)
+    return versions.vmapped_copies(leaf) * math.prod(shape) * (8 if is_key else np.dtype(aval.dtype).itemsize)
+
+
+def parts_of_rows(array: Any) -> int:
+    """Over how many devices the rows of an array are spread: where it lies, or as its type says."""
+    if is_placed(array):
+        local = array.sharding.shard_shape(array.shape)
+        return -(-array.shape[0] // local[0]) if local[0] else 1
+    return _parts(jax.typeof(array), 0)
+
+
+def _parts(aval: Any, axis: int) -> int:
+    """Over how many devices an axis of a type is spread, on a mesh with explicit axes."""
+    mesh, spec = aval.sharding.mesh, aval.sharding.spec
+    if mesh.empty or axis >= len(spec) or spec[axis] is None:
+        return 1
+    names = (spec[axis],) if isinstance(spec[axis], str) else spec[axis]
+    return math.prod(mesh.shape[name] for name in names)
+
+
+def spec_on(leaf: Any, mesh: Any) -> Any:
+    """How an array is spread over a mesh: where it lies, or as its type says. None if it does not say."""
+    sharding = leaf.sharding if is_placed(leaf) else jax.typeof(leaf).sharding
+    if not is_placed(leaf) and not sharding.mesh.explicit_axes:
+        return None  # of automatic axes a type knows nothing: its spec is empty, however the array is spread
+    if not isinstance(sharding, jax.sharding.NamedSharding) or sharding.mesh.empty:
+        return None
+    return sharding.spec if dict(sharding.mesh.shape) == dict(mesh.shape) else None
+
+
+def put(leaf: Any, mesh: Any, spec: Any) -> Any:
+    """An array on a mesh, spread by a spec; where it is already, if it is on these devices and spread so."""
+    sharding = jax.sharding.NamedSharding(mesh, spec)
+    if is_placed(leaf) and leaf.sharding.device_set == sharding.device_set:
+        if leaf.sharding.is_equivalent_to(sharding, leaf.ndim):
+            return jax.device_put(leaf, sharding)  # the same buffers
+        return leaf if jax.process_count() > 1 else jax.device_put(leaf, sharding)
+    if jax.process_count() == 1:
+        return jax.device_put(leaf, sharding)
+    if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        data = put(jax.random.key_data(leaf), mesh, jax.sharding.PartitionSpec(*spec, None))
+        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf))
+    host = np.asarray(leaf)  # every process has all of it
+    return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
+
+
+def compile_on_mesh(fun: Callable[..., list[Any]], types: Sequence[Any], abstract_mesh: Any) -> Any:
+    """Compiles a function of types that speak of a mesh, for devices of this machine."""
+    mesh = _with_devices(abstract_mesh)
+
+    def on_devices(each: Any) -> Any:
+        spec = each.sharding.spec if each.sharding is not None else jax.sharding.PartitionSpec()
+        placed = jax.sharding.NamedSharding(mesh, spec)
+        return jax.ShapeDtypeStruct(each.shape, each.dtype, weak_type=each.weak_type, sharding=placed)
+
+    outside = [on_devices(each) for each in types]
+
+    def compile_inside() -> Any:
+        with jax.set_mesh(mesh):
+            return jax.jit(lambda *flat: fun(*flat)).lower(*outside).compile()
+
+    return versions.elsewhere(compile_inside)
+
+
+def compile_in_vmap(fun: Callable[..., list[Any]], leaves: Sequence[Any], types: Sequence[Any]) -> Any:
+    """Compiles a function of arrays that are traced by `vmap`s around us, as many times as these will run it."""
+    mapped = [versions.vmap_levels(leaf) for leaf in leaves]
+    depths: dict[int, int] = {}
+    for levels in mapped:
+        for depth, level in enumerate(levels):
+            depths[level] = max(depth, depths.get(level, 0))
+    for level in sorted(depths, key=depths.__getitem__):  # from the innermost to the outermost
+        fun = jax.vmap(fun, in_axes=tuple(0 if level in levels else None for levels in mapped))
+    outside = [
+        jax.ShapeDtypeStruct(
+            (*[levels[level] for level in sorted(levels, key=depths.__getitem__, reverse=True)], *each.shape),
+            each.dtype,
+            weak_type=each.weak_type,
+        )
+        for each, levels in zip(types, mapped, strict=True)
+    ]
+    return versions.elsewhere(lambda: jax.jit(fun).lower(*outside).compile())
+
+
+def _with_devices(abstract_mesh: Any) -> Any:
+    devices = np.asarray(jax.devices()[: abstract_mesh.size]).reshape(abstract_mesh.axis_sizes)
+    return jax.sharding.Mesh(devices, abstract_mesh.axis_names, axis_types=abstract_mesh.axis_types)
+
+
+def compile_in_shard_map(fun: Callable[..., list[Any]], types: Sequence[Any]) -> Any:
+    """Compiles a function of types as they are inside the `shard_map` around us, as one device will run it."""
+    abstract_mesh = jax.sharding.get_abstract_mesh()
+    devices = np.asarray(jax.devices()[: abstract_mesh.size]).reshape(abstract_mesh.axis_sizes)
+    mesh = jax.sharding.Mesh(devices, abstract_mesh.axis_names)
+
+    def spec(varying: frozenset[str]) -> Any:
+        """An axis in front for the devices over which a value differs."""
+        axes = tuple(name for name in mesh.axis_names if name in varying)
+        return jax.sharding.PartitionSpec(axes) if axes else jax.sharding.PartitionSpec()
+
+    differs = [versions.varying_axes(each) for each in types]
+    counts = [math.prod(mesh.shape[name] for name in varying) for varying in differs]
+    outside = [
+        jax.ShapeDtypeStruct(
+            (count, *each.shape) if varying else each.shape,
+            each.dtype,
+            weak_type=each.weak_type,
+            sharding=jax.sharding.NamedSharding(mesh, spec(varying)),
+        )
+        for each, varying, count in zip(types, differs, counts, strict=True)
+    ]
+
+    def on_device(*flat: Any) -> list[Any]:
+        results = fun(*(leaf[0] if varying else leaf for leaf, varying in zip(flat, differs, strict=True)))
+        return [jax.lax.pcast(leaf, _missing(leaf, mesh), to="varying")[None] for leaf in results]
+
+    everywhere = jax.sharding.PartitionSpec(mesh.axis_names)
+    mapped = jax.shard_map(
+        on_device, mesh=mesh, in_specs=tuple(map(spec, differs)), out_specs=everywhere, axis_names=set(mesh.axis_names)
+    )
+    return versions.elsewhere(lambda: jax.jit(mapped).lower(*outside).compile())
+
+
+def _missing(leaf: Any, mesh: Any) -> tuple[str, ...]:
+    varying = versions.varying_axes(jax.typeof(leaf))
+    return tuple(name for name in mesh.axis_names if name not in varying)

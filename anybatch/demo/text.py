@@ -1,0 +1,225 @@
+"""A text as numbers: its vocabulary, what is learned from and what is held back, and batches of windows."""
+
+import dataclasses
+import importlib.resources
+import os
+import pathlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+
+from anybatch.call.files import read_regular
+from anybatch.errors import InputError
+
+# A text is held in memory, several times.
+MOST_BYTES = 2**32
+
+LEVELS = ("characters", "bytes")
+
+
+@dataclasses.dataclass(frozen=True)
+class Vocabulary:
+    """The tokens of a text: its characters, or all 256 bytes.
+
+    >>> vocabulary = Vocabulary.of("banana", "characters")
+    >>> vocabulary.size, vocabulary.encode("nab").tolist(), vocabulary.decode([1, 0, 2, 0])
+    (3, [2, 0, 1], 'bana')
+
+    Args:
+      characters: in order, each of them once; None for bytes.
+    """
+
+    characters: str | None
+
+    @classmethod
+    def of(cls, text: str, level: str) -> "Vocabulary":
+        """The vocabulary of a text, at one of the `LEVELS`."""
+        if level == "bytes":
+            return cls(None)
+        return cls("".join(map(chr, np.unique(_codes(text)).tolist())))
+
+    @property
+    def size(self) -> int:
+        return 256 if self.characters is None else len(self.characters)
+
+    def encode(self, text: str) -> np.ndarray:
+        """The numbers of a text.
+
+        Raises:
+          InputError: for characters that are not in the vocabulary.
+        """
+        if self.characters is None:
+            return np.frombuffer(text.encode("utf-8", "surrogateescape"), np.uint8)
+        known, codes = _codes(self.characters), _codes(text)
+        ids = np.minimum(np.searchsorted(known, codes), len(known) - 1)
+        unknown = sorted(set(codes[known[ids] != codes].tolist()))
+        if unknown:
+            raise InputError(
+                "Every character must be one of the text that is learned",
+                given=", ".join(repr(chr(code)) for code in unknown[:10]),
+                remedy='Leave them out, or learn bytes instead: level = "bytes".',
+            )
+        return ids.astype(np.uint8 if self.size <= 256 else np.int32)
+
+    def decode(self, ids: Any) -> str:
+        """The text of some numbers. Bytes that make no character become U+FFFD."""
+        numbers = np.asarray(ids).tolist()
+        if self.characters is None:
+            return bytes(numbers).decode("utf-8", "replace")
+        return "".join(self.characters[number] for number in numbers)
+
+
+@dataclasses.dataclass(frozen=True)
+class Corpus:
+    """A text, split in two: what is learned from, and what is held back to see whether it is learned by heart."""
+
+    vocabulary: Vocabulary
+    training: np.ndarray
+    validation: np.ndarray
+
+    @classmethod
+    def of(cls, text: str, *, level: str, context: int, validation: float, name: str = "text") -> "Corpus":
+        """Splits a text: its end is held back.
+
+        Args:
+          text: all of it.
+          level: one of the `LEVELS`.
+          context: how many tokens a window has, beside the one that follows.
+          validation: the share to hold back; 0 for none.
+          name: of the text, for messages.
+
+        Raises:
+          InputError: if one of the parts is shorter than a window.
+        """
+        vocabulary = Vocabulary.of(text, level)
+        ids = vocabulary.encode(text)
+        held_back = round(len(ids) * validation)
+        least = len(ids) - held_back if not held_back else min(held_back, len(ids) - held_back)
+        if least < context + 1:
+            part = "" if not held_back else f", of which {held_back:,} are held back to validate"
+            raise InputError(
+                f"A text must have more {level} than the context, in each part of it",
+                given=f"{name} with {len(ids):,} {level}{part}, and context={context}",
+                remedy=_ways_out(len(ids), context, least),
+            )
+        return cls(vocabulary, ids[: len(ids) - held_back], ids[len(ids) - held_back :])
+
+    def validation_windows(self, context: int, most: int) -> np.ndarray:
+        """Windows of what was held back that do not overlap, spread over all of it, at most so many."""
+        starts = np.arange(0, len(self.validation) - context, context)
+        if len(starts) > most:
+            starts = starts[np.linspace(0, len(starts) - 1, most).round().astype(int)]
+        return _windows(self.validation, starts, context)
+
+
+class Windows:
+    """Batches of windows at random places of a text, without an end: a source for `anybatch.fit`.
+
+    **Reproducible.** Batch `k` depends on the seed and on `k` alone, so that a run that was stopped goes on at once
+    with the batches it would have had.
+
+    >>> windows = Windows(np.arange(100), context=4, batch_size=2, seed=0)
+    >>> batch = next(iter(windows))["tokens"]
+    >>> batch.shape, bool((np.diff(batch) == 1).all())
+    ((2, 5), True)
+    """
+
+    def __init__(
+        self,
+        ids: np.ndarray,
+        *,
+        context: int,
+        batch_size: int,
+        seed: int,
+        opened: Callable[[], None] | None = None,
+    ) -> None:
+        self._ids, self._context, self._batch_size, self._seed = ids, context, batch_size, seed
+        self._opened = opened  # called when somebody begins to go through them
+
+    def batch(self, number: int) -> dict[str, np.ndarray]:
+        """One of them."""
+        # Of numpy's generators, the raw numbers of one never change; how it makes ranges of them may.
+        raw = np.random.Philox(key=self._seed, counter=[0, 0, 0, number]).random_raw(self._batch_size)
+        starts = (raw % np.uint64(len(self._ids) - self._context)).astype(np.int64)
+        return {"tokens": _windows(self._ids, starts, self._context)}
+
+    def __iter__(self) -> "_WindowsIterator":
+        if self._opened is not None:
+            self._opened()
+        return _WindowsIterator(self)
+
+
+class _WindowsIterator(Iterator[dict[str, np.ndarray]]):
+    """Where an iteration stands, as loaders have it: with a state to save, and to go on from."""
+
+    def __init__(self, windows: Windows) -> None:
+        self._windows, self._number = windows, 0
+
+    def __next__(self) -> dict[str, np.ndarray]:
+        self._number += 1
+        return self._windows.batch(self._number - 1)
+
+    def get_state(self) -> dict[str, int]:
+        return {"number": self._number}
+
+    def set_state(self, state: dict[str, int]) -> None:
+        self._number = state["number"]
+
+
+def read_text(path: str, level: str = "characters") -> str:
+    """The text in a file, or the fables that come with anybatch if there is no path.
+
+    Raises:
+      InputError: if it cannot be read, is empty, or is not UTF-8, unless its bytes are all that is asked for.
+    """
+    if not path:
+        return importlib.resources.files("anybatch.demo").joinpath("fables.txt").read_text("utf-8")
+    try:
+        data = read_regular(os.path.expanduser(path), MOST_BYTES)
+    except OSError as error:
+        raise InputError(
+            "The text must be a file that can be read",
+            given=f"text = {path!r} ({error.strerror})",
+            remedy=f"Name a file as it is seen from {pathlib.Path.cwd()}, or leave text out for the fables that come "
+            "with anybatch.",
+        ) from None
+    if not data:
+        raise InputError("A text must have something in it", given=f"{path}: 0 bytes", remedy="Name another file.")
+    try:
+        return data.decode("utf-8", "surrogateescape" if level == "bytes" else "strict").removeprefix("\ufeff")
+    except UnicodeDecodeError as error:
+        raise InputError(
+            "A text of characters must be in UTF-8",
+            given=f"{path}, whose byte {error.start:,} is 0x{data[error.start]:02x}",
+            remedy=f'Convert it: iconv -f {_encoding(data)} -t utf-8 "{path}" > text.txt. '
+            'Or learn its bytes: level = "bytes".',
+        ) from None
+
+
+def _ways_out(length: int, context: int, least: int) -> str:
+    """What to do about a text that is too short: what is named would do."""
+    ways = ["Take a longer text"]
+    if least >= 2:
+        ways.append(f"or a shorter context: context = {least - 1}")
+    for share in (0.1, 0.25, 0.5, 0.0):
+        held_back = round(length * share)
+        if min(held_back or length, length - held_back) > context:
+            ways.append(f"or hold back another share: validation = {share}")
+            break
+    return ", ".join(ways) + "."
+
+
+def _encoding(data: bytes) -> str:
+    """What a text that is not UTF-8 may be in: the marks at its beginning tell, if it has one."""
+    if data.startswith((b"\xff\xfe\0\0", b"\0\0\xfe\xff")):
+        return "utf-32"
+    return "utf-16" if data.startswith((b"\xff\xfe", b"\xfe\xff")) else "latin1"
+
+
+def _codes(text: str) -> np.ndarray:
+    return np.frombuffer(text.encode("utf-32-le"), np.uint32)
+
+
+def _windows(ids: np.ndarray, starts: np.ndarray, context: int) -> np.ndarray:
+    return ids[starts[:, None] + np.arange(context + 1)].astype(np.int32)

@@ -1,0 +1,395 @@
+"""The whole batch at once: what `jax.value_and_grad` does.
+
+One gradient as a function of flat arrays, for each of the ways to compute it.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from anybatch.call import aux_outputs, placement
+from anybatch.call.arguments import Arguments, Arrays
+from anybatch.call.loss import TracedLoss, trace_loss
+from anybatch.call.microbatches import Microbatches
+from anybatch.call.options import Options
+from anybatch.errors import InputError
+from anybatch.gradients import declared as scan
+from anybatch.gradients import head_budget, remat, split_passes, squared_norms
+from anybatch.gradients.outputs import ratio, wide_dtype
+from anybatch.jaxprs import versions
+from anybatch.mesh import executor as parts
+from anybatch.mesh import fixed_order
+from anybatch.mesh.call_shardings import CallShardings, groups_of
+from anybatch.planning.strategy import Computation, Strategy
+from anybatch.reading.microbatch_weights import MicrobatchWeights, microbatch_weights
+from anybatch.reading.read import split_loss, split_loss_in_one_pass
+from anybatch.reading.reader import warn_of_failed_rule
+from anybatch.reading.report import Reading
+from anybatch.reading.split import Split
+from anybatch.reading.states import RuleFailed
+
+
+def value_and_grad(loss: TracedLoss, consts: Sequence[Any], arrays: Arrays) -> tuple[Any, list[Any], list[Any]]:
+    """The value, the aux leaves and the gradient leaves, for all examples in one piece."""
+
+    def of_wrt(wrt: list[Any]) -> tuple[Any, list[Any]]:
+        outputs = loss(consts, arrays._replace(wrt=wrt))
+        if loss.num_heads == 1:
+            return outputs[0], outputs[1:]
+        total, weight, *aux = outputs
+        dtype = loss.value_dtype
+        return ratio(total.astype(wide_dtype(dtype, jnp.float32)), weight).astype(dtype), aux
+
+    (value, aux), grads = jax.value_and_grad(of_wrt, has_aux=True)(arrays.wrt)
+    return value, aux, grads
+
+
+class Gradient:
+    """The gradient that one call asks for, to be computed in any way."""
+
+    def __init__(self, fun: Callable[..., Any], settings: Options, arguments: Arguments) -> None:
+        if settings.reduction != "infer" and settings.microbatch_size is not None:
+            arguments.refuse_unnamed_rows("microbatch")
+        self.examples = arguments.num_examples
+        self.field = None if settings.over is None else CallShardings(settings.over, arguments)
+        self.settings = settings
+        self.arguments = arguments if self.field is None else self.field.arguments
+        self._traced: dict[int, tuple[TracedLoss, Any]] = {}  # by the number of examples
+        self._fun = fun
+        self._failed: dict[str, str] = {}  # primitives that could not be computed as they were read, and why
+
+    def _trace(self, num_examples: int) -> tuple[TracedLoss, Any]:
+        # Not by functools.cache of a method: a cycle would keep the arguments, the batch too, until it is collected.
+        if num_examples not in self._traced:
+            self._traced[num_examples] = self._trace_loss(num_examples)
+        return self._traced[num_examples]
+
+    def _trace_loss(self, num_examples: int) -> tuple[TracedLoss, Any]:
+        how: dict[str, Any] = {"weighted": self.settings.weighted, "has_aux": self.settings.has_aux}
+        if self.field is None:
+            return trace_loss(self._fun, self.arguments, num_examples, **how)
+        with self.field.watched():
+            traced, consts = trace_loss(
+                self._fun, self.arguments, num_examples, **how, on_mesh=(self.field.mesh, self.field.over.axes)
+            )
+        return traced, self.field.placed(consts)
+
+    def context(self) -> Any:
+        """What must be around it when it is traced, compiled and run."""
+        return contextlib.nullcontext() if self.field is None else self.field.context()
+
+    @property
+    def share(self) -> int:
+        """The most examples at a time: all of them; on a mesh, the most that a device has."""
+        return self.examples if self.field is None else self.field.share(self.examples)
+
+    @property
+    def loss(self) -> TracedLoss:
+        """The loss of the whole batch."""
+        return self._trace(self.examples)[0]
+
+    @property
+    def ignores_batch(self) -> bool:
+        """Whether the loss, as it was traced, is not computed from any array of the batch."""
+        for loss, _ in self._traced.values():
+            first, count = len(loss.types.wrt), len(loss.types.batch)
+            if any(any(loss.traced.inputs_used_by(head)[first : first + count]) for head in range(loss.num_heads)):
+                return False
+        return bool(self._traced)
+
+    @property
+    def draws_anew(self) -> bool:
+        """Whether random numbers may depend on the size of the microbatches."""
+        return bool(self.arguments.arrays.keys)
+
+    def written(self, count: Callable[[Any], int]) -> int:
+        """The bytes that the loss of the whole batch writes, as `count` counts those of a program."""
+        return count(self.loss.traced.jaxpr)
+
+    @functools.cached_property
+    def copies(self) -> int:
+        """How many gradients are computed at once: one, or as many as the `vmap` around us makes of it."""
+        _, consts = self._trace(self.examples)
+        return versions.vmapped_copies(*consts, *jax.tree.leaves(self.arguments.arrays))
+
+    @property
+    def devices(self) -> list[Any]:
+        """The devices of this process that it runs on, as far as its arrays say."""
+        if self.field is not None:
+            return list(self.field.mesh.local_devices)
+        return placement.devices_of(jax.tree.leaves(self.arguments.arrays))
+
+    @property
+    def spread_over(self) -> int:
+        """How many devices have examples of their own, without which their arrays would say so."""
+        return 1 if self.field is None else self.field.over.devices
+
+    def local_bytes(self, role: str) -> int:
+        """The bytes of the arguments of a role on one device."""
+        leaves = getattr(self.arguments.arrays, role)
+        known = sum(map(placement.local_bytes, leaves))
+        if self.field is None or self.field.is_eager:
+            return known
+        if role == "batch":
+            return -(-known // self.spread_over)
+        return self.field.shard_bytes(leaves) if role == "wrt" else known
+
+    @functools.cached_property
+    def unit(self) -> int:
+        """What microbatch sizes had better be multiples of: the devices that the examples are spread over."""
+        if self.field is not None:
+            return 1
+        parts = max((placement.parts_of_rows(leaf) for leaf in self.arguments.arrays.batch), default=1)
+        return parts if self.examples % parts == 0 and self.examples else 1
+
+    @functools.cached_property
+    def split(self) -> Split:
+        """The loss, read."""
+        loss, consts = self._trace(self.examples)
+        fresh = bool(self.arguments.arrays.keys)
+        # Noise is told by microbatches of the batch itself, and a fixed order of sums is one of its examples.
+        may_select = not self.settings.noise and not self.settings.reproducible
+        split = split_loss_in_one_pass if self._is_in_parts else split_loss
+        return split(loss, consts, fresh_draws=fresh, may_select=may_select, failed=self._failed)
+
+    @functools.cached_property
+    def checked_reading(self) -> Reading:
+        """What was read, once it is known that the part of the loss that sees the whole batch fits."""
+        return head_budget.check_head(self.split, on_coupled=self.settings.on_coupled, memory=self.settings.memory)
+
+    @functools.cached_property
+    def units(self) -> MicrobatchWeights | None:
+        """What microbatches of a loss that was read count, if the noise in its gradient is wanted."""
+        if not self.settings.noise or self.settings.reduction != "infer":
+            return None
+        # Read once more, so that sums of data alone are known for each microbatch.
+        fresh = bool(self.arguments.arrays.keys)
+        again = split_loss(*self._trace(self.examples), fresh_draws=fresh, sums_data_later=True, failed=self._failed)
+        return microbatch_weights(self.split, again)
+
+    @property
+    def is_coupled(self) -> bool:
+        """Whether part of the loss is computed from the whole batch at once, in every way."""
+        return self.settings.reduction == "infer" and not self.checked_reading.separable
+
+    def is_at_once(self, way: Strategy) -> bool:
+        """Whether a way takes all examples at once."""
+        return way.microbatch_size is None or self.share <= way.microbatch_size
+
+    @property
+    def reduces(self) -> tuple[str, ...]:
+        """When gradients may be added up over a mesh, what sends least first."""
+        field = self.field
+        if field is None or field.over.reduce != "auto" or self.settings.noise:
+            return (self.settings.fixed_reduce,)
+        is_even = self.examples % field.over.devices == 0
+        return ("once", "each") if field.is_sharded and is_even else ("once",)
+
+    @property
+    def methods(self) -> tuple[str | None, ...]:
+        """What there is to choose from beside sizes and styles, what is likely to be fastest first."""
+        return (None,)
+
+    @property
+    def noun(self) -> str:
+        """What is computed, in words."""
+        return "gradient"
+
+    @property
+    def identity(self) -> Sequence[Any]:
+        """What decides about bytes and times beside the loss, its arguments and the settings."""
+        return ()
+
+    @property
+    def note(self) -> str:
+        """What there is to say about it, for people."""
+        return ""
+
+    def route(self, way: Strategy) -> str:
+        """What a way does, in words."""
+        if self.is_at_once(way):
+            return "all at once"
+        if self.settings.reduction == "infer" and self.checked_reading.passes == 2:
+            return "two passes"
+        return "one pass"
+
+    def computation(self, way: Strategy) -> Computation:
+        """What is to be compiled and run.
+
+        Raises:
+          InputError: for a loss that this way cannot compute.
+          CoupledError: as the settings have it; if the noise is wanted, for every loss that looks across examples.
+          HeadTooLargeError: if what must be computed from the whole batch at once does not fit.
+        """
+        units = self.units
+        if self.is_at_once(way) and not self._is_in_parts:
+            compute, inputs = self._at_once(way)
+        elif self.settings.reduction == "infer":
+            compute, inputs = self._as_read(way, units)
+        else:
+            compute, inputs = self._as_declared(way)
+        leaves, tree = jax.tree.flatten(inputs)
+        # Not always that of the whole batch: a declared loss may not even exist there.
+        loss = self._first_loss(way)
+
+        def flat_compute(*flat: Any) -> list[Any]:
+            value, aux, grads, noise = compute(jax.tree.unflatten(tree, flat))
+            if loss.num_heads == 1:
+                value = versions.as_weak(value, loss.out_avals[0])
+            if self.field is not None:
+                grads = self.field.as_parameters(grads)
+            aux = map(versions.as_weak, aux, loss.out_avals[loss.num_heads :])
+            return [value, *aux, *noise, *map(versions.as_weak, grads, loss.types.wrt)]
+
+        compute_flat: Any = flat_compute
+        if self.field is not None:
+            compute_flat = self.field.without_types(flat_compute, loss.aux_tree.num_leaves + self._num_noise)
+        return Computation(compute_flat, leaves, loss.traced.has_effects)
+
+    @property
+    def _num_noise(self) -> int:
+        """How many numbers tell of the noise."""
+        return squared_norms.SUMMARY if self.settings.noise else 0
+
+    @property
+    def _is_in_parts(self) -> bool:
+        """Whether examples are computed in parts even where a microbatch has room for them all.
+
+        No examples have no parts: their loss is whatever the user's function makes of an empty batch, such as NaN for a
+        mean, and no sum over devices tells that.
+        """
+        return self.examples > 0 and (self.field is not None or self.settings.reproducible)
+
+    def _size(self, way: Strategy) -> int:
+        """The examples of a microbatch."""
+        return self.share if way.microbatch_size is None else max(1, min(self.share, way.microbatch_size))
+
+    def _place(self, way: Strategy) -> parts.Executor:
+        """Where passes over the examples run."""
+        number = None
+        if self.settings.reproducible:
+            assert way.microbatch_size is not None
+            number = groups_of(self.examples, way.microbatch_size, self.spread_over)
+        if self.field is not None:
+            return self.field.spread(self.examples, reduce=way.reduce, num_groups=number)
+        if number is not None:
+            return fixed_order.InGroups(self.examples, number=number)
+        return parts.LocalExecutor(self.examples, self._runs(self._size(way)))
+
+    def _runs(self, size: int) -> int:
+        """Of how many runs of examples a microbatch is made, so that a batch on many devices need not be moved.
+
+        Under `jit` arrays do not always tell on how many: any number of devices that divides the runs is served. The
+        same outside, so that both compute the same. But a loss that was declared sees consecutive examples unless its
+        batch is known to be spread; so does one with effects, and one whose microbatches have keys or results of their
+        own.
+        """
+        batch, settings = self.arguments.arrays.batch, self.settings
+        mesh = placement.mesh_of(batch)
+        declared = settings.reduction != "infer"
+        if declared and (mesh.empty or self.arguments.arrays.keys or settings.aux_of_microbatches):
+            return 1
+        if not declared and self.loss.traced.has_effects:
+            return 1
+        if mesh.manual_axes or mesh.explicit_axes:  # inside shard_map, or with types that say where rows are
+            return 1
+        devices = jax.device_count() if mesh.empty else mesh.size
+        return math.gcd(devices, size, self.examples)
+
+    def results(self, way: Strategy, outputs: list[Any]) -> tuple[Any, Any, Any, list[Any]]:
+        """The value, aux and gradient, and what tells of the noise, from what the computation returned."""
+        loss = self._first_loss(way)
+        value, *rest = outputs if self.field is None else self.field.returned(outputs)
+        num_aux = loss.aux_tree.num_leaves
+        aux = jax.tree.unflatten(loss.aux_tree, rest[:num_aux])
+        noise, grads = rest[num_aux : num_aux + self._num_noise], rest[num_aux + self._num_noise :]
+        return value, aux, self.arguments.as_gradient(grads), noise
+
+    def _first_loss(self, way: Strategy) -> TracedLoss:
+        if self.settings.reduction == "infer" or (self.is_at_once(way) and not self._is_in_parts):
+            return self.loss
+        return self._trace(self._size(way))[0]
+
+    def _at_once(self, way: Strategy) -> tuple[Callable[[Any], Any], Any]:
+        settings = self.settings
+        loss, consts = self._trace(self.examples)
+        stacked = [False] * loss.aux_tree.num_leaves
+        if settings.stacks_aux:
+            # One microbatch is stacked too; whether a leaf has rows shows only at another size.
+            combinations = aux_outputs.combine_aux(loss, self._trace(self.examples + 1)[0], settings.aux_reduction)
+            stacked = [how.kind == "stack" for how in combinations]
+        fresh_keys = way.microbatch_size is not None and settings.reduction != "infer"
+        compute = functools.partial(_all_at_once, _with_remat(loss, way), fresh_keys=fresh_keys, stacked=stacked)
+        noise = squared_norms.untold if settings.noise else lambda _: []
+        return lambda inputs: (*compute(inputs), noise(min(1, self.examples))), (consts, self.arguments.arrays)
+
+    def _as_read(self, way: Strategy, units: MicrobatchWeights | None) -> tuple[Callable[[Any], Any], Any]:
+        assert self.checked_reading is not None
+        dtype = self.settings.accumulator_dtype
+        passes = split_passes.Passes(self.split, self._size(way), dtype, self._place(way), way.remat, units)
+
+        def compute(inputs: Any) -> Any:
+            try:
+                return split_passes.value_and_grad(passes, *inputs)
+            except RuleFailed as failure:
+                return self._without_rule(failure, way, inputs)
+
+        return compute, (self._trace(self.examples)[1], self.arguments.arrays)
+
+    def _without_rule(self, failure: RuleFailed, way: Strategy, inputs: Any) -> Any:
+        """Computes from the whole batch at once what a rule said can be computed in microbatches, and cannot."""
+        self._failed[failure.blame.primitive] = failure.blame.why
+        for name in ("split", "checked_reading", "units"):
+            self.__dict__.pop(name, None)
+        compute, _ = self._as_read(way, self.units)
+        results = compute(inputs)  # or raises what the loss raises by itself
+        warn_of_failed_rule(failure.blame)
+        return results
+
+    def _as_declared(self, way: Strategy) -> tuple[Callable[[Any], Any], Any]:
+        settings, size = self.settings, self._size(way)
+        counts = [self.examples] if self.field is None else self.field.spread(self.examples).counts
+        more = [1] if self.field is not None and self.field.takes_one_more(self.examples) else []
+        sizes = sorted({size, *(Microbatches(count, size).remainder for count in [*counts, *more])} - {0})
+        traced = {each: self._trace(each) for each in sizes}
+        loss = traced[size][0]
+        combinations = []
+        if settings.has_aux:
+            aux_outputs.check_new_state(loss, self._trace(self.examples)[0])
+            combinations = aux_outputs.combine_aux(loss, self._trace(self.examples)[0], settings.aux_reduction)
+            for last_loss, _ in traced.values():
+                aux_outputs.check_remainder(loss, last_loss, combinations)
+        if settings.stacks_aux and self.field is not None and self.field.takes_one_more(self.examples):
+            raise InputError(
+                'aux_reduction="stack" on a mesh with axes of the model needs as many examples on every device',
+                given=f"{self.examples} examples for {self.spread_over} devices",
+                remedy="Pass a batch that divides the devices, or combine that leaf otherwise.",
+            )
+        losses = {each: _with_remat(last_loss, way) for each, (last_loss, _) in traced.items()}
+        microbatches = scan.DeclaredLoss(
+            size, self.examples, losses, settings.reduction, combinations, settings.accumulator_dtype, settings.noise
+        )
+        consts = {each: consts for each, (_, consts) in traced.items()}
+        compute = functools.partial(scan.value_and_grad, microbatches, self._place(way))
+        return compute, (consts, self.arguments.arrays)
+
+
+def _with_remat(loss: TracedLoss, way: Strategy) -> TracedLoss:
+    if way.remat is None:
+        return loss
+    traced = remat.rematerialised(loss.traced, loss.const_types, jax.tree.leaves(loss.types), way.remat)
+    return dataclasses.replace(loss, traced=traced)
+
+
+def _all_at_once(loss: TracedLoss, inputs: Any, *, fresh_keys: bool, stacked: list[bool]) -> tuple[Any, Any, Any]:
+    consts, arrays = inputs
+    if fresh_keys:
+        arrays = arrays._replace(keys=[jax.random.fold_in(key, 0) for key in arrays.keys])
+    value, aux, grads = value_and_grad(loss, consts, arrays)
+    return value, [leaf[None] if stack else leaf for leaf, stack in zip(aux, stacked, strict=True)], grads

@@ -1,0 +1,161 @@
+"""What becomes of the outputs of the microbatches: the loss, its weight, and the aux leaves.
+
+An output is carried through the loop as a running sum ("sum", "mean"), carried as its newest value
+("last"), or emitted by every microbatch ("rows", "stack").
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from anybatch.call.aux_outputs import Combination
+from anybatch.call.loss import TracedLoss
+from anybatch.call.microbatches import Microbatches, join_rows
+from anybatch.jaxprs import versions
+from anybatch.mesh.executor import OutputLayout, Shard
+from anybatch.reading.states import Rows
+
+CARRIED = ("sum", "mean", "last")
+
+
+def wide_dtype(dtype: Any, accumulator_dtype: Any) -> Any:
+    """The dtype in which values of `dtype` are summed: `accumulator_dtype`, unless that would be narrower."""
+    if accumulator_dtype is None or not jax.dtypes.issubdtype(dtype, jnp.inexact):
+        return dtype
+    if jnp.finfo(dtype).bits >= jnp.finfo(accumulator_dtype).bits:
+        return dtype
+    is_complex = jax.dtypes.issubdtype(dtype, jnp.complexfloating)
+    return jnp.complex128 if is_complex else accumulator_dtype
+
+
+def ratio(total: jax.Array, weight: jax.Array) -> jax.Array:
+    """`total / weight`, in the dtype of the total. A weight of 0 divides by 1: no examples, no gradient."""
+    wide = wide_dtype(total.dtype, jnp.float32)  # float16 does not hold a weight of 65,520
+    weight = jnp.where(weight == 0, jnp.ones_like(weight), weight)
+    return (total.astype(wide) / weight.astype(wide)).astype(total.dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class Outputs:
+    """Combines the flat outputs of a loss: the loss itself or (total, weight), then the aux leaves."""
+
+    loss: TracedLoss
+    size: int  # of a whole microbatch
+    examples: int  # of the whole batch
+    combinations: Sequence[Combination]
+    accumulator_dtype: Any
+
+    @property
+    def weighted(self) -> bool:
+        return self.loss.num_heads == 2
+
+    def start(self, cut: Microbatches, last: Sequence[Any] | None) -> list[Any]:
+        """The carry before the loop: the share of the ragged last microbatch, or zeros."""
+        kinds = self._select([how.kind for how in self.combinations], CARRIED)
+        zeros = [
+            versions.zeros_of(aval, aval.dtype if kind == "last" else self._wide(aval.dtype))
+            for kind, aval in zip(kinds, self._select(self.loss.out_avals, CARRIED), strict=True)
+        ]
+        return zeros if last is None else self._add(zeros, last, cut.remainder / self.size)
+
+    def add(self, carry: Sequence[Any], outputs: Sequence[Any]) -> list[Any]:
+        """The carry after one more whole microbatch."""
+        return self._add(carry, outputs, 1)
+
+    def emitted(self, outputs: Sequence[Any]) -> list[Any]:
+        """What every microbatch leaves behind."""
+        return self._select(outputs, ("rows", "stack"))
+
+    # The examples may be in several parts, each with a loop of its own.
+
+    def of_part(
+        self, carry: Sequence[Any], stacked: Sequence[Any], last: Sequence[Any] | None, part: Shard
+    ) -> tuple[list[Any], list[Any]]:
+        """What to add up over the parts, and what to put one after the other.
+
+        Args:
+          carry: what the loop of this part carried.
+          stacked: what its microbatches emitted.
+          last: the outputs of its ragged last microbatch, if it has one.
+          part: which part.
+        """
+        carried, emitted = iter(carry), iter(stacked)
+        sums, rows = [], []
+        for position, how in enumerate(self.combinations):
+            mine = None if last is None else last[position]
+            if how.kind == "rows":
+                rows.append(join_rows(next(emitted), mine, how.axis, part.runs))
+            elif how.kind == "stack":
+                rows.append(join_rows(next(emitted)[:, None], None if mine is None else mine[None], 0))
+            elif how.kind == "last":
+                newest = next(carried)
+                newest = newest if mine is None else mine
+                if part.is_last is not True:
+                    numbers = jax.random.key_data(newest) if versions.has_keys(newest) else newest
+                    newest = jnp.where(part.is_last, numbers, jnp.zeros_like(numbers))
+                sums.append(newest)
+            else:
+                sums.append(next(carried))
+        return sums, rows
+
+    def gives(self) -> list[OutputLayout]:
+        """How the rows of the parts lie."""
+
+        def microbatches(examples: int) -> int:
+            return Microbatches(examples, self.size).microbatches
+
+        emitted = [how for how in self.combinations if how.kind not in CARRIED]
+        return [
+            OutputLayout(Rows(0), microbatches) if how.kind == "stack" else OutputLayout(Rows(how.axis))
+            for how in emitted
+        ]
+
+    def finish(self, sums: Sequence[Any], rows: Sequence[Any]) -> list[Any]:
+        """The value of the loss and the aux leaves of the batch, in their own dtypes."""
+        carried, emitted = iter(sums), iter(rows)
+        combined = []
+        for how, aval in zip(self.combinations, self.loss.out_avals, strict=True):
+            if how.kind not in CARRIED:
+                combined.append(next(emitted))
+                continue
+            total = next(carried)
+            if versions.has_keys(aval) and not versions.has_keys(total):
+                combined.append(jax.random.wrap_key_data(total, impl=versions.key_impl(aval.dtype)))
+                continue
+            combined.append((self.mean(total, sums) if how.kind == "mean" else total).astype(aval.dtype))
+        if self.weighted:
+            dtype = self.loss.value_dtype
+            combined[:2] = [ratio(sums[0].astype(wide_dtype(dtype, jnp.float32)), sums[1]).astype(dtype)]
+        return combined
+
+    def mean(self, total: jax.Array, sums: Sequence[Any]) -> jax.Array:
+        """A sum over the microbatches, divided once: by their weights, or by their number and shares."""
+        if self.weighted:
+            return ratio(total, sums[1])
+        return total / (self.examples / self.size)
+
+    def _add(self, carry: Sequence[Any], outputs: Sequence[Any], share: float) -> list[Any]:
+        added = []
+        kinds = self._select([how.kind for how in self.combinations], CARRIED)
+        for kind, old, new in zip(kinds, carry, self._select(outputs, CARRIED), strict=True):
+            if kind == "last":
+                added.append(new)
+                continue
+            new = new.astype(old.dtype)
+            if kind == "mean" and self.weighted:
+                weight = outputs[1].astype(old.dtype)
+                # A microbatch of weight 0 may well have a mean of 0/0, and 0 * NaN is NaN.
+                new = jnp.where(weight == 0, jnp.zeros_like(new), new * weight)
+            elif kind == "mean" and share != 1:
+                new = new * share
+            added.append(old + new)
+        return added
+
+    def _select(self, values: Sequence[Any], kinds: Sequence[str]) -> list[Any]:
+        return [value for value, how in zip(values, self.combinations, strict=True) if how.kind in kinds]
+
+    def _wide(self, dtype: Any) -> Any:
+        return wide_dtype(dtype, self.accumulator_dtype)

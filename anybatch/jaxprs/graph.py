@@ -1,0 +1,189 @@
+"""A loss as a graph: its jaxpr with nested functions inlined and dead equations dropped."""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from anybatch.jaxprs import versions
+
+INLINED = frozenset(("jit", "pjit", "closed_call", "core_call", "core_closed_call", "call", "custom_vmap_call"))
+CHECKPOINTS = frozenset(("remat2", "remat", "checkpoint"))
+
+# Primitives that work on each element by itself.
+ELEMENTWISE = frozenset(
+    """abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clamp clz complex conj
+    convert_element_type copy copy_p cos cosh digamma div eq eq_to erf erf_inv erfc exp exp2 expm1 floor ge gt igamma
+    igamma_grad_a igammac imag integer_pow is_finite le le_to lgamma log log1p log2 logistic lt lt_to max min mul mulhi
+    name ne neg nextafter not one_minus_square or pcast polygamma population_count pow pvary random_clone random_fold_in
+    real reduce_precision regularized_incomplete_beta rem round rsqrt select_n sharding_constraint sharding_hint
+    shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt square stop_gradient sub tan tanh xor
+    zeta""".split()
+)
+
+
+class Value:
+    """A value of the graph: an input, a result of a node, or a constant that is written into the program."""
+
+    __slots__ = ("aval", "constant", "hint", "is_constant", "node")
+
+    def __init__(self, aval: Any, node: "Node | None" = None, constant: Any = None, is_constant: bool = False) -> None:
+        self.aval, self.node, self.constant, self.is_constant = aval, node, constant, is_constant
+        self.hint: Any = None  # the array that an input will have, where it is known: one that the loss closes over
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(getattr(self.aval, "shape", ()))
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    @property
+    def dtype(self) -> Any:
+        return getattr(self.aval, "dtype", None)
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def is_key(self) -> bool:
+        return self.dtype is not None and jax.dtypes.issubdtype(self.dtype, jax.dtypes.extended)
+
+    @property
+    def is_inexact(self) -> bool:
+        return self.dtype is not None and not self.is_key and jax.dtypes.issubdtype(self.dtype, np.inexact)
+
+    @property
+    def num_bytes(self) -> int:
+        return self.size * (8 if self.is_key or self.dtype is None else jnp.dtype(self.dtype).itemsize)
+
+    @property
+    def type(self) -> jax.ShapeDtypeStruct:
+        """Its type, in the form that traces take."""
+        return versions.abstract(self.aval)
+
+    @property
+    def known(self) -> Any:
+        """The constant, in the dtype that the program gives it."""
+        if self.is_key or isinstance(self.constant, jax.core.Tracer):
+            return self.constant
+        if isinstance(self.constant, (bool, int, float, complex, np.generic, np.ndarray)):
+            return np.asarray(self.constant, self.dtype)
+        return self.constant
+
+    def __str__(self) -> str:
+        return f"{self.dtype}[{','.join(map(str, self.shape))}]"
+
+
+class Node:
+    """One equation, with the calls around it."""
+
+    __slots__ = ("calls", "equation", "index", "inputs", "name", "outputs", "params")
+
+    def __init__(self, equation: Any, inputs: list[Value], calls: tuple[Any, ...], index: int) -> None:
+        self.equation, self.inputs, self.calls, self.index = equation, inputs, calls, index
+        self.name, self.params = equation.primitive.name, equation.params
+        self.outputs = [Value(output.aval, self) for output in equation.outvars]
+
+    @property
+    def has_effects(self) -> bool:
+        return bool(self.equation.effects)
+
+    def __call__(self, operands: Sequence[Any], params: dict[str, Any] | None = None) -> list[Any]:
+        return versions.evaluate(self.equation, operands, params)
+
+
+class Graph:
+    """The nodes that the outputs need, in an order in which they can be computed.
+
+    Args:
+      jaxpr: the function.
+      opened: for checkpoints to look into and loops to unroll, by the identity of their equations, these equations
+        and the functions that take their place.
+      calls: the calls around it, the outermost first, where it is a function inside an equation.
+    """
+
+    def __init__(
+        self, jaxpr: Any, opened: Mapping[int, tuple[Any, Any]] | None = None, calls: tuple[Any, ...] = ()
+    ) -> None:
+        self._opened = opened or {}
+        self._nodes: list[Node] = []
+        variables, consts, _ = versions.open_jaxpr(jaxpr)
+        self.inputs = [Value(variable.aval) for variable in variables[len(consts) :]]
+        self.outputs = self._add(jaxpr, self.inputs, calls)
+        self.nodes = self._live_nodes()
+
+    def _add(self, jaxpr: Any, arguments: Sequence[Value], calls: tuple[Any, ...]) -> list[Value]:
+        """Adds the equations of a function that is called with `arguments`."""
+        variables, consts, equations = versions.open_jaxpr(jaxpr)
+        closed_over = [
+            Value(variable.aval, constant=const, is_constant=True)
+            for variable, const in zip(variables, consts, strict=False)
+        ]
+        values = dict(zip(variables, [*closed_over, *arguments], strict=True))
+
+        def read(operand: Any) -> Value:
+            if versions.is_literal(operand):
+                return Value(operand.aval, constant=operand.val, is_constant=True)
+            return values[operand]
+
+        for equation in equations:
+            inputs = [read(operand) for operand in equation.invars]
+            values.update(zip(equation.outvars, self._add_equation(equation, inputs, calls), strict=True))
+        return [read(output) for output in getattr(jaxpr, "jaxpr", jaxpr).outvars]
+
+    def _add_equation(self, equation: Any, inputs: list[Value], calls: tuple[Any, ...]) -> Sequence[Value]:
+        name, params = equation.primitive.name, equation.params
+        if name == "optimization_barrier":
+            return inputs
+        if name in INLINED:
+            inner = next(params[key] for key in ("jaxpr", "call_jaxpr", "call") if key in params)
+            return self._add(inner, inputs, (*calls, equation))
+        if id(equation) in self._opened:
+            return self._add(self._opened[id(equation)][1], inputs, (*calls, equation))
+        node = Node(equation, inputs, calls, len(self._nodes))
+        self._nodes.append(node)
+        return node.outputs
+
+    def _live_nodes(self) -> list[Node]:
+        live = set(map(id, self.outputs))
+        kept = []
+        for node in reversed(self._nodes):
+            # A print has no results, and is meant to happen all the same.
+            if node.has_effects or any(id(output) in live for output in node.outputs):
+                kept.append(node)
+                live.update(map(id, node.inputs))
+        for index, node in enumerate(reversed(kept)):
+            node.index = index
+        self.live = live
+        return kept[::-1]
+
+
+def opened_function(node: Node) -> Any:
+    """What is inside a checkpoint, or a scan as the jaxpr of its steps."""
+    return _unrolled(node.equation, node.inputs) if node.name == "scan" else node.params["jaxpr"]
+
+
+def _unrolled(equation: Any, inputs: Sequence[Value]) -> Any:
+    """A scan as the jaxpr of its steps, one after the other."""
+    params = equation.params
+    num_consts, num_carry = versions.scan_counts(params)
+    body = jax.extend.core.jaxpr_as_fun(params["jaxpr"])
+    steps = range(params["length"])
+
+    def unrolled(*operands: Any) -> list[Any]:
+        consts, scanned = operands[:num_consts], operands[num_consts + num_carry :]
+        carry = list(operands[num_consts : num_consts + num_carry])
+        emitted: dict[int, list[Any]] = {}
+        for step in reversed(steps) if params["reverse"] else steps:
+            results = body(*consts, *carry, *(array[step] for array in scanned))
+            carry, emitted[step] = results[:num_carry], results[num_carry:]
+        columns = zip(*(emitted[step] for step in steps), strict=True)
+        return [*carry, *(jnp.stack([jnp.asarray(row) for row in column]) for column in columns)]
+
+    return jax.make_jaxpr(unrolled)(*(value.type for value in inputs))

@@ -1,0 +1,128 @@
+"""Where in the user's own source an equation comes from, and what to blame it for."""
+
+import dataclasses
+import functools
+import os
+import sysconfig
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from anybatch.jaxprs import versions
+from anybatch.jaxprs.graph import Node
+
+_INSTALLED = ("site-packages", "dist-packages")
+
+
+@dataclasses.dataclass(frozen=True)
+class Blame:
+    """A line that brings examples together, so that they cannot be computed one microbatch at a time."""
+
+    file: str
+    line: int
+    function: str
+    primitive: str
+    why: str
+    inside: str = ""  # the library function in which it happens, if it is not the user's own line
+
+    @property
+    def place(self) -> str:
+        """The line in the form that editors and terminals turn into a link."""
+        return f"{self.file}:{self.line}" if self.file else "an unknown line"
+
+    def __str__(self) -> str:
+        inside = f", inside {self.inside}" if self.inside else ""
+        function = f" in {self.function}" if self.function else ""
+        return f"{self.place}{function} ({self.primitive}{inside}): {self.why}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """A line of source, and the library function that it called, if the equation is of a library."""
+
+    file: str = ""
+    line: int = 0
+    function: str = ""
+    inside: str = ""
+
+
+def blame(node: Node, why: str) -> Blame:
+    """Blames a node."""
+    place = locate(node)
+    return Blame(place.file, place.line, place.function, node.name, why, place.inside)
+
+
+def locate(node: Node) -> Place:
+    """The user's line that a node comes from: the innermost one that is not a library's.
+
+    JAX cuts the frames of an equation off where the function that contains it begins: a jitted function, one with a
+    derivative of its own, the body of a loop. If all of that is a library's, the line of the call is the user's.
+    """
+    equations = [node.equation, *reversed(node.calls)]
+    frames = [(depth, *frame) for depth, equation in enumerate(equations) for frame in versions.source_frames(equation)]
+    files = [file for _, file, _, _ in frames if file and not _is_own(file)]
+    package = _package(files[-1]) if files else ""
+    users: tuple[Callable[[str], bool], ...] = (
+        lambda file: not _is_library(file) and not file.startswith("<"),
+        lambda file: not _is_library(file),  # a line of a shell, or code that was generated
+        lambda file: bool(package) and file.startswith(package),  # all of it is installed: the package of the loss
+        lambda file: not _is_own(file),
+    )
+    for is_users in users:
+        for position, (depth, file, line, function) in enumerate(frames):
+            if file and is_users(file):
+                inside = _callee([frame[1:] for frame in frames[:position]], equations[1 : depth + 1][::-1])
+                return Place(file, line, _plain(function), inside)
+    return Place()
+
+
+def _callee(frames: Sequence[tuple[str, int, str]], calls: Sequence[Any]) -> str:
+    """The library function that the user's line called.
+
+    Args:
+      frames: what is between that line and the equation, the innermost first.
+      calls: the calls of functions among these, the outermost first.
+    """
+    outside = [_plain(function) for file, _, function in reversed(frames) if not _is_own(file)]
+    # Wrappers of wrappers: the name that says something is that of a layer, or else a public one.
+    for is_telling in (lambda name: name.endswith(".__call__"), lambda name: not _is_private(name), lambda name: True):
+        for name in outside:
+            if is_telling(name):
+                return name.removesuffix(".__call__")
+    return next((str(call.params["name"]) for call in calls if "name" in call.params), "")
+
+
+def _is_private(name: str) -> bool:
+    return "wrap" in name or any(part.startswith("_") for part in name.split("."))
+
+
+def _plain(function: str) -> str:
+    return function.replace(".<locals>", "")
+
+
+@functools.cache
+def _is_library(file: str) -> bool:
+    installed = any(f"{os.sep}{name}{os.sep}" in file for name in _INSTALLED)
+    return installed or _is_own(file) or any(file.startswith(root + os.sep) for root in _library_roots())
+
+
+@functools.cache
+def _is_own(file: str) -> bool:
+    roots = (os.path.dirname(jax.__file__), os.path.dirname(os.path.dirname(__file__)))
+    return file.startswith("<frozen") or any(file.startswith(root + os.sep) for root in roots)
+
+
+def _package(file: str) -> str:
+    """The folder of the installed package that a file is in, or an empty text."""
+    for name in _INSTALLED:
+        before, found, after = file.rpartition(f"{os.sep}{name}{os.sep}")
+        if found and os.sep in after:
+            return f"{before}{found}{after.split(os.sep)[0]}{os.sep}"
+    return ""
+
+
+@functools.cache
+def _library_roots() -> tuple[str, ...]:
+    paths = sysconfig.get_paths()
+    return tuple({paths[name] for name in ("purelib", "platlib", "stdlib", "platstdlib")})

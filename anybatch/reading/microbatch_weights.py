@@ -1,0 +1,194 @@
+"""What the microbatches of a loss that was read count: examples, or the weight of a weighted mean.
+
+The noise in a gradient is told from microbatches, each by what it counts. That is known for a mean or a sum over the
+examples, for a function of one such mean, and for a ratio of sums whose denominator is a count of data.
+"""
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from anybatch.errors import CoupledError, InputError
+from anybatch.jaxprs import versions
+from anybatch.jaxprs.graph import Value
+from anybatch.reading.evaluation import constant_value
+from anybatch.reading.report import kind_of
+from anybatch.reading.split import Seeds, Split, ancestors
+from anybatch.reading.states import SUM, Mixed
+
+_UNCHANGED = frozenset("convert_element_type reshape squeeze broadcast_in_dim copy copy_p neg reduce_precision".split())
+
+_DECLARE = (
+    'Declare how the loss uses its examples: reduction="weighted" for one that returns (total, weight), sums over the '
+    'examples, or reduction="mean" for a mean over the examples.'
+)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class MicrobatchWeights:
+    """What a microbatch counts: its examples, or a weight."""
+
+    weight: Value | None = None  # a sum over the examples, of data alone
+    split: Split | None = None  # in which it is one
+
+    def of_microbatch(self, inputs: Sequence[Any], start: Any, size: int, origin: Any, runs: int) -> Any:
+        """How much a microbatch counts; the arguments are those of `Split.prefix`."""
+        if self.weight is None or self.split is None:
+            return size
+        (weight,) = self.split.prefix(inputs, None, [], start, size, [self.weight], origin, runs)
+        return weight.reshape(())
+
+
+def microbatch_weights(split: Split, later: Split) -> MicrobatchWeights:
+    """What the microbatches of a loss count.
+
+    Args:
+      split: the loss, as its gradient is computed.
+      later: the loss, split so that sums of data alone are left to the microbatches.
+
+    Raises:
+      CoupledError: for a loss that looks across examples.
+      InputError: for one whose microbatches are known to count neither examples nor one weight.
+    """
+    loss = later.graph.outputs[0]
+    if _couples(split):
+        where = f" at {split.reader.blames[0]}." if split.reader.blames else "."
+        raise CoupledError(
+            f"This loss looks across examples{where}\nThe noise scale is that of gradients of examples by themselves, "
+            "which it does not have. Keep the examples apart there. Or declare it, which makes it another loss that "
+            'looks across the examples of each microbatch by itself: reduction="mean".'
+        )
+    if split.hoisted:
+        raise _unknown(split, "with a custom backward pass of parameters alone that is not linear")
+    if _couples(later) or any(later.reader.uses_batch[value] for value in _known_first(later, loss)):
+        raise _unknown(split, "in which examples are divided by, or compared with, what is computed from all of them")
+    if later.seeds == Seeds.NONE:
+        return MicrobatchWeights()
+    if _own_gradient_varies(later):
+        raise _unknown(split, "that multiplies parameters by a function of sums over the examples")
+    if later.seeds == Seeds.BEFORE:
+        return MicrobatchWeights()
+    if len(later.differentiated) > 1 or later.frontier[later.differentiated[0]].size > 1:
+        raise _unknown(split, "of several sums")
+    total = later.frontier[later.differentiated[0]]
+    others = [value for value in _reached(later, loss) if value is not total]
+    if not others:
+        return MicrobatchWeights()
+    if len(others) == 1 and _is_ratio(later, loss, total, others[0]):
+        return MicrobatchWeights(others[0], later)
+    raise _unknown(split, "with a denominator that is not known to count anything")
+
+
+def _couples(split: Split) -> bool:
+    state = split.reader.state(split.graph.outputs[0])
+    return isinstance(state, Mixed) and state.couples
+
+
+def _unknown(split: Split, what: str) -> InputError:
+    return InputError(
+        "The noise scale needs to know what each microbatch counts: its examples, or its weight",
+        given=f"a loss that is a {kind_of(split)}, {what}",
+        remedy=_DECLARE,
+    )
+
+
+def _known_first(split: Split, loss: Value) -> Iterator[Value]:
+    """What the loss is computed from that is itself computed before the first microbatch."""
+    for node in ancestors(loss):
+        for value in (*node.inputs, *node.outputs):
+            if not value.is_constant and value in split.reader.computed_first:
+                yield value
+
+
+def _reached(split: Split, loss: Value) -> list[Value]:
+    """The values of the frontier that the loss is computed from."""
+    frontier = set(split.frontier)
+    found: list[Value] = []
+    seen: set[Value] = set()
+    pending = [loss]
+    while pending:
+        value = pending.pop()
+        if value.is_constant or value in seen:
+            continue
+        seen.add(value)
+        if value in frontier:
+            found.append(value)
+        elif value.node is not None:
+            pending.extend(value.node.inputs)
+    return found
+
+
+def _own_gradient_varies(split: Split) -> bool:
+    """Whether the head adds to the gradient of the parameters something that depends on the examples."""
+    types = [value.type for value in split.graph.inputs]
+    known = [value.type for value in split.known_first]
+    frontier = [value.type for value in split.frontier]
+    first, num_wrt = split.num_consts, len(split.loss.types.wrt)
+    start = len(types) + len(known)
+
+    def own_gradient(*flat: Any) -> list[Any]:
+        inputs = list(flat[: len(types)])
+
+        def head(wrt: list[Any]) -> Any:
+            with_wrt = [*inputs[:first], *wrt, *inputs[first + num_wrt :]]
+            return split.head(with_wrt, list(flat[len(types) : start]), [], list(flat[start:]), num_outputs=1)[0]
+
+        return jax.grad(head)(inputs[first : first + num_wrt])
+
+    traced, _ = versions.trace(own_gradient, *types, *known, *frontier)
+    examples = [*split.batch_positions, *range(start, start + len(frontier))]
+    return any(traced.inputs_used_by(output)[position] for output in range(num_wrt) for position in examples)
+
+
+def _is_ratio(split: Split, loss: Value, total: Value, weight: Value) -> bool:
+    """Whether the loss is `total / weight`, but for constant factors, terms without examples, and a weight near 0."""
+    if weight.size != 1 or split.reader.state(weight) != SUM:
+        return False
+    product = _follow(split, loss)
+    if product.node is None or product.node.name not in ("mul", "div"):
+        return False
+    one, other = product.node.inputs
+    if product.node.name == "div":
+        return _follow(split, one) is total and _power(split, other, weight) == 1
+    return (_follow(split, one) is total and _power(split, other, weight) == -1) or (
+        _follow(split, other) is total and _power(split, one, weight) == -1
+    )
+
+
+def _follow(split: Split, value: Value) -> Value:
+    """Back through constant factors, casts and terms without examples, to where two values of examples meet."""
+    frontier = set(split.frontier)
+    while not value.is_constant and value not in frontier and value.node is not None:
+        node = value.node
+        operands = [operand for operand in node.inputs if _uses_batch(split, operand)]
+        if len(operands) != 1:
+            break
+        is_scaled = node.name == "mul" or (node.name == "div" and operands[0] is node.inputs[0])
+        if not is_scaled and node.name not in ("add", "add_any", "sub") and node.name not in _UNCHANGED:
+            break
+        value = operands[0]
+    return value
+
+
+def _power(split: Split, value: Value, weight: Value) -> int | None:
+    """1 if a value grows as the weight does, -1 if its inverse does; tried out on large weights."""
+    at: list[float] = []
+    for number in (64, 128, 1024):
+        given = np.full(weight.shape, number, weight.dtype)
+        found = constant_value(split.reader, value, {weight: given})
+        if found is None or found.size != 1:
+            return None
+        at.append(float(found.reshape(())))
+    if not all(np.isfinite(at)) or not all(at):
+        return None
+    for power in (1, -1):
+        if np.allclose([at[1] / at[0], at[2] / at[0]], [2.0**power, 16.0**power], rtol=1e-4):
+            return power
+    return None
+
+
+def _uses_batch(split: Split, value: Value) -> bool:
+    return not value.is_constant and split.reader.uses_batch[value]

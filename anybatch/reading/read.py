@@ -1,0 +1,189 @@
+"""Reads a loss that was traced at the full batch, and splits it into a prefix and a head.
+
+`read`: how a loss uses its examples, found in the program itself.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from anybatch.call.arguments import Roles
+from anybatch.call.loss import TracedLoss, trace_loss
+from anybatch.call.modules import opened
+from anybatch.errors import InputError
+from anybatch.jaxprs import source, versions
+from anybatch.jaxprs.graph import Graph
+from anybatch.reading.positions import Draw
+from anybatch.reading.reader import Fact, NeedsInlining, Reader
+from anybatch.reading.report import Reading, report
+from anybatch.reading.rules import RULEBOOK
+from anybatch.reading.split import Seeds, Split
+from anybatch.reading.states import WHOLE, Rows
+
+_MAX_HINT = 1 << 20  # elements of an array that is looked at before anything runs
+
+# Prints, and the names of mesh axes, which are noted as effects too.
+_HARMLESS_EFFECTS = ("DebugEffect", "OrderedDebugEffect", "NamedAxisEffect")
+
+
+def split_loss_in_one_pass(loss: TracedLoss, consts: Sequence[Any], **options: Any) -> Split:
+    """Like `split_loss`, but nothing is summed before the microbatches if one pass over them is enough all the same.
+
+    On many devices a sum is an exchange. The sum of a mask can join that of the gradients, unless examples are
+    divided by it.
+    """
+    split = split_loss(loss, consts, **options, sums_data_later=True)
+    if split.seeds != Seeds.BETWEEN and not split.head_couples:
+        return split
+    return split_loss(loss, consts, **options)
+
+
+def split_loss(
+    loss: TracedLoss,
+    consts: Sequence[Any],
+    *,
+    fresh_draws: bool = False,
+    sums_data_later: bool = False,
+    may_select: bool = False,
+    failed: Mapping[str, str] | None = None,
+) -> Split:
+    """Reads a loss that was traced at the full batch, and splits it.
+
+    Args:
+      loss: the loss.
+      consts: what it closes over; arrays among them that are known already help.
+      fresh_draws: whether a microbatch may draw its own random numbers, where it cannot draw those of the batch.
+      sums_data_later: whether sums of data alone are left to the microbatches.
+      may_select: whether rows that the loss selects from its data may have a loop of their own.
+      failed: primitives whose rules are not to be used, and why.
+    """
+    wrt, batch, keys, rest = loss.types
+    moving = [Fact(WHOLE, True, jax.dtypes.issubdtype(leaf.dtype, np.inexact)) for leaf in wrt]
+    facts = [
+        *[Fact(WHOLE)] * len(loss.const_types),
+        *moving,
+        *[Fact(Rows(0))] * len(batch),
+        *[Fact(WHOLE)] * (len(keys) + len(rest)),
+    ]
+    opened: dict[int, Any] = {}
+    may_reorder = _multiplies_groups(loss.traced.jaxpr)
+    while True:
+        graph = Graph(loss.traced.jaxpr, opened)
+        for value, const in zip(graph.inputs, consts, strict=False):
+            if isinstance(const, (np.ndarray, jax.Array)) and not isinstance(const, jax.core.Tracer):
+                if not value.is_key and value.size <= _MAX_HINT:
+                    value.hint = const
+        _refuse_mutation(graph)
+        try:
+            reader = Reader(
+                graph,
+                loss.num_examples,
+                facts,
+                RULEBOOK,
+                top=True,
+                may_reorder=may_reorder,
+                sums_data_later=sums_data_later,
+                may_select=may_select,
+                failed=failed,
+            )
+        except NeedsInlining as request:
+            opened[id(request.equation)] = request.equation, request.function
+            continue
+        split = Split(loss, reader, Draw(fresh_draws))
+        if any(isinstance(state, Rows) and not state.in_batch_order for state in split.states):
+            may_reorder = False  # what is sorted does not stay among those who know the order
+            continue
+        return split
+
+
+def _multiplies_groups(jaxpr: Any) -> bool:
+    """Whether there is a product of sorted groups in it, at any depth: what sorting in microbatches is for."""
+    return any(
+        equation.primitive.name == "ragged_dot_general" or any(map(_multiplies_groups, versions.jaxprs_in(equation)))
+        for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns
+    )
+
+
+def _refuse_mutation(graph: Graph) -> None:
+    for node in graph.nodes:
+        harmful = [effect for effect in node.equation.effects if type(effect).__name__ not in _HARMLESS_EFFECTS]
+        if harmful:
+            place = source.locate(node)
+            raise InputError(
+                "A loss that is read must be a function of its arguments, without effects",
+                given=f"{node.name} at {place.file}:{place.line} in {place.function}",
+                remedy='Take it out of the loss, or declare how the loss uses its examples: reduction="mean" or "sum".',
+            )
+
+
+def read(
+    fun: Callable[..., Any],
+    *args: Any,
+    argnums: int | tuple[int, ...] = 0,
+    has_aux: bool = False,
+    batch_argnums: int | tuple[int, ...] = 1,
+    batch_argnames: str | tuple[str, ...] = (),
+    rng_argnums: int | tuple[int, ...] = (),
+    **kwargs: Any,
+) -> Reading:
+    """How a loss uses its examples: what `value_and_grad` finds out before it chooses its passes.
+
+    The loss is traced, as under `jit`, and nothing is computed. Arguments may be arrays or
+    `jax.ShapeDtypeStruct`.
+
+    >>> import jax.numpy as jnp, anybatch as ab
+    >>> def loss(w, batch):
+    ...     return jnp.mean((batch["x"] * w - batch["y"]) ** 2)
+    >>> reading = ab.read(loss, jnp.array(1.0), {"x": jnp.ones(64), "y": jnp.ones(64)})
+    >>> reading.kind, reading.passes, reading.separable
+    ('mean over 64 examples', 1, True)
+
+    Args:
+      fun: the loss, as for `value_and_grad`.
+      *args: its arguments.
+      argnums: which positional arguments are differentiated.
+      has_aux: whether `fun` returns a pair `(loss, aux)`.
+      batch_argnums: which arguments carry the batch, as for `value_and_grad`.
+      batch_argnames: names of further ones.
+      rng_argnums: which positional arguments are PRNG keys of which each microbatch may draw its own numbers, if
+        it cannot draw those of the full batch.
+      **kwargs: keyword arguments of `fun`.
+
+    Raises:
+      InputError: for arguments that cannot be worked with, or a loss that cannot be read.
+    """
+    roles = Roles.of(
+        argnums=argnums, batch_argnums=batch_argnums, rng_argnums=rng_argnums, batch_argnames=batch_argnames
+    )
+    call = opened(fun, roles, has_aux, args, kwargs)
+    fun, has_aux = call.fun, call.has_aux
+    leaves, tree = jax.tree.flatten((call.args, call.kwargs))
+    abstract = [position for position, leaf in enumerate(leaves) if isinstance(leaf, jax.ShapeDtypeStruct)]
+    reading: Reading | None = None
+
+    def read_with(*traced: Any) -> None:
+        nonlocal reading
+        given = dict(zip(abstract, traced, strict=True))
+        filled = [given.get(position, leaf) for position, leaf in enumerate(leaves)]
+        arguments = roles.sort(fun, *jax.tree.unflatten(tree, filled))
+        loss, consts = trace_loss(fun, arguments, arguments.num_examples, weighted=False, has_aux=has_aux)
+        split = split_loss(loss, consts, fresh_draws=bool(arguments.arrays.keys), may_select=True)
+        seen_whole = tuple(leaf.name for leaf, _, _ in arguments.unnamed_rows())
+        reading = dataclasses.replace(report(split), seen_whole=seen_whole)
+        if reading.randomness == "in distribution":
+            # Says now what a call would say: that these numbers cannot be drawn in part.
+            types = [[value.type for value in values] for values in (split.graph.inputs, split.frontier)]
+            for selection, positions in split.selections.items():
+                wanted = [split.frontier[position] for position in positions]
+                jax.eval_shape(
+                    functools.partial(split.prefix, selection=selection), types[0], None, [], 0, 1, wanted=wanted
+                )
+            jax.eval_shape(lambda inputs, made: split.head(inputs, None, [], made), *types)
+
+    jax.eval_shape(read_with, *(leaves[position] for position in abstract))
+    assert reading is not None
+    return reading

@@ -1,0 +1,423 @@
+"""Why a route differs from the full batch. Each cause is found by a computation that only it explains."""
+
+import contextlib
+import dataclasses
+import functools
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from anybatch.call.arguments import ROLES, Arrays
+from anybatch.call.checks import is_array, is_key
+from anybatch.reading.read import read
+from anybatch.reading.report import Reading
+from anybatch.verification.comparison import LeafDifference, Outcome, Trial, difference
+
+Differences = Mapping[int, Sequence[LeafDifference]]  # for each microbatch size that failed, leaf by leaf
+
+ACROSS = "Leave reduction out: such a loss is computed exactly too, at the price of a second pass where one is needed."
+FULL_BATCH = "pass microbatch_size=None, which takes the full batch at once"
+
+
+def diagnose(trial: Trial, failed: Differences, given: Trial) -> str:
+    """Why the routes differ from the full batch, and what to type instead.
+
+    Args:
+      trial: the loss and its arguments, in the precision in which the routes were compared.
+      failed: how the routes differ.
+      given: the loss and its arguments, in the dtypes given.
+    """
+    case = _Case(trial, failed, given)
+    for test in TESTS:
+        # A test may not apply, as that of a weight to a batch of one example; the next one is asked then.
+        with contextlib.suppress(Exception):
+            if (found := test(case)) is not None:
+                return found
+    return (
+        "No known cause explains it. If the loss computes the same twice, this is an error in anybatch: please report "
+        "it with the loss."
+    )
+
+
+def diagnose_rounding(trial: Trial, failed: Differences) -> str:
+    """The same for routes that agree in float64, and not in the dtypes given."""
+    size, worst = max(
+        ((size, leaf) for size, leaves in failed.items() for leaf in leaves), key=lambda pair: pair[1].difference
+    )
+    text = (
+        f"Rounding: in float64 it is the same gradient; in {trial.dtype.name} {worst.name} is off by "
+        f"{_shown(worst.difference)}, and {_shown(worst.tolerance)} was to be expected."
+    )
+    in_float32 = dataclasses.replace(trial, options={**trial.options, "accumulator_dtype": jnp.float32})
+    if trial.options["accumulator_dtype"] != jnp.float32 and all(leaf.ok for leaf in in_float32.compare(size)):
+        return f"{text}\nIt is the sum over the microbatches: with accumulator_dtype=jnp.float32 it agrees."
+    return f"{text}\nCompute the loss in a wider dtype, or take larger microbatches."
+
+
+@dataclasses.dataclass(frozen=True)
+class _Case:
+    trial: Trial
+    failed: Differences
+    given: Trial
+
+    @property
+    def declared(self) -> str:
+        return self.trial.options["reduction"]
+
+    @functools.cached_property
+    def failed_names(self) -> list[str]:
+        return list(dict.fromkeys(leaf.name for leaves in self.failed.values() for leaf in leaves if not leaf.ok))
+
+    @property
+    def size(self) -> int:
+        """A failed size."""
+        return max(self.failed)
+
+    @property
+    def third(self) -> int:
+        """A size that makes three microbatches, or two of few examples."""
+        return math.ceil(self.trial.num_examples / 3)
+
+    def agrees(self, reduction: str) -> bool:
+        """Whether the sizes that failed agree with the full batch if the loss is declared so. What is advised must."""
+        try:
+            options = {**self.trial.options, **({"aux_reduction": None} if reduction == "infer" else {})}
+            trial = dataclasses.replace(self.trial, options=options)
+            return all(leaf.ok for size in self.failed for leaf in trial.compare(size, reduction))
+        except Exception:  # a loss that cannot be computed so
+            return False
+
+    @functools.cached_property
+    def reading_agrees(self) -> bool:
+        return self.declared != "infer" and self.agrees("infer")
+
+    @property
+    def or_read(self) -> str:
+        """The advice to leave the reduction out, if that was tried and is right."""
+        return ", or leave reduction out: then anybatch reads the loss itself" if self.reading_agrees else ""
+
+    @property
+    def across(self) -> str:
+        """What to do about a loss that looks across examples."""
+        if self.reading_agrees:
+            return ACROSS
+        return f"Read by anybatch it differs as well, which is an error: please report it. Until then {FULL_BATCH}."
+
+    def differs_with(self, arrays: Arrays) -> str | None:
+        """One of the failed leaves that, in the full batch itself, is another one with these arrays."""
+        trial = self.trial
+        moved = trial.differences(trial.full_batch(arrays), trial.expected)
+        for index, name in enumerate(trial.names):
+            if name in self.failed_names and moved[index] > trial.tolerance(index, self.size):
+                return name
+        return None
+
+    @functools.cached_property
+    def reading(self) -> Reading:
+        given = self.given
+        options = {name: given.options[name] for name in (*ROLES, "has_aux")}
+        return read(given.loss, *given.args, **options, **given.kwargs)
+
+
+def _ill_conditioned(case: _Case) -> str | None:
+    """The inputs, changed in their last digit, change the gradient of the full batch as much."""
+    trial = case.trial
+    indices = {name: index for index, name in enumerate(trial.names)}
+    for size, leaves in case.failed.items():
+        for leaf in leaves:
+            if leaf.difference > trial.tolerance(indices[leaf.name], size, capped=False):
+                return None
+    name = max(case.failed_names, key=lambda name: trial.condition[indices[name]])
+    moves = _shown(trial.condition[indices[name]] * trial.eps)
+    return (
+        f"Rounding: this gradient is not determined in {trial.dtype.name}. Inputs changed in their last digit change "
+        f"{name} of the full batch by {moves} of its size, without any microbatches.\n"
+        "Look for a difference of large numbers in the loss, or verify at other parameters."
+    )
+
+
+def _aux_alone(case: _Case) -> str | None:
+    """With another aux_reduction for that leaf, it agrees."""
+    trial, name = case.trial, case.failed_names[0]
+    if case.declared == "infer" or not all(name.startswith("aux") for name in case.failed_names):
+        return None
+    declared = list(trial.declared_aux)
+    position = trial.names.index(name) - trial.num_gradients - 1
+    for candidate in ("mean", "sum"):
+        names = [*declared[:position], candidate, *declared[position + 1 :]]
+        aux_reduction = jax.tree.unflatten(trial.aux_tree, [other or None for other in names])
+        other = dataclasses.replace(trial, options={**trial.options, "aux_reduction": aux_reduction})
+        with contextlib.suppress(Exception):  # not every dtype has a mean
+            if next(leaf for leaf in other.compare(case.size) if leaf.name == name).ok:
+                return (
+                    f"The gradient is right, and {name} is not: it is a {candidate} over the examples, and "
+                    f'aux_reduction="{declared[position]}" was declared. With aux_reduction="{candidate}" it agrees.\n'
+                    f"Pass that for it{case.or_read}."
+                )
+    return None
+
+
+def _heads_that_are_no_sums(case: _Case) -> str | None:
+    """The totals and the weights of the microbatches do not add up to those of the batch."""
+    trial = case.trial
+    if not trial.weighted:
+        return None
+    run = trial.compiled(trial.fun)
+
+    def heads(start: int, stop: int) -> np.ndarray:
+        result = run(trial.examples(start, stop))
+        return np.asarray([float(head) for head in (result[0] if trial.options["has_aux"] else result)])
+
+    whole = heads(0, trial.num_examples)
+    added = np.sum([heads(start, start + case.third) for start in range(0, trial.num_examples, case.third)], 0)
+    for name, one, other in zip(("total", "weight"), whole, added, strict=True):
+        if difference(np.asarray(other), np.asarray(one)) > math.sqrt(trial.eps):
+            return (
+                f'With reduction="weighted" the loss returns two sums over the examples, and its {name} is none: '
+                f"it is {one:.6g} for the batch, and {other:.6g} added up over microbatches of {case.third}.\n"
+                "Return e.g. (jnp.sum(losses * mask), jnp.sum(mask)): no mean, and no term that does not depend on the "
+                f"examples, such as a regulariser{case.or_read}."
+            )
+    return None
+
+
+def _another_reduction(case: _Case) -> str | None:
+    """Declared otherwise, it agrees."""
+    other = {"mean": "sum", "sum": "mean"}.get(case.declared)
+    if other is None or not case.agrees(other):
+        return None
+    factor = ""
+    for size in case.failed:
+        microbatches = math.ceil(case.trial.num_examples / size)
+        scale = microbatches if other == "mean" else 1 / microbatches
+        if _is_multiple(case, size, scale):
+            large = "large" if other == "mean" else "small"
+            factor = (
+                f"With microbatch_size={size} the gradient is {microbatches} times too {large}, for {microbatches} "
+            )
+            factor += "microbatches. "
+            break
+    return (
+        f'The loss is a {other} over its examples, and reduction="{case.declared}" was declared. {factor}'
+        f'With reduction="{other}" it agrees.\nPass reduction="{other}"{case.or_read}.'
+    )
+
+
+def _randomness(case: _Case) -> str | None:
+    """With another key, the gradient of the full batch is another one too."""
+    trial = case.trial
+    arrays = trial.arrays
+    if not trial.is_random:
+        return None
+    other_keys = [jax.random.fold_in(key, 1) for key in arrays.keys]
+    if other_keys and (name := case.differs_with(arrays._replace(keys=other_keys))):
+        return (
+            f"Randomness: {name} of the full batch depends on the key, and with rng_argnums each microbatch draws its "
+            "own numbers. So it is equal in distribution only, and no route can be told from its equal by one draw.\n"
+            "For the numbers that the full batch draws, leave reduction and rng_argnums out, and verify that. To "
+            "verify the rest, switch dropout off."
+        )
+    shared = [jax.random.fold_in(leaf, 1) if is_key(leaf) else leaf for leaf in arrays.rest]
+    if case.declared != "infer" and (name := case.differs_with(arrays._replace(rest=shared))):
+        return (
+            f"Randomness: {name} of the full batch depends on a key, and every microbatch sees that key, so that all "
+            "draw the same numbers.\n"
+            "Leave reduction out: then each draws its rows of what the full batch draws. Or name the key in "
+            "rng_argnums, for numbers of their own: equal in distribution only."
+        )
+    return None
+
+
+def _counted_for_each_microbatch(case: _Case) -> str | None:
+    """Each microbatch more adds the same to the result."""
+    trial, examples = case.trial, case.trial.num_examples
+    if case.declared != "sum" or examples < 3:
+        return None
+    one, two, three = (
+        _flat(o) for o in (trial.expected, trial.route(math.ceil(examples / 2)), trial.route(case.third))
+    )
+    if not np.any(two != one) or difference(three - two, two - one) > math.sqrt(trial.eps):
+        return None
+    return (
+        "A term that does not depend on the examples, such as a regulariser, is counted once for each microbatch: with "
+        "three of them the result is off by twice as much as with two.\n"
+        f'Add its gradient outside, or make the loss a mean and pass reduction="mean"{case.or_read}.'
+    )
+
+
+def _unequal_weights(case: _Case) -> str | None:
+    """The gradient of the batch is a mean of those of its microbatches, with weights that are not their examples."""
+    if case.declared not in ("mean", "sum"):
+        return None
+    trial, size = case.trial, case.third
+    weights = _weights_of_microbatches(case)
+    if weights is None:
+        return None
+    starts = np.arange(0, trial.num_examples, size)
+    shares = np.minimum(size, trial.num_examples - starts) / trial.num_examples
+    close = 100 * math.sqrt(trial.eps)
+    if abs(weights.sum() - 1) > close or weights.min() < -close or np.abs(weights - shares).max() < close:
+        return None
+    return _mean_of_means(
+        case,
+        f"of {len(starts)} microbatches the full batch weighs {_list(weights)}, and of its examples they have "
+        f"{_list(shares)}",
+    )
+
+
+def _hidden_key(case: _Case) -> str | None:
+    """The loss draws random numbers, and no argument has the key."""
+    arrays = case.trial.arrays
+    leaves = [*arrays.keys, *arrays.rest, *arrays.batch]
+    keys = [leaf for leaf in leaves if is_key(leaf) or jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)]
+    if not case.trial.is_random or keys or case.declared == "infer":
+        return None
+    return (
+        "Randomness: the loss draws random numbers from a key that is not among its arguments, so that every "
+        "microbatch draws the same ones.\n"
+        "Pass the key as an argument, and leave reduction out or name the key in rng_argnums."
+    )
+
+
+def _what_the_reading_says(case: _Case) -> str | None:
+    """The loss, read."""
+    reading = case.reading
+    if case.declared == "infer":
+        # Advice that is wrong as well would be worse than none: each way is tried.
+        declared = next(
+            (f'declare reduction="{other}", with which it agrees' for other in _sums_of(reading) if case.agrees(other)),
+            None,
+        )
+        return (
+            f"anybatch read the loss as: {reading.kind}. Its gradient should then be that of the full batch: this is "
+            f"an error in anybatch, please report it. Until then {declared or FULL_BATCH}."
+        )
+    if reading.blame:
+        lines = [f"    {blame.place} ({blame.primitive}): {blame.why}" for blame in reading.blame]
+        title = f"The loss looks across examples, which no {case.declared} does:"
+        return "\n".join([title, *dict.fromkeys(lines), case.across])
+    if not case.reading_agrees:
+        return None
+    if "ratio" in reading.kind:
+        return _mean_of_means(case, f"the loss is a {reading.kind}")
+    return (
+        f'The loss is: {reading.kind}. Declared as reduction="{case.declared}" it is another one.\n'
+        "Leave reduction out, with which it agrees."
+    )
+
+
+def _constant_factor(case: _Case) -> str | None:
+    """The gradient is that of the full batch, times a number."""
+    factors = {}
+    expected = _flat(case.trial.expected)
+    for size in case.failed:
+        factors[size] = float(np.vdot(expected, _flat(case.trial.route(size))).real / np.vdot(expected, expected).real)
+        if abs(factors[size] - 1) < math.sqrt(case.trial.eps) or not _is_multiple(case, size, factors[size]):
+            return None
+    shown = ", ".join(f"{factor:.6g} with microbatch_size={size}" for size, factor in factors.items())
+    return (
+        f"The gradient is that of the full batch times {shown}. The loss divides or multiplies by a number of examples "
+        f"in a way that reduction={case.declared!r} does not say.\n"
+        + (
+            "Leave reduction out: then anybatch reads the loss."
+            if case.reading_agrees
+            else f"{FULL_BATCH.capitalize()}."
+        )
+    )
+
+
+def _no_combination(case: _Case) -> str | None:
+    """The gradient of the full batch is not in the span of those of its microbatches."""
+    if case.declared not in ("mean", "sum") or _weights_of_microbatches(case) is not None:
+        return None
+    return (
+        "The loss looks across examples: the gradient of the full batch is no combination of those of its "
+        f"microbatches, whatever their weights.\n{case.across}"
+    )
+
+
+def _aux_of_another_kind(case: _Case) -> str | None:
+    """The gradient agrees, and no aux_reduction was right."""
+    name = case.failed_names[0]
+    if case.declared == "infer" or not all(name.startswith("aux") for name in case.failed_names):
+        return None
+    return (
+        f"The gradient is right, and {name} is not: over the examples it is neither a mean nor a sum.\n"
+        f"Return what it is made of, as sums, and compute it from them outside{case.or_read}."
+    )
+
+
+TESTS = (
+    _ill_conditioned,
+    _aux_alone,
+    _heads_that_are_no_sums,
+    _another_reduction,
+    _randomness,
+    _aux_of_another_kind,
+    _counted_for_each_microbatch,
+    _unequal_weights,
+    _hidden_key,
+    _what_the_reading_says,
+    _constant_factor,
+    _no_combination,
+)
+
+
+def _sums_of(reading: Reading) -> list[str]:
+    """Reductions that a loss could be declared with, none for one that couples examples."""
+    return ["mean", "sum"] if reading.separable else []
+
+
+def _mean_of_means(case: _Case, evidence: str) -> str:
+    return (
+        f"A mean of means over unequal counts: {evidence}. The loss divides by something other than the number of "
+        "examples, as tokens or the unmasked.\n"
+        f'Return (total, weight) and pass reduction="weighted"{case.or_read}.'
+    )
+
+
+def _weights_of_microbatches(case: _Case) -> np.ndarray | None:
+    """The numbers that make the gradient of the batch of those of its microbatches, if there are any."""
+    trial, examples = case.trial, case.trial.num_examples
+    random = np.random.default_rng(0)
+    pieces = [trial.examples(start, min(start + case.third, examples)) for start in range(0, examples, case.third)]
+    equations = max(1, _flat(trial.expected).size)
+    # The weights are the same at all parameters: with few parameters, several points give enough equations.
+    points = [trial.arrays.wrt]
+    while len(points) * equations < 4 * len(pieces):
+        points.append([_moved(leaf, random) for leaf in points[0]])
+    matrix = np.concatenate(
+        [np.stack([_flat(trial.full_batch(piece._replace(wrt=wrt))) for piece in pieces], 1) for wrt in points]
+    )
+    whole = np.concatenate([_flat(trial.full_batch(trial.arrays._replace(wrt=wrt))) for wrt in points])
+    weights, _, rank, _ = np.linalg.lstsq(matrix, whole, rcond=None)
+    fits = rank == len(pieces) and difference(matrix @ weights, whole) < math.sqrt(trial.eps)
+    return weights.real if fits else None
+
+
+def _is_multiple(case: _Case, size: int, factor: float) -> bool:
+    close = max(case.trial.tolerance(index, size) for index in range(case.trial.num_gradients + 1))
+    return difference(_flat(case.trial.route(size)), factor * _flat(case.trial.expected)) <= close
+
+
+def _flat(outcome: Outcome) -> np.ndarray:
+    """The gradient and the value in one vector; of very large leaves, some of their entries."""
+    leaves = [*outcome.gradient, outcome.value]
+    return np.concatenate([leaf.reshape(-1)[:: math.ceil(leaf.size / 2**16) or 1] for leaf in leaves])
+
+
+def _moved(leaf: Any, random: np.random.Generator) -> Any:
+    factor = random.uniform(0.5, 1.5, np.shape(leaf))
+    return np.asarray(np.asarray(leaf) * factor, leaf.dtype) if is_array(leaf) else leaf * float(factor)
+
+
+def _shown(number: float) -> str:
+    return f"{number:.1e}"
+
+
+def _list(numbers: np.ndarray) -> str:
+    return ", ".join(f"{number:.3f}" for number in numbers)

@@ -1,0 +1,402 @@
+"""`verify`: every route against the gradient of the full batch, on the user's own loss and batch."""
+
+import dataclasses
+import html
+import math
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from anybatch.call.arguments import ROLES, Arguments, Roles
+from anybatch.call.loss import trace_loss
+from anybatch.call.modules import opened
+from anybatch.errors import AnybatchError, InputError
+from anybatch.gradients.value_and_grad import value_and_grad
+from anybatch.verification import diagnosis
+from anybatch.verification.comparison import LeafDifference, Route, Trial
+
+SAMPLE = 64
+NOTABLE = 0.02  # an error of the full batch itself that a user should know of
+
+
+class DifferentGradientError(AnybatchError, AssertionError):
+    """A route gives another gradient than the full batch; the message has the table, and why."""
+
+
+@dataclasses.dataclass(frozen=True)
+class RouteCheck:
+    """One way of computing the gradient, compared with the full batch."""
+
+    name: str  # "microbatch_size=3"
+    ok: bool
+    gradient: float  # the relative difference of the gradient, at the leaf that is furthest off for its tolerance
+    leaf: str  # the name of that leaf
+    tolerance: float  # the rounding to be expected there
+    value: float  # the relative difference of the value
+    aux: float | None  # that of the worst leaf of aux, None without aux
+    leaves: tuple[LeafDifference, ...]  # the gradient leaf by leaf, then the value, then aux
+    rounding: float | None = None  # the difference in the dtypes given, if the others are in float64
+    expected_rounding: float | None = None
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Verification:
+    """What `verify` found. It holds no arrays; printed, it is a table."""
+
+    ok: bool
+    routes: tuple[RouteCheck, ...]
+    num_examples: int  # that were used
+    batch_size: int  # that were given
+    dtype: str  # in which the routes were compared
+    given_dtype: str | None  # the one given, if rounding in it was measured as well
+    notes: tuple[str, ...] = ()
+    diagnosis: str | None = None
+
+    def raise_if_different(self) -> "Verification":
+        """Returns itself if all routes agree.
+
+        Raises:
+          DifferentGradientError: otherwise, with the table and the diagnosis.
+        """
+        if not self.ok:
+            raise DifferentGradientError(str(self))
+        return self
+
+    def __str__(self) -> str:
+        rows = [self._header, *map(self._cells, self.routes)]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        left = {0, self._header.index("worst at")}
+        lines = [
+            "  ".join(c.ljust(w) if i in left else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True)))
+            for row in rows
+        ]
+        return "\n".join([self._title, "", *(line.rstrip() for line in lines), "", *self._remarks])
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        def row(cells: Sequence[str], tag: str, style: str = "") -> str:
+            return f"<tr{style}>" + "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in cells) + "</tr>"
+
+        styles = ["" if route.ok else ' style="color: #b00020"' for route in self.routes]
+        body = [row(self._cells(route), "td", style) for route, style in zip(self.routes, styles, strict=True)]
+        remarks = "".join(f"<p>{html.escape(text)}</p>" for text in self._remarks).replace("\n", "<br>")
+        return f"<p>{html.escape(self._title)}</p><table>{row(self._header, 'th')}{''.join(body)}</table>{remarks}"
+
+    @property
+    def _title(self) -> str:
+        some = f"the first {self.num_examples} of {self.batch_size}" if self.num_examples < self.batch_size else "all"
+        return (
+            f"{self.num_examples} examples ({some}) in microbatches, against jax.value_and_grad of them at once: "
+            f"relative differences in {self.dtype}"
+        )
+
+    @property
+    def _header(self) -> list[str]:
+        aux = [] if self.routes[0].aux is None else ["aux"]
+        given = [] if self.given_dtype is None else [f"in {self.given_dtype}", "allowed"]
+        return ["route", "gradient", "worst at", "allowed", "value", *aux, *given, ""]
+
+    def _cells(self, route: RouteCheck) -> list[str]:
+        aux = [] if route.aux is None else [_shown(route.aux)]
+        given = [] if self.given_dtype is None else [_shown(route.rounding), _shown(route.expected_rounding)]
+        numbers = [_shown(route.gradient), route.leaf, _shown(route.tolerance), _shown(route.value), *aux, *given]
+        return [route.name, *numbers, "same" if route.ok else "DIFFERENT"]
+
+    @property
+    def _remarks(self) -> list[str]:
+        verdict = "All routes give the gradient of the full batch." if self.ok else self.diagnosis or ""
+        return [*self.notes, verdict]
+
+
+def verify(
+    fun: Callable[..., Any],
+    *args: Any,
+    microbatch_sizes: int | Sequence[int] | None = None,
+    meshes: Any = (),
+    axis_name: str | tuple[str, ...] = "data",
+    argnums: int | tuple[int, ...] = 0,
+    has_aux: bool = False,
+    batch_argnums: int | tuple[int, ...] = 1,
+    batch_argnames: str | tuple[str, ...] = (),
+    reduction: str = "infer",
+    aux_reduction: Any = None,
+    rng_argnums: int | tuple[int, ...] = (),
+    accumulator_dtype: Any = jnp.float32,
+    sample: int | None = None,
+    **kwargs: Any,
+) -> Verification:
+    """Proves on your own loss and batch that microbatches give the gradient of the full batch.
+
+    It computes the gradient of a sample of the batch by `jax.value_and_grad`, all at once, and by
+    `anybatch.value_and_grad` at several microbatch sizes, and compares them leaf by leaf. Where they differ it
+    says why, and what to type instead. Call it once, before training; not under `jit`.
+
+    **Float64.** The comparison runs in double precision, whatever the dtypes given, so that it tells rounding
+    (1e-15) from an error (1e-3). The routes then run in the dtypes given too, to show the rounding there. A loss
+    that insists on narrower dtypes is compared in those alone, and a note says so.
+
+    **Tolerance.** What counts as rounding is measured: how far the gradient moves if the inputs change in their
+    last digit.
+
+    **Time.** Two compilations for each microbatch size, and two for the full batch.
+
+    >>> import jax.numpy as jnp, anybatch as ab
+    >>> def loss(w, x):
+    ...     return jnp.mean((w * x - 1) ** 2)
+    >>> x = jnp.array([0.5, 1.5, 2.5, 3.5])
+    >>> ab.verify(loss, 2.0, x, reduction="mean", microbatch_sizes=3).ok
+    True
+    >>> wrong = ab.verify(loss, 2.0, x, reduction="sum", microbatch_sizes=(1, 3))
+    >>> print(wrong.diagnosis)
+    The loss is a mean over its examples, and reduction="sum" was declared. With microbatch_size=1 the gradient is 4
+    times too large, for 4 microbatches. With reduction="mean" it agrees.
+    Pass reduction="mean", or leave reduction out: then anybatch reads the loss itself.
+
+    Args:
+      fun: the loss, as for `value_and_grad`.
+      *args: its arguments, arrays with values.
+      microbatch_sizes: which sizes to try. By default 1, one that divides the sample, one that does not, and all.
+      meshes: over which meshes to compute it, too: at the smallest and the largest size, with examples spread over the
+        axis `axis_name`. By default none: on one device.
+      axis_name: see `value_and_grad`.
+      argnums: as for `value_and_grad`, like the seven that follow.
+      has_aux: see there.
+      batch_argnums: see there.
+      batch_argnames: see there.
+      reduction: see there.
+      aux_reduction: see there. Leaves that are declared "stack" or "last" are not compared.
+      rng_argnums: see there.
+      accumulator_dtype: see there.
+      sample: how many examples to use, the first ones of the batch. By default 64, or enough for two microbatches
+        of the largest size and one of a single example. All of them must fit at once, in double precision.
+      **kwargs: the keyword arguments of the loss.
+
+    Returns:
+      A `Verification`: `ok`, a table of the routes if printed, and `raise_if_different()`.
+
+    Raises:
+      InputError: for arguments that cannot be worked with.
+    """
+    sizes = None if microbatch_sizes is None else _sizes(microbatch_sizes)
+    options = {
+        "argnums": argnums,
+        "has_aux": has_aux,
+        "batch_argnums": batch_argnums,
+        "batch_argnames": batch_argnames,
+        "reduction": reduction,
+        "aux_reduction": aux_reduction,
+        "rng_argnums": rng_argnums,
+        "accumulator_dtype": accumulator_dtype,
+    }
+    several = tuple(meshes) if isinstance(meshes, (tuple, list)) else (meshes,)
+    for mesh in (None, *several):  # checks them
+        value_and_grad(fun, **options, microbatch_size=1, mesh=mesh, axis_name=axis_name)
+    roles = Roles.of(**{name: options[name] for name in ROLES})
+    call = opened(fun, roles, has_aux, args, kwargs)
+    fun, has_aux, args, kwargs = call.fun, call.has_aux, call.args, call.kwargs
+    options |= {
+        "argnums": roles.argnums,
+        "has_aux": has_aux,
+        "aux_reduction": call.aux_reduction(reduction, aux_reduction),
+    }
+    whole = roles.sort(fun, args, kwargs)
+    _must_have_values(whole)
+    num_examples = _sample(sample, whole.num_examples, sizes)
+    some_args, some_kwargs = _first_examples(whole, num_examples)
+    trial = Trial(fun, some_args, some_kwargs, options)
+    try:
+        trace_loss(fun, trial.arguments, num_examples, weighted=trial.weighted, has_aux=has_aux)
+        sizes = sizes or _default_sizes(num_examples)
+        routes = [Route(size) for size in sizes]
+        for mesh in several:
+            routes += [Route(size, mesh, axis_name) for size in sorted({min(sizes), max(sizes)})]
+        return _verify(trial, routes, whole.num_examples)
+    except Exception as error:
+        if num_examples < whole.num_examples and not isinstance(error, AnybatchError):
+            error.add_note(
+                f"verify computed the loss for the first {num_examples} of the {whole.num_examples} examples. "
+                f"If it takes no fewer, pass sample={whole.num_examples}."
+            )
+        raise
+
+
+def _verify(given: Trial, routes: Sequence[Route], batch_size: int) -> Verification:
+    trial, differences, notes = _compared(given, routes)
+    roundings = {}
+    if trial is not given and _all_ok(differences):
+        errors = _errors_of_full_batch(given, trial)
+        roundings = {route: _roundings(given, route, errors) for route in routes}
+        worst = int(np.argmax(errors))
+        if errors[worst] > NOTABLE:
+            notes.append(
+                f"In {given.dtype.name} the gradient of the full batch is off by {_shown(errors[worst])} itself, "
+                f"at {given.names[worst]}."
+            )
+    if not all(np.isfinite(leaf).all() for leaf in trial.expected.gradient):
+        notes.append(
+            "The gradient of the full batch itself is not finite; what is not a number in both counts as same."
+        )
+    failed = {route: leaves for route, leaves in differences.items() if not _all_ok({route: leaves})}
+    rounded = {route: leaves for route, leaves in roundings.items() if not _all_ok({route: leaves})}
+    why = None
+    if here := {route.size: leaves for route, leaves in failed.items() if route.mesh is None}:
+        why = diagnosis.diagnose(trial, here, given)
+    elif failed:
+        why = (
+            "On one device the routes agree, and over the mesh they do not. If the loss is the same on every device "
+            "(no host callback, no state), this is an error of anybatch: please report it with this table."
+        )
+    elif rounded:
+        why = diagnosis.diagnose_rounding(given, {route.size: leaves for route, leaves in rounded.items()})
+    return Verification(
+        ok=not failed and not rounded,
+        routes=tuple(_route_check(trial, route, differences[route], roundings.get(route)) for route in routes),
+        num_examples=trial.num_examples,
+        batch_size=batch_size,
+        dtype=trial.dtype.name,
+        given_dtype=given.dtype.name if roundings else None,
+        notes=tuple(notes),
+        diagnosis=why,
+    )
+
+
+def _compared(
+    given: Trial, routes: Sequence[Route]
+) -> tuple[Trial, dict[Route, tuple[LeafDifference, ...]], list[str]]:
+    """The differences in float64, or else in the dtypes given; in which they are, and what is to be said about that."""
+    if not given.eps > np.finfo(np.float64).eps:
+        return given, {route: given.compare(route) for route in routes}, []
+    try:
+        double = given.to_float64()
+        differences = {route: double.compare(route) for route in routes}
+    except Exception as error:  # whatever it is: if it has to do with the loss, the dtypes given will raise it too
+        reason = f"it raised {type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
+    else:
+        if _all_ok(differences) or not double.fun.narrow:
+            narrow = f"The loss computes in {given.dtype.name}; all of it was done in float64 to compare the routes."
+            return double, differences, [narrow] if double.fun.recomputed else []
+        # The difference may be rounding in what stays narrow.
+        reason = f"the loss has {', '.join(sorted(double.fun.narrow))}, in dtypes of their own"
+    return given, {route: given.compare(route) for route in routes}, [f"Not compared in float64: {reason}."]
+
+
+def _errors_of_full_batch(given: Trial, double: Trial) -> list[float]:
+    """How far the gradient in the dtypes given is from that in float64, without any microbatches."""
+    if given.is_random:  # in float64 it may draw other numbers
+        return [0.0] * given.num_gradients
+    return given.differences(given.expected, double.expected)[: given.num_gradients]
+
+
+def _roundings(given: Trial, route: Route, errors: Sequence[float]) -> tuple[LeafDifference, ...]:
+    """The differences of the gradient in the dtypes given, where the routes are known to agree but for rounding.
+
+    They may be as large as a change in the last digit makes them, or as the error of the full batch: a sum may be
+    taken in bfloat16, and a GPU may multiply float32 matrices in fewer digits than the dtype has.
+    """
+    leaves = given.compare(route, capped=False)[: given.num_gradients]
+    return tuple(
+        dataclasses.replace(leaf, tolerance=max(leaf.tolerance, 4 * error))
+        for leaf, error in zip(leaves, errors, strict=True)
+    )
+
+
+def _route_check(
+    trial: Trial, route: Route, leaves: tuple[LeafDifference, ...], rounded: tuple[LeafDifference, ...] | None
+) -> RouteCheck:
+    gradients, value, aux = (
+        leaves[: trial.num_gradients],
+        leaves[trial.num_gradients],
+        leaves[trial.num_gradients + 1 :],
+    )
+    worst = max(gradients, key=lambda leaf: leaf.difference / leaf.tolerance)
+    worst_rounded = max(rounded, key=lambda leaf: leaf.difference / leaf.tolerance) if rounded else None
+    return RouteCheck(
+        name=str(route),
+        ok=_all_ok({route: leaves}) and _all_ok({route: rounded or ()}),
+        gradient=worst.difference,
+        leaf=worst.name,
+        tolerance=worst.tolerance,
+        value=value.difference,
+        aux=max((leaf.difference for leaf in aux), default=0.0) if trial.options["has_aux"] else None,
+        leaves=leaves,
+        rounding=worst_rounded.difference if worst_rounded else None,
+        expected_rounding=worst_rounded.tolerance if worst_rounded else None,
+    )
+
+
+def _all_ok(differences: dict[Any, tuple[LeafDifference, ...]]) -> bool:
+    return all(leaf.ok for leaves in differences.values() for leaf in leaves)
+
+
+def _sizes(given: Any) -> list[int]:
+    several = list(given) if isinstance(given, (tuple, list, range)) else [given]
+    try:
+        sizes = [0 if isinstance(size, bool) else operator.index(size) for size in several]
+    except TypeError:
+        sizes = []
+    if not sizes or min(sizes) < 1:
+        raise InputError(
+            "microbatch_sizes must be whole numbers of at least 1",
+            given=f"microbatch_sizes={given!r}",
+            remedy="Pass the sizes to try, e.g. microbatch_sizes=(1, 8, 24), or leave it out.",
+        )
+    return list(dict.fromkeys(sizes))
+
+
+def _default_sizes(num_examples: int) -> list[int]:
+    """1, one that divides, one that does not, and all."""
+    between = range(2, num_examples)
+    divides = [size for size in between if num_examples % size == 0]
+    ragged = [size for size in between if num_examples % size]
+    near = [min(sizes, key=lambda size: abs(size - num_examples / 3)) for sizes in (divides, ragged) if sizes]
+    return sorted({1, *near, num_examples})
+
+
+def _sample(given: Any, batch_size: int, sizes: list[int] | None) -> int:
+    if batch_size == 0:
+        raise InputError(
+            "The batch needs at least one example",
+            given="arrays of 0 examples",
+            remedy="Pass a batch as you would train on.",
+        )
+    if given is None:
+        return min(batch_size, max(SAMPLE, 2 * max(sizes or [0]) + 1))
+    try:
+        sample = 0 if isinstance(given, bool) else operator.index(given)
+    except TypeError:
+        sample = 0
+    if sample < 1:
+        raise InputError(
+            "sample must be a whole number of at least 1, or None",
+            given=f"sample={given!r}",
+            remedy="Pass how many examples of the batch to use, e.g. sample=32, or leave it out.",
+        )
+    return min(batch_size, sample)
+
+
+def _must_have_values(arguments: Arguments) -> None:
+    for leaf in arguments.leaves:
+        if isinstance(leaf.value, jax.core.Tracer):
+            raise InputError(
+                "verify compares values, so its arguments must have some",
+                given=f"{leaf.name} inside a jit, grad or vmap",
+                remedy="Call it outside, once, before training: ab.verify(loss, params, batch).raise_if_different().",
+            )
+
+
+def _first_examples(arguments: Arguments, num_examples: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    arrays = arguments.arrays
+    batch = [leaf if isinstance(leaf, (jax.Array, np.ndarray)) else jnp.asarray(leaf) for leaf in arrays.batch]
+    batch = [leaf[:num_examples] for leaf in batch]
+    return arguments.call(lambda *args, **kwargs: (args, kwargs), arrays._replace(batch=batch))
+
+
+def _shown(number: float | None) -> str:
+    if number is None:
+        return "-"
+    return f"{number:.1e}" if number and math.isfinite(number) else f"{number:g}"

@@ -1,0 +1,51 @@
+"""A small course for the tests of `anybatch learn`, and a check that needs no other process."""
+
+import time
+
+from anybatch.learn.catalogue import Course
+from anybatch.learn.check import Verdict
+from anybatch.learn.terminal import development
+
+NAMES = ("mean_gradient", "second", "third")
+
+
+def write_course(folder):
+    """Three exercises, as `anybatch learn dev new` writes them."""
+    development.new(folder, None)
+    for name in NAMES[1:]:
+        development.new(folder, name)
+    return Course.read(folder)
+
+
+def grade(exercise, source, runner=None, *, path=None, seed=None, anybatch=False):
+    """Passes what says "right"; is slow where it is told to be."""
+    if "slow" in source:
+        time.sleep(1.0)
+    if "explode" in source:
+        raise RuntimeError("a bug of the grader")
+    if "NotImplementedError" in source:
+        return Verdict(exercise.name, False, "run", "Not written yet.", started=False, seconds=0.1)
+    if "right" in source:
+        return Verdict(exercise.name, True, done=(("value", "5 cases"),), seconds=0.25)
+    return Verdict(exercise.name, False, "value", f"Wrong: {source.strip()}", "Look again.", seconds=0.2)
+
+
+class Runner:
+    """Runs nothing, and counts."""
+
+    started = 0
+
+    def __init__(self, **_):
+        type(self).started += 1
+
+    def keep_warm(self, devices):
+        pass
+
+    def close(self):
+        pass
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        pass

@@ -1,0 +1,91 @@
+"""The command line, as a user runs it."""
+
+import subprocess
+import sys
+import tomllib
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+import anybatch
+from anybatch import cli
+from anybatch.cli import doctor
+
+
+def run(*arguments):
+    command = [sys.executable, "-W", "error", "-m", "anybatch", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=300)
+
+
+def test_version():
+    assert run("--version").stdout == f"anybatch {anybatch.__version__}\n"
+
+
+def test_help_names_the_commands():
+    result = run()
+    assert "demo" in result.stdout + result.stderr
+
+
+def test_demo_refuses_what_cannot_be_before_it_begins(tmp_path):
+    result = run("demo", "--steps", "0")
+    assert result.returncode == 2
+    assert "--steps" in result.stderr
+    result = run("demo", "--memory", "much", "--out", str(tmp_path))
+    assert result.returncode == 2
+    assert "memory must be a number of bytes" in result.stderr and "Traceback" not in result.stderr
+
+
+def test_train_says_what_it_needs(tmp_path):
+    result = run("train")
+    assert result.returncode == 2
+    assert "anybatch train --example > run.toml" in result.stderr
+    (tmp_path / "run.toml").write_text(f'text = "{tmp_path}/missing.txt"')
+    result = run("train", "--config", str(tmp_path / "run.toml"))
+    assert result.returncode == 2
+    assert "The text must be a file that can be read" in result.stderr and "Traceback" not in result.stderr
+
+
+def test_train_shows_an_example():
+    assert tomllib.loads(run("train", "--example").stdout)["batch"] == 256
+
+
+def test_missing_packages_are_named():
+    program = "import sys; sys.modules['typer'] = None; from anybatch.__main__ import main; main()"
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert result.returncode == 1
+    assert 'pip install "anybatch[cli]"' in result.stderr
+
+
+@pytest.mark.parametrize("module, extra", [("rich.console", "cli"), ("jinja2", "cli"), ("optax", "train")])
+def test_a_command_names_the_extra_that_it_lacks(capsys, module, extra):
+    def command():
+        raise ModuleNotFoundError(f"No module named {module!r}", name=module)
+
+    with pytest.raises(typer.Exit) as ended:
+        cli._run(command)
+    assert ended.value.exit_code == 1 and f'pip install "anybatch[{extra}]"' in capsys.readouterr().err
+    assert cli._way_out(ModuleNotFoundError("mine", name="mine")) == ""  # the control
+
+
+def test_the_doctor_and_the_commands_know_the_same_extras():
+    modules = {name.removesuffix("-checkpoint").replace("-", "_"): extra for name, (extra, _) in doctor.EXTRAS.items()}
+    assert modules == cli._EXTRAS
+
+
+def test_the_help_of_train_can_be_pasted():
+    said = run("train", "--help").stdout
+    assert "anybatch train --example > run.toml\n" in said and "\\b" not in said and "\b" not in said
+
+
+@pytest.mark.parametrize("report", ["book.txt", "run.toml", "link.html", "anybatch-run/log.csv"])
+def test_train_writes_its_report_over_no_file_of_the_user(tmp_path, monkeypatch, report):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "book.txt").write_text("Call me Ishmael. " * 50)
+    (tmp_path / "link.html").symlink_to("book.txt")
+    (tmp_path / "run.toml").write_text(f'text = "book.txt"\nreport = "{report}"\n')
+    files = {path: path.read_bytes() for path in tmp_path.iterdir()}
+    result = CliRunner().invoke(cli.app, ["train", "--config", "run.toml"])
+    assert result.exit_code == 2 and f"got report = '{report}', which " in result.output
+    assert {path: path.read_bytes() for path in files} == files
+    assert not (tmp_path / "anybatch-run" / "log.csv").exists()

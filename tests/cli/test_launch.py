@@ -1,0 +1,296 @@
+"""`anybatch launch`, as a user runs it: output, exit status, and nothing left behind."""
+
+import errno
+import os
+import re
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+
+import pytest
+from cases.processes import end
+
+from anybatch.cli import launch
+from anybatch.errors import InputError
+
+# Scripts that wait say so, and where they are.
+WAIT = """
+import os, sys, time
+print("waits as", os.getpid(), flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.fixture
+def script(tmp_path):
+    def write(text):
+        path = tmp_path / "script.py"
+        path.write_text(textwrap.dedent(text))
+        return str(path)
+
+    return write
+
+
+def command(*arguments):
+    return [sys.executable, "-W", "error", "-m", "anybatch", "launch", *map(str, arguments)]
+
+
+def run(*arguments, **options):
+    return subprocess.run(command(*arguments), capture_output=True, text=True, timeout=60, **options)
+
+
+def is_running(pid):
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def gone(pids, seconds=5.0):
+    deadline = time.monotonic() + seconds
+    while any(map(is_running, pids)) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return not any(map(is_running, pids))
+
+
+def test_the_example_of_the_help_works(tmp_path):
+    text = run("--help").stdout
+    example = textwrap.dedent(text[text.index("  # hello.py") : text.index("      anybatch launch")])
+    (tmp_path / "hello.py").write_text(example)
+    words = re.search(r"anybatch launch (.+)", text[text.index("      anybatch launch") :])[1].split()
+    result = run(*words, cwd=tmp_path, env=os.environ | {"JAX_PLATFORMS": "cpu"})
+    assert result.returncode == 0, result.stderr
+    for index in (0, 1):
+        assert f"[{index}] process {index} of 2, which met at 127.0.0.1:" in result.stdout
+        assert f"[{index}] 4 of 8 devices\n" in result.stdout
+
+
+def test_output_arguments_and_variables(script):
+    path = script(
+        """
+        import os, sys
+        print(sys.argv[1:], os.environ["ANYBATCH_PROCESS_ID"], os.environ["JAX_NUM_CPU_DEVICES"])
+        print("to the other stream", file=sys.stderr)
+        sys.stdout.write("no end of line")
+        """
+    )
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_COORDINATOR_BIND_ADDRESS": "0.0.0.0:1"}
+    arguments = ("--processes", 3, "--devices-per-process", 2, path, "--timeout", "-x")
+    result = run(*arguments, env=environment)
+    assert result.returncode == 0, result.stderr
+    expected = [f"[{i}] ['--timeout', '-x'] {i} 2" for i in range(3)] + [f"[{i}] no end of line" for i in range(3)]
+    assert sorted(result.stdout.splitlines()) == sorted(expected)
+    assert sorted(result.stderr.splitlines()) == [f"[{i}] to the other stream" for i in range(3)]
+
+
+@pytest.mark.parametrize(
+    "how, status, said",
+    [("sys.exit(7)", 7, "ended with status 7"), ("os.kill(os.getpid(), 9)", 137, "was killed by SIGKILL")],
+)
+def test_one_that_fails_ends_the_others(script, how, status, said):
+    path = script(
+        f"""
+        import os, sys, time
+        if os.environ["ANYBATCH_PROCESS_ID"] == "1":
+            time.sleep(0.5)
+            {how}
+        {textwrap.indent(WAIT, " " * 8).strip()}
+        """
+    )
+    started = time.monotonic()
+    result = run("--processes", 3, path)
+    assert result.returncode == status
+    assert f"anybatch launch: process 1 {said}; ending the others" in result.stderr
+    waiting = re.findall(r"waits as (\d+)", result.stdout)
+    assert len(waiting) == 2 and gone(waiting, 0)
+    assert time.monotonic() - started < 30
+
+
+@pytest.mark.parametrize("number, status", [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)])
+def test_the_processes_end_with_the_launcher(script, number, status):
+    if number == signal.SIGKILL and not sys.platform.startswith("linux"):
+        pytest.skip("only Linux tells a process that its parent was killed")
+    launcher = subprocess.Popen(
+        command(script(WAIT)), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    )
+    try:
+        waiting = [launcher.stdout.readline().rsplit(" ", 1)[1].strip() for _ in range(2)]
+        assert all(map(is_running, waiting))
+        os.kill(launcher.pid, number)
+        assert launcher.wait(timeout=20) == status
+        assert gone(waiting)
+    finally:
+        end(launcher)
+        launcher.stdout.close()
+
+
+@pytest.mark.thorough
+def test_the_timeout_ends_even_those_that_ignore_it(script):
+    path = script("import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)" + WAIT)
+    started = time.monotonic()
+    result = run("--timeout", 2, path)
+    assert result.returncode == 124
+    assert "anybatch launch: not done after 2 seconds; ending all 2 that still run" in result.stderr
+    assert gone(re.findall(r"waits as (\d+)", result.stdout), 0)
+    assert time.monotonic() - started < 20
+
+
+@pytest.mark.thorough
+def test_nobody_reads_any_more(script):
+    path = script("import time\nfor turn in range(600): print(turn, flush=True); time.sleep(0.1)")
+    launcher = subprocess.Popen(command(path), stdout=subprocess.PIPE, start_new_session=True)
+    try:
+        launcher.stdout.readline()
+        launcher.stdout.close()
+        assert launcher.wait(timeout=20) == 141
+    finally:
+        end(launcher)
+
+
+def test_a_script_that_is_not_there():
+    result = run("--processes", 4, "nowhere.py")
+    assert result.returncode == 2
+    assert result.stderr.startswith("The script must be a file, got 'nowhere.py'.\nanybatch launch --processes 4")
+
+
+@pytest.fixture
+def starts_nothing(monkeypatch):
+    def start(*_):
+        raise AssertionError("a process was started")
+
+    monkeypatch.setattr(launch, "_start", start)
+    monkeypatch.setattr(launch, "visible_gpus", lambda _: [])
+
+
+@pytest.mark.usefixtures("starts_nothing")
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (
+            {"processes": 100_000},
+            "processes must be at most 16, unless you allow more: each of them loads JAX, and this machine has 2 CPUs, "
+            "got processes=100000.\nStart fewer, or allow as many: anybatch launch --max-processes 100000 ...",
+        ),
+        (
+            {"processes": 17, "max_processes": 16},
+            "processes must be at most 16, unless you allow more: each of them loads JAX, and this machine has 2 CPUs, "
+            "got processes=17.\nStart fewer, or allow as many: anybatch launch --max-processes 17 ...",
+        ),
+        (
+            {"processes": 16, "devices_per_process": 10**9},
+            "The simulated devices of all processes must be at most 1024, unless you allow more, got "
+            "devices_per_process=1000000000 in 16 processes.\nTake fewer, or say it to JAX yourself: "
+            "JAX_NUM_CPU_DEVICES=1000000000 anybatch launch ...",
+        ),
+        (
+            {"processes": 0},
+            "processes must be a whole number of at least 1, got processes=0.\nFor example processes=2.",
+        ),
+        (
+            {"processes": -3},
+            "processes must be a whole number of at least 1, got processes=-3.\nFor example processes=2.",
+        ),
+        (
+            {"processes": 2, "devices_per_process": 0},
+            "devices_per_process must be a whole number of at least 1, got devices_per_process=0.\n"
+            "For example devices_per_process=1.",
+        ),
+    ],
+    ids=lambda value: str(value) if isinstance(value, dict) else "",
+)
+def test_more_than_the_machine_can_take_is_refused_before_anything_starts(script, monkeypatch, options, message):
+    monkeypatch.setattr(launch, "_cpus", lambda: 2)
+    with pytest.raises(InputError) as caught:
+        launch.launch(script("print(1)"), **options)
+    assert str(caught.value) == message
+
+
+@pytest.mark.usefixtures("starts_nothing")
+@pytest.mark.parametrize(
+    "cpus, options",
+    [(2, {"processes": 16}), (2, {"processes": 17, "max_processes": 17}), (64, {"processes": 256})],
+    ids=str,
+)
+def test_as_many_as_the_machine_can_take_are_started(script, monkeypatch, cpus, options):
+    """The control: these are not refused, and get as far as the first start."""
+    monkeypatch.setattr(launch, "_cpus", lambda: cpus)
+    with pytest.raises(AssertionError, match="a process was started"):
+        launch.launch(script("print(1)"), **options)
+
+
+@pytest.mark.parametrize("options", [["--processes", 100_000], ["--processes", 2, "--devices-per-process", 100_000]])
+def test_the_command_refuses_too_many(script, options):
+    result = run(*options, script("print('started')"), env=os.environ | {"JAX_PLATFORMS": "cpu"})
+    assert result.returncode == 2 and result.stdout == ""
+    assert "must be at most" in result.stderr and "100000" in result.stderr
+
+
+def test_if_the_system_starts_no_more_those_that_run_are_ended(script, monkeypatch, tmp_path):
+    started = []
+
+    def start(command, environment):
+        if len(started) == 2:
+            raise OSError(errno.EMFILE, "Too many open files")
+        started.append(
+            subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True)
+        )
+        return started[-1]
+
+    monkeypatch.setattr(launch, "_start", start)
+    monkeypatch.setattr(launch, "visible_gpus", lambda _: [])
+    with pytest.raises(InputError) as caught:
+        launch.launch(script(WAIT), processes=4)
+    for process in started:
+        process.stdout.close()
+        process.stderr.close()
+        assert process.poll() is not None
+    assert str(caught.value) == (
+        "The system must let all processes start, got process 2 of 4 (Too many open files).\n"
+        "Start fewer, e.g. anybatch launch --processes 2 ..., or raise its limits: ulimit -n, ulimit -u."
+    )
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    "options, outcome",
+    [
+        ("processes=2", ["[0] 0,3", "[1] 5,6"]),
+        ("processes=2, devices_per_process=1", ["[0] 0", "[1] 3"]),
+        ("processes=6", "got 5 GPUs for 6 processes."),
+        ("processes=2, devices_per_process=3", "got 5 GPUs for 2 processes with 3 devices each."),
+    ],
+)
+def test_processes_share_the_gpus(script, options, outcome):
+    path = script("import os; print(os.environ['CUDA_VISIBLE_DEVICES'])")
+    gpus = ["0", "3", "5", "6", "7"]
+    program = f"from anybatch import launch; launch.visible_gpus = lambda _: {gpus}; launch.launch({path!r}, {options})"
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    if isinstance(outcome, str):
+        assert outcome in result.stderr
+        assert "JAX_PLATFORMS=cpu anybatch launch" in result.stderr
+    else:
+        assert sorted(result.stdout.splitlines()) == outcome, result.stderr
+
+
+class Plugin:
+    name = "xla_cuda13"
+
+
+@pytest.mark.parametrize(
+    "environment, gpus",
+    [
+        ({"CUDA_VISIBLE_DEVICES": "2, 3"}, ["2", "3"]),
+        ({"CUDA_VISIBLE_DEVICES": "2,3", "JAX_PLATFORMS": "cpu"}, []),
+        ({"CUDA_VISIBLE_DEVICES": "2,3", "JAX_PLATFORMS": "cuda,cpu"}, ["2", "3"]),
+        ({"CUDA_VISIBLE_DEVICES": ""}, []),
+        ({"CUDA_VISIBLE_DEVICES": "-1"}, []),
+    ],
+)
+def test_the_gpus_that_jax_would_use(monkeypatch, environment, gpus):
+    monkeypatch.setattr(launch.importlib.metadata, "entry_points", lambda group: [Plugin])
+    assert launch.visible_gpus(environment) == gpus
+    monkeypatch.setattr(launch.importlib.metadata, "entry_points", lambda group: [])
+    assert launch.visible_gpus(environment) == []

@@ -1,0 +1,82 @@
+"""Blocks that are computed twice: the same gradient, in less memory."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from cases.comparing import assert_same
+from cases.planned import elementwise, problem
+from cases.read_losses import INFERRED
+from cases.zoo import ZOO
+
+import anybatch as ab
+from anybatch.call.options import POLICIES
+
+pytestmark = pytest.mark.thorough
+
+SOME = (
+    "gpt_scanned",
+    "two_towers",
+    "equinox_model",
+)
+
+
+@pytest.mark.parametrize("case", [case for case in ZOO if case.name in SOME], ids=lambda case: case.name)
+def test_blocks_of_real_models_give_the_same_gradient(model_defaults, case):
+    loss, arguments = case.problem(num_examples=6)
+    expected = jax.jit(jax.value_and_grad(loss, has_aux=case.has_aux))(*arguments)
+    options = {"has_aux": case.has_aux, "microbatch_size": 4, "remat": "nothing_saveable"}
+    actual = jax.jit(ab.value_and_grad(loss, **options))(*arguments)
+    assert_same(actual, expected, rtol=1e-8, atol=1e-9)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_every_policy_gives_the_same_gradient(float64, policy):
+    params, batch = jax.tree.map(_double, problem(12, width=4))
+    expected = jax.value_and_grad(elementwise)(params, batch)
+    for options in ({"reduction": "infer"}, {"reduction": "mean"}):
+        for size in (5, None):
+            fun = ab.value_and_grad(elementwise, microbatch_size=size, remat=policy, **options)
+            assert_same(fun(params, batch), expected)
+
+
+@pytest.mark.parametrize("case", INFERRED[::16], ids=lambda case: case.name)
+def test_blocks_of_small_losses_give_the_same_gradient(model_defaults, case):
+    arguments = jax.tree.map(jnp.asarray, case.make(case.num_examples or 12))
+    options = {"has_aux": case.has_aux}
+    expected = jax.value_and_grad(case.loss, **options)(*arguments)
+    fun = ab.value_and_grad(
+        case.loss, **options, batch_argnums=case.batch_argnums, microbatch_size=5, remat="nothing_saveable"
+    )
+    assert_same(fun(*arguments), expected)
+
+
+def test_blocks_take_less_memory():
+    params, batch = problem(64, width=32, depth=16)
+
+    def temporaries(**options):
+        fun = jax.jit(ab.value_and_grad(elementwise, microbatch_size=16, **options))
+        return fun.lower(params, batch).compile().memory_analysis().temp_size_in_bytes
+
+    plain, dots, nothing = temporaries(), temporaries(remat="dots_saveable"), temporaries(remat="nothing_saveable")
+    assert nothing < dots < plain / 2
+
+
+def test_layers_that_are_written_out_become_blocks():
+    """As many checkpoints as memory wants, each around about a layer; and around all of them there is none."""
+    params, batch = problem(64, width=32, depth=16)
+
+    def unrolled(params, batch):
+        hidden = batch["x"]
+        for weights in params["layers"]:
+            hidden = jnp.tanh(hidden @ weights)
+            hidden = hidden + jnp.tanh(hidden @ weights.T) @ weights
+        return jnp.mean((hidden - batch["y"]) ** 2)
+
+    fun = ab.value_and_grad(unrolled, microbatch_size=None, remat="nothing_saveable")
+    text = str(jax.make_jaxpr(fun)(params, batch))
+    assert 3 <= text.count("remat2[") + text.count("checkpoint[") <= 40
+
+
+def _double(leaf):
+    leaf = jnp.asarray(leaf)
+    return leaf.astype(jnp.float64) if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf

@@ -1,0 +1,37 @@
+"""Every Python block of the documentation runs, in the order of its page."""
+
+import pathlib
+import re
+
+import jax
+import pytest
+
+pytestmark = pytest.mark.thorough
+
+ROOT = pathlib.Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def blocks(page):
+    return re.findall(r"^```python\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page)], ids=lambda page: page.name)
+def test_the_blocks_of_a_page_run(page, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    names = {}
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):  # as users have it
+        for block in blocks(page):
+            exec(compile(block, str(page), "exec"), names)
+
+
+def test_the_blocks_are_found():
+    assert len(blocks(ROOT / "README.md")) == 4
+    assert len(blocks(ROOT / "docs" / "guide.md")) >= 7
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_between_pages_lead_somewhere(page):
+    for target in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
+        if not target.startswith("http"):
+            assert (page.parent / target).exists(), target

@@ -1,0 +1,98 @@
+"""Real models, read and microbatched with nothing declared, give exactly what the full batch gives."""
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases.zoo import ZOO
+
+import anybatch as ab
+
+pytestmark = pytest.mark.thorough
+
+
+def by_name(case):
+    return case.name
+
+
+def problem(case):
+    if case.requires:
+        pytest.importorskip(case.requires)
+    return case.problem(num_examples=6)
+
+
+def comparable(tree):
+    """Keys as the integers that they are made of."""
+    return jax.tree.map(lambda x: jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x, tree)
+
+
+def check_equal(actual, expected):
+    actual, expected = comparable(actual), comparable(expected)
+    chex.assert_trees_all_equal_shapes_and_dtypes(actual, expected)
+    chex.assert_trees_all_close(actual, expected, rtol=1e-9, atol=1e-12)
+
+
+def check_worth_comparing(gradient):
+    """Finite, and not zero; but softmax removes the bias of attention's keys, and there it is."""
+    chex.assert_tree_all_finite(gradient)
+    leaves = jax.tree_util.tree_leaves_with_path(gradient)
+    zeros = [jax.tree_util.keystr(path) for path, leaf in leaves if np.abs(leaf).max() < 1e-6]
+    assert all("['key']['bias']" in name for name in zeros), zeros
+
+
+# Those with something of their own, on every run; the others differ in what the tables of losses have too.
+TELLING = {
+    *("vision_transformer", "gpt_scanned", "bert", "lstm_of_unequal_lengths", "mixture_of_experts", "two_towers"),
+    *("nnx_model", "equinox_model_with_dropout", "resnet_with_batch_norm", "variational_autoencoder"),
+}
+
+
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, id=case.name, marks=[] if case.name in TELLING else pytest.mark.slow) for case in ZOO],
+)
+def test_value_aux_and_gradient_are_those_of_the_full_batch(model_defaults, case):
+    """Two sizes: one that divides the six examples, and one that leaves a remainder."""
+    loss, args = problem(case)
+    expected = jax.jit(jax.value_and_grad(loss, has_aux=case.has_aux))(*args)
+    check_worth_comparing(expected[1])
+
+    for microbatch_size in (2, 4):
+        fun = ab.value_and_grad(loss, has_aux=case.has_aux, microbatch_size=microbatch_size)
+        check_equal(jax.jit(fun)(*args), expected)
+
+
+@pytest.mark.parametrize("case", ZOO, ids=by_name)
+def test_reading_counts_the_passes(model_defaults, case):
+    loss, args = problem(case)
+
+    reading = ab.read(loss, *args, has_aux=case.has_aux)
+
+    assert reading.num_examples == 6
+    assert reading.passes == case.passes
+    assert reading.stochastic == case.stochastic
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "two_towers",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("bert", "resnet_with_batch_norm", "unet_diffusion")),
+    ],
+)
+def test_the_comparison_can_fail(model_defaults, name):
+    """The control: the mean of the microbatches' own gradients, which is what one gets without a reading."""
+    (case,) = (case for case in ZOO if case.name == name)
+    loss, (params, batch, *rest) = problem(case)
+    fun = jax.jit(jax.grad(loss, has_aux=case.has_aux))
+
+    def gradient(rows):
+        result = fun(params, jax.tree.map(lambda leaf: leaf[rows], batch), *rest)
+        return result[0] if case.has_aux else result
+
+    expected = gradient(slice(0, 6))
+    halves = [gradient(slice(0, 3)), gradient(slice(3, 6))]
+
+    with pytest.raises(AssertionError):
+        chex.assert_trees_all_close(jax.tree.map(lambda a, b: (a + b) / 2, *halves), expected, rtol=1e-2, atol=1e-3)

@@ -1,0 +1,765 @@
+"""A learner's file in a process of its own: whatever it does ends in a sentence, and leaves nothing behind."""
+
+import concurrent.futures
+import contextlib
+import copy
+import dataclasses
+import errno
+import json
+import os
+import pathlib
+import re
+import secrets
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import textwrap
+import time
+
+import numpy as np
+import pytest
+
+from anybatch.errors import AnybatchError, NotAvailableError
+from anybatch.learn.runner import isolation, landlock, seccomp, submissions
+from anybatch.learn.runner.submissions import Ended, Limits, Runner
+
+pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="what is left behind is read from /proc")
+
+SECRET = "the answer is " + secrets.token_hex(8)
+KERNEL = ("namespaces", "landlock", "seccomp")
+# What is left of the isolation when layers of it are missing, as they are on other systems and in containers.
+HELD = {"all": (), "kernel alone": ("hook",), "hook alone": KERNEL, "limits alone": (*KERNEL, "capabilities", "hook")}
+
+
+@pytest.fixture(scope="module")
+def course(tmp_path_factory):
+    """A folder that no check may read."""
+    folder = tmp_path_factory.mktemp("course")
+    (folder / "solution.py").write_text(f"SECRET = {SECRET!r}\n")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def first_runner(course):
+    with Runner(Limits(memory=2**30), hidden=[course]) as runner:
+        yield runner
+
+
+@pytest.fixture
+def runner(first_runner):
+    yield first_runner
+    assert left_by(first_runner) == ([], ["nursery.log"])
+
+
+def held(runner, mode=None, **limits):
+    """The same, without some of the layers, or with other limits. Its children have the same parent."""
+    other = copy.copy(runner)
+    other.limits = dataclasses.replace(runner.limits, **limits)
+    other._order = runner._order | {"limits": dataclasses.asdict(other.limits)}
+    other._order |= {"without": list(HELD[mode])} if mode else {}
+    return other
+
+
+def layers(runner):
+    """What holds a process on this machine; a container may allow less."""
+    with runner.open("", "exercise.py") as submission:
+        assert submission.loaded is not None
+        return submission.layers
+
+
+def left_by(runner, seconds=5.0):
+    """Processes and files that are still there, after they have had a moment."""
+    pid, folder = runner._nursery.process.pid, runner._nursery.folder
+    deadline = time.monotonic() + seconds
+    while True:
+        processes = pathlib.Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        files = sorted(os.listdir(folder))
+        if (not processes and len(files) == 1) or time.monotonic() > deadline:
+            return processes, files
+        time.sleep(0.02)
+
+
+def is_running(pid):
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/stat") as file:
+        return file.read().rpartition(")")[2].split()[0] != "Z"
+    return False
+
+
+def gone(pids, seconds=5.0):
+    deadline = time.monotonic() + seconds
+    while any(map(is_running, pids)) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return not any(map(is_running, pids))
+
+
+@dataclasses.dataclass
+class Outcome:
+    kind: str  # "answer", the type of an exception, or why it ended
+    text: str
+    line: int | None
+    prints: str
+    dropped: int
+
+
+def outcome(runner, source, devices=1, compiled=False):
+    """Loads a file, calls its `f`, and says what came of it."""
+    source = textwrap.dedent(source).lstrip("\n")
+    request = {"do": "call", "function": "f", "args": (np.ones(3, np.float32),), "want": ("value",)}
+    with runner.open(source, "exercise.py", devices=devices) as submission:
+        try:
+            reply = submission.loaded
+            reply = reply if "error" in reply else submission.ask(request | {"compiled": compiled})
+        except Ended as ended:
+            with pytest.raises(Ended, match=re.escape(ended.message)):  # from then on it is over
+                submission.ask(request)
+            line, text = ended.where or (None, None)
+            assert line is None or text == source.splitlines()[line - 1]
+            found = ended.kind, ended.message, line
+        else:
+            error = reply.get("error")
+            found = (error["type"], error["message"], error["line"]) if error else ("answer", "", None)
+        return Outcome(*found, submission.prints, submission.prints_dropped)
+
+
+def test_a_file_is_loaded_and_asked(runner):
+    source = "import jax\n\ndef f(x):\n    print('on', jax.device_count())\n    return {'a': 2 * x}\n"
+    request = {"do": "call", "function": "f", "args": (np.arange(3.0, dtype=np.float32),), "want": ("value",)}
+    with (
+        runner.open(source, "one.py") as one,
+        runner.open(source, "eight.py", devices=8) as eight,
+        concurrent.futures.ThreadPoolExecutor(2) as pool,
+    ):
+        for reply in pool.map(lambda each: each.ask(request | {"compiled": True}), (one, eight)):
+            np.testing.assert_array_equal(reply["value"]["leaves"][0], [0, 2, 4])
+        assert one.loaded["functions"] == {"f": [1, 1]}
+        assert (one.prints, eight.prints, eight.prints_dropped) == ("on 1\n", "on 8\n", 0)
+
+
+def test_a_spare_is_taken_and_replaced(runner):
+    runner.keep_warm([1])
+    (spare,) = runner._spares[1]
+    assert outcome(runner, "def f(x):\n    return x\n").kind == "answer"
+    (other,) = runner._spares[1]
+    assert other is not spare and spare.status is None
+    runner.keep_warm([])
+    assert runner._spares[1] == []
+
+
+# name -> source, why it ended, what the learner reads, in which line it was
+ENDLESS = {
+    "loop": ("def f(x):\n    while True:\n        pass\n", "still running after 1.5 seconds", (2, 3)),
+    "loop when loaded": ("n = 0\nwhile True:\n    n += 1\n", "still running after 1.5 seconds", (2, 3)),
+    "loop in XLA": (
+        "import jax\n\ndef f(x):\n    y = jax.lax.while_loop(lambda _: True, lambda x: x + 1, x)\n    return y + 1\n",
+        "still running after 1.5 seconds",
+        (4, 5, None),
+    ),
+    "lock taken twice": (
+        "import threading\nlock = threading.Lock()\ndef f(x):\n    with lock:\n        with lock:\n            pass\n",
+        "still running after 1.5 seconds",
+        (5,),
+    ),
+    "thread that never ends": (
+        """
+        import threading
+        def f(x):
+            thread = threading.Thread(target=threading.Event().wait)
+            thread.start()
+            thread.join()
+        """,
+        "still running after 1.5 seconds",
+        (5,),
+    ),
+    "signals ignored": (
+        """
+        import signal, time
+        for number in range(1, 32):
+            if number not in (signal.SIGKILL, signal.SIGSTOP):
+                signal.signal(number, signal.SIG_IGN)
+        def f(x):
+            time.sleep(100)
+        """,
+        "still running after 1.5 seconds",
+        (None,),
+    ),
+    "stopped by itself": (
+        "import os, signal\ndef f(x):\n    os.kill(os.getpid(), signal.SIGSTOP)\n",
+        "still running after 1.5 seconds",
+        (None,),
+    ),
+}
+
+
+@pytest.mark.parametrize("mode", ["all", "limits alone"])
+def test_what_never_ends_is_ended(runner, mode):
+    weaker = held(runner, mode, seconds=1.5)
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        begin = time.monotonic()
+        outcomes = dict(zip(ENDLESS, pool.map(lambda each: outcome(weaker, each[0]), ENDLESS.values()), strict=True))
+        assert time.monotonic() - begin < 15
+    for name, (_, says, lines) in ENDLESS.items():
+        found = outcomes[name]
+        assert found.kind == "time" and says in found.text and found.line in lines, (name, found)
+
+
+def test_computing_time_is_limited(runner):
+    found = outcome(held(runner, seconds=20.0, cpu_seconds=1), "def f(x):\n    while True:\n        pass\n")
+    assert found.kind == "time" and found.line in (2, 3)
+    assert "computed for more than 1 seconds, on all cores" in found.text
+
+
+ENDS = {
+    "os._exit": ("import os\ndef f(x):\n    os._exit(0)\n", "exit", "(exit code 0) before it had answered"),
+    "os._exit when loaded": ("import os\nos._exit(3)\n", "exit", "(exit code 3) before it had answered"),
+    "sys.exit": ("import sys\ndef f(x):\n    sys.exit(0)\n", "SystemExit", "0"),
+    "sys.exit when loaded": ("import sys\nsys.exit()\n", "SystemExit", ""),
+    "recursion": ("def f(x):\n    return f(x)\n", "RecursionError", "maximum recursion depth"),
+    "crash": ("import ctypes\ndef f(x):\n    ctypes.string_at(0)\n", "signal", "crashed its process (SIGSEGV)"),
+    "abort": ("import os\ndef f(x):\n    os.abort()\n", "signal", "crashed its process (SIGABRT)"),
+    "killed": (
+        "import os\ndef f(x):\n    os.kill(os.getpid(), 9)\n",
+        "memory",
+        "killed your code (SIGKILL), most likely for its memory. A check has 1.0 GiB",
+    ),
+    "an alarm": (
+        "import signal, time\ndef f(x):\n    signal.setitimer(signal.ITIMER_REAL, 0.01)\n    time.sleep(9)\n",
+        "signal",
+        "ended its process (SIGALRM)",
+    ),
+    "a tracer": (
+        "import sys\ndef g(*_):\n    raise ValueError('late')\nsys.settrace(g)\ndef f(x):\n    return x\n",
+        "channel",
+        "could not be sent: ValueError: late. Something that the file has replaced, or left running",
+    ),
+    "descriptors closed": ("import os\ndef f(x):\n    os.closerange(0, 4096)\n    return x\n", "channel", "channel"),
+    "descriptors closed, and on": (
+        "import os, time\ndef f(x):\n    os.closerange(0, 4096)\n    time.sleep(1)\n",
+        "channel",
+        "something else was written to, or read from, its channel",
+    ),
+    "garbage": (
+        """
+        import os
+        def f(x):
+            for descriptor in range(256):
+                try:
+                    os.write(descriptor, b"garbage" * 3)
+                except OSError:
+                    pass
+            return x
+        """,
+        "channel",
+        "something else was written to",
+    ),
+    "an answer of one's own": (
+        """
+        import json, os, struct
+        def f(x):
+            text = json.dumps({"value": 1}).encode()
+            data = struct.pack(">I", len(text)) + text
+            for descriptor in range(3, 256):
+                try:
+                    os.write(descriptor, struct.pack(">QI", len(data), 0) + data)
+                except OSError:
+                    pass
+            return x
+        """,
+        "channel",
+        "something else was written to",
+    ),
+    "requests read": (
+        """
+        import os, select
+        def f(x):
+            for descriptor in range(3, 256):
+                try:
+                    if select.select([descriptor], [], [], 0)[0]:
+                        os.read(descriptor, 4096)
+                except OSError:
+                    pass
+            return x
+        """,
+        "channel",
+        "could not be sent: EOFError: somebody else has read the request",
+    ),
+    "json replaced": ("import json\njson.dumps = lambda *_: '{}'\ndef f(x):\n    return x\n", "channel", "channel"),
+    "encoding fails": (
+        "import json\njson.dumps = None\ndef f(x):\n    return x\n",
+        "channel",
+        "'NoneType' object is not",
+    ),
+    # Of these, nobody else takes notice.
+    "os replaced": ("import os\nos.write = os.read = os._exit = None\ndef f(x):\n    return x\n", "answer", ""),
+    "stdout closed": ("import sys\ndef f(x):\n    sys.stdout.close()\n    return x\n", "answer", ""),
+    "something at exit": (
+        "import atexit, time\natexit.register(time.sleep, 99)\ndef f(x):\n    return x\n",
+        "answer",
+        "",
+    ),
+}
+
+
+def test_ways_to_end(runner):
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        outcomes = dict(zip(ENDS, pool.map(lambda each: outcome(runner, each[0]), ENDS.values()), strict=True))
+    for name, (_, kind, says) in ENDS.items():
+        assert outcomes[name].kind == kind and says in outcomes[name].text, (name, outcomes[name])
+    assert outcomes["crash"].line == outcomes["abort"].line == 3
+
+
+PRINTS = {
+    "some": ("def f(x):\n    print('a' * 5000)\n    return x\n", "answer", 4000, 1001),
+    "much": ("def f(x):\n    print('a' * 3_000_000)\n    return x\n", "prints", 4000, None),
+    "endless": ("import os\ndef f(x):\n    while True:\n        os.write(2, b'b' * 1000)\n", "prints", 4000, None),
+    "no text": ("import os\ndef f(x):\n    os.write(1, b'\\xff\\xfe')\n    return x\n", "answer", 2, 0),
+    "before an end": ("import os\ndef f(x):\n    print('was here', end='')\n    os._exit(0)\n", "exit", 8, 0),
+}
+
+
+@pytest.mark.parametrize("name", PRINTS)
+def test_prints_are_kept_up_to_a_limit(runner, name):
+    source, kind, kept, dropped = PRINTS[name]
+    found = outcome(runner, source)
+    assert (found.kind, len(found.prints)) == (kind, kept)
+    assert dropped in (None, found.dropped)
+    if kind == "prints":
+        assert "printed more than 1.0 MiB, and was stopped" in found.text
+
+
+def test_threads_that_go_on_printing(runner):
+    source = """
+    import threading
+    def talk():
+        while True:
+            print("x" * 100)
+    def f(x):
+        threading.Thread(target=talk, daemon=True).start()
+        return x
+    """
+    assert outcome(runner, source).kind in ("answer", "prints")
+
+
+MEMORY = {
+    "bytearray": ("def f(x):\n    return len(bytearray(10 * 2**30))\n", "MemoryError", ""),
+    "numpy": (
+        "import numpy as np\ndef f(x):\n    return np.ones(10 * 2**27)\n",
+        "MemoryError",
+        "Unable to alloc",
+    ),
+    "JAX": ("import jax.numpy as jnp\ndef f(x):\n    return jnp.ones(10 * 2**28)\n", "JaxRuntimeError", "RESOURCE_EXH"),
+    "piecemeal": ("def f(x):\n    kept = []\n    while True:\n        kept.append(bytes(2**26))\n", "MemoryError", ""),
+}
+
+
+def test_memory_is_limited(runner):
+    """10 GiB of zeros would cost this machine nothing: it is the limit that refuses them."""
+    for name, (source, kind, says) in MEMORY.items():
+        found = outcome(runner, source)
+        assert found.kind == kind and says in found.text, (name, found)
+    more = "def f(x):\n    return len(bytearray(2**29))\n"
+    assert outcome(runner, more).kind == "answer"
+
+
+def test_memory_is_watched_where_it_cannot_be_limited(runner):
+    weaker = held(runner, memory=2**28)
+    weaker._order["without"] = ["limits"]
+    source = "import time\ndef f(x):\n    kept = b'a' * 2**29\n    time.sleep(10)\n"
+    found = outcome(weaker, source)
+    assert found.kind == "memory" and "256.0 MiB beyond what JAX takes" in found.text
+
+
+# Each is tried by itself, and must fail.
+PROCESSES = {
+    "os.fork": "os.fork() or os._exit(0)",
+    "subprocess": "subprocess.run(['true'], check=True)",
+    "os.system": "os.system('true') == 0 or 1 / 0",
+    "multiprocessing": "multiprocessing.get_context('fork').Process(target=print).start()",
+    "os.posix_spawn": "os.posix_spawn('/bin/true', ['true'], {})",
+    "os.execv": "os.execv('/bin/true', ['true'])",
+    "the parent": "os.kill(os.getppid(), 9)",
+    "all of the parent's": "os.killpg(os.getpgid(os.getppid()), 9)",
+    "its memory": "open(f'/proc/{os.getppid()}/mem', 'rb').read(1)",
+    "its descriptors": "open(f'/proc/{os.getppid()}/fd/0')",
+}
+C_PROCESSES = {
+    "fork": "C(libc.fork)",
+    "clone": "C(libc.syscall, 56 if platform.machine() == 'x86_64' else 220, 17, 0, 0, 0, 0)",
+    "clone3": "C(libc.syscall, 435, None, 0)",
+    "kill": "C(libc.kill, os.getppid(), 9)",
+    "kill everyone": "C(libc.kill, -1, 0)",
+    "ptrace": "C(libc.ptrace, 16, os.getppid(), 0, 0)",
+}
+NETWORK = {
+    "TCP": "socket.create_connection(('127.0.0.1', PORT), timeout=1)",
+    "UDP": "socket.socket(type=socket.SOCK_DGRAM).sendto(b'x', ('127.0.0.1', PORT))",
+    "urllib": "urllib.request.urlopen('http://127.0.0.1:%d' % PORT, timeout=1)",
+    "a server": "socket.create_server(('127.0.0.1', 0))",
+}
+C_NETWORK = {"connect": "C(libc.connect, libc.socket(2, 1, 0), ADDRESS, 16)"}
+HIDDEN = {
+    "open": "open(FILE).read()",
+    "pathlib": "pathlib.Path(FILE).read_text()",
+    "os.open": "os.read(os.open(FILE, os.O_RDONLY), 100)",
+    "numpy": "bytes(numpy.fromfile(FILE, 'u1'))",
+    "import": "sys.path.append(os.path.dirname(FILE)) or __import__('solution').SECRET",
+    "linecache": "linecache.getlines(FILE) or 1 / 0",
+    "relative": "os.chdir(os.path.dirname(FILE)) or open('solution.py').read()",
+    "a link": "os.symlink(FILE, 'link') or open('link').read()",
+    "a hard link": "os.link(FILE, 'link2') or open('link2').read()",
+    "by the root": "open('/proc/self/root' + FILE).read()",
+    "by a folder": "os.read(os.open(FILE[1:], os.O_RDONLY, dir_fd=os.open('/', os.O_RDONLY)), 100)",
+    "listdir": "os.listdir(os.path.dirname(FILE))[0]",
+    "scandir": "list(os.scandir(os.path.dirname(FILE)))[0]",
+    "glob": "glob.glob(os.path.dirname(FILE) + '/*')[0]",
+    "the courses of anybatch": "open(COURSES + '/gradients/catalogue.toml').read()",
+}
+C_HIDDEN = {"open": "C(libc.open, FILE.encode(), 0)"}
+FILES = {
+    "write": "open(OUTSIDE + '/new', 'w')",
+    "append": "open(OUTSIDE + '/file', 'a')",
+    "remove": "os.remove(OUTSIDE + '/file')",
+    "rename": "os.rename(OUTSIDE + '/file', OUTSIDE + '/other')",
+    "move away": "os.rename(OUTSIDE + '/file', 'file')",
+    "truncate": "os.truncate(OUTSIDE + '/file', 0)",
+    "a folder": "os.mkdir(OUTSIDE + '/new')",
+    "rmtree": "shutil.rmtree(OUTSIDE)",
+    "a large file": "open('large', 'wb').write(bytes(20 * 2**20)) == 20 * 2**20 or 1 / 0",
+    "many open files": "[open(os.devnull) for _ in range(1000)]",
+}
+C_FILES = {"unlink": "C(libc.unlink, (OUTSIDE + '/file').encode())"}
+
+TRY = """
+import ctypes, glob, json, linecache, multiprocessing, numpy, os, pathlib, platform, shutil, socket, struct, subprocess
+import sys, urllib.request
+libc = ctypes.CDLL(None, use_errno=True)
+def C(function, *arguments):
+    if function(*arguments) == -1:
+        raise OSError(ctypes.get_errno(), "refused")
+{names}
+home = os.getcwd()
+def f(x):
+    for name, attempt in {attempts!r}.items():
+        os.chdir(home)
+        try:
+            found = "done", repr(eval(attempt))
+        except Exception as error:
+            found = type(error).__name__, str(error)
+        print(json.dumps([name, *found]))
+    return x
+"""
+
+
+def attempts(runner, tried, **names):
+    """What came of each attempt: the name of an exception, or "done"; and its text."""
+    lines = "\n".join(f"{name} = {value!r}" for name, value in names.items())
+    found = outcome(held(runner, shown_print_bytes=10**5), TRY.format(names=lines, attempts=tried))
+    assert found.kind == "answer", found
+    lines = [line for line in found.prints.splitlines() if line.startswith("[")]  # and not a warning of JAX's
+    results = {name: (kind, text) for name, kind, text in map(json.loads, lines)}
+    assert results.keys() == tried.keys()
+    return results
+
+
+@pytest.fixture
+def listener():
+    """Ports that nobody shall reach."""
+    with socket.create_server(("127.0.0.1", 0)) as streams, socket.socket(type=socket.SOCK_DGRAM) as datagrams:
+        datagrams.bind(streams.getsockname())
+        for each in (streams, datagrams):
+            each.setblocking(False)
+        yield streams, datagrams
+
+
+def refused(results, says=None):
+    for name, (kind, text) in results.items():
+        assert kind != "done", (name, text)
+        assert says is None or says in text, (name, kind, text)
+
+
+@pytest.mark.parametrize("mode", ["all", "kernel alone", "hook alone"])
+def test_what_is_refused(runner, course, listener, tmp_path, mode):
+    is_whole = {"network", "files", "landlock", "seccomp"} <= layers(runner)
+    if mode == "kernel alone" and not is_whole:
+        pytest.skip("this kernel does not give all of it")
+    streams, _ = listener
+    (tmp_path / "file").write_text("mine")
+    places = {
+        "FILE": str(course / "solution.py"),
+        "COURSES": str(pathlib.Path(submissions.__file__).parents[1] / "courses"),
+    }
+    port = streams.getsockname()[1]
+    network = {"PORT": port, "ADDRESS": struct.pack("=HH4s8x", 2, socket.htons(port), socket.inet_aton("127.0.0.1"))}
+    by_python = {**PROCESSES, **NETWORK, **HIDDEN, **FILES}
+    by_c = {} if mode == "hook alone" or not is_whole else {**C_PROCESSES, **C_NETWORK, **C_HIDDEN, **C_FILES}
+    tried = {f"{kind} {name}": code for kind, each in (("", by_python), ("C:", by_c)) for name, code in each.items()}
+    results = attempts(held(runner, mode), tried, OUTSIDE=str(tmp_path), **places, **network)
+    refused(results)
+    assert not any(SECRET in text for _, text in results.values())
+    for port in listener:
+        with pytest.raises(BlockingIOError):
+            port.accept() if port is streams else port.recv(10)
+    assert [path.name for path in tmp_path.iterdir()] == ["file"] and (tmp_path / "file").read_text() == "mine"
+    if mode != "kernel alone":
+        said = {
+            "A check may start no other process: ": (
+                "os.fork",
+                "subprocess",
+                "os.system",
+                "os.posix_spawn",
+                "os.execv",
+            ),
+            "A check may send no signal to another process: ": ("the parent", "all of the parent's"),
+            "A check may not look into other processes: ": ("its memory", "its descriptors"),
+            "A check has no network: ": ("TCP", "UDP", "a server"),
+            "belongs to the course: a check cannot read it": ("open", "pathlib", "a link", "by the root", "listdir"),
+            "A check can write in its own empty folder alone": ("write", "append", "remove", "a folder", "move away"),
+        }
+        for says, names in said.items():
+            refused({name: results[f" {name}"] for name in names}, says)
+
+
+def test_nothing_is_refused_without_layers(runner, course, listener, tmp_path):
+    """The control: what the others are refused is there, and can be done."""
+    (tmp_path / "file").write_text("mine")
+    tried = {name: {**NETWORK, **HIDDEN, **FILES}[name] for name in ("TCP", "open", "import", "append", "remove")}
+    places = {"FILE": str(course / "solution.py"), "PORT": listener[0].getsockname()[1], "OUTSIDE": str(tmp_path)}
+    results = attempts(held(runner, "limits alone"), tried, **places)
+    assert [kind for kind, _ in results.values()] == ["done"] * 5
+    assert SECRET in results["open"][1] and SECRET in results["import"][1]
+    listener[0].accept()[0].close()
+
+
+def test_nothing_of_the_grader_is_in_the_process(runner, monkeypatch):
+    monkeypatch.setenv("ANYBATCH_TEST_SECRET", SECRET)
+    source = """
+    import gc, os, sys
+    def f(x):
+        frame, seen = sys._getframe(), []
+        while frame:
+            seen.append(repr(frame.f_locals))
+            frame = frame.f_back
+        seen += [str(each) for each in gc.get_objects() if type(each) is dict]
+        print(len(seen), SECRET in str(seen))
+        print(sorted(os.environ), sorted(int(each) for each in os.listdir("/proc/self/fd")))
+        return x
+    """
+    found = outcome(runner, source.replace("SECRET", repr(SECRET[:8] + "' + '" + SECRET[8:]).replace('"', "'")))
+    assert found.kind == "answer", found
+    first, second = found.prints.splitlines()
+    assert first.endswith("False"), first
+    assert "ANYBATCH_TEST_SECRET" not in second and "XLA_FLAGS" in second
+
+
+@pytest.mark.parametrize("mode", ["all", "limits alone"])
+def test_files_in_the_empty_folder(runner, mode):
+    source = """
+    import os, pathlib, shutil, tempfile
+    def f(x):
+        assert os.getcwd() == os.environ["HOME"] == tempfile.gettempdir() and os.listdir() == []
+        os.makedirs("a/b/c")
+        pathlib.Path("a/b/c/d").write_text("text")
+        os.rename("a/b/c/d", "e")
+        os.symlink("/", "root")
+        shutil.rmtree("a")
+        os.mkdir("locked", 0)
+        for number in range(3000):
+            open(f"file{number}", "w").close()
+        return x
+    """
+    is_in_memory = mode == "all" and "files" in layers(runner)
+    found = outcome(held(runner, mode), source)
+    # Where it lies in memory, there is room for so many.
+    assert (found.kind, found.line) == (("OSError", 11) if is_in_memory else ("answer", None))
+
+
+def test_threads_by_the_thousand(runner):
+    source = """
+    import threading, time
+    def f(x):
+        for _ in range(5000):
+            threading.Thread(target=time.sleep, args=(100,)).start()
+    """
+    found = outcome(runner, source)
+    assert (found.kind, found.text) == ("RuntimeError", "can't start new thread")
+
+
+def test_processes_that_get_away_are_found(runner):
+    """Without a filter of system calls: out of the group, out of the family, and all forked again."""
+    source = """
+    import os, signal, sys, time
+    def f(x):
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        for _ in range(4):
+            if os.fork() == 0:
+                os.setsid()
+                if os.fork() == 0:
+                    os.setsid()
+                    os.write(1, b"%d\\n" % os.getpid())
+                    time.sleep(100)
+                os._exit(0) if _ % 2 else time.sleep(100)
+        time.sleep(0.3)
+        return x
+    """
+    found = outcome(held(runner, "limits alone", shown_print_bytes=10**5), source)
+    assert found.kind == "answer", found
+    pids = re.findall(r"^(\d+)$", found.prints, re.MULTILINE)
+    assert len(pids) == 4 and gone(pids)
+
+
+def test_a_nursery_that_is_killed_is_replaced(course):
+    with Runner(hidden=[course]) as runner:
+        runner.keep_warm([1])
+        with runner.open("import time\ndef f(x):\n    time.sleep(100)\n", "exercise.py") as submission:
+            assert "functions" in submission.loaded
+            pids = [submission._child.pid, runner._nursery.process.pid]
+            folder = runner._nursery.folder
+            os.kill(runner._nursery.process.pid, signal.SIGKILL)
+            with pytest.raises(Ended, match="ended the process that had started it"):
+                submission.ask({"do": "call", "function": "f", "args": (1,), "want": ("value",), "compiled": False})
+        assert gone(pids)
+        assert outcome(runner, "def f(x):\n    return x\n").kind == "answer"
+        assert not os.path.exists(folder) and runner._nursery.folder != folder
+        pids, folder = [runner._nursery.process.pid, runner._spares[1][0].pid], runner._nursery.folder
+    assert gone([pid for pid in pids if pid]) and not os.path.exists(folder)
+    with pytest.raises(AnybatchError, match="This Runner was closed"):
+        runner.open("", "exercise.py")
+
+
+def test_a_child_that_cannot_be_had(runner):
+    folder = runner._nursery.folder
+    os.rename(folder, f"{folder}-away")
+    try:
+        with (
+            runner.open("", "exercise.py") as submission,
+            pytest.raises(AnybatchError, match=r"could not be started\. It said:\n\[Errno 2\] No such file"),
+        ):
+            assert submission.loaded
+    finally:
+        os.rename(f"{folder}-away", folder)
+    assert outcome(runner, "def f(x):\n    return x\n").kind == "answer"
+
+
+GRADER = """
+import sys
+from anybatch.learn.runner.submissions import Runner
+runner = Runner()
+runner.keep_warm([2])
+submission = runner.open("import time\\nprint(1)\\nwhile True:\\n    time.sleep(1)\\n", "exercise.py")
+while not submission.prints:
+    submission._child.pump(1)
+print(runner._nursery.process.pid, submission._child.pid, runner._nursery.folder, flush=True)
+submission.loaded
+"""
+
+
+def test_nothing_outlives_the_grader():
+    """Whether it is killed, or interrupted without having closed anything."""
+    graders = {}
+    try:
+        for number in (signal.SIGKILL, signal.SIGINT):
+            graders[number] = subprocess.Popen(
+                [sys.executable, "-c", GRADER],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                start_new_session=True,
+            )
+        for number, grader in graders.items():
+            *pids, folder = grader.stdout.readline().split()
+            assert all(map(is_running, pids)) and len(pids) == 2 and os.path.isdir(folder)
+            os.kill(grader.pid, number)
+            grader.wait(timeout=20)
+            assert gone(pids)
+            deadline = time.monotonic() + 5
+            while os.path.exists(folder) and time.monotonic() < deadline:
+                time.sleep(0.02)
+            assert not os.path.exists(folder)
+        assert "KeyboardInterrupt" in grader.stderr.read()
+    finally:
+        for grader in graders.values():
+            grader.kill()
+            grader.wait()
+            grader.stdout.close()
+            grader.stderr.close()
+
+
+def test_what_the_doctor_finds():
+    with concurrent.futures.ThreadPoolExecutor(3) as pool:
+        tried = [pool.submit(isolation.examine, _without=HELD[mode]) for mode in ("all", "hook alone", "limits alone")]
+        everything, hook, limits = ({each.subject: each for each in future.result()} for future in tried)
+    assert all(each.is_well for each in [*everything.values(), *hook.values()])
+    assert "guards against accidents, not against attackers" in everything["isolation"].text
+    assert everything["memory"].text == "2.0 GiB beyond what JAX takes"
+    assert everything["network"].text == "closed"
+    assert hook["network"].text == "closed, by Python code; what goes through C could open a connection"
+    assert hook["layers"].text.endswith("does not allow namespaces, Landlock or a filter of system calls")
+    assert not limits["network"].is_well and limits["network"].text.startswith("open: a check could open a connection")
+    closed = {"network", "processes", "signals", "other processes", "files", "the course"}
+    assert {name for name, each in limits.items() if not each.is_well} == closed
+
+
+def test_there_is_no_windows(monkeypatch):
+    monkeypatch.setattr(os, "name", "nt")
+    with pytest.raises(NotAvailableError, match=r"anybatch learn on Windows .*\nRun it in WSL\."):
+        Runner()
+    assert [each.is_well for each in isolation.examine()] == [False]
+
+
+def run_filter(steps, architecture, number, *arguments):
+    """What the kernel would do: 0 to allow a call, or the number of the error."""
+    data = struct.pack("=IIQ6Q", number, architecture, 0, *(arguments + (0,) * 6)[:6])
+    at = value = 0
+    while True:
+        code, if_true, if_false, constant = steps[at]
+        at += 1
+        if code == 0x20:
+            (value,) = struct.unpack_from("=I", data, constant)
+        elif code == 0x06:
+            return constant & 0xFFFF if constant >> 16 == 5 else 0
+        else:
+            holds = {0x15: value == constant, 0x35: value >= constant, 0x45: bool(value & constant)}[code]
+            at += if_true if holds else if_false
+
+
+@pytest.mark.parametrize(
+    "machine, architecture, read, clone, kill, execve",
+    [("x86_64", 0xC000003E, 0, 56, 62, 59), ("aarch64", 0xC00000B7, 63, 220, 129, 221)],
+)
+def test_the_filter_of_system_calls(machine, architecture, read, clone, kill, execve):
+    steps = seccomp.program(machine, 1234)
+
+    def call(*arguments):
+        return run_filter(steps, architecture, *arguments)
+
+    assert (call(read), call(kill, 1234, 9), call(clone, 0x3D0F00)) == (0, 0, 0)  # the last is how a thread starts
+    assert {call(execve), call(kill, 1, 9), call(kill, 2**64 - 1, 9), call(clone, 17)} == {errno.EPERM}
+    assert call(435) == errno.ENOSYS
+    assert run_filter(steps, 0x40000003, read) == errno.EPERM  # another architecture, with other numbers
+    assert all(1 <= len(steps) < 256 and step[1] < 256 and step[2] < 256 for step in steps)
+
+
+def test_all_beside_what_is_hidden(tmp_path, monkeypatch):
+    for name in ("a/b/c", "a/b/d", "a/e", "f"):
+        (tmp_path / name).mkdir(parents=True)
+    (tmp_path / "link").symlink_to(tmp_path / "a")
+    found = landlock._beside(str(tmp_path), [str(tmp_path / "a/b/c"), str(tmp_path / "f")])
+    assert sorted(os.path.relpath(path, tmp_path) for path in found) == ["a/b/d", "a/e"]
+    assert list(landlock._beside(str(tmp_path), ["/elsewhere"])) == [str(tmp_path)]
+    monkeypatch.setattr(landlock.os, "scandir", lambda folder: os.listdir("/nowhere"))  # none of them can be listed
+    assert list(landlock._beside(str(tmp_path), [str(tmp_path / "a/b/c"), str(tmp_path / "f")])) == []
+
+
+def test_the_line_of_a_trace():
+    trace = """\
+Thread 0x00007f1 (most recent call first):
+  File "/x/\\xe9.py", line 1 in talk
+Current thread 0x00007f2 (most recent call first):
+  File "/lib/jax.py", line 7 in call
+  File "/x/\\xe9.py", line 3 in f
+  File "/x/\\xe9.py", line 2 in g
+"""
+    assert submissions.line_of(trace, "/x/\xe9.py", "a\nb\nc\n") == (3, "c")
+    assert submissions.line_of(trace, "/x/\xe9.py", "a\nb\n") == (2, "b")
+    assert submissions.line_of(trace, "/x/other.py", "a\nb\nc\n") is None

@@ -1,0 +1,168 @@
+"""`objective="speed"`: which way is taken, for clocks that tell known times."""
+
+import jax
+import pytest
+from cases.planned import network, problem
+
+import anybatch as ab
+from anybatch.planning.candidates import AS_FAST, Search
+from anybatch.planning.measure import Workbench
+from anybatch.planning.strategy import Strategy
+
+pytestmark = pytest.mark.thorough
+
+# Milliseconds by microbatch size: one that was measured with a GPT, one that saturates, one with a valley.
+KNEE = {64: 139, 32: 134, 16: 132, 11: 133, 8: 138, 6: 143, 4: 149, 3: 165, 2: 182, 1: 245}
+FLAT = {64: 100, 32: 100.4, 16: 100.6, 11: 100.8, 8: 101, 6: 104, 4: 109, 3: 115, 2: 120, 1: 150}
+VALLEY = {64: 160, 32: 130, 22: 112, 16: 120, 11: 130, 8: 140, 4: 180, 2: 260, 1: 400}
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """A race whose times are known."""
+
+    def install(milliseconds, out_of_memory=()):
+        raced = []
+
+        def race(bench, ways, rounds):
+            raced.append([way.microbatch_size for way in ways])
+            return {way: _between(milliseconds, way.microbatch_size) / 1e3 for way in ways}
+
+        monkeypatch.setattr(Workbench, "race", race)
+        return raced
+
+    return install
+
+
+@pytest.fixture
+def kept(tmp_path, monkeypatch):
+    """A folder in which plans are kept."""
+    monkeypatch.setenv("ANYBATCH_CACHE", str(tmp_path))
+
+
+def _between(milliseconds, size):
+    known = sorted(milliseconds)
+    below, above = max(s for s in known if s <= size), min(s for s in known if s >= size)
+    if below == above:
+        return milliseconds[size]
+    return milliseconds[below] + (milliseconds[above] - milliseconds[below]) * (size - below) / (above - below)
+
+
+@pytest.mark.parametrize("milliseconds", [KNEE, FLAT, VALLEY], ids=["knee", "flat", "valley"])
+def test_the_choice_is_within_3_percent_of_the_best_divisor(clock, milliseconds):
+    clock(milliseconds)
+    plan = ab.plan(network, *problem(64), memory="1GiB")
+    best = min(milliseconds[size] for size in (64, 32, 16, 8, 4, 2, 1))
+    assert 1e3 * plan.chosen.seconds <= 1.03 * best
+
+
+def test_of_those_as_fast_the_leanest_is_taken(clock):
+    clock(KNEE)
+    plan = ab.plan(network, *problem(64), memory="1GiB")
+    assert plan.microbatch_size == 11  # 16 is faster by less than can be told
+    assert plan.reason == (
+        "Chosen: microbatch_size=11, which needs the least memory of those within 2% of the fastest (132.0 ms)."
+    )
+    assert KNEE[11] <= (1 + AS_FAST) * KNEE[16] < KNEE[8]
+
+
+def test_without_timing_what_was_timed_before_is_followed(clock, kept):
+    clock(VALLEY)
+    timed = ab.plan(network, *problem(64), memory="1GiB")
+    plan = ab.explain(network, *problem(64), memory="1GiB", timed=False)
+    assert plan.microbatch_size == timed.microbatch_size == 19
+    assert plan.reason == timed.reason  # of those within 2% of the fastest
+
+
+def test_no_time_is_claimed_for_what_was_not_chosen_by_time(clock, kept):
+    """Times are known from an earlier plan, with another budget: nothing was compared under this one."""
+    clock(VALLEY)
+    ab.plan(network, *problem(64), memory="1GiB")
+    plan = ab.explain(network, *problem(64), memory="2GiB", timed=False)
+    assert plan.microbatch_size == 64 and "fastest" not in plan.reason
+    assert plan.reason == "Chosen: all examples at once, since they fit."
+    known = {each.microbatch_size: each.total for each in plan.candidates}
+    plan = ab.explain(network, *problem(64), memory=known[32] + 1024, timed=False)
+    assert plan.microbatch_size == 32 and "fastest" not in plan.reason
+    assert plan.reason.startswith("Chosen: microbatch_size=32, the largest that fits.")
+
+
+def test_what_does_not_fit_is_not_the_fastest(clock, kept):
+    clock(VALLEY)
+    known = {each.microbatch_size: each.total for each in ab.plan(network, *problem(64), memory="1GiB").candidates}
+    plan = ab.plan(network, *problem(64), memory=known[16] + 1024)
+    assert plan.microbatch_size == 16
+    assert plan.reason == "Chosen: microbatch_size=16, the fastest."  # 22 is faster, and does not fit
+
+
+def test_the_knee_may_lie_between_two_sizes(clock):
+    """All at once is fastest here, 16 is as fast in less memory, and so is 11, which the descent had passed over."""
+    clock({64: 132, 45: 136, 32: 136, 16: 134, 11: 134.5, 8: 141, 6: 146, 4: 152, 2: 185, 1: 245})
+    assert ab.plan(network, *problem(64), memory="1GiB").microbatch_size == 11
+
+
+def test_the_descent_stops_at_the_knee(clock):
+    raced = clock(KNEE)
+    ab.plan(network, *problem(64), memory="1GiB")
+    tried = {size for sizes in raced for size in sizes}
+    assert 1 not in tried and {64, 32, 16, 8, 4} <= tried
+
+
+def test_only_what_fits_is_run(clock):
+    raced = clock(KNEE)
+    params, batch = problem(64)
+    plan = ab.plan(network, params, batch, memory="250KiB")
+    assert plan.chosen.total <= 250 * 1024
+    bytes_of = {each.microbatch_size: each.total for each in plan.candidates}
+    assert all(bytes_of[size] <= 250 * 1024 for sizes in raced for size in sizes)
+
+
+def test_a_candidate_that_runs_out_of_memory_is_out(monkeypatch):
+    """It fits as XLA counts, and the device disagrees."""
+    params, batch = problem(64)
+    original = Workbench.program
+
+    def program(bench, way):
+        run = original(bench, way)
+        if way.microbatch_size > 16:
+
+            def fail(*_):
+                raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 1GiB")
+
+            return fail
+        return run
+
+    monkeypatch.setattr(Workbench, "program", program)
+    plan = ab.plan(network, params, batch, memory="1GiB")
+    assert plan.microbatch_size <= 16
+    assert [each.fits for each in plan.candidates if each.microbatch_size == 64] == [False]
+
+
+def test_times_are_taken_in_turns():
+    """Real ones: every way runs in every round."""
+    params, batch = problem(64)
+    plan = ab.plan(network, params, batch, memory="1GiB")
+    timed = [each for each in plan.candidates if each.seconds is not None]
+    assert len(timed) >= 3 and plan.chosen in timed
+    assert plan.chosen.seconds <= 1.5 * min(each.seconds for each in timed)
+
+
+def test_search_is_not_needed_to_predict(monkeypatch):
+    """What is known of two sizes tells a third without a compilation."""
+    from anybatch.call.arguments import Roles
+    from anybatch.call.options import Options
+    from anybatch.gradients.computation import Gradient
+
+    params, batch = problem(64)
+    roles = Roles.of(argnums=0, batch_argnums=1, rng_argnums=())
+    options = {"has_aux": False, "reduction": "infer", "aux_reduction": None, "accumulator_dtype": None}
+    settings = Options.of(
+        network, roles=roles, microbatch_size="auto", memory=None, mesh=None, on_coupled="exact", **options
+    )
+    bench = Workbench(Gradient(network, settings, roles.sort(network, (params, batch), {})))
+    search = Search(bench, 2**30)
+    assert search.on_line(Strategy(16)) is None
+    bench.bytes_of(Strategy(8))
+    bench.bytes_of(Strategy(32))
+    assert search.on_line(Strategy(16)) == pytest.approx(bench.bytes_of(Strategy(16)).total, rel=0.05)
+    assert bench.compilations == 3
