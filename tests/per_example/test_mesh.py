@@ -10,7 +10,7 @@ from cases.meshes import mesh_of, spread
 from cases.per_example_losses import clipped_sum, dense, gradients, norms_of
 from jax.sharding import PartitionSpec as P
 from per_example.test_factors import assert_close
-from test_per_example import CASE, METHODS
+from per_example.test_grads import CASE, METHODS
 
 import anybatch as ab
 from anybatch.collectives import collectives_of

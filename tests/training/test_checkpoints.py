@@ -224,7 +224,7 @@ import numpy as np
 import orbax.checkpoint
 from pathlib import Path
 from anybatch.training.checkpoints import Checkpoints
-from test_training_checkpoints import noise
+from training.test_checkpoints import noise
 
 def write(folder, safe):
     with Checkpoints(folder, keep=2) as checkpoints:
@@ -679,7 +679,7 @@ def test_where_an_event_loop_runs(tmp_path):
 UNCLOSED = """\
 import sys
 from anybatch.training.checkpoints import Checkpoints
-from test_training_checkpoints import noise
+from training.test_checkpoints import noise
 Checkpoints(sys.argv[1]).save(1, {"x": noise(1, 1_000_000)}, {})
 raise ZeroDivisionError
 """
