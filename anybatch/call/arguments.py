@@ -136,11 +136,11 @@ class Roles:
 
 _ROLES = {"argnums": "wrt", "batch_argnums": "batch", "rng_argnums": "keys"}
 
-Place: TypeAlias = int | str  # of an argument: its position, or its name if it is passed by keyword
+Position: TypeAlias = int | str  # of an argument: its position, or its name if it is passed by keyword
 
 
 class _Leaf(NamedTuple):
-    place: Place  # of its argument
+    place: Position  # of its argument
     name: str
     value: Any
     role: str
@@ -190,7 +190,7 @@ class _Call:
         )
 
     def other_ways(
-        self, wrt: Sequence[Place], batch_places: Sequence[Place], rows: Sequence[tuple[str, Any]]
+        self, wrt: Sequence[Position], batch_places: Sequence[Position], rows: Sequence[tuple[str, Any]]
     ) -> list[str]:
         """What may have been meant by a call whose batch cannot be one: it is closed over, or comes first."""
         ways = []
@@ -207,7 +207,7 @@ class _Call:
             )
         return ways
 
-    def refuse_batch_elsewhere(self, batch_places: Sequence[Place], taken: set[Place], options: str) -> None:
+    def refuse_batch_elsewhere(self, batch_places: Sequence[Position], taken: set[Position], options: str) -> None:
         """Refuses a batch that cannot be one, as random streams cannot, where another argument by position can.
 
         Args:
@@ -226,22 +226,22 @@ class _Call:
                 remedy=f"Pass batch_argnums={_plain(tuple(others))}: {', '.join(map(self._name, others))}.",
             )
 
-    def _named(self, place: Place) -> list[tuple[str, Any]]:
+    def _named(self, place: Position) -> list[tuple[str, Any]]:
         return named_leaves(place if isinstance(place, str) else self._name(place), self[place])
 
-    def _may_be_batch(self, place: Place) -> bool:
+    def _may_be_batch(self, place: Position) -> bool:
         return not isinstance(self[place], Parts) and any(np.ndim(leaf) for leaf in jax.tree.leaves(self[place]))
 
-    def _has_rows(self, place: Place) -> bool:
+    def _has_rows(self, place: Position) -> bool:
         leaves = jax.tree.leaves(self[place])
         if isinstance(self[place], Parts) or not leaves or not all(map(is_array, leaves)):
             return False
         return len({leaf.shape[:1] for leaf in leaves}) == 1 and leaves[0].ndim > 0
 
-    def __getitem__(self, place: Place) -> Any:
+    def __getitem__(self, place: Position) -> Any:
         return self.kwargs[place] if isinstance(place, str) else self.args[place]
 
-    def leaves(self, place: Place, role: str) -> list[_Leaf]:
+    def leaves(self, place: Position, role: str) -> list[_Leaf]:
         """The leaves of an argument, with the names that a message shows."""
         name = place if isinstance(place, str) else self._name(place)
         argument = self[place]
@@ -250,12 +250,12 @@ class _Call:
             return trained + [_Leaf(place, path, leaf, "rest") for path, leaf in named_leaves(name, argument.rest)]
         return [_Leaf(place, path, leaf, role) for path, leaf in named_leaves(name, argument)]
 
-    def tree(self, place: Place) -> Any:
+    def tree(self, place: Position) -> Any:
         """The tree of the gradient with respect to an argument."""
         argument = self[place]
         return jax.tree.structure(argument.trained if isinstance(argument, Parts) else argument)
 
-    def places(self, option: str, positions: tuple[int, ...]) -> tuple[Place, ...]:
+    def places(self, option: str, positions: tuple[int, ...]) -> tuple[Position, ...]:
         """Where the arguments at these positions of the signature are.
 
         Raises:
@@ -263,9 +263,9 @@ class _Call:
         """
         return tuple(self._place(option, position) for position in positions)
 
-    def named(self, names: tuple[str, ...]) -> tuple[Place, ...]:
+    def named(self, names: tuple[str, ...]) -> tuple[Position, ...]:
         """Where the arguments of these names are. One that was left out, for its default, is nowhere."""
-        found: list[Place] = []
+        found: list[Position] = []
         for name in names:
             if name in self.kwargs:
                 found.append(name)
@@ -279,7 +279,7 @@ class _Call:
                 )
         return tuple(found)
 
-    def _find(self, option: str, position: int) -> tuple[Place, ...]:
+    def _find(self, option: str, position: int) -> tuple[Position, ...]:
         number = len(self.args)
         if -number <= position < number:
             return (position % number,)
@@ -287,7 +287,7 @@ class _Call:
             return (self._positional[position],)
         return ()
 
-    def _place(self, option: str, position: int) -> Place:
+    def _place(self, option: str, position: int) -> Position:
         for place in self._find(option, position):
             return place
         number = len(self.args)
@@ -337,12 +337,12 @@ class Arguments:
     def call(self, fun: Callable[..., Any], arrays: Arrays) -> Any:
         """Calls the user's function with other arrays in the places of those given."""
         supply = {role: iter(getattr(arrays, role)) for role in Arrays._fields}
-        values: dict[Place, list[Any]] = {}
+        values: dict[Position, list[Any]] = {}
         for leaf in self.leaves:
             value = next(supply[leaf.role]) if _is_dynamic(leaf) else leaf.value
             values.setdefault(leaf.place, []).append(value)
 
-        def filled(place: Place, argument: Any) -> Any:
+        def filled(place: Position, argument: Any) -> Any:
             return jax.tree.unflatten(jax.tree.structure(argument), values.get(place, []))
 
         args = [filled(position, argument) for position, argument in enumerate(self.args)]
@@ -494,8 +494,8 @@ def _plain(given: tuple[Any, ...]) -> Any:
     return given[0] if len(given) == 1 else given
 
 
-def _must_not_overlap(places: Mapping[str, Sequence[Place]]) -> None:
-    owner: dict[Place, str] = {}
+def _must_not_overlap(places: Mapping[str, Sequence[Position]]) -> None:
+    owner: dict[Position, str] = {}
     for name, given in places.items():
         for place in given:
             if place in owner:

@@ -74,10 +74,10 @@ def must_be_path(name: str, given: Any, example: str) -> None:
         )
 
 
-def whole(name: str, given: Any, at_least: int = 0, *, example: str | None = None) -> int:
+def whole_number(name: str, given: Any, at_least: int = 0, *, example: str | None = None) -> int:
     """A whole number, as an int; an InputError for anything else.
 
-    >>> whole("steps", np.int64(3))
+    >>> whole_number("steps", np.int64(3))
     3
     """
     try:

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import IO, Any
 
 from anybatch import distributed
-from anybatch.call.checks import whole
+from anybatch.call.checks import whole_number
 from anybatch.errors import InputError, NotAvailableError
 
 EXAMPLE = """\
@@ -104,10 +104,10 @@ def launch(
 
 
 def _check_counts(processes: int, devices_per_process: int | None, max_processes: int | None) -> None:
-    whole("processes", processes, 1, example="2")
+    whole_number("processes", processes, 1, example="2")
     allowed = min(max(4 * _cpus(), _FEWEST_ALLOWED), _MOST_ALLOWED)
     if max_processes is not None:
-        allowed = whole("max_processes", max_processes, 1)
+        allowed = whole_number("max_processes", max_processes, 1)
     if processes > allowed:
         raise InputError(
             f"processes must be at most {allowed}, unless you allow more: each of them loads JAX, and this machine has "
@@ -116,7 +116,7 @@ def _check_counts(processes: int, devices_per_process: int | None, max_processes
             remedy=f"Start fewer, or allow as many: anybatch launch --max-processes {processes} ...",
         )
     if devices_per_process is not None:
-        whole("devices_per_process", devices_per_process, 1)
+        whole_number("devices_per_process", devices_per_process, 1)
 
 
 def _cpus() -> int:

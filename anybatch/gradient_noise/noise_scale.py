@@ -184,7 +184,7 @@ class NoiseScale:
 
     @property
     def _leaves(self) -> tuple[Any, ...]:
-        return tuple(getattr(self, field.name) for field in dataclasses.fields(self))
+        return tuple(getattr(self, shardings.name) for shardings in dataclasses.fields(self))
 
     def _average(self, total: Any) -> Any:
         steps = jnp.asarray(self.steps)
@@ -206,7 +206,7 @@ class NoiseScale:
 
 
 jax.tree_util.register_dataclass(
-    NoiseScale, data_fields=[field.name for field in dataclasses.fields(NoiseScale)], meta_fields=[]
+    NoiseScale, data_fields=[shardings.name for shardings in dataclasses.fields(NoiseScale)], meta_fields=[]
 )
 
 
@@ -333,7 +333,7 @@ def _read_reduction(fun: Callable[..., Any], settings: Options, arguments: Argum
     """Whether the loss is a mean or a sum of terms of single examples."""
     gradient = Gradient(fun, dataclasses.replace(settings, noise=True), arguments)
     with gradient.context():
-        assert gradient.units is not None  # raises for a loss that looks across examples
+        assert gradient.weights is not None  # raises for a loss that looks across examples
         kind, reading = kind_of(gradient.split), gradient.checked_reading
     if reading.stochastic and not arguments.arrays.keys:
         raise InputError(

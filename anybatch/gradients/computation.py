@@ -57,9 +57,9 @@ class Gradient:
         if settings.reduction != "infer" and settings.microbatch_size is not None:
             arguments.refuse_unnamed_rows("microbatch")
         self.examples = arguments.num_examples
-        self.field = None if settings.over is None else CallShardings(settings.over, arguments)
+        self.shardings = None if settings.over is None else CallShardings(settings.over, arguments)
         self.settings = settings
-        self.arguments = arguments if self.field is None else self.field.arguments
+        self.arguments = arguments if self.shardings is None else self.shardings.arguments
         self._traced: dict[int, tuple[TracedLoss, Any]] = {}  # by the number of examples
         self._fun = fun
         self._failed: dict[str, str] = {}  # primitives that could not be computed as they were read, and why
@@ -72,22 +72,22 @@ class Gradient:
 
     def _trace_loss(self, num_examples: int) -> tuple[TracedLoss, Any]:
         how: dict[str, Any] = {"weighted": self.settings.weighted, "has_aux": self.settings.has_aux}
-        if self.field is None:
+        if self.shardings is None:
             return trace_loss(self._fun, self.arguments, num_examples, **how)
-        with self.field.watched():
+        with self.shardings.watched():
             traced, consts = trace_loss(
-                self._fun, self.arguments, num_examples, **how, on_mesh=(self.field.mesh, self.field.over.axes)
+                self._fun, self.arguments, num_examples, **how, on_mesh=(self.shardings.mesh, self.shardings.over.axes)
             )
-        return traced, self.field.placed(consts)
+        return traced, self.shardings.placed(consts)
 
     def context(self) -> Any:
         """What must be around it when it is traced, compiled and run."""
-        return contextlib.nullcontext() if self.field is None else self.field.context()
+        return contextlib.nullcontext() if self.shardings is None else self.shardings.context()
 
     @property
     def share(self) -> int:
         """The most examples at a time: all of them; on a mesh, the most that a device has."""
-        return self.examples if self.field is None else self.field.share(self.examples)
+        return self.examples if self.shardings is None else self.shardings.share(self.examples)
 
     @property
     def loss(self) -> TracedLoss:
@@ -121,29 +121,29 @@ class Gradient:
     @property
     def devices(self) -> list[Any]:
         """The devices of this process that it runs on, as far as its arrays say."""
-        if self.field is not None:
-            return list(self.field.mesh.local_devices)
+        if self.shardings is not None:
+            return list(self.shardings.mesh.local_devices)
         return placement.devices_of(jax.tree.leaves(self.arguments.arrays))
 
     @property
     def spread_over(self) -> int:
         """How many devices have examples of their own, without which their arrays would say so."""
-        return 1 if self.field is None else self.field.over.devices
+        return 1 if self.shardings is None else self.shardings.over.devices
 
     def local_bytes(self, role: str) -> int:
         """The bytes of the arguments of a role on one device."""
         leaves = getattr(self.arguments.arrays, role)
         known = sum(map(placement.local_bytes, leaves))
-        if self.field is None or self.field.is_eager:
+        if self.shardings is None or self.shardings.is_eager:
             return known
         if role == "batch":
             return -(-known // self.spread_over)
-        return self.field.shard_bytes(leaves) if role == "wrt" else known
+        return self.shardings.shard_bytes(leaves) if role == "wrt" else known
 
     @functools.cached_property
     def unit(self) -> int:
         """What microbatch sizes had better be multiples of: the devices that the examples are spread over."""
-        if self.field is not None:
+        if self.shardings is not None:
             return 1
         parts = max((placement.parts_of_rows(leaf) for leaf in self.arguments.arrays.batch), default=1)
         return parts if self.examples % parts == 0 and self.examples else 1
@@ -164,7 +164,7 @@ class Gradient:
         return head_budget.check_head(self.split, on_coupled=self.settings.on_coupled, memory=self.settings.memory)
 
     @functools.cached_property
-    def units(self) -> MicrobatchWeights | None:
+    def weights(self) -> MicrobatchWeights | None:
         """What microbatches of a loss that was read count, if the noise in its gradient is wanted."""
         if not self.settings.noise or self.settings.reduction != "infer":
             return None
@@ -178,18 +178,18 @@ class Gradient:
         """Whether part of the loss is computed from the whole batch at once, in every way."""
         return self.settings.reduction == "infer" and not self.checked_reading.separable
 
-    def is_at_once(self, way: Strategy) -> bool:
+    def is_at_once(self, strategy: Strategy) -> bool:
         """Whether a way takes all examples at once."""
-        return way.microbatch_size is None or self.share <= way.microbatch_size
+        return strategy.microbatch_size is None or self.share <= strategy.microbatch_size
 
     @property
     def reduces(self) -> tuple[str, ...]:
         """When gradients may be added up over a mesh, what sends least first."""
-        field = self.field
-        if field is None or field.over.reduce != "auto" or self.settings.noise:
+        shardings = self.shardings
+        if shardings is None or shardings.over.reduce != "auto" or self.settings.noise:
             return (self.settings.fixed_reduce,)
-        is_even = self.examples % field.over.devices == 0
-        return ("once", "each") if field.is_sharded and is_even else ("once",)
+        is_even = self.examples % shardings.over.devices == 0
+        return ("once", "each") if shardings.is_sharded and is_even else ("once",)
 
     @property
     def methods(self) -> tuple[str | None, ...]:
@@ -211,15 +211,15 @@ class Gradient:
         """What there is to say about it, for people."""
         return ""
 
-    def route(self, way: Strategy) -> str:
+    def route(self, strategy: Strategy) -> str:
         """What a way does, in words."""
-        if self.is_at_once(way):
+        if self.is_at_once(strategy):
             return "all at once"
         if self.settings.reduction == "infer" and self.checked_reading.passes == 2:
             return "two passes"
         return "one pass"
 
-    def computation(self, way: Strategy) -> Computation:
+    def computation(self, strategy: Strategy) -> Computation:
         """What is to be compiled and run.
 
         Raises:
@@ -227,29 +227,29 @@ class Gradient:
           CoupledError: as the settings have it; if the noise is wanted, for every loss that looks across examples.
           HeadTooLargeError: if what must be computed from the whole batch at once does not fit.
         """
-        units = self.units
-        if self.is_at_once(way) and not self._is_in_parts:
-            compute, inputs = self._at_once(way)
+        weights = self.weights
+        if self.is_at_once(strategy) and not self._is_in_parts:
+            compute, inputs = self._at_once(strategy)
         elif self.settings.reduction == "infer":
-            compute, inputs = self._as_read(way, units)
+            compute, inputs = self._as_read(strategy, weights)
         else:
-            compute, inputs = self._as_declared(way)
+            compute, inputs = self._as_declared(strategy)
         leaves, tree = jax.tree.flatten(inputs)
         # Not always that of the whole batch: a declared loss may not even exist there.
-        loss = self._first_loss(way)
+        loss = self._first_loss(strategy)
 
         def flat_compute(*flat: Any) -> list[Any]:
             value, aux, grads, noise = compute(jax.tree.unflatten(tree, flat))
             if loss.num_heads == 1:
                 value = versions.as_weak(value, loss.out_avals[0])
-            if self.field is not None:
-                grads = self.field.as_parameters(grads)
+            if self.shardings is not None:
+                grads = self.shardings.as_parameters(grads)
             aux = map(versions.as_weak, aux, loss.out_avals[loss.num_heads :])
             return [value, *aux, *noise, *map(versions.as_weak, grads, loss.types.wrt)]
 
         compute_flat: Any = flat_compute
-        if self.field is not None:
-            compute_flat = self.field.without_types(flat_compute, loss.aux_tree.num_leaves + self._num_noise)
+        if self.shardings is not None:
+            compute_flat = self.shardings.without_types(flat_compute, loss.aux_tree.num_leaves + self._num_noise)
         return Computation(compute_flat, leaves, loss.traced.has_effects)
 
     @property
@@ -264,23 +264,23 @@ class Gradient:
         No examples have no parts: their loss is whatever the user's function makes of an empty batch, such as NaN for a
         mean, and no sum over devices tells that.
         """
-        return self.examples > 0 and (self.field is not None or self.settings.reproducible)
+        return self.examples > 0 and (self.shardings is not None or self.settings.reproducible)
 
-    def _size(self, way: Strategy) -> int:
+    def _size(self, strategy: Strategy) -> int:
         """The examples of a microbatch."""
-        return self.share if way.microbatch_size is None else max(1, min(self.share, way.microbatch_size))
+        return self.share if strategy.microbatch_size is None else max(1, min(self.share, strategy.microbatch_size))
 
-    def _place(self, way: Strategy) -> parts.Executor:
+    def _place(self, strategy: Strategy) -> parts.Executor:
         """Where passes over the examples run."""
         number = None
         if self.settings.reproducible:
-            assert way.microbatch_size is not None
-            number = groups_of(self.examples, way.microbatch_size, self.spread_over)
-        if self.field is not None:
-            return self.field.spread(self.examples, reduce=way.reduce, num_groups=number)
+            assert strategy.microbatch_size is not None
+            number = groups_of(self.examples, strategy.microbatch_size, self.spread_over)
+        if self.shardings is not None:
+            return self.shardings.spread(self.examples, reduce=strategy.reduce, num_groups=number)
         if number is not None:
             return fixed_order.InGroups(self.examples, number=number)
-        return parts.LocalExecutor(self.examples, self._runs(self._size(way)))
+        return parts.LocalExecutor(self.examples, self._runs(self._size(strategy)))
 
     def _runs(self, size: int) -> int:
         """Of how many runs of examples a microbatch is made, so that a batch on many devices need not be moved.
@@ -302,21 +302,21 @@ class Gradient:
         devices = jax.device_count() if mesh.empty else mesh.size
         return math.gcd(devices, size, self.examples)
 
-    def results(self, way: Strategy, outputs: list[Any]) -> tuple[Any, Any, Any, list[Any]]:
+    def results(self, strategy: Strategy, outputs: list[Any]) -> tuple[Any, Any, Any, list[Any]]:
         """The value, aux and gradient, and what tells of the noise, from what the computation returned."""
-        loss = self._first_loss(way)
-        value, *rest = outputs if self.field is None else self.field.returned(outputs)
+        loss = self._first_loss(strategy)
+        value, *rest = outputs if self.shardings is None else self.shardings.returned(outputs)
         num_aux = loss.aux_tree.num_leaves
         aux = jax.tree.unflatten(loss.aux_tree, rest[:num_aux])
         noise, grads = rest[num_aux : num_aux + self._num_noise], rest[num_aux + self._num_noise :]
         return value, aux, self.arguments.as_gradient(grads), noise
 
-    def _first_loss(self, way: Strategy) -> TracedLoss:
-        if self.settings.reduction == "infer" or (self.is_at_once(way) and not self._is_in_parts):
+    def _first_loss(self, strategy: Strategy) -> TracedLoss:
+        if self.settings.reduction == "infer" or (self.is_at_once(strategy) and not self._is_in_parts):
             return self.loss
-        return self._trace(self._size(way))[0]
+        return self._trace(self._size(strategy))[0]
 
-    def _at_once(self, way: Strategy) -> tuple[Callable[[Any], Any], Any]:
+    def _at_once(self, strategy: Strategy) -> tuple[Callable[[Any], Any], Any]:
         settings = self.settings
         loss, consts = self._trace(self.examples)
         stacked = [False] * loss.aux_tree.num_leaves
@@ -324,38 +324,40 @@ class Gradient:
             # One microbatch is stacked too; whether a leaf has rows shows only at another size.
             combinations = aux_outputs.combine_aux(loss, self._trace(self.examples + 1)[0], settings.aux_reduction)
             stacked = [how.kind == "stack" for how in combinations]
-        fresh_keys = way.microbatch_size is not None and settings.reduction != "infer"
-        compute = functools.partial(_all_at_once, _with_remat(loss, way), fresh_keys=fresh_keys, stacked=stacked)
+        fresh_keys = strategy.microbatch_size is not None and settings.reduction != "infer"
+        compute = functools.partial(_all_at_once, _with_remat(loss, strategy), fresh_keys=fresh_keys, stacked=stacked)
         noise = squared_norms.untold if settings.noise else lambda _: []
         return lambda inputs: (*compute(inputs), noise(min(1, self.examples))), (consts, self.arguments.arrays)
 
-    def _as_read(self, way: Strategy, units: MicrobatchWeights | None) -> tuple[Callable[[Any], Any], Any]:
+    def _as_read(self, strategy: Strategy, weights: MicrobatchWeights | None) -> tuple[Callable[[Any], Any], Any]:
         assert self.checked_reading is not None
         dtype = self.settings.accumulator_dtype
-        passes = split_passes.Passes(self.split, self._size(way), dtype, self._place(way), way.remat, units)
+        passes = split_passes.Passes(
+            self.split, self._size(strategy), dtype, self._place(strategy), strategy.remat, weights
+        )
 
         def compute(inputs: Any) -> Any:
             try:
                 return split_passes.value_and_grad(passes, *inputs)
             except RuleFailed as failure:
-                return self._without_rule(failure, way, inputs)
+                return self._without_rule(failure, strategy, inputs)
 
         return compute, (self._trace(self.examples)[1], self.arguments.arrays)
 
-    def _without_rule(self, failure: RuleFailed, way: Strategy, inputs: Any) -> Any:
+    def _without_rule(self, failure: RuleFailed, strategy: Strategy, inputs: Any) -> Any:
         """Computes from the whole batch at once what a rule said can be computed in microbatches, and cannot."""
         self._failed[failure.blame.primitive] = failure.blame.why
         for name in ("split", "checked_reading", "units"):
             self.__dict__.pop(name, None)
-        compute, _ = self._as_read(way, self.units)
+        compute, _ = self._as_read(strategy, self.weights)
         results = compute(inputs)  # or raises what the loss raises by itself
         warn_of_failed_rule(failure.blame)
         return results
 
-    def _as_declared(self, way: Strategy) -> tuple[Callable[[Any], Any], Any]:
-        settings, size = self.settings, self._size(way)
-        counts = [self.examples] if self.field is None else self.field.spread(self.examples).counts
-        more = [1] if self.field is not None and self.field.takes_one_more(self.examples) else []
+    def _as_declared(self, strategy: Strategy) -> tuple[Callable[[Any], Any], Any]:
+        settings, size = self.settings, self._size(strategy)
+        counts = [self.examples] if self.shardings is None else self.shardings.spread(self.examples).counts
+        more = [1] if self.shardings is not None and self.shardings.takes_one_more(self.examples) else []
         sizes = sorted({size, *(Microbatches(count, size).remainder for count in [*counts, *more])} - {0})
         traced = {each: self._trace(each) for each in sizes}
         loss = traced[size][0]
@@ -365,25 +367,25 @@ class Gradient:
             combinations = aux_outputs.combine_aux(loss, self._trace(self.examples)[0], settings.aux_reduction)
             for last_loss, _ in traced.values():
                 aux_outputs.check_remainder(loss, last_loss, combinations)
-        if settings.stacks_aux and self.field is not None and self.field.takes_one_more(self.examples):
+        if settings.stacks_aux and self.shardings is not None and self.shardings.takes_one_more(self.examples):
             raise InputError(
                 'aux_reduction="stack" on a mesh with axes of the model needs as many examples on every device',
                 given=f"{self.examples} examples for {self.spread_over} devices",
                 remedy="Pass a batch that divides the devices, or combine that leaf otherwise.",
             )
-        losses = {each: _with_remat(last_loss, way) for each, (last_loss, _) in traced.items()}
+        losses = {each: _with_remat(last_loss, strategy) for each, (last_loss, _) in traced.items()}
         microbatches = scan.DeclaredLoss(
             size, self.examples, losses, settings.reduction, combinations, settings.accumulator_dtype, settings.noise
         )
         consts = {each: consts for each, (_, consts) in traced.items()}
-        compute = functools.partial(scan.value_and_grad, microbatches, self._place(way))
+        compute = functools.partial(scan.value_and_grad, microbatches, self._place(strategy))
         return compute, (consts, self.arguments.arrays)
 
 
-def _with_remat(loss: TracedLoss, way: Strategy) -> TracedLoss:
-    if way.remat is None:
+def _with_remat(loss: TracedLoss, strategy: Strategy) -> TracedLoss:
+    if strategy.remat is None:
         return loss
-    traced = remat.rematerialised(loss.traced, loss.const_types, jax.tree.leaves(loss.types), way.remat)
+    traced = remat.rematerialised(loss.traced, loss.const_types, jax.tree.leaves(loss.types), strategy.remat)
     return dataclasses.replace(loss, traced=traced)
 
 

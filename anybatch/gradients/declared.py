@@ -17,7 +17,7 @@ from anybatch.gradients import references, squared_norms
 from anybatch.gradients.outputs import Outputs, ratio, wide_dtype
 from anybatch.jaxprs import in_place, versions
 from anybatch.mesh.executor import BatchPass, Executor, Shard
-from anybatch.reading.states import Rows
+from anybatch.reading.states import Batched
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,7 +81,7 @@ Consts = Mapping[int, Sequence[Any]]  # closed over by the losses, by their numb
 
 
 def value_and_grad(
-    microbatches: DeclaredLoss, place: Executor, inputs: tuple[Consts, Arrays]
+    declared: DeclaredLoss, place: Executor, inputs: tuple[Consts, Arrays]
 ) -> tuple[Any, list[Any], list[Any], list[Any]]:
     """The value, the aux leaves and the gradient leaves of the batch, and if it is wanted what tells its noise.
 
@@ -89,33 +89,33 @@ def value_and_grad(
     noise also the gradient of one microbatch.
     """
     consts, arrays = inputs
-    outputs = microbatches.outputs
+    outputs = declared.outputs
     wrt = [jnp.asarray(leaf) for leaf in arrays.wrt]
     without_batch = (wrt, consts, arrays.keys, arrays.rest)
     first_ratio: list[Any] = []
-    takes = [Rows(0)] * len(arrays.batch)
-    if microbatches.weighs_first:
+    takes = [Batched(0)] * len(arrays.batch)
+    if declared.weighs_first:
         leaves, tree = jax.tree.flatten(without_batch)
 
-        def forward(part: Shard, whole: list[Any], rows: list[Any]) -> tuple[list[Any], list[Any]]:
-            return _totals(microbatches, part, *_sorted(jax.tree.unflatten(tree, whole), rows)), []
+        def forward(shard: Shard, whole: list[Any], rows: list[Any]) -> tuple[list[Any], list[Any]]:
+            return _totals(declared, shard, *_sorted(jax.tree.unflatten(tree, whole), rows)), []
 
         (total, weight), _ = place(BatchPass(forward, leaves, arrays.batch, takes))
         first_ratio = _ratio_of(total, weight)
 
     leaves, tree = jax.tree.flatten((*without_batch, first_ratio))
 
-    def backward(part: Shard, whole: list[Any], rows: list[Any]) -> tuple[list[Any], list[Any]]:
-        anywhere, num_whole, num_inputs = part.anywhere, len(whole), len(whole) + len(rows)
+    def backward(shard: Shard, whole: list[Any], rows: list[Any]) -> tuple[list[Any], list[Any]]:
+        anywhere, num_whole, num_inputs = shard.anywhere, len(whole), len(whole) + len(rows)
 
         def compute(*flat: Any, mutate: bool) -> list[Any]:
             *sorted_whole, factors = jax.tree.unflatten(tree, flat[:num_whole])
             own = _sorted(tuple(sorted_whole), list(flat[num_whole:num_inputs]))
-            return _accumulate(microbatches, anywhere.at(flat[num_inputs:]), *own, factors, mutate)
+            return _accumulate(declared, anywhere.at(flat[num_inputs:]), *own, factors, mutate)
 
-        flat = [*whole, *rows, *part.place]
+        flat = [*whole, *rows, *shard.place]
         # A primitive of our own would hide effects; and in place there is no gradient of a microbatch by itself.
-        if microbatches.has_effects or part.fixed_order or microbatches.noise:
+        if declared.has_effects or shard.fixed_order or declared.noise:
             results = compute(*flat, mutate=False)
         else:
             results = in_place.call(
@@ -128,21 +128,21 @@ def value_and_grad(
 
     sums, rows = place(BatchPass(backward, leaves, arrays.batch, takes, outputs.gives(), len(wrt)))
     grads, sums = sums[: len(wrt)], sums[len(wrt) :]
-    sums, noise = (sums[: -squared_norms.CARRIED], sums[-squared_norms.CARRIED :]) if microbatches.noise else (sums, [])
+    sums, noise = (sums[: -squared_norms.CARRIED], sums[-squared_norms.CARRIED :]) if declared.noise else (sums, [])
     with jax.named_scope("anybatch_reduce"):
-        if microbatches.divides_at_end:
+        if declared.divides_at_end:
             grads = [outputs.mean(grad, sums) for grad in grads]
         if noise:
-            noise = _noise(microbatches, noise, grads, sums)
+            noise = _noise(declared, noise, grads, sums)
         grads = [grad.astype(leaf.dtype) for grad, leaf in zip(grads, wrt, strict=True)]
         value, *aux = outputs.finish(sums, rows)
     return value, aux, grads, noise
 
 
-def _noise(microbatches: DeclaredLoss, noise: list[Any], grads: list[Any], sums: list[Any]) -> list[Any]:
+def _noise(declared: DeclaredLoss, noise: list[Any], grads: list[Any], sums: list[Any]) -> list[Any]:
     """The summary of the squares, in the scale of the gradient."""
-    outputs = microbatches.outputs
-    if microbatches.divides_at_end:
+    outputs = declared.outputs
+    if declared.divides_at_end:
         factor = outputs.mean(jnp.ones_like(noise[0]), sums)
         noise = squared_norms.scaled(noise, factor * factor)
     square = squared_norms.square(grads)
@@ -155,106 +155,106 @@ def _sorted(whole: tuple[Any, ...], batch: list[Any]) -> tuple[Consts, Arrays]:
 
 
 def _accumulate(
-    microbatches: DeclaredLoss, part: Shard, consts: Consts, arrays: Arrays, first_ratio: list[Any], mutate: bool
+    declared: DeclaredLoss, shard: Shard, consts: Consts, arrays: Arrays, first_ratio: list[Any], mutate: bool
 ) -> list[Any]:
     """The gradient leaves, what else is added up, the rows; with `mutate`, the gradient is summed in references."""
-    cut, outputs, wrt = Microbatches(part.examples, microbatches.size, part.runs), microbatches.outputs, arrays.wrt
-    wide = [wide_dtype(leaf.dtype, microbatches.accumulator_dtype) for leaf in wrt]
-    is_direct = part.in_place([leaf.dtype == dtype for leaf, dtype in zip(wrt, wide, strict=True)])
-    written_in_place = references.written_in_place(microbatches.loss.traced, is_direct) if mutate else []
-    num_heads = 2 if first_ratio and microbatches.loss.weight_is_inexact else 1
+    microbatches, outputs, wrt = Microbatches(shard.examples, declared.size, shard.runs), declared.outputs, arrays.wrt
+    wide = [wide_dtype(leaf.dtype, declared.accumulator_dtype) for leaf in wrt]
+    is_direct = shard.in_place([leaf.dtype == dtype for leaf, dtype in zip(wrt, wide, strict=True)])
+    written_in_place = references.written_in_place(declared.loss.traced, is_direct) if mutate else []
+    num_heads = 2 if first_ratio and declared.loss.weight_is_inexact else 1
 
     def with_square(noise: list[Any], grads: list[Any], size: int, out: list[Any]) -> list[Any]:
-        return squared_norms.add(noise, grads, out[1] if outputs.weighted else size) if microbatches.noise else []
+        return squared_norms.add(noise, grads, out[1] if outputs.weighted else size) if declared.noise else []
 
     def backward(size: int, row: Any, written_in_place: list[bool] | None = None) -> tuple[list[Any], Any, list[Any]]:
         """One microbatch: its outputs, its pullback, and the cotangents to pull back."""
-        loss = microbatches.losses[size]
+        loss = declared.losses[size]
 
         def forward(wide_wrt: list[Any]) -> tuple[list[Any], list[Any]]:
-            whole = part.whole(wide_wrt)  # still wide, so that devices add up wide gradients too
+            whole = shard.whole(wide_wrt)  # still wide, so that devices add up wide gradients too
             narrow = [leaf.astype(like.dtype) for leaf, like in zip(whole, wrt, strict=True)]
-            out = loss(consts[size], _microbatch(arrays._replace(wrt=narrow), part, row, size))
+            out = loss(consts[size], _microbatch(arrays._replace(wrt=narrow), shard, row, size))
             return out[:num_heads], out
 
         # Widening what is differentiated makes autodiff itself add up in the wide dtype.
         wide_wrt = [leaf.astype(dtype) for leaf, dtype in zip(wrt, wide, strict=True)]
         fun = forward if written_in_place is None else references.shielded(forward, written_in_place)
         heads, pullback, out = jax.vjp(fun, wide_wrt, has_aux=True)
-        share = size / microbatches.examples if microbatches.seeds_shares else 1
+        share = size / declared.examples if declared.seeds_shares else 1
         seeds = [jnp.full_like(heads[0], share)]
         if first_ratio:
             seeds = [jnp.ones_like(head) * first_ratio[i].astype(head.dtype) for i, head in enumerate(heads)]
         return out, pullback, seeds
 
     def add(totals: Sequence[Any], in_place: list[bool], *, mutate: bool) -> list[Any]:
-        _, pullback, seeds = backward(cut.size, 0, in_place if mutate else None)
+        _, pullback, seeds = backward(microbatches.size, 0, in_place if mutate else None)
         return references.add(pullback, seeds, totals, mutate=mutate)
 
-    if cut.whole and references.reach_nested_functions(microbatches.loss.traced, written_in_place):
+    if microbatches.whole and references.reach_nested_functions(declared.loss.traced, written_in_place):
         types = [jax.typeof(leaf).update(dtype=dtype) for leaf, dtype in zip(wrt, wide, strict=True)]
         written_in_place = references.with_same_terms(add, types, written_in_place)
 
     # The ragged last microbatch comes first: its gradient is where the accumulator starts.
     last: list[Any] | None = None
     start: list[Any]
-    noise = squared_norms.zeros(wide) if microbatches.noise else []
-    if not cut.remainder:
+    noise = squared_norms.zeros(wide) if declared.noise else []
+    if not microbatches.remainder:
         start = [jnp.zeros_like(leaf, dtype) for leaf, dtype in zip(wrt, wide, strict=True)]
     else:
         with jax.named_scope("anybatch_last_microbatch"):
-            last, pullback, seeds = backward(cut.remainder, cut.last_start)
+            last, pullback, seeds = backward(microbatches.remainder, microbatches.last_start)
             (start,) = pullback(seeds)
-        if microbatches.divides_at_end and not outputs.weighted:
-            start = [grad * (cut.remainder / cut.size) for grad in start]
-        noise = with_square(noise, start, cut.remainder, last)
-    first_row, start = first_start(cut, start)
+        if declared.divides_at_end and not outputs.weighted:
+            start = [grad * (microbatches.remainder / microbatches.size) for grad in start]
+        noise = with_square(noise, start, microbatches.remainder, last)
+    first_row, start = first_start(microbatches, start)
     accumulators = [jax.new_ref(leaf) for leaf in start] if mutate else None
 
     def step(carry: Any, _: None) -> tuple[Any, list[Any]]:
         row, sums, grads, noise = carry
         with jax.named_scope("anybatch_microbatch"):
-            out, pullback, seeds = backward(cut.size, row, written_in_place if mutate else None)
+            out, pullback, seeds = backward(microbatches.size, row, written_in_place if mutate else None)
             if accumulators is not None:
                 pullback.with_refs(accumulators)(seeds)
             else:
-                own = part.apart(pullback(seeds)[0])
-                grads, noise = jax.tree.map(jnp.add, grads, own), with_square(noise, own, cut.size, out)
-        return (row + cut.step, outputs.add(sums, out), grads, noise), outputs.emitted(out)
+                own = shard.apart(pullback(seeds)[0])
+                grads, noise = jax.tree.map(jnp.add, grads, own), with_square(noise, own, microbatches.size, out)
+        return (row + microbatches.step, outputs.add(sums, out), grads, noise), outputs.emitted(out)
 
-    carry = (first_row, outputs.start(cut, last), [] if mutate else start, noise)
-    if cut.whole:
-        (_, sums, grads, noise), emitted = lax.scan(step, carry, length=cut.whole)
+    carry = (first_row, outputs.start(microbatches, last), [] if mutate else start, noise)
+    if microbatches.whole:
+        (_, sums, grads, noise), emitted = lax.scan(step, carry, length=microbatches.whole)
     else:
         _, sums, grads, noise = carry
-        emitted = [jnp.zeros((0, *aval.shape), aval.dtype) for aval in outputs.emitted(microbatches.loss.out_avals)]
+        emitted = [jnp.zeros((0, *aval.shape), aval.dtype) for aval in outputs.emitted(declared.loss.out_avals)]
     if accumulators is not None:
         grads = [jax.freeze(accumulator) for accumulator in accumulators]
-    added, rows = outputs.of_part(sums, emitted, last, part)
+    added, rows = outputs.of_part(sums, emitted, last, shard)
     return [*grads, *added, *noise, *rows]
 
 
-def _totals(microbatches: DeclaredLoss, part: Shard, consts: Consts, arrays: Arrays) -> list[Any]:
+def _totals(declared: DeclaredLoss, shard: Shard, consts: Consts, arrays: Arrays) -> list[Any]:
     """The total and the weight of a part, from a pass without gradients.
 
     It sees the same keys as the pass that follows, and so the same random numbers.
     """
-    cut, avals = Microbatches(part.examples, microbatches.size, part.runs), microbatches.loss.out_avals[:2]
+    microbatches, avals = Microbatches(shard.examples, declared.size, shard.runs), declared.loss.out_avals[:2]
     wide = [wide_dtype(aval.dtype, jnp.float32) for aval in avals]
 
     def totals(size: int, row: Any) -> list[Any]:
-        heads = microbatches.losses[size](consts[size], _microbatch(arrays, part, row, size))[:2]
+        heads = declared.losses[size](consts[size], _microbatch(arrays, shard, row, size))[:2]
         return [head.astype(dtype) for head, dtype in zip(heads, wide, strict=True)]
 
     def step(carry: Any, _: None) -> tuple[Any, None]:
         row, sums = carry
-        return (row + cut.step, jax.tree.map(jnp.add, sums, totals(cut.size, row))), None
+        return (row + microbatches.step, jax.tree.map(jnp.add, sums, totals(microbatches.size, row))), None
 
     sums = [versions.zeros_of(aval, dtype) for aval, dtype in zip(avals, wide, strict=True)]
-    if cut.remainder:
-        sums = totals(cut.remainder, cut.last_start)
-    if cut.whole:
-        (_, sums), _ = lax.scan(step, (jnp.zeros((), jnp.int32), sums), length=cut.whole)
+    if microbatches.remainder:
+        sums = totals(microbatches.remainder, microbatches.last_start)
+    if microbatches.whole:
+        (_, sums), _ = lax.scan(step, (jnp.zeros((), jnp.int32), sums), length=microbatches.whole)
     return sums
 
 
@@ -265,7 +265,7 @@ def _ratio_of(total: Any, weight: Any) -> list[jax.Array]:
     return [ratio(jnp.ones_like(total), weight), jnp.where(weight == 0, jnp.zeros_like(value), -ratio(value, weight))]
 
 
-def _microbatch(arrays: Arrays, part: Shard, row: Any, size: int) -> Arrays:
+def _microbatch(arrays: Arrays, shard: Shard, row: Any, size: int) -> Arrays:
     """The arrays that a microbatch sees: its own examples, and keys of its own."""
-    keys = [jax.random.fold_in(key, part.first + row) for key in arrays.keys]
-    return arrays._replace(batch=take(arrays.batch, row, size, part.runs), keys=keys)
+    keys = [jax.random.fold_in(key, shard.first + row) for key in arrays.keys]
+    return arrays._replace(batch=take(arrays.batch, row, size, shard.runs), keys=keys)

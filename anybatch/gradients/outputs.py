@@ -16,7 +16,7 @@ from anybatch.call.loss import TracedLoss
 from anybatch.call.microbatches import Microbatches, join_rows
 from anybatch.jaxprs import versions
 from anybatch.mesh.executor import OutputLayout, Shard
-from anybatch.reading.states import Rows
+from anybatch.reading.states import Batched
 
 CARRIED = ("sum", "mean", "last")
 
@@ -52,14 +52,14 @@ class Outputs:
     def weighted(self) -> bool:
         return self.loss.num_heads == 2
 
-    def start(self, cut: Microbatches, last: Sequence[Any] | None) -> list[Any]:
+    def start(self, microbatches: Microbatches, last: Sequence[Any] | None) -> list[Any]:
         """The carry before the loop: the share of the ragged last microbatch, or zeros."""
         kinds = self._select([how.kind for how in self.combinations], CARRIED)
         zeros = [
             versions.zeros_of(aval, aval.dtype if kind == "last" else self._wide(aval.dtype))
             for kind, aval in zip(kinds, self._select(self.loss.out_avals, CARRIED), strict=True)
         ]
-        return zeros if last is None else self._add(zeros, last, cut.remainder / self.size)
+        return zeros if last is None else self._add(zeros, last, microbatches.remainder / self.size)
 
     def add(self, carry: Sequence[Any], outputs: Sequence[Any]) -> list[Any]:
         """The carry after one more whole microbatch."""
@@ -72,7 +72,7 @@ class Outputs:
     # The examples may be in several parts, each with a loop of its own.
 
     def of_part(
-        self, carry: Sequence[Any], stacked: Sequence[Any], last: Sequence[Any] | None, part: Shard
+        self, carry: Sequence[Any], stacked: Sequence[Any], last: Sequence[Any] | None, shard: Shard
     ) -> tuple[list[Any], list[Any]]:
         """What to add up over the parts, and what to put one after the other.
 
@@ -80,22 +80,22 @@ class Outputs:
           carry: what the loop of this part carried.
           stacked: what its microbatches emitted.
           last: the outputs of its ragged last microbatch, if it has one.
-          part: which part.
+          shard: which part.
         """
         carried, emitted = iter(carry), iter(stacked)
         sums, rows = [], []
         for position, how in enumerate(self.combinations):
             mine = None if last is None else last[position]
             if how.kind == "rows":
-                rows.append(join_rows(next(emitted), mine, how.axis, part.runs))
+                rows.append(join_rows(next(emitted), mine, how.axis, shard.runs))
             elif how.kind == "stack":
                 rows.append(join_rows(next(emitted)[:, None], None if mine is None else mine[None], 0))
             elif how.kind == "last":
                 newest = next(carried)
                 newest = newest if mine is None else mine
-                if part.is_last is not True:
+                if shard.is_last is not True:
                     numbers = jax.random.key_data(newest) if versions.has_keys(newest) else newest
-                    newest = jnp.where(part.is_last, numbers, jnp.zeros_like(numbers))
+                    newest = jnp.where(shard.is_last, numbers, jnp.zeros_like(numbers))
                 sums.append(newest)
             else:
                 sums.append(next(carried))
@@ -109,7 +109,7 @@ class Outputs:
 
         emitted = [how for how in self.combinations if how.kind not in CARRIED]
         return [
-            OutputLayout(Rows(0), microbatches) if how.kind == "stack" else OutputLayout(Rows(how.axis))
+            OutputLayout(Batched(0), microbatches) if how.kind == "stack" else OutputLayout(Batched(how.axis))
             for how in emitted
         ]
 

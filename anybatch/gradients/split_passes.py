@@ -21,11 +21,11 @@ from anybatch.jaxprs import in_place, versions
 from anybatch.mesh.executor import BatchPass, Executor, OutputLayout, Shard
 from anybatch.reading.microbatch_weights import MicrobatchWeights
 from anybatch.reading.split import Seeds, Split
-from anybatch.reading.states import SUM, Rows, State, put_rows, replaced, take_rows
+from anybatch.reading.states import SUMMED, Batched, State, put_rows, replaced, take_rows
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Given:
+class PassInputs:
     """The arrays of one call, as the passes see them."""
 
     variables: list[Any]  # what is differentiated: the parameters, then what was hoisted from them
@@ -40,10 +40,10 @@ class Given:
         return self.place[0] if self.place else None
 
     @property
-    def types(self) -> "Given":
+    def types(self) -> "PassInputs":
         """Their types."""
         parts = (self.variables, self.inputs, self.known, self.selected, self.place)
-        return Given(*([versions.abstract(jax.typeof(leaf)) for leaf in part] for part in parts))
+        return PassInputs(*([versions.abstract(jax.typeof(leaf)) for leaf in shard] for shard in parts))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -51,12 +51,12 @@ class Prefix:
     """The prefix of a loss at the sizes of the microbatches, traced."""
 
     split: Split
-    cut: Microbatches
+    microbatches: Microbatches
     accumulator_dtype: Any
-    given: Given
-    part: Shard
+    given: PassInputs
+    shard: Shard
     remat: str | None = None  # a policy of jax.checkpoint for the backward pass
-    units: MicrobatchWeights | None = None  # what microbatches count, if the squares of their gradients are wanted
+    weights: MicrobatchWeights | None = None  # what microbatches count, if the squares of their gradients are wanted
     selection: int | None = None  # the rows that are counted as examples, if not those of the batch
 
     @functools.cached_property
@@ -71,9 +71,9 @@ class Prefix:
 
     def _trace(self, size: int) -> versions.Traced:
         split, types = self.split, self.given.types
-        if self.part.examples < size:  # there are none at all: it is traced for its types, and never called
+        if self.shard.examples < size:  # there are none at all: it is traced for its types, and never called
             self._give_rows(types, size)
-        variables = jax.eval_shape(self.part.whole, types.variables) if self.part.is_shard else types.variables
+        variables = jax.eval_shape(self.shard.whole, types.variables) if self.shard.is_shard else types.variables
         leaves, tree = jax.tree.flatten((variables, types.inputs, types.known, types.selected, types.place))
         first, num_wrt = split.num_consts, len(split.loss.types.wrt)
 
@@ -81,9 +81,9 @@ class Prefix:
             *arrays, start = flat
             variables, inputs, known, selected, place = jax.tree.unflatten(tree, arrays)
             inputs[first : first + num_wrt] = variables[:num_wrt]
-            origin = Given(variables, inputs, known, selected, place).origin
+            origin = PassInputs(variables, inputs, known, selected, place).origin
             wanted = [split.frontier[position] for position in self._positions]
-            hoisted, runs = variables[num_wrt:], self.cut.runs
+            hoisted, runs = variables[num_wrt:], self.microbatches.runs
             return split.prefix(inputs, known, hoisted, start, size, wanted, origin, runs, self.selection, selected)
 
         start = jax.ShapeDtypeStruct((), jnp.int32)
@@ -95,7 +95,7 @@ class Prefix:
             return dataclasses.replace(traced, bound=tuple(consts))
         return traced
 
-    def _give_rows(self, types: Given, size: int) -> None:
+    def _give_rows(self, types: PassInputs, size: int) -> None:
         """Makes types of a part without rows those of one with as many as a microbatch has."""
         if types.selected and self.selection is not None:
             for index, rows in enumerate(self.split.selected_first(self.selection).values()):
@@ -109,12 +109,12 @@ class Prefix:
     @functools.cached_property
     def whole(self) -> versions.Traced:
         """At the size of the whole microbatches."""
-        return self._trace(self.cut.size)
+        return self._trace(self.microbatches.size)
 
     @functools.cached_property
     def last(self) -> versions.Traced | None:
         """At the size of the ragged last one."""
-        return self._trace(self.cut.remainder) if self.cut.remainder else None
+        return self._trace(self.microbatches.remainder) if self.microbatches.remainder else None
 
     def forward(self) -> list[Any]:
         """What the examples make of the frontier."""
@@ -122,16 +122,16 @@ class Prefix:
 
         def run(traced: versions.Traced, start: Any) -> list[Any]:
             # As in a backward pass: a function with derivatives of its own may have another forward pass there.
-            whole = self.part.whole(given.variables)
+            whole = self.shard.whole(given.variables)
             return jax.vjp(lambda variables: self._call(traced, variables, start), whole)[0]
 
-        last = None if self.last is None else run(self.last, self.cut.last_start)
+        last = None if self.last is None else run(self.last, self.microbatches.last_start)
 
         def step(carry: Any, _: None) -> tuple[Any, list[Any]]:
             first, sums = carry
             with jax.named_scope("anybatch_forward"):
                 made = run(self.whole, first)
-            return (first + self.cut.step, self._add(sums, made)), self._emitted(made)
+            return (first + self.microbatches.step, self._add(sums, made)), self._emitted(made)
 
         start = jnp.zeros((), jnp.int32)
         (_, sums), emitted = self._loop(step, (start, self._zeros(last)))
@@ -139,8 +139,8 @@ class Prefix:
 
     def _loop(self, step: Any, carry: Any) -> tuple[Any, list[Any]]:
         """`lax.scan` over the whole microbatches, if there are any."""
-        if self.cut.whole:
-            return lax.scan(step, carry, length=self.cut.whole)
+        if self.microbatches.whole:
+            return lax.scan(step, carry, length=self.microbatches.whole)
         return carry, [jnp.zeros((0, *aval.shape), aval.dtype) for aval in self._emitted(self.whole.out_avals)]
 
     def backward(self, seeds: Sequence[Any], *, mutate: bool, keeps_frontier: bool) -> tuple[list[Any], ...]:
@@ -154,17 +154,19 @@ class Prefix:
           mutate: whether to add the gradient up in references.
           keeps_frontier: whether the frontier is wanted.
         """
-        given, cut = self.given, self.cut
+        given, microbatches = self.given, self.microbatches
         positions = [index for index, position in enumerate(self._positions) if position in self.split.differentiated]
         wide = [wide_dtype(leaf.dtype, self.accumulator_dtype) for leaf in given.variables]
-        is_direct = self.part.in_place([leaf.dtype == dtype for leaf, dtype in zip(given.variables, wide, strict=True)])
+        is_direct = self.shard.in_place(
+            [leaf.dtype == dtype for leaf, dtype in zip(given.variables, wide, strict=True)]
+        )
         written_in_place = references.written_in_place(self.whole, is_direct) if mutate else []
 
         def run(
             traced: versions.Traced, start: Any, size: int, written_in_place: list[bool] | None = None
         ) -> tuple[list[Any], Any, list[Any]]:
             def of_wide(wide_variables: list[Any]) -> tuple[list[Any], list[Any]]:
-                whole = self.part.whole(wide_variables)  # still wide, so that devices add up wide gradients too
+                whole = self.shard.whole(wide_variables)  # still wide, so that devices add up wide gradients too
                 narrow = [leaf.astype(own.dtype) for leaf, own in zip(whole, given.variables, strict=True)]
                 made = self._call(traced, narrow, start)
                 return [made[position] for position in positions], made
@@ -176,42 +178,45 @@ class Prefix:
             mine = []
             for position, seed in zip(positions, seeds, strict=True):
                 state = self.states[position]
-                if isinstance(state, Rows):
-                    seed = take_rows(seed, state, cut.examples, start, size, cut.runs)
+                if isinstance(state, Batched):
+                    seed = take_rows(seed, state, microbatches.examples, start, size, microbatches.runs)
                 mine.append(seed)
             return made, pullback, mine
 
         def add(totals: Sequence[Any], in_place: list[bool], *, mutate: bool) -> list[Any]:
-            _, pullback, mine = run(self.whole, 0, cut.size, in_place if mutate else None)
+            _, pullback, mine = run(self.whole, 0, microbatches.size, in_place if mutate else None)
             return references.add(pullback, mine, totals, mutate=mutate)
 
-        if cut.whole and references.reach_nested_functions(self.whole, written_in_place):
+        if microbatches.whole and references.reach_nested_functions(self.whole, written_in_place):
             types = [jax.typeof(leaf).update(dtype=dtype) for leaf, dtype in zip(given.variables, wide, strict=True)]
             written_in_place = references.with_same_terms(add, types, written_in_place)
 
         last: list[Any] | None = None
-        noise = [] if self.units is None else squared_norms.zeros(wide)
+        noise = [] if self.weights is None else squared_norms.zeros(wide)
         if self.last is None:
             grads = [jnp.zeros_like(leaf, dtype) for leaf, dtype in zip(given.variables, wide, strict=True)]
         else:
             with jax.named_scope("anybatch_last_microbatch"):
-                last, pullback, mine = run(self.last, cut.last_start, cut.remainder)
+                last, pullback, mine = run(self.last, microbatches.last_start, microbatches.remainder)
                 (grads,) = pullback(mine)
-            noise = self._with_square(noise, grads, cut.last_start, cut.remainder)
-        start, grads = first_start(cut, grads)
+            noise = self._with_square(noise, grads, microbatches.last_start, microbatches.remainder)
+        start, grads = first_start(microbatches, grads)
         accumulators = [jax.new_ref(leaf) for leaf in grads] if mutate else None
 
         def step(carry: Any, _: None) -> tuple[Any, list[Any]]:
             first, sums, grads, noise = carry
             with jax.named_scope("anybatch_microbatch"):
-                made, pullback, mine = run(self.whole, first, cut.size, written_in_place if mutate else None)
+                made, pullback, mine = run(self.whole, first, microbatches.size, written_in_place if mutate else None)
                 if accumulators is not None:
                     pullback.with_refs(accumulators)(mine)
                 else:
-                    own = self.part.apart(pullback(mine)[0])
-                    grads, noise = jax.tree.map(jnp.add, grads, own), self._with_square(noise, own, first, cut.size)
+                    own = self.shard.apart(pullback(mine)[0])
+                    grads, noise = (
+                        jax.tree.map(jnp.add, grads, own),
+                        self._with_square(noise, own, first, microbatches.size),
+                    )
             kept = (self._add(sums, made), self._emitted(made)) if keeps_frontier else ([], [])
-            return (first + cut.step, kept[0], grads, noise), kept[1]
+            return (first + microbatches.step, kept[0], grads, noise), kept[1]
 
         sums = self._zeros(last) if keeps_frontier else []
         carry = (start, sums, [] if mutate else grads, noise)
@@ -221,11 +226,11 @@ class Prefix:
         return grads, self._finish(sums, emitted, last) if keeps_frontier else [], noise
 
     def _with_square(self, noise: list[Any], grads: list[Any], start: Any, size: int) -> list[Any]:
-        if self.units is None:
+        if self.weights is None:
             return []
         given = self.given
         return squared_norms.add(
-            noise, grads, self.units.of_microbatch(given.inputs, start, size, given.origin, self.cut.runs)
+            noise, grads, self.weights.of_microbatch(given.inputs, start, size, given.origin, self.microbatches.runs)
         )
 
     def _call(self, traced: versions.Traced, variables: list[Any], start: Any) -> list[Any]:
@@ -240,44 +245,56 @@ class Prefix:
         zeros = [
             versions.zeros_of(aval, wide_dtype(aval.dtype, self.accumulator_dtype))
             for aval, state in zip(types, self.states, strict=True)
-            if state == SUM
+            if state == SUMMED
         ]
         return zeros if last is None else self._add(zeros, last)
 
     def _add(self, sums: Sequence[Any], made: Sequence[Any]) -> list[Any]:
-        new = [value for value, state in zip(made, self.states, strict=True) if state == SUM]
+        new = [value for value, state in zip(made, self.states, strict=True) if state == SUMMED]
         return [old + value.astype(old.dtype) for old, value in zip(sums, new, strict=True)]
 
     def _emitted(self, made: Sequence[Any]) -> list[Any]:
-        return [value for value, state in zip(made, self.states, strict=True) if isinstance(state, Rows)]
+        return [value for value, state in zip(made, self.states, strict=True) if isinstance(state, Batched)]
 
     def _finish(self, sums: Sequence[Any], emitted: Sequence[Any], last: Sequence[Any] | None) -> list[Any]:
         carried, stacked = iter(sums), iter(emitted)
         whole = []
         for position, state in enumerate(self.states):
-            if isinstance(state, Rows):
+            if isinstance(state, Batched):
                 mine = None if last is None else last[position]
-                whole.append(put_rows(next(stacked), mine, state, self.cut.size, self.cut.remainder, self.cut.runs))
+                whole.append(
+                    put_rows(
+                        next(stacked),
+                        mine,
+                        state,
+                        self.microbatches.size,
+                        self.microbatches.remainder,
+                        self.microbatches.runs,
+                    )
+                )
             else:
                 whole.append(next(carried))
         return whole
 
 
-def gather_rows(split: Split, cut: Microbatches, given: Given) -> list[Any]:
+def gather_rows(split: Split, microbatches: Microbatches, given: PassInputs) -> list[Any]:
     """Rows of data alone, for the examples of a part, computed microbatch by microbatch."""
     wanted = split.gathered_first
 
     def run(start: Any, size: int) -> list[Any]:
-        return split.prefix(given.inputs, None, [], start, size, wanted, given.origin, cut.runs)
+        return split.prefix(given.inputs, None, [], start, size, wanted, given.origin, microbatches.runs)
 
-    last = run(cut.last_start, cut.remainder) if cut.remainder else [None] * len(wanted)
+    last = run(microbatches.last_start, microbatches.remainder) if microbatches.remainder else [None] * len(wanted)
 
     def step(start: Any, _: None) -> tuple[Any, list[Any]]:
-        return start + cut.step, run(start, cut.size)
+        return start + microbatches.step, run(start, microbatches.size)
 
-    _, stacked = lax.scan(step, jnp.zeros((), jnp.int32), length=cut.whole)
+    _, stacked = lax.scan(step, jnp.zeros((), jnp.int32), length=microbatches.whole)
     states: list[Any] = [split.reader.state(value) for value in wanted]
-    return [put_rows(*each, cut.size, cut.remainder, cut.runs) for each in zip(stacked, last, states, strict=True)]
+    return [
+        put_rows(*each, microbatches.size, microbatches.remainder, microbatches.runs)
+        for each in zip(stacked, last, states, strict=True)
+    ]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -289,7 +306,7 @@ class Passes:
     accumulator_dtype: Any
     place: Executor
     remat: str | None = None
-    units: MicrobatchWeights | None = None  # what microbatches count, if the noise in the gradient is wanted
+    weights: MicrobatchWeights | None = None  # what microbatches count, if the noise in the gradient is wanted
 
     def _run(
         self,
@@ -306,19 +323,19 @@ class Passes:
         place = self.place if selection is None else self.place.of_rows(selection)
         selected = {} if selection is None or place.has_all_examples else split.selected_first(selection)
         states = [split.states[position] for position in self._differentiated(selection)[: len(seeds)]]
-        in_rows = [isinstance(state, Rows) for state in states]
+        in_rows = [isinstance(state, Batched) for state in states]
         others = [*inputs[: batch.start], *inputs[batch.stop :]]
         whole, tree = jax.tree.flatten(
             (variables, others, known, [seed for seed, has in zip(seeds, in_rows, strict=True) if not has])
         )
         # The rows of a selection are those of the devices; what they are selected from is known as a whole.
-        takes = list(selected.values()) if selected else [Rows(0)] * len(batch)
-        takes += [state for state in states if isinstance(state, Rows)]
+        takes = list(selected.values()) if selected else [Batched(0)] * len(batch)
+        takes += [state for state in states if isinstance(state, Batched)]
         rows = [known[index] for index in selected] if selected else list(inputs[batch.start : batch.stop])
         num_rows = len(rows)
         rows += [seed for seed, has in zip(seeds, in_rows, strict=True) if has]
 
-        def of_part(part: Shard, whole: list[Any], rows: list[Any]) -> tuple[list[Any], list[Any]]:
+        def of_part(shard: Shard, whole: list[Any], rows: list[Any]) -> tuple[list[Any], list[Any]]:
             variables, others, known, sums = jax.tree.unflatten(tree, whole)
             own = rows[:num_rows]
             # A loop over selected rows reads nothing else, so that the examples are placeholders.
@@ -326,7 +343,7 @@ class Passes:
             inputs = [*others[: batch.start], *examples, *others[batch.start :]]
             of_sums, of_rows = iter(sums), iter(rows[num_rows:])
             mine = [next(of_rows if has else of_sums) for has in in_rows]
-            return fun(part, Given(variables, inputs, known, own if selected else [], part.place[:1]), mine)
+            return fun(shard, PassInputs(variables, inputs, known, own if selected else [], shard.place[:1]), mine)
 
         return place(BatchPass(of_part, whole, rows, takes, gives, len(variables) if seeds else 0))
 
@@ -335,8 +352,8 @@ class Passes:
         made = self.split.selections.get(selection, [])
         return [position for position in self.split.differentiated if position in made]
 
-    def _cut(self, part: Shard) -> Microbatches:
-        return Microbatches(part.examples, max(1, min(self.size, part.examples)), part.runs)
+    def _cut(self, shard: Shard) -> Microbatches:
+        return Microbatches(shard.examples, max(1, min(self.size, shard.examples)), shard.runs)
 
     def rows_of_data(self, inputs: list[Any]) -> list[Any]:
         """The rows that are computed before anything else."""
@@ -344,10 +361,10 @@ class Passes:
         if not wanted:
             return []
 
-        def gather(part: Shard, given: Given, _: list[Any]) -> tuple[list[Any], list[Any]]:
-            return [], gather_rows(self.split, self._cut(part), given)
+        def gather(shard: Shard, given: PassInputs, _: list[Any]) -> tuple[list[Any], list[Any]]:
+            return [], gather_rows(self.split, self._cut(shard), given)
 
-        gives = [OutputLayout(state) for state in map(self.split.reader.state, wanted) if isinstance(state, Rows)]
+        gives = [OutputLayout(state) for state in map(self.split.reader.state, wanted) if isinstance(state, Batched)]
         return self._run(gather, [], inputs, [], [], gives)[1]
 
     def forward(self, variables: list[Any], inputs: list[Any], known: list[Any]) -> list[Any]:
@@ -360,8 +377,8 @@ class Passes:
     def _forward(self, variables: list[Any], inputs: list[Any], known: list[Any], selection: int | None) -> list[Any]:
         """What one selection makes of the frontier."""
 
-        def forward(part: Shard, given: Given, _: list[Any]) -> tuple[list[Any], list[Any]]:
-            return self._sums_and_rows(self._prefix(part, given, selection).forward(), selection)
+        def forward(shard: Shard, given: PassInputs, _: list[Any]) -> tuple[list[Any], list[Any]]:
+            return self._sums_and_rows(self._prefix(shard, given, selection).forward(), selection)
 
         found = self._run(forward, variables, inputs, known, [], self._gives(selection), selection)
         return self._frontier(*found, selection)
@@ -373,7 +390,7 @@ class Passes:
         made: dict[int, Any] = {}
         total: list[Any] | None = None
         noise: list[Any] = []
-        assert self.units is None or list(self.split.selections) == [None]  # noise is told by the batch itself
+        assert self.weights is None or list(self.split.selections) == [None]  # noise is told by the batch itself
         seed_at = dict(zip(self.split.differentiated, seeds, strict=True))
         for selection, positions in self.split.selections.items():
             mine = [seed_at[position] for position in self._differentiated(selection)]
@@ -396,22 +413,22 @@ class Passes:
         selection: int | None,
     ) -> tuple[list[Any], list[Any], list[Any]]:
         """What one selection makes of them."""
-        num_own = len(variables) + (0 if self.units is None else squared_norms.CARRIED)
+        num_own = len(variables) + (0 if self.weights is None else squared_norms.CARRIED)
 
-        def backward(part: Shard, given: Given, seeds: list[Any]) -> tuple[list[Any], list[Any]]:
+        def backward(shard: Shard, given: PassInputs, seeds: list[Any]) -> tuple[list[Any], list[Any]]:
             arrays = (given.variables, given.inputs, given.known, given.selected, given.place, seeds)
             leaves, tree = jax.tree.flatten(arrays)
-            anywhere = part.anywhere
+            anywhere = shard.anywhere
 
             def compute(*flat: Any, mutate: bool) -> list[Any]:
                 *arrays, seeds = jax.tree.unflatten(tree, flat)
-                prefix = self._prefix(anywhere, Given(*arrays), selection)
+                prefix = self._prefix(anywhere, PassInputs(*arrays), selection)
                 grads, frontier, noise = prefix.backward(seeds, mutate=mutate, keeps_frontier=keeps_frontier)
                 return [*grads, *noise, *frontier]
 
             leaves = [jnp.asarray(leaf) for leaf in leaves]
             # A primitive of our own would hide effects; and in place there is no gradient of a microbatch by itself.
-            if self.split.loss.traced.has_effects or part.fixed_order or self.units is not None:
+            if self.split.loss.traced.has_effects or shard.fixed_order or self.weights is not None:
                 results = compute(*leaves, mutate=False)
             else:
                 results = in_place.call(
@@ -426,18 +443,18 @@ class Passes:
         grads, noise, sums = sums[: len(variables)], sums[len(variables) : num_own], sums[num_own:]
         return grads, self._frontier(sums, rows, selection) if keeps_frontier else [], noise
 
-    def _prefix(self, part: Shard, given: Given, selection: int | None) -> Prefix:
-        cut, dtype = self._cut(part), self.accumulator_dtype
-        return Prefix(self.split, cut, dtype, given, part, self.remat, self.units, selection)
+    def _prefix(self, shard: Shard, given: PassInputs, selection: int | None) -> Prefix:
+        microbatches, dtype = self._cut(shard), self.accumulator_dtype
+        return Prefix(self.split, microbatches, dtype, given, shard, self.remat, self.weights, selection)
 
     def _states(self, selection: int | None) -> list[State]:
         return [self.split.states[position] for position in self.split.selections[selection]]
 
     def _gives(self, selection: int | None) -> list[OutputLayout]:
-        return [OutputLayout(state) for state in self._states(selection) if isinstance(state, Rows)]
+        return [OutputLayout(state) for state in self._states(selection) if isinstance(state, Batched)]
 
     def _sums_and_rows(self, frontier: Sequence[Any], selection: int | None) -> tuple[list[Any], list[Any]]:
-        with_rows = [isinstance(state, Rows) for state in self._states(selection)]
+        with_rows = [isinstance(state, Batched) for state in self._states(selection)]
         sums = [value for value, has in zip(frontier, with_rows, strict=True) if not has]
         return sums, [value for value, has in zip(frontier, with_rows, strict=True) if has]
 
@@ -445,7 +462,7 @@ class Passes:
         of_sums, of_rows = iter(sums), iter(rows)
         values = [self.split.frontier[position] for position in self.split.selections[selection]]
         return [
-            next(of_rows) if isinstance(state, Rows) else next(of_sums).astype(value.dtype)
+            next(of_rows) if isinstance(state, Batched) else next(of_sums).astype(value.dtype)
             for state, value in zip(self._states(selection), values, strict=True)
         ]
 
@@ -530,7 +547,7 @@ def value_and_grad(
         if pull_hoisted is not None:
             (pulled,) = pull_hoisted([grad.astype(leaf.dtype) for grad, leaf in zip(of_hoisted, hoisted, strict=True)])
             own = [_plus(grad, more) for grad, more in zip(own, pulled, strict=True)]
-        if passes.units is not None:
+        if passes.weights is not None:
             noise = _noise(split.loss.num_examples, noise, summed, own, factor)
         return value, aux, [grad.astype(leaf.dtype) for grad, leaf in zip(own, wrt, strict=True)], noise
 

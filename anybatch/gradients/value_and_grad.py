@@ -230,12 +230,12 @@ def computed(gradient: Gradient) -> tuple[Any, Any, Any, list[Any]]:
 def _compute_in(gradient: Gradient) -> tuple[Any, Any, Any, list[Any]]:
     settings = gradient.settings
     if settings.microbatch_size == "auto":
-        way, outputs = run_as_planned(gradient)
+        strategy, outputs = run_as_planned(gradient)
     else:
         assert not isinstance(settings.microbatch_size, str)
-        way = Strategy(settings.microbatch_size, settings.fixed_remat, settings.fixed_reduce)
-        computation = gradient.computation(way)
+        strategy = Strategy(settings.microbatch_size, settings.fixed_remat, settings.fixed_reduce)
+        computation = gradient.computation(strategy)
         outputs = PROGRAMS.run(computation.fun, *computation.leaves, has_effects=computation.has_effects)
-    if settings.reduction == "infer" and not gradient.is_at_once(way):
+    if settings.reduction == "infer" and not gradient.is_at_once(strategy):
         head_budget.warn_of_large_head(gradient.split, gradient.checked_reading)
-    return gradient.results(way, outputs)
+    return gradient.results(strategy, outputs)

@@ -38,7 +38,7 @@ class Blame:
 
 
 @dataclasses.dataclass(frozen=True)
-class Place:
+class SourceLine:
     """A line of source, and the library function that it called, if the equation is of a library."""
 
     file: str = ""
@@ -53,7 +53,7 @@ def blame(node: Node, why: str) -> Blame:
     return Blame(place.file, place.line, place.function, node.name, why, place.inside)
 
 
-def locate(node: Node) -> Place:
+def locate(node: Node) -> SourceLine:
     """The user's line that a node comes from: the innermost one that is not a library's.
 
     JAX cuts the frames of an equation off where the function that contains it begins: a jitted function, one with a
@@ -73,8 +73,8 @@ def locate(node: Node) -> Place:
         for position, (depth, file, line, function) in enumerate(frames):
             if file and is_users(file):
                 inside = _callee([frame[1:] for frame in frames[:position]], equations[1 : depth + 1][::-1])
-                return Place(file, line, _plain(function), inside)
-    return Place()
+                return SourceLine(file, line, _plain(function), inside)
+    return SourceLine()
 
 
 def _callee(frames: Sequence[tuple[str, int, str]], calls: Sequence[Any]) -> str:

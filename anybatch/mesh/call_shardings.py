@@ -63,7 +63,7 @@ class CallShardings:
 
     def _check_fits(self, name: str, shape: tuple[int, ...], spec: Any) -> None:
         parts = [math.prod(self.mesh.shape[axis] for axis in _names(entry)) for entry in spec or ()]
-        if len(parts) > len(shape) or any(size % part for size, part in zip(shape, parts, strict=False)):
+        if len(parts) > len(shape) or any(size % shard for size, shard in zip(shape, parts, strict=False)):
             raise InputError(
                 "param_specs must cut every parameter into equal parts",
                 given=f"{spec} for {name} of shape {shape}, on a mesh of {dict(self.mesh.shape)}",

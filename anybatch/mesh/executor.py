@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import jax
 from jax import lax
 
-from anybatch.reading.states import Rows
+from anybatch.reading.states import Batched
 
 Variables = list[Any]
 
@@ -58,18 +58,18 @@ class Shard:
 class OutputLayout:
     """How results of a part lie that are put one after the other: rows of its examples, or of its microbatches."""
 
-    rows: Rows
+    rows: Batched
     count: Callable[[int], int] = int  # of as many examples
 
 
 class Pass(Protocol):
     """A computation over some examples."""
 
-    def __call__(self, part: Shard, whole: list[Any], rows: list[Any]) -> tuple[list[Any], list[Any]]:
+    def __call__(self, shard: Shard, whole: list[Any], rows: list[Any]) -> tuple[list[Any], list[Any]]:
         """Sums over the examples, and rows of them.
 
         Args:
-          part: which examples.
+          shard: which examples.
           whole: what every part sees alike.
           rows: what belongs to these examples.
         """
@@ -82,7 +82,7 @@ class BatchPass:
     fun: Pass
     whole: Sequence[Any]  # what it sees alike everywhere
     rows: Sequence[Any]  # arrays with rows of the examples
-    takes: Sequence[Rows]  # how these lie in them
+    takes: Sequence[Batched]  # how these lie in them
     gives: Sequence[OutputLayout] = ()  # how the rows lie in what the pass returns
     # Of `whole`, how many are differentiated: the first ones. The sums then begin with their gradients.
     variables: int = 0
@@ -104,7 +104,7 @@ class Executor(Protocol):
     def has_all_examples(self) -> bool:
         """Whether a part of the rows sees the whole batch, so that it can look up its own."""
 
-    def __call__(self, work: BatchPass) -> tuple[list[Any], list[Any]]:
+    def __call__(self, batch_pass: BatchPass) -> tuple[list[Any], list[Any]]:
         """The sums over all examples, and the rows of all of them in the order of the batch."""
 
 
@@ -132,19 +132,19 @@ class LocalExecutor:
         """True: there is only one part."""
         return True
 
-    def __call__(self, work: BatchPass) -> tuple[list[Any], list[Any]]:
+    def __call__(self, batch_pass: BatchPass) -> tuple[list[Any], list[Any]]:
         """The sums over the examples, and their rows."""
-        return work.fun(Shard(0, self.examples, runs=self.runs), list(work.whole), list(work.rows))
+        return batch_pass.fun(Shard(0, self.examples, runs=self.runs), list(batch_pass.whole), list(batch_pass.rows))
 
 
-def split_axis(array: Any, rows: Rows, examples: int | None = None) -> Any:
+def split_axis(array: Any, rows: Batched, examples: int | None = None) -> Any:
     """An array with axes of their own for the blocks and the examples: (outer, examples, inner) instead of one."""
     axis, shape = rows.axis, array.shape
     number = shape[axis] // (rows.outer * rows.inner) if examples is None else examples
     return array.reshape(*shape[:axis], rows.outer, number, rows.inner, *shape[axis + 1 :])
 
 
-def merge_axis(array: Any, rows: Rows) -> Any:
+def merge_axis(array: Any, rows: Batched) -> Any:
     """The reverse."""
     axis, shape = rows.axis, array.shape
     return array.reshape(*shape[:axis], math.prod(shape[axis : axis + 3]), *shape[axis + 3 :])

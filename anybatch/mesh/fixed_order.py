@@ -30,32 +30,32 @@ def number_of_groups(microbatches: int) -> int:
 
 
 def in_fixed_order(
-    work: BatchPass, part: Shard, number: int, examples: int, whole: list[Any], rows: list[Any]
+    batch_pass: BatchPass, shard: Shard, number: int, examples: int, whole: list[Any], rows: list[Any]
 ) -> tuple[list[Any], list[Any]]:
     """The sums of a part that is `number` groups of examples, by a tree, and their rows.
 
     Memory: log2(number) more of what is summed.
 
     Args:
-      work: the pass over the examples of a group.
-      part: the examples of all these groups.
+      batch_pass: the pass over the examples of a group.
+      shard: the examples of all these groups.
       number: how many groups, 2**k.
       examples: those of the whole batch.
       whole: what every group sees alike.
       rows: what belongs to the examples of the part.
     """
-    fun, takes, gives = work.fun, work.takes, work.gives
-    each = part.examples // number
+    fun, takes, gives = batch_pass.fun, batch_pass.takes, batch_pass.gives
+    each = shard.examples // number
     # On one device XLA would know constants that come from outside, and divide by some of them another way.
     whole, rows = lax.optimization_barrier((whole, rows))
 
     def group(position: Any) -> tuple[list[Any], list[Any]]:
-        first = part.first + position * each
+        first = shard.first + position * each
         mine = [
-            take_rows(array, how, part.examples, position * each, each) for array, how in zip(rows, takes, strict=True)
+            take_rows(array, how, shard.examples, position * each, each) for array, how in zip(rows, takes, strict=True)
         ]
         own = Shard(
-            jnp.asarray(first, jnp.int32), each, first + each == examples, part.whole, part.is_shard, fixed_order=True
+            jnp.asarray(first, jnp.int32), each, first + each == examples, shard.whole, shard.is_shard, fixed_order=True
         )
         sums, made = fun(own, whole, mine)
         return lax.optimization_barrier((sums, made))
@@ -65,7 +65,7 @@ def in_fixed_order(
     sum_types, row_types = jax.eval_shape(group, jnp.zeros((), jnp.int32))
     levels = max(1, number.bit_length() - 1)
     stacked = [jnp.zeros((levels, *one.shape), one.dtype) for one in sum_types]
-    buffers = [_buffer(one, give, number, each) for one, give in zip(row_types, gives, strict=True)]
+    buffers = [_buffer(one, layout, number, each) for one, layout in zip(row_types, gives, strict=True)]
 
     def turn(position: Any, carry: Any) -> Any:
         stacked, _, buffers = carry
@@ -83,24 +83,24 @@ def in_fixed_order(
             lax.dynamic_update_index_in_dim(array, one, level, 0) for array, one in zip(stacked, sums, strict=True)
         ]
         buffers = [
-            _put(buffer, one, give, position, each) for buffer, one, give in zip(buffers, made, gives, strict=True)
+            _put(buffer, one, layout, position, each) for buffer, one, layout in zip(buffers, made, gives, strict=True)
         ]
         return stacked, sums, buffers
 
     zeros = [jnp.zeros(one.shape, one.dtype) for one in sum_types]
     _, sums, buffers = lax.fori_loop(0, turns, turn, (stacked, zeros, buffers))
-    return sums, [merge_axis(buffer, give.rows) for buffer, give in zip(buffers, gives, strict=True)]
+    return sums, [merge_axis(buffer, layout.rows) for buffer, layout in zip(buffers, gives, strict=True)]
 
 
-def _buffer(one: Any, give: OutputLayout, number: int, each: int) -> jax.Array:
+def _buffer(one: Any, layout: OutputLayout, number: int, each: int) -> jax.Array:
     """Room for the rows of all groups, with an axis of their own for the examples."""
-    axis, count = give.rows.axis, give.count(each)
-    inner = one.shape[axis] // max(1, give.rows.outer * count)
-    return jnp.zeros((*one.shape[:axis], give.rows.outer, number * count, inner, *one.shape[axis + 1 :]), one.dtype)
+    axis, count = layout.rows.axis, layout.count(each)
+    inner = one.shape[axis] // max(1, layout.rows.outer * count)
+    return jnp.zeros((*one.shape[:axis], layout.rows.outer, number * count, inner, *one.shape[axis + 1 :]), one.dtype)
 
 
-def _put(buffer: jax.Array, one: jax.Array, give: OutputLayout, position: Any, each: int) -> jax.Array:
-    axis, count = give.rows.axis, give.count(each)
+def _put(buffer: jax.Array, one: jax.Array, layout: OutputLayout, position: Any, each: int) -> jax.Array:
+    axis, count = layout.rows.axis, layout.count(each)
     split = one.reshape(*buffer.shape[: axis + 1], count, *buffer.shape[axis + 2 :])
     return lax.dynamic_update_slice_in_dim(buffer, split, position * count, axis + 1)
 
@@ -111,7 +111,9 @@ class InGroups(LocalExecutor):
 
     number: int = 1
 
-    def __call__(self, work: BatchPass) -> tuple[list[Any], list[Any]]:
+    def __call__(self, batch_pass: BatchPass) -> tuple[list[Any], list[Any]]:
         """The sums over the examples, and their rows."""
-        part = Shard(jnp.zeros((), jnp.int32), self.examples)
-        return in_fixed_order(work, part, self.number, self.examples, list(work.whole), list(work.rows))
+        shard = Shard(jnp.zeros((), jnp.int32), self.examples)
+        return in_fixed_order(
+            batch_pass, shard, self.number, self.examples, list(batch_pass.whole), list(batch_pass.rows)
+        )

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec
 from anybatch.jaxprs import versions
 from anybatch.mesh import fixed_order, reductions
 from anybatch.mesh.executor import BatchPass, OutputLayout, Shard, merge_axis, split_axis
-from anybatch.reading.states import Rows, take_rows
+from anybatch.reading.states import Batched, take_rows
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -54,9 +54,15 @@ class Spread:
         """How many devices, the first ones, have one example more than the others."""
         return self.examples % self.devices
 
-    def __call__(self, work: BatchPass) -> tuple[list[Any], list[Any]]:
+    def __call__(self, batch_pass: BatchPass) -> tuple[list[Any], list[Any]]:
         """The sums over all examples, and the rows of all of them in the order of the batch."""
-        whole, rows, takes, gives, variables = work.whole, work.rows, work.takes, work.gives, work.variables
+        whole, rows, takes, gives, variables = (
+            batch_pass.whole,
+            batch_pass.rows,
+            batch_pass.takes,
+            batch_pass.gives,
+            batch_pass.variables,
+        )
         specs = [*self.specs, *[None] * variables][:variables]
         sharded = [bool(reductions.names_at(spec, self.axes)) for spec in specs]
         stays = [self.reduce == "each" and each for each in sharded]
@@ -70,10 +76,10 @@ class Spread:
         def on_device(whole: list[Any], rows: list[Any]) -> tuple[list[Any], list[Any], list[Any]]:
             gathered = functools.partial(self._gathered, specs=specs, stays=stays)
             of_device = functools.partial(self._part, whole=gathered, is_shard=stays) if any(stays) else self._part
-            sums, made = self._run(work, of_device, whole, rows)
+            sums, made = self._run(batch_pass, of_device, whole, rows)
             grads, others = sums[:variables], sums[variables:]
             grads, others = self._join(grads, others, specs, sharded, stays, scatters=by_hand)
-            return grads, others, [self._split(each, give) for each, give in zip(made, gives, strict=True)]
+            return grads, others, [self._split(each, layout) for each, layout in zip(made, gives, strict=True)]
 
         later = [each and not stay and not by_hand for each, stay in zip(sharded, stays, strict=True)]
         out_grads = [
@@ -84,17 +90,17 @@ class Spread:
             on_device,
             mesh=self.mesh,
             in_specs=(in_whole, [spec for _, spec in entering]),
-            out_specs=(out_grads, PartitionSpec(), [self._spec_of_rows(give.rows) for give in gives]),
+            out_specs=(out_grads, PartitionSpec(), [self._spec_of_rows(layout.rows) for layout in gives]),
             axis_names=set(self.axes),
             check_vma=False,
         )(list(whole), [array for array, _ in entering])
         if any(later):
             grads = self._scatter_later(grads, specs, later)
-        return [*grads, *others], [self._leave(each, give) for each, give in zip(made, gives, strict=True)]
+        return [*grads, *others], [self._leave(each, layout) for each, layout in zip(made, gives, strict=True)]
 
     def in_order(self, examples: Any) -> Any:
         """Examples as the batch has them, without the rows that make uneven ones even."""
-        if not self._is_laid_out(examples, Rows(0)) or len(self.counts) == 1:
+        if not self._is_laid_out(examples, Batched(0)) or len(self.counts) == 1:
             return examples
         return jnp.take(examples, self._kept(*self.counts), axis=0)
 
@@ -135,36 +141,40 @@ class Spread:
         last_device = self.devices - 1 if self.counts[-1] else self.with_more - 1
         return Shard(first, examples, is_last=index == last_device, **more)
 
-    def _run(self, work: BatchPass, of_device: Any, whole: list[Any], rows: list[Any]) -> tuple[list[Any], list[Any]]:
-        fun, takes, gives = work.fun, work.takes, work.gives
+    def _run(
+        self, batch_pass: BatchPass, of_device: Any, whole: list[Any], rows: list[Any]
+    ) -> tuple[list[Any], list[Any]]:
+        fun, takes, gives = batch_pass.fun, batch_pass.takes, batch_pass.gives
         index = jnp.asarray(lax.axis_index(self.axes), jnp.int32)
         if self.num_groups is not None:
             mine = [self._merge(array, each, self.share) for array, each in zip(rows, takes, strict=True)]
-            part = of_device(self.share, index)
-            return fixed_order.in_fixed_order(work, part, self.num_groups // self.devices, self.examples, whole, mine)
+            shard = of_device(self.share, index)
+            return fixed_order.in_fixed_order(
+                batch_pass, shard, self.num_groups // self.devices, self.examples, whole, mine
+            )
 
         def with_examples(examples: int) -> tuple[list[Any], list[Any]]:
-            part = of_device(examples, index)
-            mine = [self._mine(array, each, part) for array, each in zip(rows, takes, strict=True)]
-            sums, made = fun(part, whole, mine)
-            return sums, [self._fill(each, give, examples) for each, give in zip(made, gives, strict=True)]
+            shard = of_device(examples, index)
+            mine = [self._mine(array, each, shard) for array, each in zip(rows, takes, strict=True)]
+            sums, made = fun(shard, whole, mine)
+            return sums, [self._fill(each, layout, examples) for each, layout in zip(made, gives, strict=True)]
 
         if len(self.counts) == 1:
             return with_examples(self.counts[0])
         if self.mesh.size > self.devices:
-            return self._one_more(work, of_device, whole, rows, index)
+            return self._one_more(batch_pass, of_device, whole, rows, index)
         branches = [functools.partial(with_examples, count) for count in self.counts]
         return lax.cond(index < self.with_more, *branches)
 
     def _one_more(
-        self, work: BatchPass, of_device: Any, whole: list[Any], rows: list[Any], index: Any
+        self, batch_pass: BatchPass, of_device: Any, whole: list[Any], rows: list[Any], index: Any
     ) -> tuple[list[Any], list[Any]]:
         """Uneven examples where the model exchanges something too: all devices must do the same, or some wait forever.
 
         So all take the examples that they have alike, then one more; those that have none take one of a neighbour,
         and what comes of it is not counted.
         """
-        fun, fewest = work.fun, self.counts[1]
+        fun, fewest = batch_pass.fun, self.counts[1]
         has_more = index < self.with_more
         mine = of_device(fewest, index)
         first = index * fewest + jnp.minimum(index, self.with_more)
@@ -172,12 +182,12 @@ class Spread:
         alike = dataclasses.replace(mine, first=first, is_last=mine.is_last & ~has_more)
         single = dataclasses.replace(mine, first=extra, examples=1, is_last=mine.is_last & has_more)
 
-        def taken(part: Shard, start: int) -> list[Any]:
+        def taken(shard: Shard, start: int) -> list[Any]:
             return [
-                array[start : start + part.examples]
+                array[start : start + shard.examples]
                 if self._is_own(array, each)
-                else take_rows(array, each, self.examples, part.first, part.examples)
-                for array, each in zip(rows, work.takes, strict=True)
+                else take_rows(array, each, self.examples, shard.first, shard.examples)
+                for array, each in zip(rows, batch_pass.takes, strict=True)
             ]
 
         sums, made = fun(single, whole, taken(single, fewest))
@@ -187,12 +197,15 @@ class Spread:
         most_sums, most_made = fun(alike, whole, taken(alike, 0))
         return (
             [one + other for one, other in zip(most_sums, sums, strict=True)],
-            [_after(one, other, give.rows) for one, other, give in zip(most_made, made, work.gives, strict=True)],
+            [
+                _after(one, other, layout.rows)
+                for one, other, layout in zip(most_made, made, batch_pass.gives, strict=True)
+            ],
         )
 
-    def _is_own(self, array: Any, rows: Rows) -> bool:
+    def _is_own(self, array: Any, rows: Batched) -> bool:
         """Whether an array has the rows of this device alone, of uneven examples that were laid out."""
-        return rows == Rows(0) and array.shape[0] == self.share != self.examples
+        return rows == Batched(0) and array.shape[0] == self.share != self.examples
 
     def _gathered(self, variables: list[Any], *, specs: list[Any], stays: list[bool]) -> list[Any]:
         """What is differentiated, from this device's shards of it."""
@@ -277,44 +290,44 @@ class Spread:
 
     # Rows of the examples, on their way to the devices and back.
 
-    def _enter(self, array: Any, rows: Rows) -> tuple[Any, PartitionSpec]:
+    def _enter(self, array: Any, rows: Batched) -> tuple[Any, PartitionSpec]:
         """An array with rows as it goes in, and how it is spread: by examples, or whole if these are uneven."""
         if len(self.counts) == 2 and not self._is_laid_out(array, rows):
             return array, PartitionSpec()
         return self._split(array, rows), self._spec_of_rows(rows)
 
-    def _is_laid_out(self, array: Any, rows: Rows) -> bool:
+    def _is_laid_out(self, array: Any, rows: Batched) -> bool:
         """Whether uneven examples have been laid out already, so that each device has the same number of rows."""
-        return rows == Rows(0) and array.shape[0] == self.devices * self.share
+        return rows == Batched(0) and array.shape[0] == self.devices * self.share
 
-    def _mine(self, array: Any, rows: Rows, part: Shard) -> Any:
+    def _mine(self, array: Any, rows: Batched, shard: Shard) -> Any:
         """The rows of the examples of a device, from what has gone in."""
         if len(self.counts) == 1:
-            return self._merge(array, rows, part.examples)
+            return self._merge(array, rows, shard.examples)
         if self._is_own(array, rows):
-            return array[: part.examples]
-        return take_rows(array, rows, self.examples, part.first, part.examples)
+            return array[: shard.examples]
+        return take_rows(array, rows, self.examples, shard.first, shard.examples)
 
-    def _fill(self, array: Any, give: OutputLayout, examples: int) -> Any:
+    def _fill(self, array: Any, layout: OutputLayout, examples: int) -> Any:
         """Rows of uneven examples, with as many as on the device that has the most."""
-        missing = give.count(self.share) - give.count(examples)
+        missing = layout.count(self.share) - layout.count(examples)
         if not missing:
             return array
         if versions.has_keys(array):
-            return _rewrapped(array, lambda data: self._fill(data, give, examples))
-        split = split_axis(array, give.rows, give.count(examples))
-        widths = [(0, missing if axis == give.rows.axis + 1 else 0) for axis in range(split.ndim)]
-        return merge_axis(jnp.pad(split, widths), give.rows)
+            return _rewrapped(array, lambda data: self._fill(data, layout, examples))
+        split = split_axis(array, layout.rows, layout.count(examples))
+        widths = [(0, missing if axis == layout.rows.axis + 1 else 0) for axis in range(split.ndim)]
+        return merge_axis(jnp.pad(split, widths), layout.rows)
 
-    def _leave(self, array: Any, give: OutputLayout) -> Any:
+    def _leave(self, array: Any, layout: OutputLayout) -> Any:
         """The rows of all examples, in order."""
         if len(self.counts) == 1:
-            return merge_axis(array, give.rows) if give.rows.outer > 1 else array
+            return merge_axis(array, layout.rows) if layout.rows.outer > 1 else array
         if versions.has_keys(array):
-            return _rewrapped(array, lambda data: self._leave(data, give))
-        most, least = (give.count(count) for count in self.counts)
-        split = array if give.rows.outer > 1 else split_axis(array, give.rows, most * self.devices)
-        return merge_axis(jnp.take(split, self._kept(most, least), axis=give.rows.axis + 1), give.rows)
+            return _rewrapped(array, lambda data: self._leave(data, layout))
+        most, least = (layout.count(count) for count in self.counts)
+        split = array if layout.rows.outer > 1 else split_axis(array, layout.rows, most * self.devices)
+        return merge_axis(jnp.take(split, self._kept(most, least), axis=layout.rows.axis + 1), layout.rows)
 
     def _kept(self, most: int, least: int) -> Any:
         """Which rows are of examples, where each device has `most` of them, or `least` and some to fill up."""
@@ -325,10 +338,10 @@ class Spread:
         rows = rows.rows if isinstance(rows, OutputLayout) else rows
         return split_axis(array, rows) if rows.outer > 1 else array
 
-    def _merge(self, array: Any, rows: Rows, examples: int) -> Any:
+    def _merge(self, array: Any, rows: Batched, examples: int) -> Any:
         return merge_axis(array, rows) if rows.outer > 1 else array
 
-    def _spec_of_rows(self, rows: Rows) -> PartitionSpec:
+    def _spec_of_rows(self, rows: Batched) -> PartitionSpec:
         before = rows.axis + (1 if rows.outer > 1 else 0)
         return PartitionSpec(*[None] * before, self.axes)
 
@@ -338,7 +351,7 @@ def _rewrapped(keys: Any, change: Callable[[Any], Any]) -> Any:
     return jax.random.wrap_key_data(change(jax.random.key_data(keys)), impl=versions.key_impl(keys.dtype))
 
 
-def _after(one: Any, other: Any, rows: Rows) -> Any:
+def _after(one: Any, other: Any, rows: Batched) -> Any:
     """The rows of some examples, and then those of others."""
     if versions.has_keys(one):
         numbers = _after(jax.random.key_data(one), jax.random.key_data(other), rows)

@@ -75,7 +75,7 @@ def choose(body: Body, variable: Any, like: Any, prefer: str = "cost") -> Leaf:
     shape = tuple(variable.aval.shape)
     products = [term for term in terms if isinstance(term, (Product, Convolution))]
     lookups = [term for term in terms if isinstance(term, Lookups)]
-    if any(term.way.axes != tuple(range(len(shape))) or term.way.steps_move for term in lookups):
+    if any(term.path.axes != tuple(range(len(shape))) or term.path.steps_move for term in lookups):
         lookups = []
         products = []
         terms = [value_of(body, variable)]
@@ -86,7 +86,7 @@ def choose(body: Body, variable: Any, like: Any, prefer: str = "cost") -> Leaf:
     if lookups and len(others) == 1:
         (other,) = others
         if isinstance(other, Product) and other.output is not None:
-            other = Value(other.output, other.way)
+            other = Value(other.output, other.path)
         if isinstance(other, Value):
             return Leaf(shape, like.dtype, (other, *lookups))
     return Leaf(shape, like.dtype, (value_of(body, variable),))
@@ -104,15 +104,15 @@ def row_axes(term: Term) -> tuple[int, ...] | None:
     """The axes of the parameter on the same side of a term as its first one; None if sides are not in its order."""
     if isinstance(term, Lookups):
         return (0,)
-    if not isinstance(term, Product) or term.way.axes is None or term.batch[0]:
+    if not isinstance(term, Product) or term.path.axes is None or term.batch[0]:
         return None
     number = len(term.free(0))
     if not number or not term.free(1):
         return None
-    on_left = [axis for axis, place in enumerate(term.way.axes) if place < number]
-    on_right = [axis for axis, place in enumerate(term.way.axes) if place >= number]
+    on_left = [axis for axis, place in enumerate(term.path.axes) if place < number]
+    on_right = [axis for axis, place in enumerate(term.path.axes) if place >= number]
     for side in (on_left, on_right):
-        places = [term.way.axes[axis] for axis in side]
+        places = [term.path.axes[axis] for axis in side]
         if places != sorted(places):
             return None
     return tuple(on_left if 0 in on_left else on_right)

@@ -19,7 +19,7 @@ from anybatch.jaxprs import versions
 from anybatch.per_example.choice import kept_bytes
 from anybatch.per_example.each_example import Asked, EachExample, Inputs
 from anybatch.per_example.options import PerExampleOptions
-from anybatch.per_example.sums import Program
+from anybatch.per_example.sums import ExampleProgram
 from anybatch.planning.strategy import Computation, Strategy
 from anybatch.reading.report import Reading
 from anybatch.reading.split import Split
@@ -44,7 +44,7 @@ class ExampleGradient(Gradient):
         arguments.refuse_unnamed_rows("example")
         super().__init__(fun, settings.common, _varying(arguments))
         self.own = settings
-        self._programs: dict[str, Program] = {}
+        self._programs: dict[str, ExampleProgram] = {}
         self.is_padding = _check_padding(is_padding, self.examples)
         _check_keys(arguments)
 
@@ -62,12 +62,12 @@ class ExampleGradient(Gradient):
         self, number: int | None, failed: Callable[[Exception], None] = lambda error: None
     ) -> tuple[TracedLoss, Any]:
         how: dict[str, Any] = {"weighted": False, "has_aux": self.settings.has_aux, "failed": failed}
-        if self.field is None:
+        if self.shardings is None:
             return trace_loss(self._fun, self.arguments, number, **how)
-        with self.field.watched():
-            on_mesh = (self.field.mesh, self.field.over.axes)
+        with self.shardings.watched():
+            on_mesh = (self.shardings.mesh, self.shardings.over.axes)
             traced, consts = trace_loss(self._fun, self.arguments, number, **how, on_mesh=on_mesh)
-        return traced, self.field.placed(consts)
+        return traced, self.shardings.placed(consts)
 
     def _refuse_if_coupled(self) -> None:
         """Refuses a loss of batches that looks across examples: it is read at the size of the batch.
@@ -132,17 +132,17 @@ class ExampleGradient(Gradient):
         return ("vmap",) if self.loss.traced.has_effects else ("factored", "vmap")
 
     @property
-    def program(self) -> Program:
+    def program(self) -> ExampleProgram:
         """The gradient of one example, as it is computed if nothing else is planned."""
         return self._program(None)
 
-    def _program(self, method: str | None) -> Program:
+    def _program(self, method: str | None) -> ExampleProgram:
         method = method or self.methods[0]
         assert method is not None
         if method not in self._programs:
             # What devices of one model do together, they must do as often: nothing may depend on what is found.
             prefer = "cost" if self._has_no_other_axes else "direct"
-            self._programs[method] = Program(self.loss, method, prefer, self.own.strict)
+            self._programs[method] = ExampleProgram(self.loss, method, prefer, self.own.strict)
         return self._programs[method]
 
     @property
@@ -179,27 +179,27 @@ class ExampleGradient(Gradient):
         total = sum(kept_bytes(leaf) for leaf in program.leaves)
         return f"Factored, it keeps of every example {', '.join(kept)}: {readable(total)} at most."
 
-    def route(self, way: Strategy) -> str:
+    def route(self, strategy: Strategy) -> str:
         """What a way does, in words."""
-        return "vmap(grad)" if (way.method or self.methods[0]) == "vmap" else "factored"
+        return "vmap(grad)" if (strategy.method or self.methods[0]) == "vmap" else "factored"
 
     @property
     def reduces(self) -> tuple[str, ...]:
         """When gradients are added up over a mesh: after the last microbatch."""
         return ("once",)
 
-    def computation(self, way: Strategy) -> Computation:
+    def computation(self, strategy: Strategy) -> Computation:
         """What is to be compiled and run.
 
         Raises:
           InputError: for a loss that this way cannot compute.
         """
-        own, loss, each = self.own, self.loss, self._each(way)
+        own, loss, each = self.own, self.loss, self._each(strategy)
         asked = each.asked
         consts = self._trace(self.examples)[1]
         inputs = (consts, self.arguments.arrays, self._padding(), own.clip_norm, own.normalize_by)
         leaves, tree = jax.tree.flatten(inputs)
-        place = self._place(way)
+        place = self._place(strategy)
 
         def compute(*flat: Any) -> list[Any]:
             consts, arrays, padding, clip_norm, normalize_by = jax.tree.unflatten(tree, flat)
@@ -213,13 +213,13 @@ class ExampleGradient(Gradient):
                     else [total / jnp.asarray(normalize_by, total.dtype) for total in sums]
                 )
                 sums = [total.astype(like.dtype) for total, like in zip(divided, types, strict=True)]
-                if self.field is not None and own.transform is None:
-                    sums = [*self.field.as_parameters(sums[:-1]), sums[-1]]
+                if self.shardings is not None and own.transform is None:
+                    sums = [*self.shardings.as_parameters(sums[:-1]), sums[-1]]
             return jax.tree.leaves(self._asked_for(asked, sums, rows))
 
         fun: Any = compute
-        if self.field is not None:
-            fun = self.field.with_specs(compute, self._specs(asked))
+        if self.shardings is not None:
+            fun = self.shardings.with_specs(compute, self._specs(asked))
         return Computation(fun, leaves, loss.traced.has_effects)
 
     def _asked_for(self, asked: Asked, sums: list[Any], rows: list[Any]) -> Results:
@@ -238,23 +238,23 @@ class ExampleGradient(Gradient):
 
     def _specs(self, asked: Asked) -> list[Any]:
         """How results are spread over the mesh: sums as the parameters are, rows as the examples."""
-        assert self.field is not None
-        by_examples, whole = jax.sharding.PartitionSpec(self.field.over.axes), jax.sharding.PartitionSpec()
-        if self.examples % self.field.over.devices:
+        assert self.shardings is not None
+        by_examples, whole = jax.sharding.PartitionSpec(self.shardings.over.axes), jax.sharding.PartitionSpec()
+        if self.examples % self.shardings.over.devices:
             by_examples = whole
         sums: list[Any] = []
         if asked.sums:
-            known = self.field.specs if self.own.transform is None else [None] * len(asked.transformed)
+            known = self.shardings.specs if self.own.transform is None else [None] * len(asked.transformed)
             sums = [*(spec or whole for spec in known), whole]
         return jax.tree.leaves(self._asked_for(asked, sums, [by_examples] * asked.num_rows))
 
-    def outcome(self, way: Strategy, outputs: list[Any]) -> Results:
+    def outcome(self, strategy: Strategy, outputs: list[Any]) -> Results:
         """What was asked for, in the user's trees, from what the computation returned."""
-        asked = self._each(way).asked
+        asked = self._each(strategy).asked
         skeleton = self._asked_for(
             asked, [0] * (len(asked.transformed) + 1) if asked.sums else [], [0] * asked.num_rows
         )
-        flat = outputs if self.field is None else self.field.returned(outputs)
+        flat = outputs if self.shardings is None else self.shardings.returned(outputs)
         found: Results = jax.tree.unflatten(jax.tree.structure(skeleton), flat)
         return found._replace(
             result=self._in_tree(found.result),
@@ -276,7 +276,7 @@ class ExampleGradient(Gradient):
             return jax.tree.unflatten(self._transform_tree, leaves)
         return self.arguments.as_gradient(leaves)
 
-    def _each(self, way: Strategy) -> EachExample:
+    def _each(self, strategy: Strategy) -> EachExample:
         own = self.own
         asked = Asked(
             parameters=self.loss.types.wrt,
@@ -290,22 +290,22 @@ class ExampleGradient(Gradient):
             transform=None if own.transform is None else self._flat_transform,
         )
         return EachExample(
-            program=self._program(way.method),
+            program=self._program(strategy.method),
             asked=asked,
-            size=self._size(way),
+            size=self._size(strategy),
             keeps_batch_axis=own.keep_batch_dim,
             skips_padding=not self.loss.traced.has_effects and self._has_no_other_axes,
         )
 
     def _padding(self) -> Any:
-        if self.is_padding is None or self.field is None or not self.field.is_eager:
+        if self.is_padding is None or self.shardings is None or not self.shardings.is_eager:
             return self.is_padding
-        return self.field.put_examples(jnp.asarray(self.is_padding))
+        return self.shardings.put_examples(jnp.asarray(self.is_padding))
 
     @property
     def _has_no_other_axes(self) -> bool:
         """Whether no device waits for others while it computes: those of one model must all do the same."""
-        return self.field is None or self.field.mesh.size == self.field.over.devices
+        return self.shardings is None or self.shardings.mesh.size == self.shardings.over.devices
 
     def _flat_transform(self, grads: list[Any]) -> list[Any]:
         assert self.own.transform is not None

@@ -19,8 +19,8 @@ from anybatch.jaxprs import versions
 from anybatch.mesh.executor import BatchPass, Executor, OutputLayout, Shard
 from anybatch.per_example.choice import Leaf
 from anybatch.per_example.norms import square_of
-from anybatch.per_example.sums import Kept, Program, add_squares, at_most
-from anybatch.reading.states import Rows
+from anybatch.per_example.sums import ExampleProgram, Kept, add_squares, at_most
+from anybatch.reading.states import Batched
 
 Transform = Callable[[list[Any]], list[Any]]  # of the gradient leaves of one example
 
@@ -174,7 +174,7 @@ class Inputs(NamedTuple):
 class EachExample:
     """A walk over all examples, by microbatches, for what is asked of their gradients."""
 
-    program: Program
+    program: ExampleProgram
     asked: Asked
     size: int  # of the microbatches
     keeps_batch_axis: bool = False  # whether the loss of one example is that of a batch of one
@@ -192,21 +192,21 @@ class EachExample:
         wrt = [jnp.asarray(leaf) for leaf in arrays.wrt]
         whole, tree = jax.tree.flatten((inputs.consts, wrt, arrays.keys, arrays.rest, inputs.clip_norm))
 
-        def over(part: Shard, whole: list[Any], rows: list[Any]) -> tuple[list[Any], list[Any]]:
+        def over(shard: Shard, whole: list[Any], rows: list[Any]) -> tuple[list[Any], list[Any]]:
             consts, wrt, keys, rest, clip_norm = jax.tree.unflatten(tree, whole)
             batch, padding = (rows, None) if inputs.is_padding is None else (rows[:-1], rows[-1])
-            return self._over(part, Inputs(consts, Arrays(wrt, batch, keys, rest), clip_norm, padding))
+            return self._over(shard, Inputs(consts, Arrays(wrt, batch, keys, rest), clip_norm, padding))
 
         variables = len(wrt) if self.asked.sums and self.asked.transform is None else 0
-        gives = [OutputLayout(Rows(0))] * self.asked.num_rows
-        return place(BatchPass(over, whole, rows, [Rows(0)] * len(rows), gives, variables))
+        gives = [OutputLayout(Batched(0))] * self.asked.num_rows
+        return place(BatchPass(over, whole, rows, [Batched(0)] * len(rows), gives, variables))
 
-    def _over(self, part: Shard, inputs: Inputs) -> tuple[list[Any], list[Any]]:
-        if not part.examples:
-            return self._start(inputs), self._no_rows(part, inputs)
-        found = self._until_good(part, inputs) if self._is_spoilt(inputs) else self._microbatches(part, inputs, None)
+    def _over(self, shard: Shard, inputs: Inputs) -> tuple[list[Any], list[Any]]:
+        if not shard.examples:
+            return self._start(inputs), self._no_rows(shard, inputs)
+        found = self._until_good(shard, inputs) if self._is_spoilt(inputs) else self._microbatches(shard, inputs, None)
         if self._can_doubt:
-            found = self._afterwards(part, inputs, found)
+            found = self._afterwards(shard, inputs, found)
         return found.sums, found.rows
 
     def _is_spoilt(self, inputs: Inputs) -> bool:
@@ -221,7 +221,7 @@ class EachExample:
     def _can_doubt(self) -> bool:
         return self.asked.can_doubt(self.program.leaves)
 
-    def _no_rows(self, part: Shard, inputs: Inputs) -> list[Any]:
+    def _no_rows(self, shard: Shard, inputs: Inputs) -> list[Any]:
         """The rows of no examples, in the types of those of one."""
         arrays = inputs.arrays._replace(
             batch=[jnp.zeros((1, *leaf.shape[1:]), leaf.dtype) for leaf in inputs.arrays.batch]
@@ -229,11 +229,11 @@ class EachExample:
         padding = None if inputs.is_padding is None else jnp.zeros(1, bool)
         one = inputs._replace(arrays=arrays, is_padding=padding)
         types = jax.eval_shape(
-            lambda: self._microbatches(dataclasses.replace(part, examples=1, runs=1), one, None).rows
+            lambda: self._microbatches(dataclasses.replace(shard, examples=1, runs=1), one, None).rows
         )
         return [_zeros(jax.ShapeDtypeStruct((0, *each.shape[1:]), each.dtype)) for each in types]
 
-    def _until_good(self, part: Shard, inputs: Inputs) -> Found:
+    def _until_good(self, shard: Shard, inputs: Inputs) -> Found:
         """All examples; and again without those whose gradients are not finite, for these would spoil the sums.
 
         Nearly always once is enough. To leave an example out, another one is put in its place, and weighs nothing.
@@ -241,20 +241,20 @@ class EachExample:
 
         def attempt(state: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
             _, is_bad, before = state
-            found = self._microbatches(part, inputs, is_bad)
+            found = self._microbatches(shard, inputs, is_bad)
             kept = [where_rows(is_bad, old, new) for old, new in zip(before.rows, found.rows, strict=True)]
             more = found.is_bad & ~is_bad
             doubtful = found.is_doubtful & ~is_bad
             return jnp.any(more), is_bad | more, Found(found.sums, kept, more, doubtful)
 
-        nobody = _like_rows(jnp.zeros(part.examples, bool), inputs.arrays.batch)
-        types = jax.eval_shape(lambda: self._microbatches(part, inputs, nobody))
+        nobody = _like_rows(jnp.zeros(shard.examples, bool), inputs.arrays.batch)
+        types = jax.eval_shape(lambda: self._microbatches(shard, inputs, nobody))
         start = jax.tree.map(lambda each: _like_rows(_zeros(each), inputs.arrays.batch), types)
         again = _like_rows(jnp.asarray(True), inputs.arrays.batch)
         _, is_bad, found = lax.while_loop(lambda state: state[0], attempt, (again, nobody, start))
         return found._replace(is_bad=is_bad)
 
-    def _afterwards(self, part: Shard, inputs: Inputs, found: Found) -> Found:
+    def _afterwards(self, shard: Shard, inputs: Inputs, found: Found) -> Found:
         """What is left to do for some examples: nearly always nothing, and a loop of no turns touches no sum.
 
         Examples whose norms are doubtful, or not finite, for squares of factors may overflow where gradients do not:
@@ -273,7 +273,7 @@ class EachExample:
         def add(state: tuple[Any, list[Any], list[Any]]) -> tuple[Any, list[Any], list[Any]]:
             turn, sums, rows = state
             which = order[turn - before]
-            one = plainly._microbatch(part, inputs, 1, _One(which), sums, None)
+            one = plainly._microbatch(shard, inputs, 1, _One(which), sums, None)
             norms = [old.at[which].set(new[0]) for old, new in zip(rows[first:], one.rows[first:], strict=True)]
             if not sums:
                 return turn + 1, [], [*rows[:first], *norms]
@@ -294,41 +294,41 @@ class EachExample:
         _, sums, rows = lax.while_loop(lambda state: state[0] < number, step, start)
         return found._replace(sums=sums, rows=rows)
 
-    def _microbatches(self, part: Shard, inputs: Inputs, is_bad: Any | None) -> Found:
+    def _microbatches(self, shard: Shard, inputs: Inputs, is_bad: Any | None) -> Found:
         """All examples of a part, some of which are known to be bad."""
-        cut = Microbatches(part.examples, max(1, min(self.size, part.examples)), part.runs)
+        microbatches = Microbatches(shard.examples, max(1, min(self.size, shard.examples)), shard.runs)
         sums, last = self._start(inputs), None
-        if cut.remainder:  # first, so that its results are where the sums start
+        if microbatches.remainder:  # first, so that its results are where the sums start
             with jax.named_scope("anybatch_last_microbatch"):
-                last = self._unless_padding(part, inputs, cut, sums, is_bad)
+                last = self._unless_padding(shard, inputs, microbatches, sums, is_bad)
                 sums = last.sums
-        first_row, sums = first_start(cut, sums)
+        first_row, sums = first_start(microbatches, sums)
 
         def step(carry: Any, _: None) -> tuple[Any, Any]:
             row, sums = carry
             with jax.named_scope("anybatch_microbatch"):
-                found = self._microbatch(part, inputs, cut.size, row, sums, is_bad)
-            return (row + cut.step, found.sums), found._replace(sums=[])
+                found = self._microbatch(shard, inputs, microbatches.size, row, sums, is_bad)
+            return (row + microbatches.step, found.sums), found._replace(sums=[])
 
-        if cut.whole == 0 and last is not None:
+        if microbatches.whole == 0 and last is not None:
             return last
         if inputs.is_padding is not None and self.skips_padding:
-            sums, stacked = self._those_that_count(part, inputs, cut, step, (first_row, sums))
-        elif cut.whole == 1 and last is None:
-            return self._microbatch(part, inputs, cut.size, 0, sums, is_bad)
+            sums, stacked = self._those_that_count(shard, inputs, microbatches, step, (first_row, sums))
+        elif microbatches.whole == 1 and last is None:
+            return self._microbatch(shard, inputs, microbatches.size, 0, sums, is_bad)
         else:
-            (_, sums), stacked = lax.scan(step, (first_row, sums), length=cut.whole)
+            (_, sums), stacked = lax.scan(step, (first_row, sums), length=microbatches.whole)
         end = None if last is None else last._replace(sums=[])
         ends = [None] * len(jax.tree.leaves(stacked)) if end is None else jax.tree.leaves(end)
         leaves, tree = jax.tree.flatten(stacked)
-        joined = [join_rows(rows, other, 0, part.runs) for rows, other in zip(leaves, ends, strict=True)]
+        joined = [join_rows(rows, other, 0, shard.runs) for rows, other in zip(leaves, ends, strict=True)]
         return jax.tree.unflatten(tree, joined)._replace(sums=sums)
 
     def _those_that_count(
         self,
-        part: Shard,
+        shard: Shard,
         inputs: Inputs,
-        cut: Microbatches,
+        microbatches: Microbatches,
         step: Callable[[Any, None], Any],
         start: tuple[Any, list[Any]],
     ) -> tuple[list[Any], Any]:
@@ -338,13 +338,13 @@ class EachExample:
         """
         first_row, sums = start
         assert inputs.is_padding is not None
-        padding = inputs.is_padding.reshape(part.runs, -1)[:, : cut.whole * cut.step]
-        is_padding = padding.reshape(part.runs, cut.whole, cut.step).all(axis=(0, 2))
+        padding = inputs.is_padding.reshape(shard.runs, -1)[:, : microbatches.whole * microbatches.step]
+        is_padding = padding.reshape(shard.runs, microbatches.whole, microbatches.step).all(axis=(0, 2))
         order, number = jnp.argsort(is_padding, stable=True).astype(jnp.int32), jnp.sum(~is_padding)
         types = jax.eval_shape(step, start, None)[1]
         rows = jax.tree.map(
             lambda each: _like_rows(
-                _zeros(jax.ShapeDtypeStruct((cut.whole, *each.shape), each.dtype)), inputs.arrays.batch
+                _zeros(jax.ShapeDtypeStruct((microbatches.whole, *each.shape), each.dtype)), inputs.arrays.batch
             ),
             types,
         )
@@ -352,16 +352,20 @@ class EachExample:
         def turn(state: tuple[Any, list[Any], Any]) -> tuple[Any, list[Any], Any]:
             turns, sums, rows = state
             which = order[turns]
-            (_, sums), mine = step((first_row + which * cut.step, sums), None)
+            (_, sums), mine = step((first_row + which * microbatches.step, sums), None)
             return turns + 1, sums, jax.tree.map(lambda old, new: old.at[which].set(new), rows, mine)
 
         begin = (jnp.zeros_like(number), sums, rows)
         _, sums, rows = lax.while_loop(lambda state: state[0] < number, turn, begin)
         return sums, rows
 
-    def _unless_padding(self, part: Shard, inputs: Inputs, cut: Microbatches, sums: list[Any], is_bad: Any) -> Found:
+    def _unless_padding(
+        self, shard: Shard, inputs: Inputs, microbatches: Microbatches, sums: list[Any], is_bad: Any
+    ) -> Found:
         """The ragged last microbatch, if it is not all padding."""
-        run = functools.partial(self._microbatch, part, inputs, cut.remainder, cut.last_start, is_bad=is_bad)
+        run = functools.partial(
+            self._microbatch, shard, inputs, microbatches.remainder, microbatches.last_start, is_bad=is_bad
+        )
         if inputs.is_padding is None or not self.skips_padding:
             return run(sums)
         types = jax.eval_shape(run, sums)
@@ -369,20 +373,20 @@ class EachExample:
         def skip(sums: list[Any]) -> Found:
             return jax.tree.map(lambda each: _like_rows(_zeros(each), inputs.arrays.batch), types)._replace(sums=sums)
 
-        (mine,) = take([inputs.is_padding], cut.last_start, cut.remainder, part.runs)
+        (mine,) = take([inputs.is_padding], microbatches.last_start, microbatches.remainder, shard.runs)
         return lax.cond(jnp.all(mine), skip, run, sums)
 
     def _microbatch(
-        self, part: Shard, inputs: Inputs, size: int, row: Any, sums: list[Any], is_bad: Any | None
+        self, shard: Shard, inputs: Inputs, size: int, row: Any, sums: list[Any], is_bad: Any | None
     ) -> Found:
         """Some examples: the sums with theirs added, and their rows."""
         arrays, padding = inputs.arrays, inputs.is_padding
-        numbers = jnp.arange(part.examples, dtype=jnp.int32)
+        numbers = jnp.arange(shard.examples, dtype=jnp.int32)
         marks = [mark for mark in (padding, is_bad) if mark is not None]
         if isinstance(row, _One):
             taken = [lax.dynamic_slice_in_dim(leaf, row.number, 1) for leaf in [*arrays.batch, numbers, *marks]]
         else:
-            taken = take([*arrays.batch, numbers, *marks], row, size, part.runs)
+            taken = take([*arrays.batch, numbers, *marks], row, size, shard.runs)
         batch, (number, *own) = taken[: len(arrays.batch)], taken[len(arrays.batch) :]
         is_padding, was_bad = own.pop(0) if padding is not None else None, own.pop(0) if own else None
         if was_bad is not None and is_bad is not None:
@@ -392,7 +396,7 @@ class EachExample:
                 where_rows(was_bad, lax.dynamic_slice_in_dim(whole, good, 1), mine)
                 for whole, mine in zip(arrays.batch, batch, strict=True)
             ]
-        keys = [jax.vmap(functools.partial(jax.random.fold_in, key))(part.first + number) for key in arrays.keys]
+        keys = [jax.vmap(functools.partial(jax.random.fold_in, key))(shard.first + number) for key in arrays.keys]
         batch = [leaf[:, None] for leaf in batch] if self.keeps_batch_axis else batch
         own_arrays = arrays._replace(batch=batch, keys=keys)
 

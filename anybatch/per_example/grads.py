@@ -75,14 +75,14 @@ class ExampleFunction:
         size = self.settings.common.microbatch_size
         with gradient.context():
             if size == "auto":
-                way, outputs = run_as_planned(gradient)
+                strategy, outputs = run_as_planned(gradient)
             else:
                 assert not isinstance(size, str)
-                ways = [Strategy(size, method=method) for method in gradient.methods]
-                ways = [way for way in ways if way not in self._failed] or ways
-                way, outputs = run_first_that_compiles(gradient, ways)
-                self._failed.update(ways[: ways.index(way)])
-            return gradient.outcome(way, outputs)
+                strategies = [Strategy(size, method=method) for method in gradient.methods]
+                strategies = [strategy for strategy in strategies if strategy not in self._failed] or strategies
+                strategy, outputs = run_first_that_compiles(gradient, strategies)
+                self._failed.update(strategies[: strategies.index(strategy)])
+            return gradient.outcome(strategy, outputs)
 
     def _beside(self, found: Results) -> Any:
         """What is returned beside the result: None, aux, or all that was asked for."""

@@ -49,7 +49,7 @@ def squares_of(leaf: Leaf, arrays: Sequence[Any], *, strict: bool = False) -> Sq
     (value,) = (each for each in parts if isinstance(each[0], Value))
     if looked_up:
         return _exactly(_with_rows(value, looked_up))
-    return _exactly(square_of(value[1][0]) * value[0].way.scale ** 2)
+    return _exactly(square_of(value[1][0]) * value[0].path.scale ** 2)
 
 
 def added(squares: Sequence[Any]) -> Any:
@@ -162,7 +162,7 @@ def _from_factors(leaf: Leaf, parts: list[tuple[Any, list[Any]]], strict: bool) 
     first, second = sides_of(term, left, right)
     if left.size > right.size:
         first, second = second, first  # so that the first is the one that a weighted sum scales
-    scale = term.way.scale**2
+    scale = term.path.scale**2
     if first.shape[2] == 1:
         one, other = (jnp.sum(jnp.square(side.astype(wide(side.dtype))), axis=(2, 3)) for side in (first, second))
         dtype = wide(one.dtype, other.dtype)
@@ -227,11 +227,11 @@ def _pairs(parts: list[tuple[Any, list[Any]]]) -> tuple[Any, Any]:
     for term, mine in parts:
         if isinstance(term, Product):
             left, right = (side[:, 0] for side in sides_of(term, *mine))
-            assert term.way.axes is not None
-            first_on_left = term.way.axes[0] < len(term.free(0))
+            assert term.path.axes is not None
+            first_on_left = term.path.axes[0] < len(term.free(0))
             row, column = (left, right) if first_on_left else (right, left)
             rows.append(row)
-            columns.append(column * jnp.asarray(term.way.scale, column.dtype))
+            columns.append(column * jnp.asarray(term.path.scale, column.dtype))
         else:
             looked_up.append((term, mine))
     side = common(*(row.dtype for row in rows))
@@ -284,7 +284,7 @@ def rows_of(term: Lookups, index: Any, update: Any) -> tuple[Any, Any]:
     index = jnp.where(index < 0, term.shape[0], index)
     rows = update.reshape(*index.shape, -1)
     rows = jnp.where((index < term.shape[0])[:, :, None], rows, jnp.zeros_like(rows))
-    return index, rows * jnp.asarray(term.way.scale, rows.dtype)
+    return index, rows * jnp.asarray(term.path.scale, rows.dtype)
 
 
 def _square_of_rows(index: Any, rows: Any) -> Any:
@@ -302,7 +302,7 @@ def _with_rows(value: tuple[Any, list[Any]], looked_up: list[tuple[Any, list[Any
     """A gradient that is kept as it is, and rows to be added to it: those that are met by none, and the sums."""
     term, (array,) = value
     index, rows = _joined(looked_up)
-    table = jax.vmap(term.way)(array) if term.way.steps_move else array * jnp.asarray(term.way.scale, array.dtype)
+    table = jax.vmap(term.path)(array) if term.path.steps_move else array * jnp.asarray(term.path.scale, array.dtype)
     table = table.reshape(*table.shape[:2], -1)
     dtype = wide(table.dtype, rows.dtype)
 

@@ -37,13 +37,13 @@ def add_weighted(leaf: Leaf, arrays: Sequence[Any], weights: Any, start: Any) ->
     for term in leaf.terms:
         mine = [next(supply) for _ in term.sources]
         if isinstance(term, Product):
-            total = total + term.way(_product(term, mine, weights, start.dtype)).reshape(start.shape)
+            total = total + term.path(_product(term, mine, weights, start.dtype)).reshape(start.shape)
         elif isinstance(term, Convolution):
-            total = total + term.way(_convolution(term, mine, weights, start.dtype)).reshape(start.shape)
+            total = total + term.path(_convolution(term, mine, weights, start.dtype)).reshape(start.shape)
         elif isinstance(term, Lookups):
             total = _add_rows(term, mine, weights, total)
         else:
-            total = total + term.way(_value(mine[0], weights, start.dtype)).reshape(start.shape)
+            total = total + term.path(_value(mine[0], weights, start.dtype)).reshape(start.shape)
     return total
 
 
@@ -131,7 +131,7 @@ _ROUNDED = {4: 2.0**-20, 8: 2.0**-48}
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Program:
+class ExampleProgram:
     """The gradient of one example, as a program for many of them.
 
     By "vmap" it is `jax.vmap(jax.grad(...))`. If it is "factored", its program is looked into, and what a gradient is

@@ -55,7 +55,7 @@ CASTS = ("convert_element_type", "copy", "copy_p", "sharding_constraint", "shard
 
 
 @dataclasses.dataclass(frozen=True)
-class Way:
+class LinearPath:
     """From a term as it is computed to the parameter that it belongs to."""
 
     # Where each axis of the parameter is in the term; None once a reshape has mixed them.
@@ -73,17 +73,17 @@ class Way:
         """Whether it does more than cast and scale."""
         return any(step.equation.primitive.name not in CASTS for step in self.steps)
 
-    def lifted(self) -> "Way":
+    def lifted(self) -> "LinearPath":
         """The way of a term that a loop stacks up, and whose parameter has a layer for each turn of it."""
         axes = None if self.axes is None else (0, *(axis + 1 for axis in self.axes))
         return dataclasses.replace(self, axes=axes, steps=tuple(Step(s.equation, s.lifts + 1) for s in self.steps))
 
-    def then(self, outer: "Way") -> "Way":
+    def then(self, outer: "LinearPath") -> "LinearPath":
         """First this one, then another that begins where this one ends."""
         axes = None
         if self.axes is not None and outer.axes is not None:
             axes = tuple(self.axes[axis] for axis in outer.axes)
-        return Way(axes, (*self.steps, *outer.steps), self.scale * outer.scale)
+        return LinearPath(axes, (*self.steps, *outer.steps), self.scale * outer.scale)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,7 +94,7 @@ class Factors:
     right: Source
     shapes: tuple[tuple[int, ...], tuple[int, ...]]
     dtypes: tuple[Any, Any]
-    way: Way
+    path: LinearPath
 
     @property
     def sources(self) -> tuple[Source, ...]:
@@ -151,7 +151,7 @@ class Product(Factors):
             shapes=((turns, *self.shapes[0]), (turns, *self.shapes[1])),
             contract=shifted(self.contract, adds_up),
             batch=shifted(self.batch, not adds_up),
-            way=self.way if adds_up else self.way.lifted(),
+            path=self.path if adds_up else self.path.lifted(),
         )
 
 
@@ -189,7 +189,7 @@ class Lookups:
     number: int  # of indices
     dtype: Any
     clips: bool  # whether indices beyond the table mean its last row; otherwise they mean none
-    way: Way
+    path: LinearPath
 
     @property
     def sources(self) -> tuple[Source, ...]:
@@ -208,7 +208,7 @@ class Value:
     """A term that is computed as it is, for every example."""
 
     value: Source
-    way: Way
+    path: LinearPath
 
     @property
     def sources(self) -> tuple[Source, ...]:
@@ -216,21 +216,21 @@ class Value:
 
     def in_loop(self, loop: Any) -> "Value":
         """The same of all turns of a loop that stacks them."""
-        return Value(self.value.inside(loop), self.way.lifted())
+        return Value(self.value.inside(loop), self.path.lifted())
 
 
 Multiplied = Product | Convolution
 Term = Product | Convolution | Lookups | Value
 
 
-def identity(rank: int) -> Way:
+def identity(rank: int) -> LinearPath:
     """The way of a term that is the gradient of its parameter as it is."""
-    return Way(tuple(range(rank)))
+    return LinearPath(tuple(range(rank)))
 
 
-def with_way(terms: Sequence[Term], outer: Way) -> list[Term]:
+def with_path(terms: Sequence[Term], outer: LinearPath) -> list[Term]:
     """Terms of a value that itself has a way to go."""
-    return [dataclasses.replace(term, way=term.way.then(outer)) for term in terms]
+    return [dataclasses.replace(term, path=term.path.then(outer)) for term in terms]
 
 
 MANY = 32  # more terms than this, and their sum had better be a value
@@ -283,8 +283,8 @@ class _Walk:
         else:
             moved = _moved(equation, variable)
             if moved is not None:
-                before, way = moved
-                return with_way(self.terms(before), way)
+                before, path = moved
+                return with_path(self.terms(before), path)
         return whole if found is None else found
 
     def value(self, variable: Any) -> Value:
@@ -301,7 +301,7 @@ class _Walk:
         moved = _moved(equation, variable)
         if moved is None or moved[1].steps_move:  # what is moved before it is kept is moved by what makes it
             return whole
-        (term,) = with_way([self.value(moved[0])], moved[1])
+        (term,) = with_path([self.value(moved[0])], moved[1])
         assert isinstance(term, Value)
         return term
 
@@ -336,7 +336,7 @@ class _Walk:
             number=int(np.prod(index.aval.shape[:-1], dtype=np.int64)),
             dtype=update.aval.dtype,
             clips="CLIP" in str(equation.params["mode"]),
-            way=identity(len(shape)),
+            path=identity(len(shape)),
         )
         return [lookups, *([] if self._is_zero(table) else self.terms(table))]
 
@@ -358,7 +358,7 @@ class _Walk:
         terms = inner.terms(body.outputs[position])
         carried = [term for term in terms if isinstance(term, Value) and term.value == Source(before)]
         added = [term for term in terms if term not in carried]
-        is_sum = len(carried) == 1 and carried[0].way == identity(len(before.aval.shape)) and added
+        is_sum = len(carried) == 1 and carried[0].path == identity(len(before.aval.shape)) and added
         only_factors = [term for term in added if isinstance(term, (Product, Lookups))]
         if not is_sum or len(only_factors) < len(added):
             return None
@@ -397,7 +397,7 @@ def _product(equation: Any) -> Product:
         contract=(tuple(left_contract), tuple(right_contract)),
         batch=(tuple(left_batch), tuple(right_batch)),
         precision=equation.params.get("precision"),
-        way=identity(len(equation.outvars[0].aval.shape)),
+        path=identity(len(equation.outvars[0].aval.shape)),
     )
 
 
@@ -414,17 +414,17 @@ def _convolution(equation: Any) -> list[Term] | None:
             shapes=(tuple(left.aval.shape), tuple(right.aval.shape)),
             dtypes=(left.aval.dtype, right.aval.dtype),
             params=params,
-            way=identity(len(made)),
+            path=identity(len(made)),
             made=made,
         )
     ]
 
 
-def _moved(equation: Any, variable: Any) -> tuple[Any, Way] | None:
+def _moved(equation: Any, variable: Any) -> tuple[Any, LinearPath] | None:
     """The variable that an equation takes its entries from, as they are or scaled, and the way from there."""
     name, rank = equation.primitive.name, len(variable.aval.shape)
     if name == "neg":
-        return equation.invars[0], Way(tuple(range(rank)), (), -1.0)
+        return equation.invars[0], LinearPath(tuple(range(rank)), (), -1.0)
     if name in ("mul", "div"):
         return _scaled(equation, variable)
     if name not in _MOVES or len(equation.invars) != 1:
@@ -439,10 +439,10 @@ def _moved(equation: Any, variable: Any) -> tuple[Any, Way] | None:
         axes = tuple(equation.params["permutation"])
     elif before.aval.shape == variable.aval.shape and name != "broadcast_in_dim":
         axes = tuple(range(rank))
-    return before, Way(axes, (Step(equation),))
+    return before, LinearPath(axes, (Step(equation),))
 
 
-def _scaled(equation: Any, variable: Any) -> tuple[Any, Way] | None:
+def _scaled(equation: Any, variable: Any) -> tuple[Any, LinearPath] | None:
     first, second = equation.invars
     if equation.primitive.name == "mul" and versions.is_literal(first):
         first, second = second, first
@@ -452,7 +452,7 @@ def _scaled(equation: Any, variable: Any) -> tuple[Any, Way] | None:
     if number.shape != () or not np.isfinite(number) or number == 0:
         return None
     scale = float(number) if equation.primitive.name == "mul" else 1 / float(number)
-    return first, Way(tuple(range(len(variable.aval.shape))), (), scale)
+    return first, LinearPath(tuple(range(len(variable.aval.shape))), (), scale)
 
 
 def _is_real(variable: Any) -> bool:

@@ -128,7 +128,7 @@ class Search:
         self,
         bench: Workbench,
         allowed: int | None,
-        styles: Sequence[Variant] = (Variant(),),
+        variants: Sequence[Variant] = (Variant(),),
         notify: Callable[[str], None] = lambda text: None,
     ) -> None:
         """A search.
@@ -136,10 +136,10 @@ class Search:
         Args:
           bench: where ways are compiled and timed.
           allowed: the bytes that a way may take; None if nobody knows.
-          styles: what may be decided beside the size, the one that costs least time first.
+          variants: what may be decided beside the size, the one that costs least time first.
           notify: called with a text before each step that takes long.
         """
-        self.bench, self.allowed, self.styles, self.notify = bench, allowed, tuple(styles), notify
+        self.bench, self.allowed, self.variants, self.notify = bench, allowed, tuple(variants), notify
         self.examples = bench.gradient.share  # the most in a microbatch
         self.sizes = Sizes(self.examples, bench.gradient.unit)
         self.predicted: dict[Strategy, int] = {}  # before it was compiled, from two others
@@ -149,41 +149,41 @@ class Search:
     @property
     def known(self) -> dict[Strategy, Bytes | None]:
         """The ways that may be taken and were compiled, here or by an earlier search that may have had more of them."""
-        return {way: found for way, found in self.bench.bytes.items() if way.style in self.styles}
+        return {strategy: found for strategy, found in self.bench.bytes.items() if strategy.variant in self.variants}
 
     @property
     def seconds(self) -> dict[Strategy, float]:
         """Those of them that were timed."""
-        return {way: each for way, each in self.bench.seconds.items() if way.style in self.styles}
+        return {strategy: each for strategy, each in self.bench.seconds.items() if strategy.variant in self.variants}
 
-    def fits(self, way: Strategy, allowed: int | None = None) -> bool:
+    def fits(self, strategy: Strategy, allowed: int | None = None) -> bool:
         """Whether a way fits the budget, or what else is allowed; it is compiled to find out."""
         limit = self.allowed if allowed is None else allowed
-        if way not in self.bench.bytes:
-            guess = self.on_line(way)
+        if strategy not in self.bench.bytes:
+            guess = self.on_line(strategy)
             if guess is not None:
-                self.predicted[way] = guess
-            self.notify(f"Compiling {way}")
-        found = self.bench.bytes_of(way)
+                self.predicted[strategy] = guess
+            self.notify(f"Compiling {strategy}")
+        found = self.bench.bytes_of(strategy)
         return found is not None and (limit is None or found.total <= limit)
 
-    def predict(self, way: Strategy) -> int:
+    def predict(self, strategy: Strategy) -> int:
         """The bytes of a way, about: those of others on a line, or else from the program of the loss."""
-        on_line = self.on_line(way)
+        on_line = self.on_line(strategy)
         if on_line is not None:
             return on_line
-        points = self._points(way.style, with_full=True)
-        size = self._size(way)
+        points = self._points(strategy.variant, with_full=True)
+        size = self._size(strategy)
         if points:
             known, found = points[0]
             return int(found.total - found.activations + found.activations * size / known)
         start, slope = estimate(self.bench.gradient)
         return int(start + slope * size)
 
-    def on_line(self, way: Strategy) -> int | None:
+    def on_line(self, strategy: Strategy) -> int | None:
         """The bytes on the line through the nearest sizes that were compiled: two, or three if there are as many."""
-        points = self._points(way.style, with_full=False)
-        size = self._size(way)
+        points = self._points(strategy.variant, with_full=False)
+        size = self._size(strategy)
         if len(points) < 2 or self._is_short(size):
             return None
         nearest = sorted(points, key=lambda point: abs(math.log(point[0] / size)))[:3]
@@ -198,39 +198,39 @@ class Search:
         )
         return max(least, int(height + slope * (size - middle)))
 
-    def _points(self, style: Variant, *, with_full: bool) -> list[tuple[int, Bytes]]:
+    def _points(self, variant: Variant, *, with_full: bool) -> list[tuple[int, Bytes]]:
         points = [
-            (self._size(way), found)
-            for way, found in self.bench.bytes.items()
-            if found is not None and way.style == style and self._size(way) < self.examples
+            (self._size(strategy), found)
+            for strategy, found in self.bench.bytes.items()
+            if found is not None and strategy.variant == variant and self._size(strategy) < self.examples
         ]
         points = [point for point in points if not self._is_short(point[0])]
-        full = self.bench.bytes.get(Strategy(self.examples, *style))
+        full = self.bench.bytes.get(Strategy(self.examples, *variant))
         return [(self.examples, full)] if with_full and not points and full is not None else points
 
     def _is_short(self, size: int) -> bool:
         """Whether a size makes one whole microbatch and a ragged one: without a loop, XLA may overlap the two."""
         return self.examples // size == 1
 
-    def _size(self, way: Strategy) -> int:
-        return self.examples if way.microbatch_size is None else way.microbatch_size
+    def _size(self, strategy: Strategy) -> int:
+        return self.examples if strategy.microbatch_size is None else strategy.microbatch_size
 
-    def largest_fitting(self, style: Variant, allowed: int | None = None) -> Strategy | None:
+    def largest_fitting(self, variant: Variant, allowed: int | None = None) -> Strategy | None:
         """The way with the largest microbatch that fits, give or take what is not worth a compilation."""
         limit = self.allowed if allowed is None else allowed
         if limit is None:
-            return Strategy(self.examples, *style)
+            return Strategy(self.examples, *variant)
         low, high, tried = 0, self.examples + 1, 0
 
-        for way in list(self.bench.bytes):
-            if way.style == style and way.microbatch_size is not None:
-                if self.fits(way, limit):
-                    low = max(low, way.microbatch_size)
+        for strategy in list(self.bench.bytes):
+            if strategy.variant == variant and strategy.microbatch_size is not None:
+                if self.fits(strategy, limit):
+                    low = max(low, strategy.microbatch_size)
                 else:
-                    high = min(high, way.microbatch_size)
+                    high = min(high, strategy.microbatch_size)
         while True:
             between = [size for size in self.sizes.all() if low < size < high]
-            hopeful = [size for size in between if self.predict(Strategy(size, *style)) <= limit]
+            hopeful = [size for size in between if self.predict(Strategy(size, *variant)) <= limit]
             if hopeful:
                 size = max(low + self.sizes.unit, self.sizes.preferred(hopeful[-1]))
                 if low and not self.sizes.is_worthwhile(size, instead_of=low, patience=PATIENT - tried):
@@ -240,155 +240,159 @@ class Search:
             else:
                 size = between[0]  # what is predicted may be wrong
             tried += 1
-            if self.fits(Strategy(size, *style), limit):
+            if self.fits(Strategy(size, *variant), limit):
                 low = size
             else:
                 high = size
-        return Strategy(low, *style) if low else None
+        return Strategy(low, *variant) if low else None
 
     def likely_fitting(self) -> Strategy:
         """The largest that fits as far as one can tell without compiling anything."""
-        ways = [Strategy(size, *self.styles[0]) for size in self.sizes.all()]
-        likely = [way for way in ways if self.allowed is None or self.predict(way) <= self.allowed]
-        return max(likely or ways[:1], key=self._size)
+        strategies = [Strategy(size, *self.variants[0]) for size in self.sizes.all()]
+        likely = [strategy for strategy in strategies if self.allowed is None or self.predict(strategy) <= self.allowed]
+        return max(likely or strategies[:1], key=self._size)
 
     def any_fitting(self) -> Strategy | None:
         """The largest that fits, without computing anything twice if that can be."""
-        return next((way for way in map(self.largest_fitting, self.styles) if way is not None), None)
+        return next((strategy for strategy in map(self.largest_fitting, self.variants) if strategy is not None), None)
 
-    def is_limiting(self, way: Strategy) -> bool:
+    def is_limiting(self, strategy: Strategy) -> bool:
         """Whether the budget, rather than the clock, keeps a way from a larger microbatch."""
-        larger = [other for other in self.known if self._size(other) > self._size(way)]
-        return not self.bench.gradient.is_at_once(way) and not any(map(self.fits, larger))
+        larger = [other for other in self.known if self._size(other) > self._size(strategy)]
+        return not self.bench.gradient.is_at_once(strategy) and not any(map(self.fits, larger))
 
     def look_around(self, chosen: Strategy | None, *, timed: bool) -> None:
         """Compiles what it takes to draw the line, all at once, and the policies: to be shown, not to decide."""
         ladder = [self.examples, *self.sizes.steps_down(self.examples)]
-        style = self.styles[0]
-        self.fits(Strategy(self.examples, *style))
+        variant = self.variants[0]
+        self.fits(Strategy(self.examples, *variant))
         for size in (ladder[len(ladder) // 3], ladder[2 * len(ladder) // 3]):
-            if len(self._points(style, with_full=False)) < 2:
-                self.fits(Strategy(size, *style))
+            if len(self._points(variant, with_full=False)) < 2:
+                self.fits(Strategy(size, *variant))
         if self.bench.gradient.is_coupled:  # what it computes from the whole batch at once does not lie on the line
-            self.fits(Strategy(self.sizes.smallest, *style))
+            self.fits(Strategy(self.sizes.smallest, *variant))
         size = self.sizes.smallest if chosen is None else self._size(chosen)
-        for way in (Strategy(size, *style) for style in self.styles):
-            if self.fits(way) and timed:
-                self._time(way)
+        for strategy in (Strategy(size, *variant) for variant in self.variants):
+            if self.fits(strategy) and timed:
+                self._time(strategy)
 
     # What is lean.
 
     def leanest(self) -> Strategy | None:
         """The way with the least memory; of those about as lean, the one with the largest microbatch."""
-        smallest = [way for way in (Strategy(self.sizes.smallest, *style) for style in self.styles) if self.fits(way)]
+        smallest = [
+            strategy
+            for strategy in (Strategy(self.sizes.smallest, *variant) for variant in self.variants)
+            if self.fits(strategy)
+        ]
         if not smallest:
             return None
 
-        def total(way: Strategy) -> int:
-            found = self.bench.bytes[way]
+        def total(strategy: Strategy) -> int:
+            found = self.bench.bytes[strategy]
             assert found is not None
             return found.total
 
         lean = int(min(map(total, smallest)) * (1 + AS_LEAN))
-        best = next(way for way in smallest if total(way) <= lean)  # the one that keeps most
-        return self.largest_fitting(best.style, allowed=lean) or best
+        best = next(strategy for strategy in smallest if total(strategy) <= lean)  # the one that keeps most
+        return self.largest_fitting(best.variant, allowed=lean) or best
 
     # What is fast.
 
     def fastest(self) -> Strategy | None:
         """The way that takes the least time on the device; of those about as fast, the one with the least memory."""
-        top = self.largest_fitting(self.styles[0])
+        top = self.largest_fitting(self.variants[0])
         if top is not None:
             self._descend(top)
         # What is computed twice takes longer: it pays only where memory keeps the microbatches small.
-        more = self.styles[1:]
+        more = self.variants[1:]
         if top is not None and self.bench.gradient.is_at_once(top):
-            more = tuple(style for style in more if style.method != top.method)
-        for style in more:
-            lean = self.largest_fitting(style)
+            more = tuple(variant for variant in more if variant.method != top.method)
+        for variant in more:
+            lean = self.largest_fitting(variant)
             if lean is not None:
                 self._descend(lean)
         if not self.in_time():
             return None
         seconds = self.bench.seconds
-        for way in self._around(min(self.in_time(), key=seconds.__getitem__)):
-            if self.fits(way):
-                self._time(way)
+        for strategy in self._around(min(self.in_time(), key=seconds.__getitem__)):
+            if self.fits(strategy):
+                self._time(strategy)
         best = min(self.in_time(), key=seconds.__getitem__)
-        close = [way for way in self.in_time() if seconds[way] <= CLOSE * seconds[best]]
+        close = [strategy for strategy in self.in_time() if seconds[strategy] <= CLOSE * seconds[best]]
         self._race(close, best)
         chosen = self._leanest_of_the_fast(close)
-        smaller = [way for way in self._around(chosen) if self._size(way) < self._size(chosen)]
-        finer = [way for way in smaller if way not in seconds and self.fits(way)]
+        smaller = [strategy for strategy in self._around(chosen) if self._size(strategy) < self._size(chosen)]
+        finer = [strategy for strategy in smaller if strategy not in seconds and self.fits(strategy)]
         if finer:  # the knee may lie between two sizes
             fastest = min(close, key=seconds.__getitem__)
             self._race([*finer, *dict.fromkeys((chosen, fastest))], fastest)
             chosen = self._leanest_of_the_fast([*close, *finer])
         return chosen
 
-    def _race(self, ways: Sequence[Strategy], reference: Strategy) -> None:
+    def _race(self, strategies: Sequence[Strategy], reference: Strategy) -> None:
         """Times some ways against each other, and tells all that was timed before as if it had been now."""
         seconds = self.bench.seconds
-        if len(ways) > 1:
-            self.notify(f"Timing the {len(ways)} fastest")
+        if len(strategies) > 1:
+            self.notify(f"Timing the {len(strategies)} fastest")
             rounds = min(LAST_ROUNDS, max(3, int(PATIENCE / max(seconds[reference], TELLING))))
-            raced = self.bench.race(ways, rounds)
+            raced = self.bench.race(strategies, rounds)
             # Devices become slower as they become warm.
             change = raced[reference] / seconds[reference] if math.isfinite(raced[reference]) else 1.0
-            seconds.update({way: each * change for way, each in seconds.items()} | raced)
+            seconds.update({strategy: each * change for strategy, each in seconds.items()} | raced)
 
-    def _leanest_of_the_fast(self, ways: Sequence[Strategy]) -> Strategy:
+    def _leanest_of_the_fast(self, strategies: Sequence[Strategy]) -> Strategy:
         seconds = self.bench.seconds
-        fastest = min(seconds[way] for way in ways)
-        as_fast = [way for way in ways if seconds[way] <= (1 + AS_FAST) * fastest]
-        return min(as_fast, key=lambda way: (self._total(way), self._size(way)))
+        fastest = min(seconds[strategy] for strategy in strategies)
+        as_fast = [strategy for strategy in strategies if seconds[strategy] <= (1 + AS_FAST) * fastest]
+        return min(as_fast, key=lambda strategy: (self._total(strategy), self._size(strategy)))
 
     def in_time(self) -> list[Strategy]:
         """The ways that were timed and fit."""
-        return [way for way, each in self.seconds.items() if math.isfinite(each) and self.fits(way)]
+        return [strategy for strategy, each in self.seconds.items() if math.isfinite(each) and self.fits(strategy)]
 
     def _descend(self, top: Strategy) -> None:
         """Times the largest size, then ever smaller ones, until they only become slower."""
         slower = 0
         for size in (self._size(top), *self.sizes.steps_down(self._size(top))):
-            way = Strategy(size, *top.style)
-            if not self.fits(way):
+            strategy = Strategy(size, *top.variant)
+            if not self.fits(strategy):
                 continue
-            ratio = self._time(way) / self._least_seconds()
+            ratio = self._time(strategy) / self._least_seconds()
             slower = slower + 1 if ratio > SLOWER else 0
             if slower == 2 or ratio > MUCH_SLOWER:
                 return
 
     def _around(self, best: Strategy) -> list[Strategy]:
         """Sizes between the best and its neighbours."""
-        timed = sorted(self._size(way) for way in self.bench.seconds if way.style == best.style)
+        timed = sorted(self._size(strategy) for strategy in self.bench.seconds if strategy.variant == best.variant)
         place = timed.index(self._size(best))
         neighbours = [timed[place - 1 : place + 1], timed[place : place + 2]]
         between = []
         for pair in neighbours:
             size = self.sizes.between(*pair) if len(pair) == 2 else None
             if size is not None:
-                between.append(Strategy(size, *best.style))
+                between.append(Strategy(size, *best.variant))
         return between
 
-    def _time(self, way: Strategy) -> float:
+    def _time(self, strategy: Strategy) -> float:
         """The seconds of a way, measured beside the fastest so far, and told as if both were timed when that was."""
         seconds = self.bench.seconds
-        if way in seconds:
-            return seconds[way]
-        self.notify(f"Timing {way}")
+        if strategy in seconds:
+            return seconds[strategy]
+        self.notify(f"Timing {strategy}")
         known = {other: each for other, each in self.seconds.items() if math.isfinite(each)}
         best = min(known, key=known.__getitem__, default=None)
-        taken = self.bench.race([way] if best is None else [best, way], FIRST_ROUNDS)
+        taken = self.bench.race([strategy] if best is None else [best, strategy], FIRST_ROUNDS)
         if best is None or not math.isfinite(taken[best]):
             seconds.update(taken)
         else:
-            seconds[way] = known[best] * taken[way] / taken[best]
-        return seconds[way]
+            seconds[strategy] = known[best] * taken[strategy] / taken[best]
+        return seconds[strategy]
 
     def _least_seconds(self) -> float:
         return min(self.seconds.values())
 
-    def _total(self, way: Strategy) -> int:
-        found = self.bench.bytes[way]
+    def _total(self, strategy: Strategy) -> int:
+        found = self.bench.bytes[strategy]
         return 0 if found is None else found.total

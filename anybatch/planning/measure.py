@@ -72,122 +72,128 @@ class Workbench:
         method = entry.get("method")
         if method not in self.gradient.methods:
             raise ValueError(entry)
-        way = Strategy(size, remat, reduce, method)
+        strategy = Strategy(size, remat, reduce, method)
         kinds = None if found is None else Bytes(**{name: int(number) for name, number in found.items()})
         seconds = None if entry["seconds"] is None else float(entry["seconds"])
         is_time = seconds is None or 0 < seconds < math.inf
         if not is_time or (kinds is not None and kinds.total < 0):
             raise ValueError(entry)
-        self.bytes[way], self.text_hashes[way], self.routes[way] = kinds, entry["program"], str(entry["route"])
+        self.bytes[strategy], self.text_hashes[strategy], self.routes[strategy] = (
+            kinds,
+            entry["program"],
+            str(entry["route"]),
+        )
         if seconds is not None:
-            self.seconds[way] = seconds
+            self.seconds[strategy] = seconds
 
     def record(self) -> list[dict[str, Any]]:
         """What is known, to be kept on disk."""
         return [
             {
-                "size": way.microbatch_size,
-                **way.style._asdict(),
+                "size": strategy.microbatch_size,
+                **strategy.variant._asdict(),
                 "bytes": None if found is None else dataclasses.asdict(found),
-                "seconds": seconds if math.isfinite(seconds := self.seconds.get(way, math.inf)) else None,
-                "program": self.text_hashes.get(way),
-                "route": self.route(way),
+                "seconds": seconds if math.isfinite(seconds := self.seconds.get(strategy, math.inf)) else None,
+                "program": self.text_hashes.get(strategy),
+                "route": self.route(strategy),
             }
-            for way, found in self.bytes.items()
+            for strategy, found in self.bytes.items()
         ]
 
-    def route(self, way: Strategy) -> str:
+    def route(self, strategy: Strategy) -> str:
         """What a way does, in words; the loss is read only if no other microbatch size has told it."""
-        if way not in self.routes:
+        if strategy not in self.routes:
             alike = [
                 self.routes[other]
                 for other in self.routes
-                if not self.gradient.is_at_once(other) and other.method == way.method
+                if not self.gradient.is_at_once(other) and other.method == strategy.method
             ]
-            self.routes[way] = alike[0] if alike and not self.gradient.is_at_once(way) else self.gradient.route(way)
-        return self.routes[way]
+            self.routes[strategy] = (
+                alike[0] if alike and not self.gradient.is_at_once(strategy) else self.gradient.route(strategy)
+            )
+        return self.routes[strategy]
 
-    def bytes_of(self, way: Strategy) -> Bytes | None:
+    def bytes_of(self, strategy: Strategy) -> Bytes | None:
         """The bytes of a way; None if XLA cannot compile it, for want of memory or for another reason."""
-        if way not in self.bytes and self._is_hopeless(way):
+        if strategy not in self.bytes and self._is_hopeless(strategy):
             return None
-        if way not in self.bytes:
-            self._compile(way)
-        return self.bytes[way]
+        if strategy not in self.bytes:
+            self._compile(strategy)
+        return self.bytes[strategy]
 
-    def _is_hopeless(self, way: Strategy) -> bool:
+    def _is_hopeless(self, strategy: Strategy) -> bool:
         """Whether XLA has failed with several sizes of this style and compiled none, so that others are not tried."""
-        failed = [other for other in self.failures if other.style == way.style]
-        is_known = any(found is not None for other, found in self.bytes.items() if other.style == way.style)
+        failed = [other for other in self.failures if other.variant == strategy.variant]
+        is_known = any(found is not None for other, found in self.bytes.items() if other.variant == strategy.variant)
         return len(failed) >= FAILURES and not is_known
 
-    def program(self, way: Strategy) -> CompiledProgram:
+    def program(self, strategy: Strategy) -> CompiledProgram:
         """A program that can be run."""
-        if way not in self.programs:
-            self._compile(way)
-        if way not in self.programs:
-            raise jax.errors.JaxRuntimeError(f"RESOURCE_EXHAUSTED: {way} could not be compiled")
-        return self.programs[way]
+        if strategy not in self.programs:
+            self._compile(strategy)
+        if strategy not in self.programs:
+            raise jax.errors.JaxRuntimeError(f"RESOURCE_EXHAUSTED: {strategy} could not be compiled")
+        return self.programs[strategy]
 
-    def _compile(self, way: Strategy) -> None:
+    def _compile(self, strategy: Strategy) -> None:
         try:
-            computation = self.gradient.computation(way)
+            computation = self.gradient.computation(strategy)
         except Exception as error:
             if not isinstance(error, AnybatchError):
-                error.add_note(f'microbatch_size="auto" has tried {way}. Pass a size that the loss takes.')
+                error.add_note(f'microbatch_size="auto" has tried {strategy}. Pass a size that the loss takes.')
             raise
         self.compilations += 1
         try:
             if self.can_run:
                 program = PROGRAMS.compile(computation.fun, *computation.leaves, has_effects=computation.has_effects)
-                self.programs[way], self.text_hashes[way] = program, program.text_hash
+                self.programs[strategy], self.text_hashes[strategy] = program, program.text_hash
                 compiled = program.executable
             else:
-                compiled = compile_for_types(computation, self.gradient.field)
+                compiled = compile_for_types(computation, self.gradient.shardings)
         except jax.errors.JaxRuntimeError as error:
             # Not every program that is right compiles: a kernel may ask for more than a device has.
-            self.bytes[way] = None
+            self.bytes[strategy] = None
             if not versions.is_out_of_memory(error):
-                self.failures[way] = error
+                self.failures[strategy] = error
             return
-        self.bytes[way] = count_bytes(compiled, self.gradient)
+        self.bytes[strategy] = count_bytes(compiled, self.gradient)
 
-    def race(self, ways: Sequence[Strategy], rounds: int) -> dict[Strategy, float]:
+    def race(self, strategies: Sequence[Strategy], rounds: int) -> dict[Strategy, float]:
         """The seconds of some ways, taken in turns, so that whatever slows the device slows all of them.
 
         A way that runs out of memory all the same has infinite seconds, and no bytes.
         """
-        leaves = {way: self.gradient.computation(way).leaves for way in ways}
-        taken: dict[Strategy, list[float]] = {way: [] for way in ways}
+        leaves = {strategy: self.gradient.computation(strategy).leaves for strategy in strategies}
+        taken: dict[Strategy, list[float]] = {strategy: [] for strategy in strategies}
         self.taken = taken
         on_host = (self.gradient.devices or jax.local_devices())[0].platform == "cpu"
 
-        def seconds(way: Strategy, repeats: int) -> float:
-            return _seconds(lambda: self.program(way)(*leaves[way]), repeats)
+        def seconds(strategy: Strategy, repeats: int) -> float:
+            return _seconds(lambda: self.program(strategy)(*leaves[strategy]), repeats)
 
-        for way in ways:
-            if way in self._repeats:
+        for strategy in strategies:
+            if strategy in self._repeats:
                 continue
             try:
-                seconds(way, 1)  # the first time is always slow
-                once = seconds(way, 1)
+                seconds(strategy, 1)  # the first time is always slow
+                once = seconds(strategy, 1)
             except jax.errors.JaxRuntimeError as error:
                 if not versions.is_out_of_memory(error):
                     raise
-                self.bytes[way] = None
+                self.bytes[strategy] = None
             else:
                 telling = TELLING_ON_HOST if on_host else TELLING
-                self._repeats[way] = max(1, min(100, math.ceil(telling / max(once, 1e-6))))
-        able = [way for way in ways if way in self._repeats]
+                self._repeats[strategy] = max(1, min(100, math.ceil(telling / max(once, 1e-6))))
+        able = [strategy for strategy in strategies if strategy in self._repeats]
         warm = 0.0 if on_host or not able else WARM_UP
         while warm > 0:
-            warm -= sum(seconds(way, 1) for way in able)
+            warm -= sum(seconds(strategy, 1) for strategy in able)
         for _ in range(rounds):
-            for way in able:
+            for strategy in able:
                 if not on_host:
-                    seconds(way, 1)  # so that it does not profit from a neighbour that let the device cool
-                taken[way].append(seconds(way, self._repeats[way]))
-        return {way: statistics.median(each) if each else math.inf for way, each in taken.items()}
+                    seconds(strategy, 1)  # so that it does not profit from a neighbour that let the device cool
+                taken[strategy].append(seconds(strategy, self._repeats[strategy]))
+        return {strategy: statistics.median(each) if each else math.inf for strategy, each in taken.items()}
 
 
 # After as many sizes that XLA cannot compile, no others are tried.
@@ -209,15 +215,15 @@ def _seconds(run: Callable[[], Any], repeats: int) -> float:
     return (time.perf_counter() - start) / repeats
 
 
-def compile_for_types(computation: Computation, field: CallShardings | None = None) -> Any:
+def compile_for_types(computation: Computation, shardings: CallShardings | None = None) -> Any:
     """Compiles a computation whose arrays have no values yet, for the devices that they will be on.
 
     Args:
       computation: the computation.
-      field: its mesh, if it has one: it then knows where its arrays will be.
+      shardings: its mesh, if it has one: it then knows where its arrays will be.
     """
-    if field is not None:
-        placed = field.placed_types(computation.leaves)
+    if shardings is not None:
+        placed = shardings.placed_types(computation.leaves)
         return versions.elsewhere(lambda: jax.jit(lambda *flat: computation.fun(*flat)).lower(*placed).compile())
     types = [versions.abstract(jax.typeof(leaf)) for leaf in computation.leaves]
     mesh = placement.mesh_of(computation.leaves)
@@ -237,7 +243,7 @@ def count_bytes(compiled: Any, gradient: Planned) -> Bytes:
     arguments = max(analysis.argument_size_in_bytes, parameters + batch)
     outputs = analysis.output_size_in_bytes - analysis.alias_size_in_bytes
     each_gradient = parameters
-    if gradient.field is None:
+    if gradient.shardings is None:
         each_gradient = sum(
             local_bytes(leaf) // versions.vmapped_copies(leaf) for leaf in gradient.arguments.arrays.wrt
         )

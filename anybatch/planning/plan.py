@@ -101,12 +101,12 @@ def _draw_memory(axes: Any, plan: Any) -> list[Any]:
         ((2**power, name) for power, name in ((30, "GiB"), (20, "MiB")) if highest >= 2**power), (1024, "KiB")
     )
     lines = []
-    for number, name_of in enumerate(dict.fromkeys(each.style for each in plan.candidates)):
-        mine = [each for each in plan.candidates if each.style == name_of and each.total is not None]
+    for number, name_of in enumerate(dict.fromkeys(each.variant for each in plan.candidates)):
+        mine = [each for each in plan.candidates if each.variant == name_of and each.total is not None]
         totals = [each.total / unit for each in mine]
         label = f"memory, {name_of}" if name_of else "memory"
-        style = ("-", "--", "-.", ":")[number % 4]
-        lines += axes.plot([each.microbatch_size for each in mine], totals, style, color=BLUE, label=label, zorder=2)
+        variant = ("-", "--", "-.", ":")[number % 4]
+        lines += axes.plot([each.microbatch_size for each in mine], totals, variant, color=BLUE, label=label, zorder=2)
         for each, total in zip(mine, totals, strict=True):
             face = "white" if each.bytes is None else BLUE  # predicted ones are hollow
             axes.plot(each.microbatch_size, total, "o", color=BLUE, markerfacecolor=face, markersize=5, zorder=3)
@@ -119,12 +119,12 @@ def _draw_memory(axes: Any, plan: Any) -> list[Any]:
 
 def _draw_time(axes: Any, timed: Sequence[Any]) -> list[Any]:
     lines = []
-    for number, name_of in enumerate(dict.fromkeys(each.style for each in timed)):
-        mine = [each for each in timed if each.style == name_of]
+    for number, name_of in enumerate(dict.fromkeys(each.variant for each in timed)):
+        mine = [each for each in timed if each.variant == name_of]
         label = f"time, {name_of}" if name_of else "time"
-        style = ("-", "--", "-.", ":")[number % 4]
+        variant = ("-", "--", "-.", ":")[number % 4]
         sizes, milliseconds = [each.microbatch_size for each in mine], [1e3 * each.seconds for each in mine]
-        lines += axes.plot(sizes, milliseconds, style, marker="s", markersize=4, color=ORANGE, label=label)
+        lines += axes.plot(sizes, milliseconds, variant, marker="s", markersize=4, color=ORANGE, label=label)
     axes.set_ylabel("time, ms", color=ORANGE)
     axes.set_ylim(bottom=0, top=1.15e3 * max(each.seconds for each in timed))
     return lines
@@ -168,7 +168,7 @@ class Candidate:
         return f"microbatch_size={self.microbatch_size}{remat}{reduce}{method}"
 
     @property
-    def style(self) -> str:
+    def variant(self) -> str:
         """What it is beside the size of its microbatches; nothing, if that is all."""
         reduce = "" if self.reduce == "once" else f"reduce {self.reduce}"
         return ", ".join(filter(None, [self.method, self.remat, reduce]))
@@ -252,17 +252,17 @@ class Plan:
         return [[row[column] for column in kept] for row in rows]
 
     def _repr_html_(self) -> str:
-        def row(cells: Sequence[str], tag: str, style: str = "") -> str:
+        def row(cells: Sequence[str], tag: str, variant: str = "") -> str:
             tagged = [f'<{tag} style="white-space: nowrap">{html.escape(cell)}</{tag}>' for cell in cells]
-            return f"<tr{style}>{''.join(tagged)}</tr>"
+            return f"<tr{variant}>{''.join(tagged)}</tr>"
 
-        def style(candidate: Candidate) -> str:
+        def variant(candidate: Candidate) -> str:
             if candidate == self.chosen:
                 return ' style="font-weight: bold"'
             return ' style="color: #888"' if candidate.fits is False else ""
 
         header, *rows = self._rows
-        body = [row(cells, "td", style(each)) for cells, each in zip(rows, self.candidates, strict=True)]
+        body = [row(cells, "td", variant(each)) for cells, each in zip(rows, self.candidates, strict=True)]
         remarks = "".join(f"<p>{html.escape(text)}</p>" for text in self._remarks).replace("\n", "<br>")
         table = f"<table>{row(header, 'th')}{''.join(body)}</table>"
         return f"<p>{html.escape(self._title)}</p>{table}{self._picture()}{remarks}"

@@ -33,7 +33,7 @@ from anybatch.planning.strategy import Planned, Strategy, Variant
 class Decision:
     """The way to go, and its program if that has been compiled on the way."""
 
-    way: Strategy
+    strategy: Strategy
     program: CompiledProgram | None = None
     total: int | None = None  # its bytes, if they are known
     is_guess: bool = False
@@ -70,9 +70,9 @@ class Planner:
         self.gradient, self.notify, self.copies, self.source = gradient, notify, copies, source
         self.settings = gradient.settings
         # Processes that run one program together must decide alike: by bytes alone, and by nothing that one remembers.
-        self.is_shared = gradient.field is not None and jax.process_count() > 1
+        self.is_shared = gradient.shardings is not None and jax.process_count() > 1
         self.is_kept = not gradient.loss.traced.has_effects and not self.is_shared
-        self.full = Strategy(gradient.share, *self.styles[0])
+        self.full = Strategy(gradient.share, *self.variants[0])
         self.are_given = are_given
         self.key = store.key_of(_identity(gradient))
 
@@ -91,7 +91,7 @@ class Planner:
         return agreed(budget) if self.is_shared else budget
 
     @property
-    def styles(self) -> tuple[Variant, ...]:
+    def variants(self) -> tuple[Variant, ...]:
         """What there is to choose from beside the size: what takes the least time first."""
         remats: tuple[str | None, ...] = (self.settings.remat,)
         if self.settings.remat == "auto":
@@ -115,15 +115,15 @@ class Planner:
             return Decision(decided[0])
         decision = self._remembered() or self._generous() or self._searched()
         if not decision.is_guess:
-            self.remember(decision.way, decision.total)
+            self.remember(decision.strategy, decision.total)
         return decision
 
-    def remember(self, way: Strategy, total: int | None = None) -> None:
+    def remember(self, strategy: Strategy, total: int | None = None) -> None:
         """Lets a way be the way for this gradient from now on, in this process."""
         with _LOCK:
             if len(_DECIDED) >= CAPACITY:
                 _DECIDED.pop(next(iter(_DECIDED)))
-            _DECIDED[self._decision_key] = (way, total)
+            _DECIDED[self._decision_key] = (strategy, total)
 
     def _leaves_room(self, total: int | None) -> bool:
         """Whether what was decided outside `jit`, for a device with nothing else on it, will do for a whole step."""
@@ -140,24 +140,24 @@ class Planner:
     def _remembered(self) -> Decision | None:
         """What was measured before, perhaps in another process, if it is still of use."""
         record = self._load()
-        way = self._choice(record, timed=True) or self._choice(record, timed=False)
-        if way is None:
+        strategy = self._choice(record, timed=True) or self._choice(record, timed=False)
+        if strategy is None:
             return None
         bench = Workbench(self.gradient, record)
-        found = bench.bytes[way]
+        found = bench.bytes[strategy]
         total = None if found is None else found.total
         if not bench.can_run:
-            return Decision(way, total=total)
-        expected = bench.text_hashes.get(way)
+            return Decision(strategy, total=total)
+        expected = bench.text_hashes.get(strategy)
         try:
-            program = bench.program(way)
+            program = bench.program(strategy)
         except jax.errors.JaxRuntimeError:
             return None
         if program.text_hash != expected:  # another program that looks alike: its bytes and times say nothing
             store.forget(self.key)
             return None
         PROGRAMS.keep(program)
-        return Decision(way, program, total)
+        return Decision(strategy, program, total)
 
     def _generous(self) -> Decision | None:
         """All at once, where that fits by so much that nothing needs to be compiled to know it."""
@@ -179,7 +179,7 @@ class Planner:
             if Workbench(self.gradient).can_run:
                 raise
             # Part of a program that cannot be compiled by itself: any size is right, so go by what it writes.
-            likely = Search(Workbench(self.gradient), budget.allowed, self.styles).likely_fitting()
+            likely = Search(Workbench(self.gradient), budget.allowed, self.variants).likely_fitting()
             warnings.warn(
                 f"This gradient is part of a program without which it cannot be compiled, so that its memory is "
                 f"estimated: {likely} should fit {budget}. Pass a microbatch_size if you know better.",
@@ -187,14 +187,14 @@ class Planner:
                 stacklevel=user_stacklevel(),
             )
             return Decision(likely, is_guess=True)
-        way = _way(plan)
-        if way is None:
+        strategy = _way(plan)
+        if strategy is None:
             say_that_nothing_fits(plan, certain=bench.can_run or self.settings.memory is not None)
-            way = Strategy(self.gradient.unit, *self.styles[-1])
-        program = bench.programs.get(way)
+            strategy = Strategy(self.gradient.unit, *self.variants[-1])
+        program = bench.programs.get(strategy)
         if program is not None:
             PROGRAMS.keep(program)
-        return Decision(way, program, None if plan.chosen is None else plan.chosen.total)
+        return Decision(strategy, program, None if plan.chosen is None else plan.chosen.total)
 
     # For plan and explain.
 
@@ -213,18 +213,18 @@ class Planner:
         remembered = measured or (None if timed else self._choice(record, timed=False))
         if remembered is not None:
             bench = Workbench(self.gradient, record)
-            search = Search(bench, budget.allowed, self.styles, self.notify)
-            shown = {self.full, *(Strategy(remembered.microbatch_size, *style) for style in self.styles)}
+            search = Search(bench, budget.allowed, self.variants, self.notify)
+            shown = {self.full, *(Strategy(remembered.microbatch_size, *variant) for variant in self.variants)}
             if not thorough or shown <= set(bench.bytes):
                 seconds = time.perf_counter() - start
                 return as_plan(search, budget, remembered, seconds, by_time=measured is not None)
         may_time = timed and self._can_time
         plan, bench, search = self._search(budget, timed=may_time, thorough=thorough, measured=measured)
-        way = _way(plan)
-        if way is not None and plan.chosen is not None:
-            self.remember(way, plan.chosen.total)
-            if way in bench.programs:
-                PROGRAMS.keep(bench.programs[way])
+        strategy = _way(plan)
+        if strategy is not None and plan.chosen is not None:
+            self.remember(strategy, plan.chosen.total)
+            if strategy in bench.programs:
+                PROGRAMS.keep(bench.programs[strategy])
         return dataclasses.replace(plan, planning_seconds=time.perf_counter() - start)
 
     @property
@@ -244,34 +244,34 @@ class Planner:
         """
         start = time.perf_counter()
         bench = Workbench(self.gradient, self._load())
-        search = Search(bench, budget.allowed, self.styles, self.notify)
-        way = measured
+        search = Search(bench, budget.allowed, self.variants, self.notify)
+        strategy = measured
         if measured is not None:
             pass
         elif self.settings.objective == "memory":
-            way = search.leanest()
+            strategy = search.leanest()
         elif timed:
-            way = search.fastest()
+            strategy = search.fastest()
         else:
             if budget.reserve and budget.allowed is not None:
-                roomy = Search(bench, budget.allowed - budget.reserve, self.styles, self.notify)
-                way = roomy.any_fitting()
+                roomy = Search(bench, budget.allowed - budget.reserve, self.variants, self.notify)
+                strategy = roomy.any_fitting()
                 search.predicted.update(roomy.predicted)
-            way = way or search.any_fitting()
+            strategy = strategy or search.any_fitting()
         if thorough:
-            search.look_around(way, timed=timed)
-        if way is None and bench.failures and not any(search.known.values()):
+            search.look_around(strategy, timed=timed)
+        if strategy is None and bench.failures and not any(search.known.values()):
             raise next(iter(bench.failures.values()))  # it is not for memory that nothing can be chosen
         by_time = timed or measured is not None
-        self._save(bench, way, budget, timed=by_time)
+        self._save(bench, strategy, budget, timed=by_time)
         seconds = time.perf_counter() - start
-        return as_plan(search, budget, way, seconds, by_time=by_time), bench, search
+        return as_plan(search, budget, strategy, seconds, by_time=by_time), bench, search
 
     # What is kept on disk.
 
     def _choice_key(self, *, timed: bool) -> str:
         settings = self.settings
-        return store.key_of(settings.objective, settings.memory, self.styles, self.are_given, timed)
+        return store.key_of(settings.objective, settings.memory, self.variants, self.are_given, timed)
 
     def _load(self) -> dict[str, Any]:
         return store.load(self.key) if self.is_kept else {}
@@ -280,25 +280,25 @@ class Planner:
         """The way that was chosen before, if it would be chosen again."""
         try:
             choice = record["choices"][self._choice_key(timed=timed)]
-            way = Strategy(choice["size"], choice["remat"], choice["reduce"], choice.get("method"))
-            found, then = Workbench(self.gradient, record).bytes[way], choice["budget"]
+            strategy = Strategy(choice["size"], choice["remat"], choice["reduce"], choice.get("method"))
+            found, then = Workbench(self.gradient, record).bytes[strategy], choice["budget"]
             allowed = self.budget.allowed
             if found is None or allowed is None or then is None:
-                return way if found is not None and allowed is None else None
+                return strategy if found is not None and allowed is None else None
             # With much more memory than then, another may be better.
-            is_similar = allowed <= 1.25 * then or self.gradient.is_at_once(way)
-            return way if found.total <= allowed and self._leaves_room(found.total) and is_similar else None
+            is_similar = allowed <= 1.25 * then or self.gradient.is_at_once(strategy)
+            return strategy if found.total <= allowed and self._leaves_room(found.total) and is_similar else None
         except (KeyError, TypeError):  # there is none, or it is damaged
             return None
 
-    def _save(self, bench: Workbench, way: Strategy | None, budget: Budget, *, timed: bool) -> None:
-        if not self.is_kept or (way is None and not bench.compilations):
+    def _save(self, bench: Workbench, strategy: Strategy | None, budget: Budget, *, timed: bool) -> None:
+        if not self.is_kept or (strategy is None and not bench.compilations):
             return
         record = self._load()
         kept = record.get("choices")
         choices = kept if isinstance(kept, dict) else {}
-        if way is not None:
-            chosen = {"size": way.microbatch_size, **way.style._asdict(), "budget": budget.allowed}
+        if strategy is not None:
+            chosen = {"size": strategy.microbatch_size, **strategy.variant._asdict(), "budget": budget.allowed}
             choices[self._choice_key(timed=timed)] = chosen
         store.save(self.key, {"ways": bench.record(), "choices": choices})
 
@@ -329,7 +329,7 @@ def _identity(gradient: Planned) -> list[Any]:
         roles,
         *(["noise"] if settings.noise else []),  # it takes one more gradient
         [kinds, len(devices), str(jax.sharding.get_abstract_mesh()), gradient.copies],
-        None if gradient.field is None else gradient.field.description,
+        None if gradient.shardings is None else gradient.shardings.description,
         [*versions.versions(), __version__],
         [os.environ.get("XLA_FLAGS", ""), str(config.jax_default_matmul_precision), str(config.jax_enable_x64)],
     ]

@@ -23,94 +23,94 @@ def run_as_planned(gradient: Planned) -> tuple[Strategy, list[Any]]:
     begins there. The examples, their order and the result stay the same.
     """
     if gradient.share <= 1 or versions.is_jit_disabled():
-        way = Strategy(gradient.share, gradient.settings.fixed_remat, gradient.reduces[0], gradient.methods[0])
-        return way, _ready(gradient, way, None)()
+        strategy = Strategy(gradient.share, gradient.settings.fixed_remat, gradient.reduces[0], gradient.methods[0])
+        return strategy, _ready(gradient, strategy, None)()
     planner = Planner(gradient)
     decision = planner.decide()
-    way, program = decision.way, decision.program
+    strategy, program = decision.strategy, decision.program
     reasons: list[str] = []
     while True:
         is_compiled = False
         try:
-            run = _ready(gradient, way, program)
+            run = _ready(gradient, strategy, program)
             is_compiled = True
             outputs = run()
             break
         except jax.errors.JaxRuntimeError as error:
-            ran_out, other = versions.is_out_of_memory(error), halved(gradient, way)
+            ran_out, other = versions.is_out_of_memory(error), halved(gradient, strategy)
             if not is_compiled:
-                other = _by_another_method(gradient, way) or other
+                other = _by_another_method(gradient, strategy) or other
             is_hopeless = not ran_out and (is_compiled or len(reasons) == FAILURES)
             if other is None or is_hopeless or planner.is_shared:
                 raise  # of several processes, one cannot go on otherwise than the others
-            reasons.append(_ran_out(way) if is_compiled else not_compiled(way, error))
-        way, program = other, None
+            reasons.append(_ran_out(strategy) if is_compiled else not_compiled(strategy, error))
+        strategy, program = other, None
     if reasons:
-        planner.remember(way)
+        planner.remember(strategy)
         draws = ", but for numbers that each microbatch draws" if gradient.draws_anew else ""
         warnings.warn(
-            f"{reasons[0]} Going on with {way}; the gradient is the same{draws}.\n"
-            f"To begin there, pass {way}, or a smaller memory=.",
+            f"{reasons[0]} Going on with {strategy}; the gradient is the same{draws}.\n"
+            f"To begin there, pass {strategy}, or a smaller memory=.",
             TightMemoryWarning,
             stacklevel=user_stacklevel(),
         )
-    return way, outputs
+    return strategy, outputs
 
 
-def run_first_that_compiles(gradient: Planned, ways: Sequence[Strategy]) -> tuple[Strategy, list[Any]]:
+def run_first_that_compiles(gradient: Planned, strategies: Sequence[Strategy]) -> tuple[Strategy, list[Any]]:
     """The first of some ways that XLA can compile, and what its computation returned. A warning names the others.
 
     Raises:
       JaxRuntimeError: that of the first of them, if it can compile none.
     """
     errors: dict[Strategy, Exception] = {}
-    for way in ways:
+    for strategy in strategies:
         try:
-            run = _ready(gradient, way, None)
+            run = _ready(gradient, strategy, None)
         except jax.errors.JaxRuntimeError as error:
-            errors[way] = error
+            errors[strategy] = error
             continue
         for failed, why in errors.items():
             warnings.warn(
-                f"{not_compiled(failed, why)} Going on with {way}; the result is the same.",
+                f"{not_compiled(failed, why)} Going on with {strategy}; the result is the same.",
                 TightMemoryWarning,
                 stacklevel=user_stacklevel(),
             )
-        return way, run()
+        return strategy, run()
     raise next(iter(errors.values()))
 
 
-def _ran_out(way: Strategy) -> str:
+def _ran_out(strategy: Strategy) -> str:
     return (
-        f"Memory ran out at {way}, though it should have fit: another process may use the device, or its free "
+        f"Memory ran out at {strategy}, though it should have fit: another process may use the device, or its free "
         "memory may be fragmented."
     )
 
 
-def not_compiled(way: Strategy, error: Exception) -> str:
+def not_compiled(strategy: Strategy, error: Exception) -> str:
     """That XLA could not compile a way, and why, in one line."""
-    return f"XLA cannot compile {way}: {str(error).partition(chr(10))[0][:200]}."
+    return f"XLA cannot compile {strategy}: {str(error).partition(chr(10))[0][:200]}."
 
 
-def _by_another_method(gradient: Planned, way: Strategy) -> Strategy | None:
+def _by_another_method(gradient: Planned, strategy: Strategy) -> Strategy | None:
     """The same size by the method that comes after this one; None if there is no other."""
     methods = gradient.methods
-    following = methods[methods.index(way.method) + 1 :] if way.method in methods else ()
-    return dataclasses.replace(way, method=following[0]) if following else None
+    following = methods[methods.index(strategy.method) + 1 :] if strategy.method in methods else ()
+    return dataclasses.replace(strategy, method=following[0]) if following else None
 
 
-def halved(gradient: Planned, way: Strategy) -> Strategy | None:
+def halved(gradient: Planned, strategy: Strategy) -> Strategy | None:
     """The same way with microbatches of half the size; None if there is no smaller one."""
-    size = gradient.share if gradient.is_at_once(way) else way.microbatch_size
+    size = gradient.share if gradient.is_at_once(strategy) else strategy.microbatch_size
     unit = gradient.unit
     if size is None or size <= unit:
         return None
-    return Strategy(-(-size // (2 * unit)) * unit, *way.style)
+    return Strategy(-(-size // (2 * unit)) * unit, *strategy.variant)
 
 
-def _ready(gradient: Planned, way: Strategy, program: CompiledProgram | None) -> Callable[[], list[Any]]:
+def _ready(gradient: Planned, strategy: Strategy, program: CompiledProgram | None) -> Callable[[], list[Any]]:
     """A function that runs a way, once that is compiled."""
-    computation = gradient.computation(way)
+    computation = gradient.computation(strategy)
     if not can_run(*computation.leaves):
         return lambda: computation.fun(*computation.leaves)
     if program is None:

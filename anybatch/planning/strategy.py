@@ -27,7 +27,7 @@ class Strategy:
     method: str | None = None
 
     @property
-    def style(self) -> Variant:
+    def variant(self) -> Variant:
         return Variant(self.remat, self.reduce, self.method)
 
     def __str__(self) -> str:
@@ -51,7 +51,7 @@ class Planned(Protocol):
 
     settings: Any
     arguments: Any
-    field: Any
+    shardings: Any
     examples: int
 
     @property
@@ -85,9 +85,9 @@ class Planned(Protocol):
 
     def written(self, count: Callable[[Any], int]) -> int: ...
     def local_bytes(self, role: str) -> int: ...
-    def is_at_once(self, way: Strategy) -> bool: ...
-    def route(self, way: Strategy) -> str: ...
-    def computation(self, way: Strategy) -> Computation: ...
+    def is_at_once(self, strategy: Strategy) -> bool: ...
+    def route(self, strategy: Strategy) -> str: ...
+    def computation(self, strategy: Strategy) -> Computation: ...
     def context(self) -> Any: ...
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from anybatch.call.checks import constant, positive, probability, whole
+from anybatch.call.checks import constant, positive, probability, whole_number
 from anybatch.errors import InputError
 
 ACCOUNTANTS = ("pld", "rdp")
@@ -68,7 +68,7 @@ def epsilon(
             remedy="For example noise_multiplier=1.1.",
         )
     rate = probability("sampling_rate", sampling_rate, example="256 / 60_000", or_one=True)
-    taken = whole("steps", steps, example="1000")
+    taken = whole_number("steps", steps, example="1000")
     delta = probability("delta", delta, example="1e-5")
     library = _library(accountant)
     if taken == 0:
@@ -101,7 +101,7 @@ def noise_multiplier(
     target = positive("epsilon", epsilon, example="3.0")
     delta = probability("delta", delta, example="1e-5")
     rate = probability("sampling_rate", sampling_rate, example="256 / 60_000", or_one=True)
-    planned = whole("steps", steps, 1, example="1000")
+    planned = whole_number("steps", steps, 1, example="1000")
     library = _library(accountant)
     start = 1.0
     if accountant == "pld":

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from anybatch.call.checks import positive, whole
+from anybatch.call.checks import positive, whole_number
 from anybatch.errors import InputError
 from anybatch.per_example.clipping import clipped_grad
 from anybatch.privacy.keys import LEDGER
@@ -61,7 +61,7 @@ class PrivateGrad:
             self.num_examples, self.sampling_rate = check_sampling(num_examples, expected_batch_size)
         self.max_batch_size = max_batch_size
         if max_batch_size is not None:
-            self.max_batch_size = whole("max_batch_size", max_batch_size, 1, example="512")
+            self.max_batch_size = whole_number("max_batch_size", max_batch_size, 1, example="512")
         self.allow_key_reuse = allow_key_reuse
         self._fun, self._argnums, self._has_aux = fun, argnums, has_aux
         self._options = check_options(options, self.expected_batch_size)

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from anybatch.call.checks import constant, describe, is_array, is_key, most_of, whole
+from anybatch.call.checks import constant, describe, is_array, is_key, most_of, whole_number
 from anybatch.errors import InputError
 from anybatch.privacy.keys import is_at_hand
 from anybatch.privacy.sampling import PaddedBatch, rate_of
@@ -42,7 +42,7 @@ def check_clip_norm(clip_norm: Any, noise: float) -> float:
 
 def check_sampling(num_examples: Any, expected_batch_size: Any) -> tuple[int, float]:
     """The number of examples, and the rate at which they are sampled."""
-    number = whole("num_examples", num_examples, 1, example="60_000")
+    number = whole_number("num_examples", num_examples, 1, example="60_000")
     return number, rate_of(number, expected_batch_size)
 
 

@@ -8,7 +8,16 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from anybatch.call.checks import describe, is_array, log_of_excess, most_of, named_leaves, positive, probability, whole
+from anybatch.call.checks import (
+    describe,
+    is_array,
+    log_of_excess,
+    most_of,
+    named_leaves,
+    positive,
+    probability,
+    whole_number,
+)
 from anybatch.errors import InputError
 from anybatch.privacy.keys import LEDGER, value_of
 from anybatch.privacy.noise import check_key
@@ -151,7 +160,7 @@ class PoissonBatches:
           InputError: if the draw has more examples than there is room for; with the size that was chosen for you, this
             has a probability below 1e-12 in a whole run. Examples are never left out.
         """
-        step = whole("step", step, example="0")
+        step = whole_number("step", step, example="0")
         if step >= self.steps:
             raise InputError(
                 "step must be one of the run", given=f"step={step} of {self.steps}", remedy="Pass more steps=..."
@@ -259,9 +268,9 @@ def poisson_batches(
     Raises:
       InputError: for numbers that cannot be, or a `max_batch_size` that a draw may well exceed.
     """
-    num_examples = whole("num_examples", num_examples, 1, example="60_000")
-    steps = whole("steps", steps, 1, example="1000")
-    start = whole("start", start, example="0")
+    num_examples = whole_number("num_examples", num_examples, 1, example="60_000")
+    steps = whole_number("steps", steps, 1, example="1000")
+    start = whole_number("start", start, example="0")
     rate = _sampling_rate(num_examples, sampling_rate, expected_batch_size)
     if start > steps:
         raise InputError(
@@ -270,7 +279,7 @@ def poisson_batches(
             remedy="steps= counts those that were taken before, too.",
         )
     smallest = most_of(num_examples, rate, failure=OVERFLOW / steps)
-    size = smallest if max_batch_size is None else whole("max_batch_size", max_batch_size, 1, example="512")
+    size = smallest if max_batch_size is None else whole_number("max_batch_size", max_batch_size, 1, example="512")
     if size < smallest and log_of_excess(num_examples, rate, size) > math.log(OVERFLOW / steps):
         raise InputError(
             "max_batch_size must have room for every draw: leaving examples out would void the guarantee",
@@ -332,7 +341,7 @@ def _entropy(seed: Any) -> tuple[int, ...]:
                 "seed must be known when batches are drawn", given="a key under jit", remedy="Draw batches outside jit."
             )
         return (_PURPOSE, *np.frombuffer(value, np.uint32).tolist())
-    return (_PURPOSE, whole("seed", seed, example="privacy.secret_key()"))
+    return (_PURPOSE, whole_number("seed", seed, example="privacy.secret_key()"))
 
 
 def _dtype(array: Any) -> Any:

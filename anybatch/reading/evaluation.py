@@ -20,8 +20,8 @@ from anybatch.errors import AnybatchError
 from anybatch.jaxprs import source
 from anybatch.jaxprs.graph import ELEMENTWISE, Node, Value
 from anybatch.reading import positions
-from anybatch.reading.reader import Outcome, Reader
-from anybatch.reading.states import SUM, WHOLE, Rows, RuleFailed, State, failure_of, replaced, take_rows
+from anybatch.reading.reader import Reader, RuleResult
+from anybatch.reading.states import INVARIANT, SUMMED, Batched, RuleFailed, State, failure_of, replaced, take_rows
 
 _MOVES_ELEMENTS = frozenset("broadcast_in_dim reshape transpose squeeze concatenate slice rev pad iota".split())
 _MAX_SIZE = 1 << 22
@@ -285,9 +285,9 @@ class Microbatch:
         self.selection, self.num_examples = selection, reader.count(selection)
         self.reader, self.start, self.size, self.draw, self.runs = reader, start, size, draw, runs
         self.known = dict(known)
-        wholes = {value: array for value, array in known.items() if reader.state(value) == WHOLE}
+        wholes = {value: array for value, array in known.items() if reader.state(value) == INVARIANT}
         self.whole = FullBatch({**wholes, **whole}, draw)
-        self._rows: dict[tuple[Value, Rows], Any] = {}
+        self._rows: dict[tuple[Value, Batched], Any] = {}
         self._read_whole: Collection[Value] = ()
         self._depth = 0
         self._lookup = Lookup(self.whole) if looks_up else None
@@ -322,7 +322,7 @@ class Microbatch:
             value = pending.pop()
             if value.is_constant or value in self.known or value.node is None or value.node.index in nodes:
                 continue
-            if self.reader.top and self.reader.state(value) == WHOLE:
+            if self.reader.top and self.reader.state(value) == INVARIANT:
                 continue
             if value in self.reader.cut_later:
                 self.known[value] = self._rows_known_first(value)
@@ -347,19 +347,19 @@ class Microbatch:
         self._read_whole = ()
         for output, result in zip(node.outputs, results, strict=True):
             self.known[output] = result
-            if self.reader.state(output) == WHOLE:  # the counter of a loop, for example
+            if self.reader.state(output) == INVARIANT:  # the counter of a loop, for example
                 self.whole.known[output] = result
 
-    def _results(self, node: Node, outcome: Outcome) -> list[Any]:
+    def _results(self, node: Node, outcome: RuleResult) -> list[Any]:
         if outcome.run is not None:
             return outcome.run(self)
         takes = outcome.takes or [None] * len(node.inputs)
         operands = [self.value(operand, rows) for operand, rows in zip(node.inputs, takes, strict=True)]
         return node(operands, None if outcome.params is None else outcome.params(self.size))
 
-    def value(self, value: Value, rows: Rows | None = None) -> Any:
+    def value(self, value: Value, rows: Batched | None = None) -> Any:
         """A value for these examples. Of a whole one, all of it, or the given rows of these examples."""
-        if self.reader.state(value) == WHOLE or value in self._read_whole:
+        if self.reader.state(value) == INVARIANT or value in self._read_whole:
             return self.whole[value] if rows is None else self.rows(value, rows)
         return self.known[value]
 
@@ -368,13 +368,13 @@ class Microbatch:
         own = self.reader.state(value)
         if own == state:
             return self.value(value)
-        if own == WHOLE and isinstance(state, Rows):
+        if own == INVARIANT and isinstance(state, Batched):
             return self.rows(value, state)
-        if own == WHOLE and state == SUM:
+        if own == INVARIANT and state == SUMMED:
             return jnp.zeros(value.shape, value.dtype)
         raise AssertionError(f"{own} is not {state}")
 
-    def rows(self, value: Value, rows: Rows) -> Any:
+    def rows(self, value: Value, rows: Batched) -> Any:
         """The rows of these examples of a whole value, where possible without computing all of it."""
         if value.ndim == 0:
             return self.whole[value]
@@ -393,7 +393,7 @@ class Microbatch:
 
     def cut(self, array: Any, rows: State) -> Any:
         """The rows of these examples of an array that has those of the full batch."""
-        assert isinstance(rows, Rows)
+        assert isinstance(rows, Batched)
         return take_rows(jnp.asarray(array), rows, self.num_examples, self.start, self.size, self.runs)
 
     def _rows_known_first(self, value: Value) -> Any:
@@ -402,7 +402,7 @@ class Microbatch:
         Rows that are selected from the data by their position are taken from the data, so that no copy is made of all.
         """
         rows, selected = self.reader.state(value), None
-        assert isinstance(rows, Rows)
+        assert isinstance(rows, Batched)
         if self._lookup is not None:
             numbers = self.numbers(lax.iota(jnp.int32, rows.length(self.size)), rows.inner)
             selected = self._lookup.rows(value, numbers, rows.axis)

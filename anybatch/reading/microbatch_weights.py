@@ -17,7 +17,7 @@ from anybatch.jaxprs.graph import Value
 from anybatch.reading.evaluation import constant_value
 from anybatch.reading.report import kind_of
 from anybatch.reading.split import Seeds, Split, ancestors
-from anybatch.reading.states import SUM, Mixed
+from anybatch.reading.states import SUMMED, Head
 
 _UNCHANGED = frozenset("convert_element_type reshape squeeze broadcast_in_dim copy copy_p neg reduce_precision".split())
 
@@ -84,7 +84,7 @@ def microbatch_weights(split: Split, later: Split) -> MicrobatchWeights:
 
 def _couples(split: Split) -> bool:
     state = split.reader.state(split.graph.outputs[0])
-    return isinstance(state, Mixed) and state.couples
+    return isinstance(state, Head) and state.couples
 
 
 def _unknown(split: Split, what: str) -> InputError:
@@ -145,7 +145,7 @@ def _own_gradient_varies(split: Split) -> bool:
 
 def _is_ratio(split: Split, loss: Value, total: Value, weight: Value) -> bool:
     """Whether the loss is `total / weight`, but for constant factors, terms without examples, and a weight near 0."""
-    if weight.size != 1 or split.reader.state(weight) != SUM:
+    if weight.size != 1 or split.reader.state(weight) != SUMMED:
         return False
     product = _follow(split, loss)
     if product.node is None or product.node.name not in ("mul", "div"):

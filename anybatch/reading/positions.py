@@ -18,7 +18,7 @@ from jax.extend.random import threefry2x32_p
 from anybatch.errors import InputError
 from anybatch.jaxprs import source, versions
 from anybatch.jaxprs.graph import ELEMENTWISE, Node, Value
-from anybatch.reading.states import Rows, replaced
+from anybatch.reading.states import Batched, replaced
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Draw:
             )
 
 
-def compute_rows(microbatch: Any, node: Node, value: Value, rows: Rows) -> Any:
+def compute_rows(microbatch: Any, node: Node, value: Value, rows: Batched) -> Any:
     """The rows of a microbatch of what `node` computes, or None if it must be computed at the full batch first."""
     axis, length = rows.axis, rows.length(microbatch.size)
     name, params = node.name, node.params
@@ -91,7 +91,7 @@ def compute_rows(microbatch: Any, node: Node, value: Value, rows: Rows) -> Any:
     return None
 
 
-def reshaped(old: tuple[int, ...], new: tuple[int, ...], rows: Rows, num_examples: int) -> Rows | None:
+def reshaped(old: tuple[int, ...], new: tuple[int, ...], rows: Batched, num_examples: int) -> Batched | None:
     """Where the rows of an array are after a reshape, or None if it splits the index of the examples."""
     before = math.prod(old[: rows.axis]) * rows.outer  # blocks of whole batches that lie before one another
     passed = 1
@@ -105,7 +105,7 @@ def reshaped(old: tuple[int, ...], new: tuple[int, ...], rows: Rows, num_example
     return None
 
 
-def _iota(microbatch: Any, node: Node, rows: Rows) -> Any:
+def _iota(microbatch: Any, node: Node, rows: Batched) -> Any:
     params, axis = node.params, rows.axis
     smaller = {**params, "shape": replaced(params["shape"], axis, rows.length(microbatch.size))}
     if params["dimension"] != axis:
@@ -119,7 +119,7 @@ def _iota(microbatch: Any, node: Node, rows: Rows) -> Any:
     return microbatch.numbers(wide, rows.inner).astype(counted.dtype)
 
 
-def _random(microbatch: Any, node: Node, value: Value, rows: Rows) -> Any:
+def _random(microbatch: Any, node: Node, value: Value, rows: Batched) -> Any:
     (keys,) = node.inputs
     if rows.axis < keys.ndim and (node.name != "random_wrap" or rows.axis < keys.ndim - 1):
         if node.name == "random_bits" and not versions.is_threefry(keys.dtype):
@@ -146,7 +146,7 @@ def _random(microbatch: Any, node: Node, value: Value, rows: Rows) -> Any:
     return node([fresh], {**node.params, "shape": smaller})[0]
 
 
-def _drawn_by_counter(microbatch: Any, node: Node, value: Value, rows: Rows) -> Any:
+def _drawn_by_counter(microbatch: Any, node: Node, value: Value, rows: Batched) -> Any:
     """The bits of the rows, by the counters that they have in the draw of the full batch.
 
     The threefry generator numbers the elements of a draw and mixes each number with the key. Numbers are of 64

@@ -22,7 +22,7 @@ from anybatch.reading.reader import Fact, NeedsInlining, Reader
 from anybatch.reading.report import Reading, report
 from anybatch.reading.rules import RULEBOOK
 from anybatch.reading.split import Seeds, Split
-from anybatch.reading.states import WHOLE, Rows
+from anybatch.reading.states import INVARIANT, Batched
 
 _MAX_HINT = 1 << 20  # elements of an array that is looked at before anything runs
 
@@ -62,12 +62,12 @@ def split_loss(
       failed: primitives whose rules are not to be used, and why.
     """
     wrt, batch, keys, rest = loss.types
-    moving = [Fact(WHOLE, True, jax.dtypes.issubdtype(leaf.dtype, np.inexact)) for leaf in wrt]
+    moving = [Fact(INVARIANT, True, jax.dtypes.issubdtype(leaf.dtype, np.inexact)) for leaf in wrt]
     facts = [
-        *[Fact(WHOLE)] * len(loss.const_types),
+        *[Fact(INVARIANT)] * len(loss.const_types),
         *moving,
-        *[Fact(Rows(0))] * len(batch),
-        *[Fact(WHOLE)] * (len(keys) + len(rest)),
+        *[Fact(Batched(0))] * len(batch),
+        *[Fact(INVARIANT)] * (len(keys) + len(rest)),
     ]
     opened: dict[int, Any] = {}
     may_reorder = _multiplies_groups(loss.traced.jaxpr)
@@ -94,7 +94,7 @@ def split_loss(
             opened[id(request.equation)] = request.equation, request.function
             continue
         split = Split(loss, reader, Draw(fresh_draws))
-        if any(isinstance(state, Rows) and not state.in_batch_order for state in split.states):
+        if any(isinstance(state, Batched) and not state.in_batch_order for state in split.states):
             may_reorder = False  # what is sorted does not stay among those who know the order
             continue
         return split

@@ -14,7 +14,7 @@ import numpy as np
 from anybatch.errors import RuleFailedWarning, user_stacklevel
 from anybatch.jaxprs import source
 from anybatch.jaxprs.graph import CHECKPOINTS, ELEMENTWISE, Graph, Node, Value, opened_function
-from anybatch.reading.states import FED_BACK, SUM, WHOLE, Mixed, NotRowwise, Rows, State, failure_of
+from anybatch.reading.states import FED_BACK, INVARIANT, SUMMED, Batched, Head, NotRowwise, State, failure_of
 
 # A selection of few rows, such as anchors, is read as a whole value: at most so many, and a small part of the batch.
 FEW_ROWS, SMALL_PART = 16, 1 / 16
@@ -31,7 +31,7 @@ class NeedsInlining(Exception):
 
 
 @dataclasses.dataclass
-class Outcome:
+class RuleResult:
     """What a rule found out about a node.
 
     Args:
@@ -47,7 +47,7 @@ class Outcome:
     """
 
     states: Sequence[State]
-    takes: Sequence[Rows | None] | None = None
+    takes: Sequence[Batched | None] | None = None
     params: Callable[[int], dict[str, Any]] | None = None
     run: Callable[[Any], list[Any]] | None = None
     scales: bool = True
@@ -81,7 +81,7 @@ class Fact:
 class Rulebook:
     """How to read each primitive, by its name; and whether the backward pass of a node can be taken in parts."""
 
-    rules: dict[str, Callable[["Reader", Node, Sequence[State]], Outcome]]
+    rules: dict[str, Callable[["Reader", Node, Sequence[State]], RuleResult]]
     has_linear_backward: Callable[["Reader", Node], bool]
 
 
@@ -125,11 +125,11 @@ class Reader:
         self.batch_size = num_examples
         self.num_examples = num_examples  # while a rule is applied, those of the selection at hand
         self.facts = dict(zip(graph.inputs, facts, strict=True))
-        self.uses_batch = {value: fact.state != WHOLE for value, fact in self.facts.items()}
+        self.uses_batch = {value: fact.state != INVARIANT for value, fact in self.facts.items()}
         self.may_reorder = may_reorder
         self.sorted_by: dict[int, Value] = {}  # the keys of each order
         self.pointers: dict[tuple[int, int | None], Value] = {}  # the positions that a sort itself makes
-        self.outcomes: dict[Node, Outcome] = {}
+        self.outcomes: dict[Node, RuleResult] = {}
         self._zeros: dict[Value, bool] = {}
         self.blames: list[source.Blame] = []
         self.rearranged: dict[Node, source.Blame] = {}  # selects, sorts or shifts rows of data alone
@@ -141,10 +141,10 @@ class Reader:
             self._visit(node)
 
     def fact(self, value: Value) -> Fact:
-        return Fact(WHOLE) if value.is_constant else self.facts[value]
+        return Fact(INVARIANT) if value.is_constant else self.facts[value]
 
     def state(self, value: Value) -> State:
-        return WHOLE if value.is_constant else self.facts[value].state
+        return INVARIANT if value.is_constant else self.facts[value].state
 
     def moves(self, value: Value) -> bool:
         """Whether it depends on what the gradient is taken with respect to."""
@@ -184,8 +184,8 @@ class Reader:
         has_gradient = any(map(self.has_gradient, node.inputs)) and node.name != "stop_gradient"
         uses_batch = any(not value.is_constant and self.uses_batch[value] for value in node.inputs)
         selection: int | None = None
-        if all(state == WHOLE for state in states):
-            found: list[State] = [WHOLE] * len(node.outputs)
+        if all(state == INVARIANT for state in states):
+            found: list[State] = [INVARIANT] * len(node.outputs)
             if has_gradient:
                 self._hoist_if_needed(node)
             self._follow_kept_whole(node, moves)
@@ -206,13 +206,13 @@ class Reader:
     def _is_computed_first(self, state: State, states: Sequence[State]) -> bool:
         """Whether data alone in some state must, or had better, be known before the first microbatch."""
         if not self.sums_data_later:
-            return state == SUM or isinstance(state, Mixed)
+            return state == SUMMED or isinstance(state, Head)
         # What is computed from sums alone can wait, as they do.
-        return isinstance(state, Mixed) and state.couples
+        return isinstance(state, Head) and state.couples
 
-    def _apply_rule(self, node: Node, states: Sequence[State], moves: bool) -> Outcome:
-        if any(isinstance(state, Mixed) for state in states):
-            has_rows = any(isinstance(state, Rows) for state in states)
+    def _apply_rule(self, node: Node, states: Sequence[State], moves: bool) -> RuleResult:
+        if any(isinstance(state, Head) for state in states):
+            has_rows = any(isinstance(state, Batched) for state in states)
             raise NotRowwise(FED_BACK if has_rows else "it depends on values of the whole batch")
         if node.name in self.failed:
             raise NotRowwise(self.failed[node.name])
@@ -229,29 +229,29 @@ class Reader:
             if with_data_whole is None:
                 raise
             outcome = with_data_whole
-        if self.top and moves and not all(state == WHOLE for state in outcome.states):
+        if self.top and moves and not all(state == INVARIANT for state in outcome.states):
             live = [state for output, state in zip(node.outputs, outcome.states, strict=True) if self._is_live(output)]
-            if WHOLE in live:
+            if INVARIANT in live:
                 raise NotRowwise("one equation returns values of the examples beside values of the parameters alone")
         return outcome
 
     def _read_data_whole(
         self, rule: Any, node: Node, states: Sequence[State], moves: bool, *, selected_only: bool = False
-    ) -> Outcome | None:
+    ) -> RuleResult | None:
         """Reads operands that are data alone as whole values: they can be computed before the first microbatch.
 
         With `selected_only`, only those that have rows of a selection.
         """
         data = [
-            isinstance(state, Rows)
+            isinstance(state, Batched)
             and not self.moves(value)
             and (not selected_only or self.selection(value) is not None)
             for value, state in zip(node.inputs, states, strict=True)
         ]
         if not (self.top and (moves or selected_only) and any(data)):
             return None
-        as_whole = [WHOLE if whole else state for whole, state in zip(data, states, strict=True)]
-        if all(state == WHOLE for state in as_whole):
+        as_whole = [INVARIANT if whole else state for whole, state in zip(data, states, strict=True)]
+        if all(state == INVARIANT for state in as_whole):
             return None
         try:
             outcome = self._guarded(rule, node, as_whole)
@@ -261,11 +261,11 @@ class Reader:
         self.computed_first |= outcome.whole
         return outcome
 
-    def _guarded(self, rule: Any, node: Node, states: Sequence[State]) -> Outcome:
+    def _guarded(self, rule: Any, node: Node, states: Sequence[State]) -> RuleResult:
         selections = {
             self.selection(value)
             for value, state in zip(node.inputs, states, strict=True)
-            if state == SUM or isinstance(state, Rows)
+            if state == SUMMED or isinstance(state, Batched)
         }
         if len(selections) > 1:
             raise NotRowwise("it brings together rows that are selected from the batch in different ways")
@@ -287,14 +287,14 @@ class Reader:
 
     def _refused(self, node: Node, states: Sequence[State], moves: bool, refusal: NotRowwise) -> list[State]:
         """What cannot be done microbatch by microbatch belongs to the head."""
-        coupled_before = any(isinstance(state, Mixed) and state.couples for state in states)
-        couples = coupled_before or any(isinstance(state, Rows) for state in states)
+        coupled_before = any(isinstance(state, Head) and state.couples for state in states)
+        couples = coupled_before or any(isinstance(state, Batched) for state in states)
         blame = refusal.blame
         if blame is None or not blame.file:  # some equations inside others have no line of their own
             blame = source.blame(node, refusal.why)
         if not self.top:
             raise NotRowwise(refusal.why, blame=blame)
-        mixed = any(isinstance(state, Mixed) for state in states)
+        mixed = any(isinstance(state, Head) for state in states)
         if refusal.unroll and moves and not mixed and _can_be_opened(node):
             raise NeedsInlining(node.equation, opened_function(node))
         if couples and not coupled_before:
@@ -302,7 +302,7 @@ class Reader:
                 self.blames.append(blame)
             else:
                 self.rearranged[node] = blame
-        return [Mixed(couples)] * len(node.outputs)
+        return [Head(couples)] * len(node.outputs)
 
     def _compute_first(
         self, output: Value, state: State, node: Node, operand_states: Sequence[State]
@@ -310,20 +310,20 @@ class Reader:
         """Data alone: computed before the first microbatch, at the full batch, and cut into rows if it has them."""
         self.computed_first.add(output)
         operands = zip(node.inputs, operand_states, strict=True)
-        value, rows = next(((value, rows) for value, rows in operands if isinstance(rows, Rows)), (None, None))
-        if state == SUM or value is None or rows is None or not rows.in_batch_order or rows.axis >= output.ndim:
-            return WHOLE, None
+        value, rows = next(((value, rows) for value, rows in operands if isinstance(rows, Batched)), (None, None))
+        if state == SUMMED or value is None or rows is None or not rows.in_batch_order or rows.axis >= output.ndim:
+            return INVARIANT, None
         length, selection = output.shape[rows.axis], self.selection(value)
         if length == rows.length(self.count(selection)):
             self.cut_later.add(output)
             return rows, selection
         if length <= max(1, min(FEW_ROWS, SMALL_PART * self.batch_size)):
-            return WHOLE, None
+            return INVARIANT, None
         if length != self.batch_size and not self.may_select:
             self.kept_whole[output] = self.rearranged.get(node) or source.blame(node, "it selects rows of the batch")
-            return WHOLE, None
+            return INVARIANT, None
         self.cut_later.add(output)
-        return Rows(rows.axis), None if length == self.batch_size else length
+        return Batched(rows.axis), None if length == self.batch_size else length
 
     def _follow_kept_whole(self, node: Node, moves: bool) -> None:
         """Blames a selection of the batch that parameters meet as a whole."""
@@ -368,7 +368,7 @@ class Reader:
         if known is not None:
             is_zero = not value.is_key and isinstance(known, (np.ndarray, jax.Array)) and not np.any(np.asarray(known))
             return () if is_zero else None
-        if value.is_constant or self.state(value) != WHOLE:
+        if value.is_constant or self.state(value) != INVARIANT:
             return None
         node = value.node
         if node is None:
@@ -389,15 +389,15 @@ def warn_of_failed_rule(blame: source.Blame) -> None:
     )
 
 
-def _check_order(node: Node, states: Sequence[State], outcome: Outcome) -> None:
+def _check_order(node: Node, states: Sequence[State], outcome: RuleResult) -> None:
     """Rows that are sorted must stay as they are sorted, and positions of rows must not become numbers."""
-    special = {state.at(0) for state in states if isinstance(state, Rows) and not state.in_batch_order}
+    special = {state.at(0) for state in states if isinstance(state, Batched) and not state.in_batch_order}
     if not special or outcome.reorders:
         return
     why = "it uses the order in which examples were sorted across the batch"
-    if any(state.at(0) not in special for state in outcome.states if isinstance(state, Rows)):
+    if any(state.at(0) not in special for state in outcome.states if isinstance(state, Batched)):
         raise NotRowwise(why)
-    if any(rows is not None and state == WHOLE for state, rows in zip(states, outcome.takes or (), strict=False)):
+    if any(rows is not None and state == INVARIANT for state, rows in zip(states, outcome.takes or (), strict=False)):
         raise NotRowwise(why)
     if any(rows.points is not None for rows in special) and node.name not in _KEEP_POSITIONS:
         raise NotRowwise(why)
@@ -414,7 +414,7 @@ def _can_be_opened(node: Node) -> bool:
     return node.name in CHECKPOINTS or (node.name == "scan" and node.params["length"] <= MAX_UNROLLED)
 
 
-Rule = Callable[[Reader, Node, Sequence[State]], Outcome]
+Rule = Callable[[Reader, Node, Sequence[State]], RuleResult]
 
 RULES: dict[str, Rule] = {}
 

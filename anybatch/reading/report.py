@@ -15,7 +15,7 @@ from anybatch.jaxprs.graph import Node, Value
 from anybatch.jaxprs.source import Blame
 from anybatch.reading.evaluation import constant_value
 from anybatch.reading.split import Seeds, Split
-from anybatch.reading.states import FED_BACK, SUM, WHOLE, Mixed, Rows
+from anybatch.reading.states import FED_BACK, INVARIANT, SUMMED, Batched, Head
 
 _UNCHANGED = frozenset(
     "convert_element_type reshape squeeze broadcast_in_dim copy copy_p neg name transpose reduce_precision".split()
@@ -29,7 +29,7 @@ def kind_of(split: Split) -> str:
     if loss.is_constant or not split.reader.uses_batch[loss]:
         return "does not depend on the batch"
     state = split.reader.state(loss)
-    if isinstance(state, Mixed) and state.couples:
+    if isinstance(state, Head) and state.couples:
         return "couples examples"
     return _Words(split).of_terms(loss)
 
@@ -55,7 +55,7 @@ class _Words:
         terms: dict[str, None] = {}
         of_parameters = False
         for term in self._terms(value):
-            if self.reader.state(term) == WHOLE and not self._uses_batch(term):
+            if self.reader.state(term) == INVARIANT and not self._uses_batch(term):
                 of_parameters = of_parameters or self.reader.moves(term)
             else:
                 terms[self._of_term(term)] = None
@@ -72,7 +72,7 @@ class _Words:
                 continue
             seen.add(value)
             node = None if value.is_constant else value.node
-            is_mixed = isinstance(self.reader.state(value), Mixed)
+            is_mixed = isinstance(self.reader.state(value), Head)
             factors = [] if node is None else [operand for operand in node.inputs if self._uses_batch(operand)]
             if node is not None and node.name in ("add", "add_any", "sub"):
                 pending.extend(reversed(node.inputs))
@@ -85,9 +85,9 @@ class _Words:
 
     def _of_term(self, value: Value) -> str:
         state, node = self.reader.state(value), value.node
-        if state == SUM:
+        if state == SUMMED:
             return self._of_sum(value)
-        if node is None or state == WHOLE or isinstance(state, Rows):
+        if node is None or state == INVARIANT or isinstance(state, Batched):
             return (
                 f"a function of {'the parameters and of some data' if self.reader.moves(value) else 'the data alone'}"
             )
@@ -112,13 +112,13 @@ class _Words:
                 continue
             seen.add(value)
             if node.name in ("mul", "div"):
-                whole = [operand for operand in node.inputs if self.reader.state(operand) == WHOLE]
+                whole = [operand for operand in node.inputs if self.reader.state(operand) == INVARIANT]
                 for operand in whole:
                     if self._uses_batch(operand):
                         return "ratio of sums"
                     divided = divided or self._grows_with_batch(node, operand, count)
-            if self.reader.state(value) == SUM or node.name in ("mul", "div") or node.name in _UNCHANGED:
-                pending.extend(operand for operand in node.inputs if self.reader.state(operand) != WHOLE)
+            if self.reader.state(value) == SUMMED or node.name in ("mul", "div") or node.name in _UNCHANGED:
+                pending.extend(operand for operand in node.inputs if self.reader.state(operand) != INVARIANT)
         return f"mean {over}" if divided else f"sum {over}"
 
     def _grows_with_batch(self, node: Node, operand: Value, count: int) -> bool:
@@ -138,9 +138,9 @@ class _Words:
             if value.is_constant or value in seen:
                 continue
             seen.add(value)
-            if self.reader.state(value) == SUM:
+            if self.reader.state(value) == SUMMED:
                 found.add(value)
-            elif value.node is not None and isinstance(self.reader.state(value), Mixed):
+            elif value.node is not None and isinstance(self.reader.state(value), Head):
                 pending.extend(value.node.inputs)
         return found
 
@@ -302,11 +302,11 @@ def report(split: Split) -> Reading:
     """What was read."""
     draws = _generators(split.loss.traced.jaxpr)
     exact = all(name == "key<fry>" for name in draws)
-    gathers = any(isinstance(split.states[position], Rows) for position in split.differentiated)
+    gathers = any(isinstance(split.states[position], Batched) for position in split.differentiated)
     loss = split.reader.state(split.graph.outputs[0])
     return Reading(
         kind=kind_of(split),
-        separable=not gathers and not (isinstance(loss, Mixed) and loss.couples) and not split.reader.kept_whole,
+        separable=not gathers and not (isinstance(loss, Head) and loss.couples) and not split.reader.kept_whole,
         passes=2 if split.seeds == Seeds.BETWEEN else 1,
         stochastic=bool(draws),
         randomness="none" if not draws else "exact" if exact else "in distribution",
@@ -321,8 +321,8 @@ def report(split: Split) -> Reading:
 
 
 def _frontier(split: Split, value: Value) -> Frontier:
-    place = source.Place() if value.node is None else source.locate(value.node)
-    how = "rows" if isinstance(split.reader.state(value), Rows) else "sum"
+    place = source.SourceLine() if value.node is None else source.locate(value.node)
+    how = "rows" if isinstance(split.reader.state(value), Batched) else "sum"
     return Frontier(how, value.shape, str(value.dtype), value.num_bytes, place.file, place.line)
 
 

@@ -21,7 +21,7 @@ from anybatch.jaxprs.graph import ELEMENTWISE, Graph, Node, Value
 from anybatch.reading.evaluation import FullBatch, Microbatch
 from anybatch.reading.positions import Draw
 from anybatch.reading.reader import Reader
-from anybatch.reading.states import SUM, WHOLE, Mixed, Rows, State, take_rows
+from anybatch.reading.states import INVARIANT, SUMMED, Batched, Head, State, take_rows
 
 # Too costly to do for the whole batch at once only because it is done before the first microbatch.
 _HEAVY = frozenset("dot_general conv_general_dilated scan while cond pallas_call ragged_dot_general".split())
@@ -67,7 +67,7 @@ class Split:
         return [node for node in self.graph.nodes if self._is_in_head(node)]
 
     def _is_in_head(self, node: Node) -> bool:
-        if any(isinstance(self.reader.state(output), Mixed) for output in node.outputs):
+        if any(isinstance(self.reader.state(output), Head) for output in node.outputs):
             return True
         return node.has_effects and not node.outputs and node not in self.reader.outcomes
 
@@ -75,7 +75,7 @@ class Split:
     def head_couples(self) -> bool:
         """Whether any value of the head is one of rows, and not of sums alone."""
         states = [self.reader.state(output) for node in self.head_nodes for output in node.outputs]
-        return any(isinstance(state, Mixed) and state.couples for state in states)
+        return any(isinstance(state, Head) and state.couples for state in states)
 
     @functools.cached_property
     def whole_batch_nodes(self) -> list[Node]:
@@ -98,7 +98,7 @@ class Split:
     def _is_whole(self, node: Node) -> bool:
         """Whether parameters meet the data of the whole batch in a node that belongs to no microbatch."""
         return any(
-            self.reader.state(output) == WHOLE and self.reader.moves(output) and self.reader.uses_batch[output]
+            self.reader.state(output) == INVARIANT and self.reader.moves(output) and self.reader.uses_batch[output]
             for output in node.outputs
         )
 
@@ -125,9 +125,9 @@ class Split:
             if value.is_constant or value in found or value in self.known_first:
                 continue
             state = self.reader.state(value)
-            if isinstance(state, Rows):
+            if isinstance(state, Batched):
                 value = self._before_moves(value)
-            if state == SUM or (isinstance(state, Rows) and value.node is not None):
+            if state == SUMMED or (isinstance(state, Batched) and value.node is not None):
                 found[value] = None
         return [value for value in found if not self._follows_from(value, found)]
 
@@ -135,7 +135,7 @@ class Split:
         """The value that rows are a transpose, a reshape or the like of: that is gathered, and moved in the head."""
         while value.node is not None and value.node.name in _MOVES and value not in self.reader.cut_later:
             (operand, *others) = value.node.inputs
-            if others or not isinstance(self.reader.state(operand), Rows) or operand.num_bytes > value.num_bytes:
+            if others or not isinstance(self.reader.state(operand), Batched) or operand.num_bytes > value.num_bytes:
                 break
             value = operand
         return value
@@ -143,7 +143,7 @@ class Split:
     def _follows_from(self, value: Value, found: Mapping[Value, None]) -> bool:
         """Whether rows need not be gathered, since the head can compute them from others at next to no cost."""
         node = value.node
-        if node is None or not isinstance(self.reader.state(value), Rows) or node.name not in ELEMENTWISE:
+        if node is None or not isinstance(self.reader.state(value), Batched) or node.name not in ELEMENTWISE:
             return False
         return all(operand.is_constant or operand.node is None or operand in found for operand in node.inputs)
 
@@ -158,13 +158,13 @@ class Split:
                 found.setdefault(outcome.selection, [])
         return found
 
-    def selected_first(self, selection: int) -> dict[int, Rows]:
+    def selected_first(self, selection: int) -> dict[int, Batched]:
         """Which of the values known first are rows of a selection, by their positions, and how these lie in them."""
         states = [self.reader.state(value) for value in self.known_first]
         return {
             position: state
             for position, (value, state) in enumerate(zip(self.known_first, states, strict=True))
-            if isinstance(state, Rows) and self.reader.selection(value) == selection
+            if isinstance(state, Batched) and self.reader.selection(value) == selection
         }
 
     @property
@@ -214,7 +214,7 @@ class Split:
                 continue
             seen.add(value)
             state = self.reader.state(value)
-            is_rows = isinstance(state, Rows) and state.in_batch_order and value not in self.reader.cut_later
+            is_rows = isinstance(state, Batched) and state.in_batch_order and value not in self.reader.cut_later
             is_rows = is_rows and self.reader.selection(value) is None
             if is_rows and self._costs_much(value) and not self._needs_known_first(value):
                 found[value] = None
@@ -242,7 +242,7 @@ class Split:
             return Seeds.BEFORE
         if len(self.differentiated) == 1:
             value = self.frontier[self.differentiated[0]]
-            if value.size == 1 and self.reader.state(value) == SUM and self._may_scale_later(value):
+            if value.size == 1 and self.reader.state(value) == SUMMED and self._may_scale_later(value):
                 return Seeds.AFTER
         return Seeds.BETWEEN
 
@@ -328,7 +328,7 @@ class Split:
         mine: dict[Value, Any] = {}
         for value, array in zip(self.graph.inputs, inputs, strict=True):
             state = self.reader.state(value)
-            if isinstance(state, Rows) and origin is None:
+            if isinstance(state, Batched) and origin is None:
                 whole[value] = array
             mine[value] = array
         if selection is None:

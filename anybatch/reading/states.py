@@ -23,7 +23,7 @@ from anybatch.errors import AnybatchError
 
 
 @dataclasses.dataclass(frozen=True)
-class Whole:
+class Invariant:
     """The same in every microbatch."""
 
     def __str__(self) -> str:
@@ -31,7 +31,7 @@ class Whole:
 
 
 @dataclasses.dataclass(frozen=True)
-class Rows:
+class Batched:
     """A row for each example along `axis`, which may be a merged one: `outer` blocks of N examples of `inner` rows.
 
     Activations of shape (N, T, D) reshaped to (N * T, D) have inner=T; two views of a batch, one after the other
@@ -48,7 +48,7 @@ class Rows:
     order: int = 0
     points: int | None = None
 
-    def at(self, axis: int) -> "Rows":
+    def at(self, axis: int) -> "Batched":
         """The same rows, along another axis."""
         return dataclasses.replace(self, axis=axis)
 
@@ -67,7 +67,7 @@ class Rows:
 
 
 @dataclasses.dataclass(frozen=True)
-class Sum:
+class Summed:
     """Additive over the examples."""
 
     def __str__(self) -> str:
@@ -75,7 +75,7 @@ class Sum:
 
 
 @dataclasses.dataclass(frozen=True)
-class Mixed:
+class Head:
     """A function of the whole batch. It `couples` if it is one of rows, and not of sums alone."""
 
     couples: bool
@@ -84,8 +84,8 @@ class Mixed:
         return "coupled" if self.couples else "a function of sums"
 
 
-State: TypeAlias = Whole | Rows | Sum | Mixed
-WHOLE, SUM = Whole(), Sum()
+State: TypeAlias = Invariant | Batched | Summed | Head
+INVARIANT, SUMMED = Invariant(), Summed()
 
 
 class NotRowwise(Exception):
@@ -123,20 +123,20 @@ def join(one: State, other: State, one_is_zero: bool = False, other_is_zero: boo
     """The state of a value that is sometimes `one` and sometimes `other`: a loop's carry, a branch's result."""
     if one == other:
         return one
-    if one == WHOLE and isinstance(other, Rows) and other.in_batch_order:
+    if one == INVARIANT and isinstance(other, Batched) and other.in_batch_order:
         return other
-    if other == WHOLE and isinstance(one, Rows) and one.in_batch_order:
+    if other == INVARIANT and isinstance(one, Batched) and one.in_batch_order:
         return one
-    if one == SUM and other == WHOLE and other_is_zero:
-        return SUM
-    if other == SUM and one == WHOLE and one_is_zero:
-        return SUM
+    if one == SUMMED and other == INVARIANT and other_is_zero:
+        return SUMMED
+    if other == SUMMED and one == INVARIANT and one_is_zero:
+        return SUMMED
     raise NotRowwise(f"a loop or a branch makes the same value {one} here and {other} there")
 
 
-def only_rows(states: Sequence[State]) -> Rows:
+def only_rows(states: Sequence[State]) -> Batched:
     """The rows that several operands have in common."""
-    rows = [state for state in states if isinstance(state, Rows)]
+    rows = [state for state in states if isinstance(state, Batched)]
     for other in rows[1:]:
         if other != rows[0]:
             raise NotRowwise("it brings different examples together")
@@ -145,15 +145,15 @@ def only_rows(states: Sequence[State]) -> Rows:
 
 def refuse_sums(states: Sequence[State]) -> None:
     """For rules that are not linear: a sum over the batch is not what they can work on."""
-    if SUM in states:
-        raise NotRowwise(FED_BACK if any(isinstance(state, Rows) for state in states) else NOT_LINEAR)
+    if SUMMED in states:
+        raise NotRowwise(FED_BACK if any(isinstance(state, Batched) for state in states) else NOT_LINEAR)
 
 
 FED_BACK = "it combines each example with a sum or mean over the batch"
 NOT_LINEAR = "it is not linear in a sum over the batch"
 
 
-def take_rows(array: jax.Array, rows: Rows, num_examples: int, start: Any, size: int, runs: int = 1) -> jax.Array:
+def take_rows(array: jax.Array, rows: Batched, num_examples: int, start: Any, size: int, runs: int = 1) -> jax.Array:
     """The rows of `size` examples from `start`, of an array of the full batch; or of that many in runs."""
     axis, outer, inner = rows.axis, rows.outer * runs, rows.inner
     num_examples, size = num_examples // runs, size // runs
@@ -166,7 +166,7 @@ def take_rows(array: jax.Array, rows: Rows, num_examples: int, start: Any, size:
 
 
 def put_rows(
-    stacked: jax.Array | None, last: jax.Array | None, rows: Rows, size: int, remainder: int, runs: int = 1
+    stacked: jax.Array | None, last: jax.Array | None, rows: Batched, size: int, remainder: int, runs: int = 1
 ) -> jax.Array:
     """The array of the full batch, from those of its microbatches.
 

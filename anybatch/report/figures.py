@@ -526,9 +526,9 @@ def _candidates_figure(
         f"{each.microbatch_size}: {words(each)}" for each in candidates
     )
     plot = _small(x, axis_of(heights, unit, from_zero=True, padding=0.1), text)
-    styles = list(dict.fromkeys(each.style for each in candidates))
+    styles = list(dict.fromkeys(each.variant for each in candidates))
     for style, dash in zip(styles, itertools.cycle(_DASHES), strict=False):
-        mine = sorted((each for each in candidates if each.style == style), key=lambda each: each.microbatch_size)
+        mine = sorted((each for each in candidates if each.variant == style), key=lambda each: each.microbatch_size)
         sizes = np.array([each.microbatch_size for each in mine], float)
         plot.curve(Series(sizes, np.array(list(map(height, mine)), float)), f"{color} {dash}".strip())
     for level in levels:

@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from anybatch.call.checks import describe, is_array, named_leaves, whole
+from anybatch.call.checks import describe, is_array, named_leaves, whole_number
 from anybatch.errors import InputError
 
 
@@ -56,8 +56,8 @@ class Batches:
         named = named_leaves("arrays", arrays)
         self._structure = jax.tree.structure(arrays)
         self.num_examples = _common_length(named)
-        self.batch_size = whole("batch_size", batch_size, 1)
-        self.seed = whole("seed", seed, 0)
+        self.batch_size = whole_number("batch_size", batch_size, 1)
+        self.seed = whole_number("seed", seed, 0)
         self.shuffle, self.drop_last = bool(shuffle), bool(drop_last)
         if self.seed >= 2**64:
             raise InputError("seed must be below 2**64", given=f"seed={seed}", remedy="For example seed=0.")
@@ -88,7 +88,7 @@ class Batches:
         >>> all(np.array_equal(one, other) for one, other in zip(rest, batches.epoch(7, start=1), strict=True))
         True
         """
-        epoch, start = whole("epoch", epoch, 0), whole("start", start, 0)
+        epoch, start = whole_number("epoch", epoch, 0), whole_number("start", start, 0)
         if epoch >= 2**64 or start > len(self):
             raise InputError(
                 f"An epoch has the batches 0 to {len(self) - 1}",
@@ -261,7 +261,7 @@ def open_source(
       InputError: for what is no source, a position that is not one of this source, and a pass without a batch.
     """
     source = _check_source(batches)
-    epochs = None if epochs is None else whole("epochs", epochs, 1)
+    epochs = None if epochs is None else whole_number("epochs", epochs, 1)
     once = isinstance(source, Iterator)
     if once and epochs is not None and epochs > 1:
         raise InputError(
@@ -315,7 +315,7 @@ class _Place:
     @classmethod
     def read(cls, position: Any) -> "_Place":
         try:
-            place = cls(*(whole(name, position[name], 0) for name in ("pass", "batch", "total")))
+            place = cls(*(whole_number(name, position[name], 0) for name in ("pass", "batch", "total")))
             if position["kind"] in _KINDS:
                 return place
         except (KeyError, TypeError):  # an InputError is a TypeError

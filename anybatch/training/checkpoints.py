@@ -26,7 +26,7 @@ import jax
 import numpy as np
 
 from anybatch import __version__
-from anybatch.call.checks import must_be_path, whole
+from anybatch.call.checks import must_be_path, whole_number
 from anybatch.call.memory import readable
 from anybatch.errors import AnybatchError, InputError
 from anybatch.jaxprs import versions
@@ -111,7 +111,7 @@ def copied(value: Any) -> Any:
     return jax.make_array_from_single_device_arrays(numbers.shape, sharding, shards)
 
 
-def way(ocp: Any, like: Any) -> Any:
+def strategy(ocp: Any, like: Any) -> Any:
     """How Orbax is to restore an array: onto the devices of `like`, or for the host."""
     sharding = _sharding(like)
     if sharding is None:
@@ -263,7 +263,7 @@ class Checkpoints:
 
     def __init__(self, folder: str | os.PathLike[str], *, keep: int = 3) -> None:
         must_be_path("checkpoints", folder, "checkpoints")
-        self._keep = whole("keep", keep, 1)
+        self._keep = whole_number("keep", keep, 1)
         self._orbax = orbax()
         self._files = CheckpointFolder(Path(os.path.abspath(folder)))
         self._saving: tuple[int, int] | None = None  # the step that is being written, and its bytes
@@ -300,7 +300,7 @@ class Checkpoints:
           CheckpointError: if the save before failed in the background, or there is no space for this one.
           InputError: for what cannot be saved.
         """
-        step = whole("step", step, 0)
+        step = whole_number("step", step, 0)
         descriptions = described(arrays)
         about = {"anybatch": 1, "step": step, "versions": self.versions()}
         text = _as_json(about | {"arrays": descriptions, "record": record})
@@ -363,9 +363,9 @@ class Checkpoints:
         compare(content["arrays"], wanted, path)
         self._check_damage(step, "arrays")
         full = [name for name in like if not is_empty(wanted[name])]
-        ways = {name: way(self._orbax, like[name]) for name in full}
+        strategies = {name: strategy(self._orbax, like[name]) for name in full}
         args = self._orbax.args
-        chosen = args.Composite(arrays=args.PyTreeRestore(item=dict.fromkeys(full, 0), restore_args=ways))
+        chosen = args.Composite(arrays=args.PyTreeRestore(item=dict.fromkeys(full, 0), restore_args=strategies))
         try:
             arrays = unnested(lambda: self._writer.restore(path, args=chosen)["arrays"]) if full else {}
         except Exception as error:
@@ -452,7 +452,7 @@ class Checkpoints:
                 given=f"step={step!r}, and {self.folder} has {', '.join(map(str, self._files.steps()))}",
                 remedy=f"Pass one of these, or step=None for the newest, {newest}.",
             )
-        return whole("step", step, 0)
+        return whole_number("step", step, 0)
 
     def _check_order(self, step: int) -> None:
         newest = self.latest()

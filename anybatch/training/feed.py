@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from anybatch.call.checks import named_leaves, whole
+from anybatch.call.checks import named_leaves, whole_number
 from anybatch.jaxprs import versions
 from anybatch.training.batches import Outline, Position, check_dtypes, check_same_kind
 
@@ -88,7 +88,7 @@ class Feed:
         *,
         ahead: int = 2,
     ) -> None:
-        self._work = _Work(pulls, put, whole("ahead", ahead, 0))
+        self._work = _Work(pulls, put, whole_number("ahead", ahead, 0))
         self._thread: threading.Thread | None = None
         if ahead:
             # The thread knows the work and not the feed: one that is forgotten is collected, and ends its thread.

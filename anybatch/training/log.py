@@ -99,7 +99,7 @@ DECAY = 0.98
 WORRYING = 20
 
 
-class Rows:
+class LogRows:
     """Turns the metrics of steps into rows, two steps later: to wait for one at once would leave the device idle.
 
     Args:

@@ -16,14 +16,14 @@ from typing import Any
 
 import jax
 
-from anybatch.call.checks import must_be_path, whole
+from anybatch.call.checks import must_be_path, whole_number
 from anybatch.errors import InputError, user_stacklevel
 from anybatch.gradient_noise.noise_scale import NoiseScale
 from anybatch.training.arrays import refuse_deleted
 from anybatch.training.batches import Position, beginning_of, check_passes, open_source
 from anybatch.training.checkpoints import CheckpointError, Checkpoints
 from anybatch.training.feed import Feed, to_device
-from anybatch.training.log import Log, Rows, check_log, evaluation, finite, read_log
+from anybatch.training.log import Log, LogRows, check_log, evaluation, finite, read_log
 from anybatch.training.progress import Silent, display
 from anybatch.training.state import named_arrays, with_arrays
 from anybatch.training.stopping import Stopper, of_all_processes
@@ -100,7 +100,7 @@ class Run:
         self.checkpoints, self.shown, self.last_step = checkpoints, shown, last_step
         self.steps, self.resumed_from = 0, None  # type: int, int | None
         self.position: Position | None = None
-        self.rows = Rows()
+        self.rows = LogRows()
         self.history: list[dict[str, Any]] = []  # rows of the log
         self._log: Log | None = None
         self._logs: dict[str, Any] | None = None  # those that the run had before: path -> first row
@@ -146,7 +146,7 @@ class Run:
         given, self.state = named_arrays(self.state), with_arrays(self.state, arrays)
         self.resumed_from, self.position = self.steps, self._own_position(record["positions"])
         self._saved = (self.steps, time.monotonic())
-        self.rows, self._logs = Rows(record["rows"]), record.get("logs")
+        self.rows, self._logs = LogRows(record["rows"]), record.get("logs")
         if hasattr(self.step, "adopt"):
             self.step.adopt(record["decisions"])
         self.shown.say(f"Going on after step {self.steps}, from {self.checkpoints.folder}")
@@ -448,7 +448,7 @@ def fit(
     )
     steps, epochs = _length(steps, epochs)
     check_passes(batches, steps, epochs)
-    whole("prefetch", prefetch, 0)
+    whole_number("prefetch", prefetch, 0)
     if checkpoints is not None:
         must_be_path("checkpoints", checkpoints, "checkpoints")
     if log is not None:
@@ -514,7 +514,7 @@ def _length(steps: Any, epochs: Any) -> tuple[int | None, int | None]:
             given=f"steps={steps!r} and epochs={epochs!r}",
             remedy="Pass one of them.",
         )
-    return None if steps is None else whole("steps", steps, 0), 1 if steps is None and epochs is None else epochs
+    return None if steps is None else whole_number("steps", steps, 0), 1 if steps is None and epochs is None else epochs
 
 
 def _total(batches: Any, steps: int | None, epochs: int | None) -> int | None:

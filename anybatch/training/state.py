@@ -259,7 +259,7 @@ class OwnState:
         """The arrays of a state, and what the program is compiled for."""
         return apart(self.tree(state))
 
-    def whole(self, given: Any, arrays: list[Any], constants: Any) -> Any:
+    def rebuild(self, given: Any, arrays: list[Any], constants: Any) -> Any:
         """The state that a step returns."""
         return together(arrays, constants)
 
@@ -378,7 +378,7 @@ class NnxState:
         arrays, constants = apart(_numbers_as_arrays(values))
         return arrays, (definition, constants)
 
-    def whole(self, given: Any, arrays: list[Any], constants: Any) -> Any:
+    def rebuild(self, given: Any, arrays: list[Any], constants: Any) -> Any:
         """As above."""
         _nnx().update(given, together(arrays, constants[1]))
         return given
@@ -457,15 +457,15 @@ class WithObjects:
         more, definition = KINDS["nnx"].apart(objects)
         return [*arrays, *more], (len(arrays), constants, definition)
 
-    def whole(self, given: Any, arrays: list[Any], constants: Any) -> Any:
+    def rebuild(self, given: Any, arrays: list[Any], constants: Any) -> Any:
         """As above, without the objects: these are changed in place."""
         before, objects = given
         if self._is_nnx:
-            KINDS["nnx"].whole((*before, objects), arrays, constants)
+            KINDS["nnx"].rebuild((*before, objects), arrays, constants)
             return before
         count, about, definition = constants
-        KINDS["nnx"].whole(objects, arrays[count:], definition)
-        return self.kind.whole(before, arrays[:count], about)
+        KINDS["nnx"].rebuild(objects, arrays[count:], definition)
+        return self.kind.rebuild(before, arrays[:count], about)
 
     def merged(self, arrays: list[Any], constants: Any) -> Any:
         """As above."""
@@ -516,7 +516,7 @@ class AnyState:
         """As above."""
         return apart(self.tree(state))
 
-    def whole(self, given: Any, arrays: list[Any], constants: Any) -> Any:
+    def rebuild(self, given: Any, arrays: list[Any], constants: Any) -> Any:
         """As above. What was a number is one again."""
         state = together(arrays, constants)
         return jax.tree.map(lambda old, new: type(old)(new.item()) if _is_number(old) else new, given, state)
@@ -580,7 +580,7 @@ def named_arrays(state: Any) -> dict[str, Any]:
 def with_arrays(state: Any, arrays: Mapping[str, Any]) -> Any:
     """A state with other arrays, as `named_arrays` names them. The models of `nnx` are changed in place."""
     kind = _kind_to_save(state)
-    return kind.whole(state, [arrays[name] for name in named_arrays(state)], kind.apart(state)[1])
+    return kind.rebuild(state, [arrays[name] for name in named_arrays(state)], kind.apart(state)[1])
 
 
 def _kind_to_save(state: Any) -> Any:

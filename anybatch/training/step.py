@@ -28,7 +28,7 @@ from anybatch.planning.strategy import Strategy
 from anybatch.training.arrays import put_batch, ready_to_donate, refuse_deleted, unshared
 from anybatch.training.feed import to_device
 from anybatch.training.state import Constants, Meter, Metrics, TrainState, WithObjects, apart, kind_of, together
-from anybatch.training.update import Given, Update, sorted_arguments
+from anybatch.training.update import StepArguments, Update, sorted_arguments
 
 
 class FittingProgram:
@@ -39,7 +39,7 @@ class FittingProgram:
 
     Args:
       make: makes the program for a way.
-      way: to begin with.
+      strategy: to begin with.
       gradient: of the step.
       memory: what the whole step may take, if somebody named it.
       note: is told the way that is gone in the end.
@@ -48,12 +48,12 @@ class FittingProgram:
     def __init__(
         self,
         make: Callable[[Strategy], Any],
-        way: Strategy,
+        strategy: Strategy,
         gradient: Gradient,
         memory: Any,
-        note: Callable[[Strategy], None] = lambda way: None,
+        note: Callable[[Strategy], None] = lambda strategy: None,
     ) -> None:
-        self.way = way
+        self.strategy = strategy
         self._memory, self._note = memory, note
         self._make: Any = make
         self._gradient: Any = gradient
@@ -78,15 +78,15 @@ class FittingProgram:
         """
         failures = 0
         while True:
-            self._program = self._make(self.way)
-            smaller = halved(self._gradient, self.way)
+            self._program = self._make(self.strategy)
+            smaller = halved(self._gradient, self.strategy)
             try:
                 stats = self._program.lower(arrays, rows).compile().memory_analysis()
             except jax.errors.JaxRuntimeError as error:
                 failures += not versions.is_out_of_memory(error)
                 if smaller is None or failures > FAILURES:
                     raise
-                excess: str | None = not_compiled(self.way, error)
+                excess: str | None = not_compiled(self.strategy, error)
             else:
                 excess = None if stats is None else self._excess(stats)
             if excess is None:
@@ -103,17 +103,19 @@ class FittingProgram:
                     TightMemoryWarning,
                     stacklevel=user_stacklevel(),
                 )
-            self.way = smaller
-        self._note(self.way)
+            self.strategy = smaller
+        self._note(self.strategy)
 
     def _ways_out(self, arrays: list[Any], rows: list[Any], stats: Any) -> str:
         """What lets the step fit, as far as it was tried."""
-        ways = [f"Pass memory={self._needed(stats)} (bytes) or more", "spread the state over a mesh (mesh=)"]
-        if self.way.remat is None and self._gradient.settings.remat is None:
-            twice = self._make(dataclasses.replace(self.way, remat="nothing_saveable"))
+        strategies = [f"Pass memory={self._needed(stats)} (bytes) or more", "spread the state over a mesh (mesh=)"]
+        if self.strategy.remat is None and self._gradient.settings.remat is None:
+            twice = self._make(dataclasses.replace(self.strategy, remat="nothing_saveable"))
             if self._excess(twice.lower(arrays, rows).compile().memory_analysis()) is None:
-                ways.append('pass remat="auto", which computes activations twice instead of keeping them, and fits')
-        return f"{', or '.join(ways)}."
+                strategies.append(
+                    'pass remat="auto", which computes activations twice instead of keeping them, and fits'
+                )
+        return f"{', or '.join(strategies)}."
 
     @property
     def _is_named(self) -> bool:
@@ -131,7 +133,9 @@ class FittingProgram:
         if allowed is None or needed <= allowed:
             return None
         parts = f"{readable(stats.argument_size_in_bytes)} of it for the state and the batch"
-        return f"A step with {self.way} needs {readable(needed)}, {parts}: more than {readable(allowed)} ({where})."
+        return (
+            f"A step with {self.strategy} needs {readable(needed)}, {parts}: more than {readable(allowed)} ({where})."
+        )
 
     def _needed(self, stats: Any) -> int:
         """The bytes that count: of memory that somebody named, the state and the batch too; else what is new."""
@@ -140,14 +144,14 @@ class FittingProgram:
 
     def _first(self, arrays: list[Any], rows: list[Any]) -> Any:
         """Whether memory suffices shows for certain only when the program has run."""
-        begun_with = self.way
+        begun_with = self.strategy
         while True:
             try:
                 results = self._program(arrays, rows)
                 jax.block_until_ready(results)
                 break
             except jax.errors.JaxRuntimeError as error:
-                smaller = halved(self._gradient, self.way)
+                smaller = halved(self._gradient, self.strategy)
                 if (
                     smaller is None
                     or not versions.is_out_of_memory(error)
@@ -155,16 +159,17 @@ class FittingProgram:
                     or _any_gone(arrays)
                 ):
                     raise
-            self.way = smaller
+            self.strategy = smaller
             self._program = self._make(smaller)
         self._has_run = True
-        self._note(self.way)
+        self._note(self.strategy)
         self._make = self._gradient = None  # they know the arrays of the first call, which may go now
-        if self.way != begun_with:
+        if self.strategy != begun_with:
             warnings.warn(
                 f"Memory ran out at {begun_with}, though it should have fit: another process may use the device, or no "
-                f"gap between the arrays on it is large enough. Going on with {self.way}; the gradient is the same.\n"
-                f"To begin there, pass {self.way}, or a smaller memory=.",
+                f"gap between the arrays on it is large enough. Going on with {self.strategy}; "
+                "the gradient is the same.\n"
+                f"To begin there, pass {self.strategy}, or a smaller memory=.",
                 TightMemoryWarning,
                 stacklevel=user_stacklevel(),
             )
@@ -256,7 +261,7 @@ class TrainStep:
         last = self._last
         known = None if last is None or without_objects(kwargs)[1] else last.arrays_of(state)
         if last is not None and known is not None:  # as it was returned: it need not be looked at again
-            given = Given(last.kind, known, last.about_state, *apart((batch, kwargs)))
+            given = StepArguments(last.kind, known, last.about_state, *apart((batch, kwargs)))
             about_arrays, is_traced = last.about_arrays, any(map(_is_traced, given.rows))
         else:
             last, (given, state) = None, self._given(state, batch, kwargs)
@@ -284,7 +289,7 @@ class TrainStep:
         self._meter.begin()
         tokens = self._num_tokens(batch)
         metrics = Metrics(**results, examples=examples, tokens=tokens, _reading=self._meter.count(examples, tokens))
-        state = given.kind.whole(state, arrays, given.about_state)
+        state = given.kind.rebuild(state, arrays, given.about_state)
         self._last = None
         if not given.kind.changes_model:  # one that is changed in place tells nothing by being the same
             self._last = _Last(
@@ -335,17 +340,17 @@ class TrainStep:
     @property
     def decisions(self) -> dict[str, list[Any]]:
         """The ways that plans have chosen for batches of each type, for `adopt`: the same ways give the same bits."""
-        return {name: [way.microbatch_size, *way.style] for name, way in self._ways.items()}
+        return {name: [strategy.microbatch_size, *strategy.variant] for name, strategy in self._ways.items()}
 
     def adopt(self, decisions: Mapping[str, Any]) -> None:
         """Goes the ways that were chosen elsewhere, instead of planning anew, and whatever was planned before."""
-        ways = {name: Strategy(size, *style) for name, (size, *style) in decisions.items()}
-        if any(self._ways.get(name) != way for name, way in ways.items()):
+        strategies = {name: Strategy(size, *style) for name, (size, *style) in decisions.items()}
+        if any(self._ways.get(name) != strategy for name, strategy in strategies.items()):
             self._forget_programs()
-        self._ways |= ways
-        self._adopted |= set(ways)
+        self._ways |= strategies
+        self._adopted |= set(strategies)
 
-    def _given(self, state: Any, batch: Any, kwargs: dict[str, Any]) -> tuple[Given, Any]:
+    def _given(self, state: Any, batch: Any, kwargs: dict[str, Any]) -> tuple[StepArguments, Any]:
         """What a step is given, and the state as its kind has it: with objects of NNX among the keyword arguments."""
         kind = kind_of(state, self._update.optimizer)
         kwargs, objects = without_objects(kwargs)
@@ -353,15 +358,15 @@ class TrainStep:
             kind, state = WithObjects(kind), (state, objects)
         arrays, about_state = kind.apart(state)
         rows, about_call = apart((batch, kwargs))
-        return Given(kind, arrays, about_state, rows, about_call), state
+        return StepArguments(kind, arrays, about_state, rows, about_call), state
 
-    def _placed(self, given: Given) -> Given:
+    def _placed(self, given: StepArguments) -> StepArguments:
         """What is to be planned, where it belongs."""
         refuse_deleted(given.arrays, "step.plan(state, batch)")
         arrays = ready_to_donate(given.arrays, self._over, copy=False)
         return given.with_arrays(arrays, put_batch(given.rows, self._over))
 
-    def _program(self, given: Given, signature: Any) -> tuple[Callable[..., Any], int]:
+    def _program(self, given: StepArguments, signature: Any) -> tuple[Callable[..., Any], int]:
         """The program for what is given, and the number of examples that it takes."""
         try:
             found = self._programs.get(signature)
@@ -387,41 +392,43 @@ class TrainStep:
         self._programs.clear()
         self._last = None
 
-    def _traced(self, state: Any, batch: Any, given: Given) -> tuple[Any, Metrics]:
+    def _traced(self, state: Any, batch: Any, given: StepArguments) -> tuple[Any, Metrics]:
         """A step that is part of a larger program."""
         _, call = self._update.call(given)
         settings = self._update.settings(call)
         arrays, results = self._update.results(given, settings)
         examples = sorted_arguments(call, settings).num_examples
         metrics = Metrics(**results, examples=examples, tokens=self._num_tokens(batch))
-        return given.kind.whole(state, arrays, given.about_state), metrics
+        return given.kind.rebuild(state, arrays, given.about_state), metrics
 
     def _num_tokens(self, batch: Any) -> int | None:
         return None if self._tokens is None else int(self._tokens(batch))
 
     # How it is planned and compiled.
 
-    def _compiled(self, given: Given) -> tuple[Callable[..., Any], int]:
+    def _compiled(self, given: StepArguments) -> tuple[Callable[..., Any], int]:
         gradient = self._update.gradient(given)
-        way = self._decided(given, gradient)
+        strategy = self._decided(given, gradient)
         if not self._is_planned:
-            return self._jitted(given, gradient.settings, way), gradient.examples
+            return self._jitted(given, gradient.settings, strategy), gradient.examples
         memory = self._update.options.get("memory")
 
-        def make(way: Strategy) -> Any:
-            return self._jitted(given, gradient.settings, way)
+        def make(strategy: Strategy) -> Any:
+            return self._jitted(given, gradient.settings, strategy)
 
-        def note(way: Strategy) -> None:
-            self._ways[name] = way
+        def note(strategy: Strategy) -> None:
+            self._ways[name] = strategy
 
         name = given.name
-        program = FittingProgram(make, way, gradient, memory, note)
+        program = FittingProgram(make, strategy, gradient, memory, note)
         program.compile(given.arrays, given.rows, is_adopted=name in self._adopted)
         return program, gradient.examples
 
-    def _jitted(self, given: Given, settings: Options, way: Strategy) -> Any:
-        over = settings.over if settings.over is None else dataclasses.replace(settings.over, reduce=way.reduce)
-        settings = dataclasses.replace(settings, microbatch_size=way.microbatch_size, remat=way.remat, over=over)
+    def _jitted(self, given: StepArguments, settings: Options, strategy: Strategy) -> Any:
+        over = settings.over if settings.over is None else dataclasses.replace(settings.over, reduce=strategy.reduce)
+        settings = dataclasses.replace(
+            settings, microbatch_size=strategy.microbatch_size, remat=strategy.remat, over=over
+        )
         frame = given.with_arrays([], [])  # a program must not keep the arrays that it was compiled for
 
         def train_step(arrays: list[Any], rows: list[Any]) -> Any:
@@ -432,23 +439,27 @@ class TrainStep:
         options: dict[str, Any] = {"out_shardings": (places, None)} if any(places) else {}
         return jax.jit(train_step, donate_argnums=(0,) if self._donate else (), **options)
 
-    def _decided(self, given: Given, gradient: Gradient) -> Strategy:
+    def _decided(self, given: StepArguments, gradient: Gradient) -> Strategy:
         settings = gradient.settings
         if not isinstance(settings.microbatch_size, str):
             return Strategy(settings.microbatch_size, settings.fixed_remat, settings.fixed_reduce)
-        way = self._ways.get(given.name)
-        if way is None:
+        strategy = self._ways.get(given.name)
+        if strategy is None:
             with gradient.context():
-                way = self._planner(gradient).decide().way
-        return self._with_noise(way, gradient)
+                strategy = self._planner(gradient).decide().strategy
+        return self._with_noise(strategy, gradient)
 
-    def _with_noise(self, way: Strategy, gradient: Gradient) -> Strategy:
+    def _with_noise(self, strategy: Strategy, gradient: Gradient) -> Strategy:
         """If the noise is wanted, in no fewer microbatches than let it be told."""
         if not self._update.noise_scale:
-            return way
+            return strategy
         unit, parts = gradient.unit, -(-MICROBATCHES_FOR_NOISE // gradient.spread_over)
-        size = gradient.share if gradient.is_at_once(way) or way.microbatch_size is None else way.microbatch_size
-        return Strategy(min(size, max(unit, gradient.share // parts // unit * unit)), *way.style)
+        size = (
+            gradient.share
+            if gradient.is_at_once(strategy) or strategy.microbatch_size is None
+            else strategy.microbatch_size
+        )
+        return Strategy(min(size, max(unit, gradient.share // parts // unit * unit)), *strategy.variant)
 
     def _planner(self, gradient: Gradient, progress: Callable[[str], None] | None = None) -> Planner:
         copies = COPIES if self._donate else COPIES_WITHOUT_DONATION
@@ -466,10 +477,10 @@ class TrainStep:
         with gradient.context():
             plan = self._planner(gradient, progress).plan(timed=timed, thorough=thorough)
         if plan.chosen is not None and self._is_planned:
-            way = Strategy(plan.chosen.microbatch_size, plan.chosen.remat, plan.chosen.reduce, plan.chosen.method)
-            way, before = self._with_noise(way, gradient), self._ways.get(given.name)
-            self._ways[given.name] = way
-            if before not in (None, way):
+            strategy = Strategy(plan.chosen.microbatch_size, plan.chosen.remat, plan.chosen.reduce, plan.chosen.method)
+            strategy, before = self._with_noise(strategy, gradient), self._ways.get(given.name)
+            self._ways[given.name] = strategy
+            if before not in (None, strategy):
                 self._forget_programs()  # the next step goes this way
         return plan
 

@@ -32,7 +32,7 @@ MOST_LINES = 10
 
 
 @dataclasses.dataclass(frozen=True)
-class Given:
+class StepArguments:
     """What one call of a step was given: a state and a batch, their arrays apart from what is constant."""
 
     kind: Any  # of the state
@@ -41,7 +41,7 @@ class Given:
     rows: list[Any]  # of the batch and the keyword arguments
     about_call: Any
 
-    def with_arrays(self, arrays: list[Any], rows: list[Any]) -> "Given":
+    def with_arrays(self, arrays: list[Any], rows: list[Any]) -> "StepArguments":
         """The same with other arrays."""
         return dataclasses.replace(self, arrays=arrays, rows=rows)
 
@@ -82,7 +82,7 @@ class Update:
     skip_nonfinite: bool
     options: dict[str, Any]
 
-    def call(self, given: Given) -> tuple[Any, Opened]:
+    def call(self, given: StepArguments) -> tuple[Any, Opened]:
         """The state, and the call of the loss: with the model, the batch, a key and the state of the model, if any."""
         state = given.kind.merged(given.arrays, given.about_state)
         model, key, wrt = given.kind.model_of(state)
@@ -166,7 +166,7 @@ class Update:
             settings = dataclasses.replace(settings, has_aux=True, aux_reduction=declared)
         return call.settings(settings)
 
-    def gradient(self, given: Given) -> Gradient:
+    def gradient(self, given: StepArguments) -> Gradient:
         """The gradient of a step, outside of it: to be planned."""
         _, call = self.call(given)
         changes: dict[str, Any] = {}
@@ -178,7 +178,7 @@ class Update:
         settings = self.settings(call, **changes)
         return Gradient(call.fun, settings, sorted_arguments(call, settings))
 
-    def results(self, given: Given, settings: Options) -> tuple[list[Any], dict[str, Any]]:
+    def results(self, given: StepArguments, settings: Options) -> tuple[list[Any], dict[str, Any]]:
         """The arrays of the state after the step, and what the metrics tell of it."""
         state, call = self.call(given)
         gradient = Gradient(call.fun, settings, sorted_arguments(call, settings))
@@ -297,7 +297,7 @@ def _value_fn(call: Opened, settings: Options) -> Callable[[Any], Any]:
     return value_fn
 
 
-def beside_gradient(given: Given, call: Opened) -> int:
+def beside_gradient(given: StepArguments, call: Opened) -> int:
     """The bytes of a state on one device that its gradient does not see: what the optimizer keeps."""
     seen = {id(leaf) for leaf in jax.tree.leaves((call.args[0], call.args[2:], call.kwargs))}
     return sum(local_bytes(array) for array in given.arrays if id(array) not in seen)

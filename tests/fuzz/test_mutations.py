@@ -20,7 +20,7 @@ from anybatch.reading import evaluation, positions, states
 from anybatch.reading.reader import RULES, Outcome, Reader
 from anybatch.reading.rules import control, derivatives, indexing, shapes
 from anybatch.reading.split import Split
-from anybatch.reading.states import SUM, WHOLE, NotRowwise, Rows
+from anybatch.reading.states import INVARIANT, SUMMED, Batched, NotRowwise
 
 pytestmark = pytest.mark.slow
 
@@ -67,12 +67,12 @@ def believe(monkeypatch, names, answer):
 
 
 def same_rows(reader, node, found):
-    fits = isinstance(found[0], Rows) and node.outputs[0].shape == node.inputs[0].shape
+    fits = isinstance(found[0], Batched) and node.outputs[0].shape == node.inputs[0].shape
     return Outcome([found[0]] * len(node.outputs)) if fits else None
 
 
 def a_sum_if(condition):
-    return lambda reader, node, found: Outcome([SUM] * len(node.outputs)) if condition(found) else None
+    return lambda reader, node, found: Outcome([SUMMED] * len(node.outputs)) if condition(found) else None
 
 
 def kinds(found):
@@ -86,35 +86,38 @@ REFUSALS = {
     "looking up other examples": ("gather", same_rows),
     "a window over the examples": ("reduce_window_sum reduce_window_max", same_rows),
     "writing into other examples": ("scatter scatter-add", same_rows),
-    "the largest example is a sum": ("reduce_max reduce_min", a_sum_if(lambda found: kinds(found) == {"Rows"})),
-    "the product of the examples is a sum": ("reduce_prod", a_sum_if(lambda found: kinds(found) == {"Rows"})),
-    "a product of sums is a sum": ("mul", a_sum_if(lambda found: kinds(found) == {"Sum"})),
-    "a sum plus a whole value is a sum": ("add sub", a_sum_if(lambda found: kinds(found) == {"Sum", "Whole"})),
-    "a whole value over a sum is a sum": ("div", a_sum_if(lambda found: kinds(found) == {"Sum", "Whole"})),
+    "the largest example is a sum": ("reduce_max reduce_min", a_sum_if(lambda found: kinds(found) == {"Batched"})),
+    "the product of the examples is a sum": ("reduce_prod", a_sum_if(lambda found: kinds(found) == {"Batched"})),
+    "a product of sums is a sum": ("mul", a_sum_if(lambda found: kinds(found) == {"Summed"})),
+    "a sum plus a whole value is a sum": ("add sub", a_sum_if(lambda found: kinds(found) == {"Summed", "Invariant"})),
+    "a whole value over a sum is a sum": ("div", a_sum_if(lambda found: kinds(found) == {"Summed", "Invariant"})),
     "any function of a sum is a sum": (
         "tanh sin cos exp log sqrt abs max integer_pow square logistic",
-        a_sum_if(lambda found: kinds(found) <= {"Sum", "Whole"}),
+        a_sum_if(lambda found: kinds(found) <= {"Summed", "Invariant"}),
     ),
-    "a padded sum is a sum": ("pad", a_sum_if(lambda found: found[0] == SUM)),
-    "a sum beside a whole value is a sum": ("concatenate", a_sum_if(lambda found: kinds(found) == {"Sum", "Whole"})),
-    "a sum or a whole value is a sum": ("select_n", a_sum_if(lambda found: kinds(found) == {"Sum", "Whole"})),
+    "a padded sum is a sum": ("pad", a_sum_if(lambda found: found[0] == SUMMED)),
+    "a sum beside a whole value is a sum": (
+        "concatenate",
+        a_sum_if(lambda found: kinds(found) == {"Summed", "Invariant"}),
+    ),
+    "a sum or a whole value is a sum": ("select_n", a_sum_if(lambda found: kinds(found) == {"Summed", "Invariant"})),
     "a sum fed back to the rows": (
         "add sub mul div",
         lambda reader, node, found: (
-            Outcome([next(state for state in found if isinstance(state, Rows))])
-            if kinds(found) == {"Rows", "Sum"}
+            Outcome([next(state for state in found if isinstance(state, Batched))])
+            if kinds(found) == {"Batched", "Summed"}
             else None
         ),
     ),
     "rows along different axes": (
         "add sub mul div",
-        lambda reader, node, found: Outcome([found[0]]) if kinds(found) == {"Rows"} else None,
+        lambda reader, node, found: Outcome([found[0]]) if kinds(found) == {"Batched"} else None,
     ),
     "all pairs are rows": (
         "dot_general",
         lambda reader, node, found: (
-            Outcome([Rows(0)])
-            if kinds(found) == {"Rows"} and node.outputs[0].shape[:1] == (reader.num_examples,)
+            Outcome([Batched(0)])
+            if kinds(found) == {"Batched"} and node.outputs[0].shape[:1] == (reader.num_examples,)
             else None
         ),
     ),
@@ -126,9 +129,9 @@ def _(monkeypatch):
     def answer(reader, node, found):
         new = node.params["new_sizes"]
         axis = next((axis for axis, size in enumerate(new) if size % reader.num_examples == 0), None)
-        if axis is None or not isinstance(found[0], Rows):
+        if axis is None or not isinstance(found[0], Batched):
             return None
-        rows = Rows(axis, 1, new[axis] // reader.num_examples)
+        rows = Batched(axis, 1, new[axis] // reader.num_examples)
         return Outcome(
             [rows], params=lambda size: {**node.params, "new_sizes": states.replaced(new, axis, rows.length(size))}
         )
@@ -144,7 +147,7 @@ def _(monkeypatch):
         rows = right(*args)
         if rows is not None and rows.inner != rows.outer:
             use.nodes.append(rows)
-        return rows and Rows(rows.axis, rows.inner, rows.outer)
+        return rows and Batched(rows.axis, rows.inner, rows.outer)
 
     monkeypatch.setattr(shapes, "reshaped", swapped)
     return use
@@ -168,7 +171,7 @@ def wrap(monkeypatch, name, change):
 @mutation("tiles lie within an example")
 def _(monkeypatch):
     def change(outcome, node, found):
-        if not isinstance(found[0], Rows) or node.params["reps"][found[0].axis] == 1:
+        if not isinstance(found[0], Batched) or node.params["reps"][found[0].axis] == 1:
             return None
         rows = dataclasses.replace(found[0], inner=found[0].inner * node.params["reps"][found[0].axis])
         return dataclasses.replace(outcome, states=[rows])
@@ -180,9 +183,9 @@ def _(monkeypatch):
 def _(monkeypatch):
     def change(outcome, node, found):
         rows = outcome.states[0]
-        if not isinstance(rows, Rows) or rows.outer == 1 or rows.axis != node.params["dimension"]:
+        if not isinstance(rows, Batched) or rows.outer == 1 or rows.axis != node.params["dimension"]:
             return None
-        return dataclasses.replace(outcome, states=[Rows(rows.axis, 1, rows.outer * rows.inner)])
+        return dataclasses.replace(outcome, states=[Batched(rows.axis, 1, rows.outer * rows.inner)])
 
     return wrap(monkeypatch, "concatenate", change)
 
@@ -245,9 +248,9 @@ REPLACEMENTS = {
         "scan cond while", control, "join", lambda right: lambda one, *_: one
     ),
     "everything starts from zero": replace(
-        ANY, Reader, "is_zero", lambda right: lambda self, value: self.state(value) == WHOLE
+        ANY, Reader, "is_zero", lambda right: lambda self, value: self.state(value) == INVARIANT
     ),
-    "whatever is carried is a sum": replace("scan", control, "_carried_over_examples", lambda right: lambda *_: SUM),
+    "whatever is carried is a sum": replace("scan", control, "_carried_over_examples", lambda right: lambda *_: SUMMED),
     "indices are those of the own row": replace(
         "gather scatter scatter-add", indexing, "own_row_axis", first_axis_of_the_length
     ),

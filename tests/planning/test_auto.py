@@ -12,7 +12,7 @@ from anybatch.planning import planner
 
 KIB = 1024
 SPREAD = jax.sharding.PartitionSpec("data")
-WHOLE = jax.sharding.PartitionSpec()
+INVARIANT = jax.sharding.PartitionSpec()
 
 
 @pytest.fixture(autouse=True)
@@ -138,7 +138,7 @@ def test_inside_shard_map_each_device_has_the_budget():
             value, grads = plan_of(params, batch)
             return jax.lax.pmean(value, "data"), jax.tree.map(lambda grad: jax.lax.pmean(grad, "data"), grads)
 
-        return jax.shard_map(on_device, mesh=mesh, in_specs=(WHOLE, SPREAD), out_specs=WHOLE)(params, batch)
+        return jax.shard_map(on_device, mesh=mesh, in_specs=(INVARIANT, SPREAD), out_specs=INVARIANT)(params, batch)
 
     value, _ = jax.jit(step)(params, batch)
     assert jnp.allclose(value, network(params, batch), rtol=1e-5)
@@ -149,7 +149,7 @@ def test_sizes_are_multiples_of_the_devices_that_hold_the_batch():
     mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     params, batch = problem(4096)
     batch = jax.device_put(batch, jax.NamedSharding(mesh, SPREAD))
-    params = jax.device_put(params, jax.NamedSharding(mesh, WHOLE))
+    params = jax.device_put(params, jax.NamedSharding(mesh, INVARIANT))
     plan = ab.plan(network, params, batch, memory="900KiB", timed=False)
     assert plan.device.startswith("8 x ") and plan.microbatch_size % 8 == 0 and plan.microbatch_size < 4096
 

@@ -345,7 +345,7 @@ def test_values_that_are_no_numbers_leave_gaps():
     assert path.count("M") == 4 and path.count("L") == 1 and path.count("h0") == 3  # 1-2, 5, 7, 10
     assert "nan" not in path and "inf" not in path
     assert "5 of 10 rows have no finite value here." in Report("Gaps", history).html()
-    whole = Report("Whole", [{"step": step, "loss": float(step)} for step in range(1, 11)]).html()
+    whole = Report("Invariant", [{"step": step, "loss": float(step)} for step in range(1, 11)]).html()
     assert re.search(r'<path class="curve blue" d="([^"]*)"', whole)[1].count("M") == 1
 
 

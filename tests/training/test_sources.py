@@ -444,7 +444,7 @@ class TestRefusals:
         assert next(open_source([1, 2, 3], position=position))[0] == 3  # the control
 
     def test_a_state_that_a_loader_does_not_take_back(self):
-        class Rows:
+        class Batched:
             def __len__(self):
                 return 10
 
@@ -455,12 +455,12 @@ class TestRefusals:
             sampler = grain.samplers.IndexSampler(10, num_epochs=1, shuffle=True, seed=0)
             return grain.DataLoader(data_source=source, sampler=sampler, shard_options=grain.sharding.NoSharding())
 
-        _, position = drawn(loader(Rows()), 2)[-1]
+        _, position = drawn(loader(Batched()), 2)[-1]
         with pytest.raises(InputError, match=r"ValueError from a DataLoader: DataSource in .*(.|\n)*needs a __repr__"):
-            open_source(loader(Rows()), position=position)
-        Rows.__repr__ = lambda self: "Rows()"
-        _, position = drawn(loader(Rows()), 2)[-1]
-        next(open_source(loader(Rows()), position=position))  # the control, and the way out
+            open_source(loader(Batched()), position=position)
+        Batched.__repr__ = lambda self: "Rows()"
+        _, position = drawn(loader(Batched()), 2)[-1]
+        next(open_source(loader(Batched()), position=position))  # the control, and the way out
 
     def test_an_exception_of_the_source_is_its_own(self):
         def broken():

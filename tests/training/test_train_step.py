@@ -271,7 +271,7 @@ def test_memory_that_runs_out_is_met_with_smaller_microbatches(monkeypatch):
     tries = []
 
     def failing(self, arrays, rows):
-        tries.append(self.way.microbatch_size)
+        tries.append(self.strategy.microbatch_size)
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate")
 
     batch = jax.tree.map(lambda leaf: leaf.astype(np.float32), data())

@@ -5,9 +5,9 @@ from typing import Any
 
 from anybatch.errors import InputError
 from anybatch.jaxprs.graph import Node
-from anybatch.reading.reader import RULES, Outcome, Reader, Rulebook
+from anybatch.reading.reader import RULES, Reader, Rulebook, RuleResult
 from anybatch.reading.rules import control, derivatives, elementwise, indexing, kernels, reductions, shapes
-from anybatch.reading.states import SUM, NotRowwise, Rows, State, only_rows, refuse_sums
+from anybatch.reading.states import SUMMED, Batched, NotRowwise, State, only_rows, refuse_sums
 
 # Importing a module of rules enters them in the table.
 MODULES = (reductions, control, derivatives, elementwise, indexing, kernels, elementwise, reductions, shapes)
@@ -52,20 +52,20 @@ def register_rule(primitive: Any, rule: UserRule, *, resize: Resize | None = Non
             remedy='For example: anybatch.register_rule("my_attention", lambda axes, params: [0]).',
         )
 
-    def entered(reader: Reader, node: Node, states: Sequence[State]) -> Outcome:
+    def entered(reader: Reader, node: Node, states: Sequence[State]) -> RuleResult:
         refuse_sums(states)
-        axes = [state.axis if isinstance(state, Rows) else None for state in states]
-        rows = only_rows([state.at(0) if isinstance(state, Rows) else state for state in states])
-        found = [rows.at(axis) if isinstance(axis, int) else SUM for axis in rule(axes, dict(node.params))]
+        axes = [state.axis if isinstance(state, Batched) else None for state in states]
+        rows = only_rows([state.at(0) if isinstance(state, Batched) else state for state in states])
+        found = [rows.at(axis) if isinstance(axis, int) else SUMMED for axis in rule(axes, dict(node.params))]
         if len(found) != len(node.outputs):
             raise NotRowwise(f"its rule names {len(found)} results of {len(node.outputs)}")
         for value, state in zip(node.outputs, found, strict=True):
-            if isinstance(state, Rows):
+            if isinstance(state, Batched):
                 has = value.shape[state.axis] if state.axis < value.ndim else None
                 if has != rows.length(reader.num_examples):
                     raise NotRowwise(f"its rule says that a result of shape {value.shape} has {state}")
         if resize is None:
-            return Outcome(found)
-        return Outcome(found, params=lambda size: resize(dict(node.params), axes, rows.length(size)))
+            return RuleResult(found)
+        return RuleResult(found, params=lambda size: resize(dict(node.params), axes, rows.length(size)))
 
     RULES[name] = entered

@@ -11,9 +11,9 @@ from jax import lax
 
 from anybatch.jaxprs import versions
 from anybatch.jaxprs.graph import Graph, Node, Value
-from anybatch.reading.reader import Fact, Outcome, Reader, rule
+from anybatch.reading.reader import Fact, Reader, RuleResult, rule
 from anybatch.reading.rules.derivatives import contains_custom_vjp
-from anybatch.reading.states import SUM, WHOLE, NotRowwise, Rows, State, join, only_rows
+from anybatch.reading.states import INVARIANT, SUMMED, Batched, NotRowwise, State, join, only_rows
 
 
 def _facts(reader: Reader, node: Node, states: Sequence[State]) -> list[Fact]:
@@ -25,7 +25,7 @@ def _facts(reader: Reader, node: Node, states: Sequence[State]) -> list[Fact]:
 
 
 @rule("remat2", "remat", "checkpoint")
-def _checkpoint(reader: Reader, node: Node, states: Sequence[State]) -> Outcome:
+def _checkpoint(reader: Reader, node: Node, states: Sequence[State]) -> RuleResult:
     inner = reader.nested(node, node.params["jaxpr"], _facts(reader, node, states))
     found = inner.output_states()
     options = {name: node.params[name] for name in ("prevent_cse", "policy") if name in node.params}
@@ -34,12 +34,12 @@ def _checkpoint(reader: Reader, node: Node, states: Sequence[State]) -> Outcome:
         checkpointed = jax.checkpoint(lambda *operands: microbatch.nested(inner, operands, found), **options)
         return checkpointed(*(microbatch.value(value) for value in node.inputs))
 
-    return Outcome(found, run=run, scales=inner.scales, nested=[inner])
+    return RuleResult(found, run=run, scales=inner.scales, nested=[inner])
 
 
 @rule("cond")
-def _branches(reader: Reader, node: Node, states: Sequence[State]) -> Outcome:
-    if states[0] != WHOLE:
+def _branches(reader: Reader, node: Node, states: Sequence[State]) -> RuleResult:
+    if states[0] != INVARIANT:
         raise NotRowwise("which branch it takes depends on the batch")
     everywhere = range(len(node.params["branches"]))
     try:
@@ -66,7 +66,7 @@ def _branches_of_this_machine(node: Node) -> list[int]:
     ]
 
 
-def _some_branches(reader: Reader, node: Node, states: Sequence[State], numbers: Sequence[int]) -> Outcome:
+def _some_branches(reader: Reader, node: Node, states: Sequence[State], numbers: Sequence[int]) -> RuleResult:
     """Reads the branches of these numbers. The others are branches of other platforms."""
     facts = _facts(reader, node, states)[1:]
     inners = {number: reader.nested(node, node.params["branches"][number], facts) for number in numbers}
@@ -87,12 +87,14 @@ def _some_branches(reader: Reader, node: Node, states: Sequence[State], numbers:
         branches = [lambda *args, inner=inner: microbatch.nested(inner, args, found) for inner in chosen]
         return lax.switch(jnp.asarray(index).astype(jnp.int32), branches, *operands)
 
-    return Outcome(found, run=run, scales=all(inner.scales for inner in inners.values()), nested=list(inners.values()))
+    return RuleResult(
+        found, run=run, scales=all(inner.scales for inner in inners.values()), nested=list(inners.values())
+    )
 
 
 def _refuse_orders(states: Sequence[State]) -> None:
     """Rows that one step or branch has sorted are not in the order of the next."""
-    if any(isinstance(state, Rows) and not state.in_batch_order for state in states):
+    if any(isinstance(state, Batched) and not state.in_batch_order for state in states):
         raise NotRowwise("it carries examples on that were sorted across the batch")
 
 
@@ -101,13 +103,13 @@ def _zeros(inner: Reader) -> list[bool]:
 
 
 @rule("while")
-def _while(reader: Reader, node: Node, states: Sequence[State]) -> Outcome:
+def _while(reader: Reader, node: Node, states: Sequence[State]) -> RuleResult:
     params, facts = node.params, _facts(reader, node, states)
     split = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
     cond_consts, body_consts, carry = facts[: split[0]], facts[split[0] : split[1]], facts[split[1] :]
     for _ in range(4 + 2 * len(carry)):
         condition = reader.nested(node, params["cond_jaxpr"], [*cond_consts, *carry])
-        if condition.output_states() != [WHOLE]:
+        if condition.output_states() != [INVARIANT]:
             raise NotRowwise("how often the loop runs depends on the batch")
         body = reader.nested(node, params["body_jaxpr"], [*body_consts, *carry])
         after = [_joined(fact, body.fact(output)) for fact, output in zip(carry, body.graph.outputs, strict=True)]
@@ -118,17 +120,17 @@ def _while(reader: Reader, node: Node, states: Sequence[State]) -> Outcome:
         raise NotRowwise("what the loop carries changes its nature from step to step")
     found = [fact.state for fact in carry]
     _refuse_orders(found)
-    takes = [*[None] * split[1], *(state if isinstance(state, Rows) else None for state in found)]
+    takes = [*[None] * split[1], *(state if isinstance(state, Batched) else None for state in found)]
 
     def run(microbatch: Any) -> list[Any]:
         operands = [microbatch.value(value, rows) for value, rows in zip(node.inputs, takes, strict=True)]
         return lax.while_loop(
-            lambda carried: microbatch.nested(condition, [*operands[: split[0]], *carried], [WHOLE])[0],
+            lambda carried: microbatch.nested(condition, [*operands[: split[0]], *carried], [INVARIANT])[0],
             lambda carried: microbatch.nested(body, [*operands[split[0] : split[1]], *carried], found),
             operands[split[1] :],
         )
 
-    return Outcome(found, takes, run=run, nested=[condition, body])
+    return RuleResult(found, takes, run=run, nested=[condition, body])
 
 
 def _joined(before: Fact, after: Fact) -> Fact:
@@ -139,19 +141,19 @@ def _joined(before: Fact, after: Fact) -> Fact:
 
 
 @rule("scan")
-def _scan(reader: Reader, node: Node, states: Sequence[State]) -> Outcome:
+def _scan(reader: Reader, node: Node, states: Sequence[State]) -> RuleResult:
     params = node.params
     num_consts, num_carry = versions.scan_counts(params)
     first = num_consts + num_carry
-    if any(isinstance(state, Rows) and state.axis == 0 for state in states[first:]):
+    if any(isinstance(state, Batched) and state.axis == 0 for state in states[first:]):
         return _scan_over_examples(reader, node, states)
     facts = _facts(reader, node, states)
     initial = [
-        dataclasses.replace(fact, is_zero=fact.state == WHOLE and reader.is_zero(value))
+        dataclasses.replace(fact, is_zero=fact.state == INVARIANT and reader.is_zero(value))
         for fact, value in zip(facts[num_consts:first], node.inputs[num_consts:first], strict=True)
     ]
     scanned = [
-        dataclasses.replace(fact, state=fact.state.at(fact.state.axis - 1)) if isinstance(fact.state, Rows) else fact
+        dataclasses.replace(fact, state=fact.state.at(fact.state.axis - 1)) if isinstance(fact.state, Batched) else fact
         for fact in facts[first:]
     ]
     carry = initial
@@ -162,7 +164,7 @@ def _scan(reader: Reader, node: Node, states: Sequence[State]) -> Outcome:
             _joined(fact, dataclasses.replace(body.fact(output), is_zero=body.is_zero(output)))
             for fact, output in zip(carry, body.graph.outputs, strict=False)
         ]
-        after = [dataclasses.replace(fact, is_zero=fact.is_zero and fact.state == WHOLE) for fact in after]
+        after = [dataclasses.replace(fact, is_zero=fact.is_zero and fact.state == INVARIANT) for fact in after]
         if after == carry:
             break
         carry = after
@@ -170,15 +172,15 @@ def _scan(reader: Reader, node: Node, states: Sequence[State]) -> Outcome:
         raise NotRowwise("what the loop carries changes its nature from step to step")
     for fact, start in zip(carry, initial, strict=True):
         # Otherwise it would be added once for each microbatch.
-        if fact.state == SUM and start.state == WHOLE and not start.is_zero:
+        if fact.state == SUMMED and start.state == INVARIANT and not start.is_zero:
             raise NotRowwise("it adds a sum over the batch to a value that does not start from zero")
     carried = [fact.state for fact in carry]
     emitted = body.output_states()[num_carry:]
     _refuse_orders([*carried, *emitted])
-    found = [*carried, *(state.at(state.axis + 1) if isinstance(state, Rows) else state for state in emitted)]
+    found = [*carried, *(state.at(state.axis + 1) if isinstance(state, Batched) else state for state in emitted)]
     takes = [
         *[None] * num_consts,
-        *(state if isinstance(state, Rows) else None for state in carried),
+        *(state if isinstance(state, Batched) else None for state in carried),
         *[None] * (len(states) - first),
     ]
 
@@ -195,16 +197,16 @@ def _scan(reader: Reader, node: Node, states: Sequence[State]) -> Outcome:
         last, stacked = lax.scan(step, list(map(jnp.asarray, start)), arrays, **options)
         return [*last, *stacked]
 
-    return Outcome(found, takes, run=run, scales=body.scales, nested=[body])
+    return RuleResult(found, takes, run=run, scales=body.scales, nested=[body])
 
 
-def _scan_over_examples(reader: Reader, node: Node, states: Sequence[State]) -> Outcome:
+def _scan_over_examples(reader: Reader, node: Node, states: Sequence[State]) -> RuleResult:
     """`lax.map` over the examples, or a scan in which each step sees one example and adds to sums."""
     params = node.params
     num_consts, num_carry = versions.scan_counts(params)
     first = num_consts + num_carry
     rows = only_rows(states[first:])
-    if rows.axis != 0 or rows.outer != 1 or any(state != WHOLE for state in states[:first]):
+    if rows.axis != 0 or rows.outer != 1 or any(state != INVARIANT for state in states[:first]):
         raise NotRowwise("it goes over the examples with other values of the batch at hand", unroll=False)
     graph = Graph(params["jaxpr"])
     carried = [
@@ -213,7 +215,7 @@ def _scan_over_examples(reader: Reader, node: Node, states: Sequence[State]) -> 
         )
         for number in range(num_carry)
     ]
-    takes = [*[None] * first, *(rows if state == WHOLE else None for state in states[first:])]
+    takes = [*[None] * first, *(rows if state == INVARIANT else None for state in states[first:])]
 
     def run(microbatch: Any) -> list[Any]:
         operands = [microbatch.value(value, take) for value, take in zip(node.inputs, takes, strict=True)]
@@ -229,14 +231,14 @@ def _scan_over_examples(reader: Reader, node: Node, states: Sequence[State]) -> 
         return [*last, *stacked]
 
     found: list[State] = [*carried, *[rows] * (len(node.outputs) - num_carry)]
-    return Outcome(found, takes, run=run, scales=not contains_custom_vjp(node))
+    return RuleResult(found, takes, run=run, scales=not contains_custom_vjp(node))
 
 
 def _carried_over_examples(graph: Graph, number: int, before: Value, reader: Reader, start: Value) -> State:
     """The state of what is carried from example to example: unchanged, or a sum that each of them adds to."""
     after = graph.outputs[number]
     if after is before:
-        return WHOLE
+        return INVARIANT
     uses = [(node, value) for node in graph.nodes for value in node.inputs]
     is_output = [sum(output is value for output in graph.outputs) for value in (before, after)]
     if is_output == [0, 1] and not any(value is after for _, value in uses) and reader.is_zero(start):
@@ -250,7 +252,7 @@ def _carried_over_examples(graph: Graph, number: int, before: Value, reader: Rea
         if node is not None and node is after.node and node.name in ("add", "add_any"):
             if sum(operand is added for operand in node.inputs) == 1 and added.shape == after.shape:
                 if sum(value is after for _, value in uses) <= 1:
-                    return SUM
+                    return SUMMED
     raise NotRowwise("it carries something from one example to the next", unroll=False)
 
 

@@ -10,8 +10,8 @@ import numpy as np
 from anybatch.errors import InputError
 from anybatch.jaxprs import source, versions
 from anybatch.jaxprs.graph import Node
-from anybatch.reading.reader import Fact, Outcome, Reader, rule
-from anybatch.reading.states import SUM, WHOLE, NotRowwise, Rows, State, refuse_sums
+from anybatch.reading.reader import Fact, Reader, RuleResult, rule
+from anybatch.reading.states import INVARIANT, SUMMED, Batched, NotRowwise, State, refuse_sums
 
 Part = TypeVar("Part")
 
@@ -72,21 +72,21 @@ class _Passes:
 
     def is_linear(self, reader: Reader) -> bool:
         """Whether the backward pass is linear in the cotangents. The rules for sums are those of linear maps."""
-        facts = [*[Fact(WHOLE, True)] * self.num_residuals, *[Fact(SUM, True)] * self.num_outputs]
+        facts = [*[Fact(INVARIANT, True)] * self.num_residuals, *[Fact(SUMMED, True)] * self.num_outputs]
         try:
             inner = reader.nested(self.node, self.backward, facts)
         except NotRowwise:
             return False
         return all(
-            state == SUM or (state == WHOLE and inner.is_zero(output))
+            state == SUMMED or (state == INVARIANT and inner.is_zero(output))
             for output, state in zip(inner.graph.outputs, inner.output_states(), strict=True)
         )
 
 
 def _must_have(inner: Reader, found: Sequence[State], wanted: Sequence[State], why: str) -> None:
     for output, state, goal in zip(inner.graph.outputs, found, wanted, strict=False):
-        fits = state == goal or (state == WHOLE and isinstance(goal, Rows) and goal.in_batch_order)
-        if not fits and not (state == WHOLE and goal == SUM and inner.is_zero(output)):
+        fits = state == goal or (state == INVARIANT and isinstance(goal, Batched) and goal.in_batch_order)
+        if not fits and not (state == INVARIANT and goal == SUMMED and inner.is_zero(output)):
             raise NotRowwise(why)
 
 
@@ -128,7 +128,7 @@ def _read_when_asked(read: Callable[[], Part], node: Node, needed: bool) -> Call
 
 
 @rule("custom_jvp_call")
-def _custom_jvp(reader: Reader, node: Node, states: Sequence[State]) -> Outcome:
+def _custom_jvp(reader: Reader, node: Node, states: Sequence[State]) -> RuleResult:
     primal, needed, moving, results = _read_primal(reader, node, states)
     found = primal.output_states()
     goal = [*found, *(found[position] for position in results)]
@@ -168,7 +168,7 @@ def _custom_jvp(reader: Reader, node: Node, states: Sequence[State]) -> Outcome:
 
         return list(function(microbatch.start, *(microbatch.value(value) for value in node.inputs)))
 
-    return Outcome(found, run=run, nested=[primal])
+    return RuleResult(found, run=run, nested=[primal])
 
 
 class _Derivative(NamedTuple):
@@ -182,11 +182,11 @@ class _Derivative(NamedTuple):
 
 
 @rule("custom_vjp_call", "custom_vjp_call_jaxpr")
-def _custom_vjp(reader: Reader, node: Node, states: Sequence[State]) -> Outcome:
+def _custom_vjp(reader: Reader, node: Node, states: Sequence[State]) -> RuleResult:
     primal, needed, moving, results = _read_primal(reader, node, states)
     found = primal.output_states()
     outputs = [found[position] for position in results]
-    goal = [states[position] if isinstance(states[position], Rows) else SUM for position in moving]
+    goal = [states[position] if isinstance(states[position], Batched) else SUMMED for position in moving]
 
     def read() -> _Derivative:
         passes = _Passes(node, moving, results)
@@ -195,7 +195,7 @@ def _custom_vjp(reader: Reader, node: Node, states: Sequence[State]) -> Outcome:
         _must_have(forward, forward.output_states(), outputs, "the forward pass that was written for it mixes examples")
         # The cotangent of rows has rows. That of a sum is the same for every microbatch, and that of a whole value is
         # made of what each microbatch contributes.
-        seeds = [state if isinstance(state, Rows) else WHOLE if state == SUM else SUM for state in outputs]
+        seeds = [state if isinstance(state, Batched) else INVARIANT if state == SUMMED else SUMMED for state in outputs]
         why = "the backward pass that was written for it mixes examples"
         try:
             backward = _read_part(reader, node, passes.backward, [*saved, *seeds])
@@ -228,4 +228,4 @@ def _custom_vjp(reader: Reader, node: Node, states: Sequence[State]) -> Outcome:
         function.defvjp(run_forward, run_backward)
         return list(function(microbatch.start, *(microbatch.value(value) for value in node.inputs)))
 
-    return Outcome(found, run=run, scales=not needed or derivative().is_linear, nested=[primal])
+    return RuleResult(found, run=run, scales=not needed or derivative().is_linear, nested=[primal])

@@ -11,38 +11,48 @@ import numpy as np
 
 from anybatch.jaxprs import versions
 from anybatch.jaxprs.graph import ELEMENTWISE, Node, Value
-from anybatch.reading.reader import Outcome, Reader, rule
-from anybatch.reading.states import FED_BACK, NOT_LINEAR, SUM, WHOLE, NotRowwise, Rows, State, only_rows, refuse_sums
+from anybatch.reading.reader import Reader, RuleResult, rule
+from anybatch.reading.states import (
+    FED_BACK,
+    INVARIANT,
+    NOT_LINEAR,
+    SUMMED,
+    Batched,
+    NotRowwise,
+    State,
+    only_rows,
+    refuse_sums,
+)
 
 # Linear in their one operand.
 LINEAR = frozenset("neg real imag copy copy_p name stop_gradient sharding_constraint sharding_hint pvary pcast".split())
 
 
 @rule(*ELEMENTWISE)
-def elementwise(reader: Reader, node: Node, states: Sequence[State]) -> Outcome:
+def elementwise(reader: Reader, node: Node, states: Sequence[State]) -> RuleResult:
     """Rows stay rows; a sum stays one only if the operation is linear in it."""
-    if SUM in states:
+    if SUMMED in states:
         return _of_sums(reader, node, states)
     rows = only_rows(states)
     output = node.outputs[0]
     size = output.shape[rows.axis]
-    takes: list[Rows | None] = []
+    takes: list[Batched | None] = []
     for value, state in zip(node.inputs, states, strict=True):
-        if value.ndim != output.ndim and (value.ndim != 0 or isinstance(state, Rows)):
+        if value.ndim != output.ndim and (value.ndim != 0 or isinstance(state, Batched)):
             raise NotRowwise("it changes the rank of an operand")
-        if isinstance(state, Rows):
+        if isinstance(state, Batched):
             takes.append(None)
         else:
             takes.append(rows if value.ndim and value.shape[rows.axis] == size else None)
-    return Outcome([rows] * len(node.outputs), takes)
+    return RuleResult([rows] * len(node.outputs), takes)
 
 
-def _of_sums(reader: Reader, node: Node, states: Sequence[State]) -> Outcome:
-    if any(isinstance(state, Rows) for state in states):
+def _of_sums(reader: Reader, node: Node, states: Sequence[State]) -> RuleResult:
+    if any(isinstance(state, Batched) for state in states):
         raise NotRowwise(FED_BACK)
     if not _is_linear(reader, node, states):
         raise NotRowwise(NOT_LINEAR)
-    return Outcome([SUM] * len(node.outputs))
+    return RuleResult([SUMMED] * len(node.outputs))
 
 
 def _is_linear(reader: Reader, node: Node, states: Sequence[State]) -> bool:
@@ -55,18 +65,19 @@ def _is_linear(reader: Reader, node: Node, states: Sequence[State]) -> bool:
     if name in ("add", "add_any", "sub", "complex"):
         return all_sums(reader, node.inputs, states)
     if name == "mul":
-        return list(states).count(SUM) == 1
+        return list(states).count(SUMMED) == 1
     if name == "div":
-        return states[0] == SUM and states[1] == WHOLE and node.outputs[0].is_inexact
+        return states[0] == SUMMED and states[1] == INVARIANT and node.outputs[0].is_inexact
     if name == "select_n":
-        return states[0] == WHOLE and all_sums(reader, node.inputs[1:], states[1:])
+        return states[0] == INVARIANT and all_sums(reader, node.inputs[1:], states[1:])
     return False
 
 
 def all_sums(reader: Reader, values: Sequence[Value], states: Sequence[State]) -> bool:
     """Whether every value is a sum. Zeros are one too: the sum of nothing."""
     return all(
-        state == SUM or (state == WHOLE and reader.is_zero(value)) for value, state in zip(values, states, strict=True)
+        state == SUMMED or (state == INVARIANT and reader.is_zero(value))
+        for value, state in zip(values, states, strict=True)
     )
 
 
@@ -84,23 +95,23 @@ def _keeps_precision(old: Value, new: Value) -> bool:
 
 
 @rule("bitcast_convert_type")
-def _bitcast(reader: Reader, node: Node, states: Sequence[State]) -> Outcome:
+def _bitcast(reader: Reader, node: Node, states: Sequence[State]) -> RuleResult:
     refuse_sums(states)
     if node.outputs[0].shape != node.inputs[0].shape:
         raise NotRowwise("it changes the shape while it changes the type")
-    return Outcome([only_rows(states)])
+    return RuleResult([only_rows(states)])
 
 
 @rule("debug_callback", "debug_print")
-def _debug(reader: Reader, node: Node, states: Sequence[State]) -> Outcome:
-    return Outcome([])  # a print in a microbatch shows what the microbatch has
+def _debug(reader: Reader, node: Node, states: Sequence[State]) -> RuleResult:
+    return RuleResult([])  # a print in a microbatch shows what the microbatch has
 
 
 @rule("random_bits", "random_split")
-def _draw(reader: Reader, node: Node, states: Sequence[State]) -> Outcome:
+def _draw(reader: Reader, node: Node, states: Sequence[State]) -> RuleResult:
     refuse_sums(states)
     _refuse_other_generators(node)
-    return Outcome([only_rows(states)])
+    return RuleResult([only_rows(states)])
 
 
 def _refuse_other_generators(node: Node) -> None:
@@ -110,37 +121,37 @@ def _refuse_other_generators(node: Node) -> None:
 
 
 @rule("random_wrap")
-def _wrap(reader: Reader, node: Node, states: Sequence[State]) -> Outcome:
+def _wrap(reader: Reader, node: Node, states: Sequence[State]) -> RuleResult:
     refuse_sums(states)
     rows = only_rows(states)
     if rows.axis >= node.outputs[0].ndim:
         raise NotRowwise("it makes one key from several examples")
-    return Outcome([rows])
+    return RuleResult([rows])
 
 
 @rule("random_unwrap", "random_seed")
-def _unwrap(reader: Reader, node: Node, states: Sequence[State]) -> Outcome:
+def _unwrap(reader: Reader, node: Node, states: Sequence[State]) -> RuleResult:
     refuse_sums(states)
-    return Outcome([only_rows(states)])
+    return RuleResult([only_rows(states)])
 
 
 @rule("threefry2x32")
-def _threefry(reader: Reader, node: Node, states: Sequence[State]) -> Outcome:
+def _threefry(reader: Reader, node: Node, states: Sequence[State]) -> RuleResult:
     refuse_sums(states)
     rows = only_rows(states)
     size = node.outputs[0].shape[rows.axis]
     if any(value.ndim not in (0, node.outputs[0].ndim) for value in node.inputs):
         raise NotRowwise("it changes the rank of an operand")
     takes = [rows if value.ndim and value.shape[rows.axis] == size else None for value in node.inputs]
-    return Outcome([rows] * len(node.outputs), takes)
+    return RuleResult([rows] * len(node.outputs), takes)
 
 
 @rule("random_gamma")
-def _gamma(reader: Reader, node: Node, states: Sequence[State]) -> Outcome:
+def _gamma(reader: Reader, node: Node, states: Sequence[State]) -> RuleResult:
     refuse_sums(states)
     rows = only_rows(states)
     keys, alphas = node.inputs
     _refuse_other_generators(node)
     if rows.axis >= keys.ndim or keys.shape != alphas.shape:
         raise NotRowwise("it draws for several examples from one key")
-    return Outcome([rows] * len(node.outputs), [rows, rows])
+    return RuleResult([rows] * len(node.outputs), [rows, rows])

@@ -6,28 +6,28 @@ from typing import Any
 
 from anybatch.jaxprs import versions
 from anybatch.jaxprs.graph import Node
-from anybatch.reading.reader import Outcome, Reader, rule
-from anybatch.reading.states import SUM, WHOLE, NotRowwise, Rows, State, only_rows, refuse_sums, replaced
+from anybatch.reading.reader import Reader, RuleResult, rule
+from anybatch.reading.states import INVARIANT, SUMMED, Batched, NotRowwise, State, only_rows, refuse_sums, replaced
 
 _NUM_FORWARD_OPERANDS = 10  # query, key, value, bias, lengths, offsets and page tables
 
 
 @rule("dot_product_attention_fwd_wrapper")
-def _cudnn_forward(reader: Reader, node: Node, states: Sequence[State]) -> Outcome:
+def _cudnn_forward(reader: Reader, node: Node, states: Sequence[State]) -> RuleResult:
     rows, takes = _cudnn_operands(reader, node, states)
-    return Outcome([rows] * len(node.outputs), takes)
+    return RuleResult([rows] * len(node.outputs), takes)
 
 
 @rule("dot_product_attention_bwd_wrapper")
-def _cudnn_backward(reader: Reader, node: Node, states: Sequence[State]) -> Outcome:
+def _cudnn_backward(reader: Reader, node: Node, states: Sequence[State]) -> RuleResult:
     rows, takes = _cudnn_operands(reader, node, states)
     found: list[State] = [rows] * len(node.outputs)
     if len(found) > 3:  # of a bias: one for each example, or one that they share
-        found[3] = rows if states[3] == rows or takes[3] is not None else SUM
-    return Outcome(found, takes)
+        found[3] = rows if states[3] == rows or takes[3] is not None else SUMMED
+    return RuleResult(found, takes)
 
 
-def _cudnn_operands(reader: Reader, node: Node, states: Sequence[State]) -> tuple[Rows, list[Rows | None]]:
+def _cudnn_operands(reader: Reader, node: Node, states: Sequence[State]) -> tuple[Batched, list[Batched | None]]:
     """The examples are along axis 0 of every operand, but for those that are absent or shared."""
     refuse_sums(states)
     rows = only_rows(states)
@@ -41,14 +41,14 @@ def _cudnn_operands(reader: Reader, node: Node, states: Sequence[State]) -> tupl
     if any(value.ndim > 1 for value in page_tables):
         raise NotRowwise("its keys and values are in pages that examples share")
     length = rows.length(reader.num_examples)
-    takes: list[Rows | None] = []
+    takes: list[Batched | None] = []
     for value, state in zip(node.inputs, states, strict=True):
-        takes.append(rows if state == WHOLE and value.ndim and value.shape[0] == length else None)
+        takes.append(rows if state == INVARIANT and value.ndim and value.shape[0] == length else None)
     return rows, takes
 
 
 @rule("pallas_call")
-def _pallas(reader: Reader, node: Node, states: Sequence[State]) -> Outcome:
+def _pallas(reader: Reader, node: Node, states: Sequence[State]) -> RuleResult:
     """A kernel that runs over a grid, one axis of which counts the examples, each in a block of its own."""
     refuse_sums(states)
     params, mapping = node.params, node.params["grid_mapping"]
@@ -62,9 +62,9 @@ def _pallas(reader: Reader, node: Node, states: Sequence[State]) -> Outcome:
     if not simple:
         raise NotRowwise("it is a kernel whose steps may depend on one another")
     blocks = [*mapping.block_mappings]
-    grid_axis, rows = None, only_rows([state.at(0) if isinstance(state, Rows) else state for state in states])
+    grid_axis, rows = None, only_rows([state.at(0) if isinstance(state, Batched) else state for state in states])
     for block, operand in zip(blocks, states, strict=False):
-        if isinstance(operand, Rows):
+        if isinstance(operand, Batched):
             mine = _grid_axis(block, operand.axis)
             if mine is None or grid_axis not in (None, mine):
                 raise NotRowwise("it is a kernel whose blocks hold several examples")
@@ -78,13 +78,13 @@ def _pallas(reader: Reader, node: Node, states: Sequence[State]) -> Outcome:
     for position, block in enumerate(blocks):
         axis = _axis_along_grid(block, grid_axis)
         state = states[position] if position < num_inputs else None
-        if isinstance(state, Rows) and axis != state.axis:
+        if isinstance(state, Batched) and axis != state.axis:
             raise NotRowwise("it is a kernel that reads other examples")
         if state is None and axis is None:
             raise NotRowwise("it is a kernel that combines examples")
         axes.append(axis)
     takes = [
-        rows.at(axis) if state == WHOLE and axis is not None else None
+        rows.at(axis) if state == INVARIANT and axis is not None else None
         for state, axis in zip(states, axes[:num_inputs], strict=True)
     ]
 
@@ -102,7 +102,7 @@ def _pallas(reader: Reader, node: Node, states: Sequence[State]) -> Outcome:
         smaller_mapping = dataclasses.replace(mapping, grid=grid, block_mappings=shrunk_blocks)
         return {**params, "grid_mapping": smaller_mapping, "out_avals": results}
 
-    return Outcome([rows.at(axis) for axis in axes[num_inputs:] if axis is not None], takes, params=smaller)
+    return RuleResult([rows.at(axis) for axis in axes[num_inputs:] if axis is not None], takes, params=smaller)
 
 
 def _block_size(block: Any, axis: int) -> int:

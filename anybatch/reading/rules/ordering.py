@@ -19,30 +19,30 @@ from jax import lax
 
 from anybatch.jaxprs.graph import Node, Value
 from anybatch.reading.evaluation import FullBatch, constant_value
-from anybatch.reading.reader import Outcome, Reader
-from anybatch.reading.states import SUM, WHOLE, NotRowwise, Rows, State
+from anybatch.reading.reader import Reader, RuleResult
+from anybatch.reading.states import INVARIANT, SUMMED, Batched, NotRowwise, State
 
 _numbers = itertools.count(1)
 
 
-def sort_rows(reader: Reader, node: Node, states: Sequence[State]) -> Outcome:
+def sort_rows(reader: Reader, node: Node, states: Sequence[State]) -> RuleResult:
     """A sort of the examples by one key, which carries along their positions or other values of theirs."""
     rows = states[0]
     simple = (
         reader.may_reorder
-        and isinstance(rows, Rows)
+        and isinstance(rows, Batched)
         and rows.outer == 1
         and node.params["num_keys"] == 1
         and all(value.ndim == 1 for value in node.inputs)
     )
     if not simple:
         raise NotRowwise("it sorts the examples")
-    assert isinstance(rows, Rows)
+    assert isinstance(rows, Batched)
     length = rows.length(reader.num_examples)
     counts = [
         position
         for position, (value, state) in enumerate(zip(node.inputs, states, strict=True))
-        if state == WHOLE and _is(constant_value(reader, value), np.arange(length))
+        if state == INVARIANT and _is(constant_value(reader, value), np.arange(length))
     ]
     if any(state != rows and position not in counts for position, state in enumerate(states)):
         raise NotRowwise("it sorts the examples")
@@ -59,22 +59,22 @@ def sort_rows(reader: Reader, node: Node, states: Sequence[State]) -> Outcome:
         ]
         return node(operands)
 
-    return Outcome(found, run=run, reorders=True)
+    return RuleResult(found, run=run, reorders=True)
 
 
-def _new_order(reader: Reader, node: Node, rows: Rows, counts: Sequence[int]) -> list[State]:
+def _new_order(reader: Reader, node: Node, rows: Batched, counts: Sequence[int]) -> list[State]:
     order = next(_numbers)
     reader.sorted_by[order] = node.inputs[0]
     found: list[State] = []
     for position, output in enumerate(node.outputs):
         points = rows.order if position in counts else None
-        found.append(Rows(0, 1, rows.inner, order, points))
+        found.append(Batched(0, 1, rows.inner, order, points))
         if points is not None:
             reader.pointers[order, points] = output
     return found
 
 
-def _inverse_order(reader: Reader, node: Node, rows: Rows, counts: Sequence[int]) -> list[State]:
+def _inverse_order(reader: Reader, node: Node, rows: Batched, counts: Sequence[int]) -> list[State]:
     """Sorting the positions that a sort made: where each row went."""
     length = rows.length(reader.num_examples)
     base = reader.pointers.get((rows.order, rows.points))
@@ -83,13 +83,13 @@ def _inverse_order(reader: Reader, node: Node, rows: Rows, counts: Sequence[int]
     )
     if not is_permutation or rows.points is None or id(node.outputs[0]) in reader.graph.live:
         raise NotRowwise("it sorts the examples")
-    back = Rows(0, 1, rows.inner, rows.points, rows.order)
+    back = Batched(0, 1, rows.inner, rows.points, rows.order)
     for position in counts:
         reader.pointers[rows.points, rows.order] = node.outputs[position]
     return [back] * len(node.outputs)
 
 
-def _rows_per_target(reader: Reader, indices: Value, rows: Rows, target: Value) -> int:
+def _rows_per_target(reader: Reader, indices: Value, rows: Batched, target: Value) -> int:
     """How many positions point at each row of `target`, one after the other: `order // 2` points at each twice."""
     length = rows.length(reader.num_examples)
     base = reader.pointers.get((rows.order, rows.points))
@@ -102,15 +102,15 @@ def _rows_per_target(reader: Reader, indices: Value, rows: Rows, target: Value) 
     return each
 
 
-def look_up(reader: Reader, node: Node, states: Sequence[State]) -> Outcome:
+def look_up(reader: Reader, node: Node, states: Sequence[State]) -> RuleResult:
     """A gather by positions that a sort made."""
     operand, indices = states
     numbers, params = node.params["dimension_numbers"], node.params
-    assert isinstance(indices, Rows)
+    assert isinstance(indices, Batched)
     source = node.inputs[0]
     each = _rows_per_target(reader, node.inputs[1], indices, source)
     fits = (
-        isinstance(operand, Rows)
+        isinstance(operand, Batched)
         and (operand.axis, operand.outer, operand.points) == (0, 1, None)
         and operand.order == indices.points
         and operand.inner * each == indices.inner
@@ -122,23 +122,23 @@ def look_up(reader: Reader, node: Node, states: Sequence[State]) -> Outcome:
     if not fits:
         raise NotRowwise("it looks up rows of other examples")
     axis = next(axis for axis in range(node.outputs[0].ndim) if axis not in numbers.offset_dims)
-    return Outcome([Rows(axis, 1, indices.inner, indices.order)], reorders=True)
+    return RuleResult([Batched(axis, 1, indices.inner, indices.order)], reorders=True)
 
 
-def put_back(reader: Reader, node: Node, states: Sequence[State]) -> Outcome:
+def put_back(reader: Reader, node: Node, states: Sequence[State]) -> RuleResult:
     """A scatter to positions that a sort made: each row into its own place, or several of them added up there."""
     operand, indices, updates = states
     numbers = node.params["dimension_numbers"]
-    assert isinstance(indices, Rows)
+    assert isinstance(indices, Batched)
     target, vectors, values = node.inputs
     each = _rows_per_target(reader, vectors, indices, target)
     adds = node.name in ("scatter-add", "scatter_add")
-    place = Rows(0, 1, indices.inner // each, indices.points or 0)
+    place = Batched(0, 1, indices.inner // each, indices.points or 0)
     windows = tuple(range(1, target.ndim))
     fits = (
         (adds or (node.name == "scatter" and each == 1))
-        and updates == Rows(0, 1, indices.inner, indices.order)
-        and (operand == place or (operand == WHOLE and reader.is_zero(target)))
+        and updates == Batched(0, 1, indices.inner, indices.order)
+        and (operand == place or (operand == INVARIANT and reader.is_zero(target)))
         and tuple(numbers.inserted_window_dims) == (0,)
         and tuple(numbers.scatter_dims_to_operand_dims) == (0,)
         and tuple(numbers.update_window_dims) == windows
@@ -147,31 +147,31 @@ def put_back(reader: Reader, node: Node, states: Sequence[State]) -> Outcome:
     )
     if not fits:
         raise NotRowwise("it writes into rows of other examples")
-    return Outcome([place], [Rows(0, 1, place.inner), None, None], reorders=True)
+    return RuleResult([place], [Batched(0, 1, place.inner), None, None], reorders=True)
 
 
-def multiply_groups(reader: Reader, node: Node, states: Sequence[State]) -> Outcome:
+def multiply_groups(reader: Reader, node: Node, states: Sequence[State]) -> RuleResult:
     """A product of sorted rows, group by group, if the groups are those that the rows were sorted by."""
     numbers = node.params["ragged_dot_dimension_numbers"]
     rows, weights, sizes = states
     fits = (
-        isinstance(rows, Rows)
+        isinstance(rows, Batched)
         and rows.order in reader.sorted_by
         and rows.points is None
-        and (weights, sizes) == (WHOLE, SUM)
+        and (weights, sizes) == (INVARIANT, SUMMED)
         and tuple(numbers.lhs_ragged_dimensions) == (rows.axis,) == (0,)
         and not any(numbers.dot_dimension_numbers[1])
         and tuple(numbers.rhs_group_dimensions) == (0,)
     )
     if not fits:
         raise NotRowwise("it multiplies examples in groups that are formed across the batch")
-    assert isinstance(rows, Rows)
+    assert isinstance(rows, Batched)
     keys, length = reader.sorted_by[rows.order], rows.length(reader.num_examples)
     if not _is_below(keys, node.inputs[1].shape[0]) or not _counts(
         keys, node.inputs[2], node.inputs[1].shape[0], length
     ):
         raise NotRowwise("it multiplies groups of examples that are not those by which they were sorted")
-    return Outcome([rows], reorders=True)
+    return RuleResult([rows], reorders=True)
 
 
 def _is_below(keys: Value, num_groups: int) -> bool:

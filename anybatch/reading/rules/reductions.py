@@ -9,11 +9,11 @@ from typing import Any
 from jax import lax
 
 from anybatch.jaxprs.graph import Node
-from anybatch.reading.reader import Fact, Outcome, Reader, rule
+from anybatch.reading.reader import Fact, Reader, RuleResult, rule
 from anybatch.reading.rules import ordering
 from anybatch.reading.rules.elementwise import all_sums
 from anybatch.reading.rules.shapes import takes_of, without
-from anybatch.reading.states import NOT_LINEAR, SUM, WHOLE, NotRowwise, Rows, State, only_rows, refuse_sums
+from anybatch.reading.states import INVARIANT, NOT_LINEAR, SUMMED, Batched, NotRowwise, State, only_rows, refuse_sums
 
 
 def _reduced_axes(node: Node) -> list[int]:
@@ -22,80 +22,80 @@ def _reduced_axes(node: Node) -> list[int]:
 
 
 @rule("reduce_sum")
-def _sum(reader: Reader, node: Node, states: Sequence[State]) -> Outcome:
-    if states[0] == SUM:
-        return Outcome([SUM])
+def _sum(reader: Reader, node: Node, states: Sequence[State]) -> RuleResult:
+    if states[0] == SUMMED:
+        return RuleResult([SUMMED])
     rows, axes = only_rows(states), _reduced_axes(node)
-    return Outcome([SUM if rows.axis in axes else rows.at(without(axes, rows.axis))])
+    return RuleResult([SUMMED if rows.axis in axes else rows.at(without(axes, rows.axis))])
 
 
 @rule("psum")
-def _psum(reader: Reader, node: Node, states: Sequence[State]) -> Outcome:
+def _psum(reader: Reader, node: Node, states: Sequence[State]) -> RuleResult:
     """`vmap` with an axis name leaves sums over positions, here; those over a mesh are the head's, once a step."""
     axes = node.params["axes"]
     if any(not isinstance(axis, int) for axis in axes) or node.params.get("axis_index_groups") is not None:
         raise NotRowwise("it adds up over the devices of a mesh")
-    if SUM in states:
+    if SUMMED in states:
         if all_sums(reader, node.inputs, states):
-            return Outcome([SUM] * len(node.outputs))
+            return RuleResult([SUMMED] * len(node.outputs))
         raise NotRowwise(NOT_LINEAR)
     rows = only_rows(states)
-    state = SUM if rows.axis in axes else rows.at(without(axes, rows.axis))
-    return Outcome([state] * len(node.outputs), takes_of(rows, states))
+    state = SUMMED if rows.axis in axes else rows.at(without(axes, rows.axis))
+    return RuleResult([state] * len(node.outputs), takes_of(rows, states))
 
 
 @rule(
     *("reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or", "reduce_xor"), "argmax", "argmin", "reduce"
 )
-def _reduction(reader: Reader, node: Node, states: Sequence[State]) -> Outcome:
+def _reduction(reader: Reader, node: Node, states: Sequence[State]) -> RuleResult:
     refuse_sums(states)
     rows, axes = only_rows(states), _reduced_axes(node)
     num_operands = len(node.inputs) // 2 if node.name == "reduce" else len(node.inputs)
-    if any(state != WHOLE for state in states[num_operands:]):
+    if any(state != INVARIANT for state in states[num_operands:]):
         raise NotRowwise("it starts a reduction from a value of the batch")
     if rows.axis in axes:
         name = node.name.removeprefix("reduce_")
         words = {"and": "asks something of all examples", "or": "asks something of all examples"}
         raise NotRowwise(f"it {words.get(name, f'takes the {name} over the examples')}")
     takes = [*takes_of(rows, states[:num_operands]), *[None] * (len(states) - num_operands)]
-    return Outcome([rows.at(without(axes, rows.axis))] * len(node.outputs), takes)
+    return RuleResult([rows.at(without(axes, rows.axis))] * len(node.outputs), takes)
 
 
 @rule("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp")
-def _cumulative(reader: Reader, node: Node, states: Sequence[State]) -> Outcome:
-    if states[0] == SUM and node.name == "cumsum":
-        return Outcome([SUM])
+def _cumulative(reader: Reader, node: Node, states: Sequence[State]) -> RuleResult:
+    if states[0] == SUMMED and node.name == "cumsum":
+        return RuleResult([SUMMED])
     refuse_sums(states)
     rows = only_rows(states)
     if node.params["axis"] == rows.axis:
         raise NotRowwise("it runs from one example to the next")
-    return Outcome([rows])
+    return RuleResult([rows])
 
 
 @rule("sort")
-def _sort(reader: Reader, node: Node, states: Sequence[State]) -> Outcome:
+def _sort(reader: Reader, node: Node, states: Sequence[State]) -> RuleResult:
     refuse_sums(states)
     rows = only_rows(states)
     if node.params["dimension"] == rows.axis:
         return ordering.sort_rows(reader, node, states)
-    return Outcome([rows] * len(node.outputs), takes_of(rows, states))
+    return RuleResult([rows] * len(node.outputs), takes_of(rows, states))
 
 
 @rule("top_k", "approx_top_k")
-def _top_k(reader: Reader, node: Node, states: Sequence[State]) -> Outcome:
+def _top_k(reader: Reader, node: Node, states: Sequence[State]) -> RuleResult:
     refuse_sums(states)
     rows = only_rows(states)
     axis = node.params.get("axis", node.params.get("reduction_dimension", -1)) % node.inputs[0].ndim
     if axis == rows.axis:
         raise NotRowwise("it picks the largest of the examples")
-    return Outcome([rows] * len(node.outputs))
+    return RuleResult([rows] * len(node.outputs))
 
 
 @rule("dot_general")
-def _dot(reader: Reader, node: Node, states: Sequence[State]) -> Outcome:
-    if SUM in states:
-        if WHOLE in states:
-            return Outcome([SUM])
+def _dot(reader: Reader, node: Node, states: Sequence[State]) -> RuleResult:
+    if SUMMED in states:
+        if INVARIANT in states:
+            return RuleResult([SUMMED])
         refuse_sums(states)
     (contracted, batched) = node.params["dimension_numbers"]
     free = [
@@ -111,7 +111,7 @@ def _dot(reader: Reader, node: Node, states: Sequence[State]) -> Outcome:
             return "batched", list(batched[side]).index(axis)
         return "free", len(batched[0]) + (len(free[0]) if side else 0) + free[side].index(axis)
 
-    sides = [(side, state) for side, state in enumerate(states) if isinstance(state, Rows)]
+    sides = [(side, state) for side, state in enumerate(states) if isinstance(state, Batched)]
     roles = [role(side, state.axis) for side, state in sides]
     (kind, position), rows = roles[0], sides[0][1]
     if len(sides) == 2:
@@ -119,94 +119,94 @@ def _dot(reader: Reader, node: Node, states: Sequence[State]) -> Outcome:
             raise NotRowwise("it multiplies every example with every other")
         if roles[0] != roles[1] or rows.at(0) != sides[1][1].at(0):
             raise NotRowwise("it brings different examples together")
-        return Outcome([SUM if kind == "contracted" else rows.at(position)])
+        return RuleResult([SUMMED if kind == "contracted" else rows.at(position)])
     if kind == "free":
-        return Outcome([rows.at(position)])
+        return RuleResult([rows.at(position)])
     other = 1 - sides[0][0]
-    takes: list[Rows | None] = [None, None]
+    takes: list[Batched | None] = [None, None]
     takes[other] = rows.at((contracted if kind == "contracted" else batched)[other][position])
-    return Outcome([SUM if kind == "contracted" else rows.at(position)], takes)
+    return RuleResult([SUMMED if kind == "contracted" else rows.at(position)], takes)
 
 
 @rule("ragged_dot_general")
-def _ragged_dot(reader: Reader, node: Node, states: Sequence[State]) -> Outcome:
+def _ragged_dot(reader: Reader, node: Node, states: Sequence[State]) -> RuleResult:
     """Rows of groups of examples, times a matrix for each group."""
     numbers = node.params["ragged_dot_dimension_numbers"]
-    if states[2] == SUM:
+    if states[2] == SUMMED:
         return ordering.multiply_groups(reader, node, states)
     (_, (batched_lhs, batched_rhs)) = numbers.dot_dimension_numbers
     refuse_sums(states)
-    rows = only_rows([state.at(0) if isinstance(state, Rows) else state for state in states])
+    rows = only_rows([state.at(0) if isinstance(state, Batched) else state for state in states])
     group_sizes = node.inputs[2]
     for position, (lhs_axis, rhs_axis) in enumerate(zip(batched_lhs, batched_rhs, strict=True)):
         axes = (lhs_axis, rhs_axis, position if group_sizes.ndim > 1 else None)
         fits = [
-            state == WHOLE or (isinstance(state, Rows) and state.axis == axis)
+            state == INVARIANT or (isinstance(state, Batched) and state.axis == axis)
             for state, axis in zip(states, axes, strict=True)
         ]
         if all(fits):
             takes = [None if axis is None else rows.at(axis) for axis in axes]
-            return Outcome([rows.at(position)], takes)
+            return RuleResult([rows.at(position)], takes)
     raise NotRowwise("it multiplies examples in groups that are formed across the batch")
 
 
 @rule("conv_general_dilated")
-def _convolution(reader: Reader, node: Node, states: Sequence[State]) -> Outcome:
+def _convolution(reader: Reader, node: Node, states: Sequence[State]) -> RuleResult:
     numbers = node.params["dimension_numbers"]
     image, kernel = states
-    if image == SUM and kernel == WHOLE:
-        return Outcome([SUM])
+    if image == SUMMED and kernel == INVARIANT:
+        return RuleResult([SUMMED])
     refuse_sums(states)
     groups = node.params["batch_group_count"]
-    if isinstance(image, Rows) and kernel == WHOLE and image.axis == numbers.lhs_spec[0] and groups == 1:
-        return Outcome([image.at(numbers.out_spec[0])])
+    if isinstance(image, Batched) and kernel == INVARIANT and image.axis == numbers.lhs_spec[0] and groups == 1:
+        return RuleResult([image.at(numbers.out_spec[0])])
     return _grouped_convolution(reader, node, states)
 
 
-def _grouped_convolution(reader: Reader, node: Node, states: Sequence[State]) -> Outcome:
+def _grouped_convolution(reader: Reader, node: Node, states: Sequence[State]) -> RuleResult:
     """A kernel for each example: `vmap` makes the examples groups of channels, example-major."""
     numbers, params = node.params["dimension_numbers"], node.params
     image, kernel = states
     image_axis, kernel_axis = numbers.lhs_spec[1], numbers.rhs_spec[0]
-    found = image if isinstance(image, Rows) else kernel
-    assert isinstance(found, Rows)
+    found = image if isinstance(image, Batched) else kernel
+    assert isinstance(found, Batched)
     groups = params["feature_group_count"]
     fits = (
         groups % reader.num_examples == 0
         and found.outer == 1
         and params["batch_group_count"] == 1
-        and (image == WHOLE or (isinstance(image, Rows) and image.axis == image_axis and image.outer == 1))
-        and (kernel == WHOLE or (isinstance(kernel, Rows) and kernel.axis == kernel_axis and kernel.outer == 1))
+        and (image == INVARIANT or (isinstance(image, Batched) and image.axis == image_axis and image.outer == 1))
+        and (kernel == INVARIANT or (isinstance(kernel, Batched) and kernel.axis == kernel_axis and kernel.outer == 1))
     )
     if not fits:
         raise NotRowwise("it convolves across the examples, or with kernels that depend on them")
     per_example = groups // reader.num_examples
     takes = [
-        Rows(axis, 1, value.shape[axis] // reader.num_examples) if state == WHOLE else None
+        Batched(axis, 1, value.shape[axis] // reader.num_examples) if state == INVARIANT else None
         for axis, value, state in zip((image_axis, kernel_axis), node.inputs, states, strict=True)
     ]
     axis = numbers.out_spec[1]
-    rows = Rows(axis, 1, node.outputs[0].shape[axis] // reader.num_examples)
-    return Outcome([rows], takes, params=lambda size: {**params, "feature_group_count": per_example * size})
+    rows = Batched(axis, 1, node.outputs[0].shape[axis] // reader.num_examples)
+    return RuleResult([rows], takes, params=lambda size: {**params, "feature_group_count": per_example * size})
 
 
 @rule("reduce_window", "reduce_window_sum", "reduce_window_max", "reduce_window_min")
-def _window(reader: Reader, node: Node, states: Sequence[State]) -> Outcome:
-    if node.name == "reduce_window_sum" and states[0] == SUM:
-        return Outcome([SUM])
+def _window(reader: Reader, node: Node, states: Sequence[State]) -> RuleResult:
+    if node.name == "reduce_window_sum" and states[0] == SUMMED:
+        return RuleResult([SUMMED])
     refuse_sums(states)
     rows, params, num_operands = only_rows(states), node.params, len(node.outputs)
-    if any(state != WHOLE for state in states[num_operands:]):
+    if any(state != INVARIANT for state in states[num_operands:]):
         raise NotRowwise("it starts a reduction from a value of the batch")
     one = [params[name][rows.axis] for name in ("window_dimensions", "window_strides", "base_dilation")]
     if one != [1, 1, 1] or tuple(params["padding"][rows.axis]) != (0, 0):
         raise NotRowwise("its window covers several examples")
     takes = [*takes_of(rows, states[:num_operands]), *[None] * (len(states) - num_operands)]
-    return Outcome([rows] * num_operands, takes)
+    return RuleResult([rows] * num_operands, takes)
 
 
 @rule("select_and_gather_add", "select_and_scatter_add")
-def _pooling_gradient(reader: Reader, node: Node, states: Sequence[State]) -> Outcome:
+def _pooling_gradient(reader: Reader, node: Node, states: Sequence[State]) -> RuleResult:
     """The derivatives of pooling, which a loss contains that takes a gradient itself."""
     refuse_sums(states)
     rows, params = only_rows(states), node.params
@@ -214,7 +214,7 @@ def _pooling_gradient(reader: Reader, node: Node, states: Sequence[State]) -> Ou
         raise NotRowwise("its window covers several examples")
     if tuple(params["padding"][rows.axis]) != (0, 0):
         raise NotRowwise("its window covers several examples")
-    return Outcome([rows], takes_of(rows, states))
+    return RuleResult([rows], takes_of(rows, states))
 
 
 # How many of its last axes an operation works along; two unless named here.
@@ -224,7 +224,7 @@ _CORE_AXES = {"lu_pivots_to_permutation": (1,), "tridiagonal_solve": (1, 1, 1, 2
 @rule("cholesky", "lu", "qr", "geqrf", "geqp3", "eigh", "svd", "eig", "householder_product")
 @rule("tridiagonal_solve", "lu_pivots_to_permutation", "schur", "hessenberg", "tridiagonal", "ormqr", "eigvalsh")
 @rule("cholesky_update", "symmetric_product")
-def _matrices(reader: Reader, node: Node, states: Sequence[State]) -> Outcome:
+def _matrices(reader: Reader, node: Node, states: Sequence[State]) -> RuleResult:
     refuse_sums(states)
     rows = only_rows(states)
     core = _CORE_AXES.get(node.name, (2,) * len(node.inputs))
@@ -233,33 +233,33 @@ def _matrices(reader: Reader, node: Node, states: Sequence[State]) -> Outcome:
             raise NotRowwise("its matrices are made of several examples")
     if any(rows.axis >= output.ndim for output in node.outputs):
         raise NotRowwise("its matrices are made of several examples")
-    return Outcome([rows] * len(node.outputs), takes_of(rows, states))
+    return RuleResult([rows] * len(node.outputs), takes_of(rows, states))
 
 
 @rule("triangular_solve")
-def _triangular_solve(reader: Reader, node: Node, states: Sequence[State]) -> Outcome:
+def _triangular_solve(reader: Reader, node: Node, states: Sequence[State]) -> RuleResult:
     """One matrix for all examples, which are the columns of the right-hand side; or a matrix for each."""
     matrix, side = states
     free = node.inputs[1].ndim - (1 if node.params["left_side"] else 2)
-    if matrix == WHOLE and isinstance(side, Rows) and side.axis == free:
-        return Outcome([side])
-    if matrix == WHOLE and side == SUM:
-        return Outcome([SUM])
+    if matrix == INVARIANT and isinstance(side, Batched) and side.axis == free:
+        return RuleResult([side])
+    if matrix == INVARIANT and side == SUMMED:
+        return RuleResult([SUMMED])
     return _matrices(reader, node, states)
 
 
 @rule("fft")
-def _fft(reader: Reader, node: Node, states: Sequence[State]) -> Outcome:
-    if states[0] == SUM:
-        return Outcome([SUM])
+def _fft(reader: Reader, node: Node, states: Sequence[State]) -> RuleResult:
+    if states[0] == SUMMED:
+        return RuleResult([SUMMED])
     rows = only_rows(states)
     if rows.axis >= node.inputs[0].ndim - len(node.params["fft_lengths"]):
         raise NotRowwise("it transforms along the batch")
-    return Outcome([rows])
+    return RuleResult([rows])
 
 
 @rule("custom_linear_solve")
-def _linear_solve(reader: Reader, node: Node, states: Sequence[State]) -> Outcome:
+def _linear_solve(reader: Reader, node: Node, states: Sequence[State]) -> RuleResult:
     """A solver that is given as functions: each of them must keep the examples apart."""
     refuse_sums(states)
     lengths, jaxprs = node.params["const_lengths"], node.params["jaxprs"]
@@ -267,9 +267,9 @@ def _linear_solve(reader: Reader, node: Node, states: Sequence[State]) -> Outcom
     sides, rows = node.inputs[num_consts:], only_rows(states)
     found = list(states[num_consts:])
     for position, (value, state) in enumerate(zip(sides, found, strict=True)):
-        if state == WHOLE and value.ndim > rows.axis and value.shape[rows.axis] == rows.length(reader.num_examples):
+        if state == INVARIANT and value.ndim > rows.axis and value.shape[rows.axis] == rows.length(reader.num_examples):
             found[position] = rows
-        elif state not in (WHOLE, rows):
+        elif state not in (INVARIANT, rows):
             raise NotRowwise("it solves for several examples at once")
     parts: dict[str, tuple[Reader, int, int]] = {}
     first = 0
@@ -284,7 +284,7 @@ def _linear_solve(reader: Reader, node: Node, states: Sequence[State]) -> Outcom
             if len(inner.graph.outputs) != len(sides):
                 raise NotRowwise("it solves with results beside the solution")
             for got, goal in zip(inner.output_states(), found, strict=True):
-                if got != goal and not (got == WHOLE and isinstance(goal, Rows)):
+                if got != goal and not (got == INVARIANT and isinstance(goal, Batched)):
                     raise NotRowwise("it solves for several examples at once")
             parts[name] = (inner, first, length)
         first += length
@@ -292,7 +292,7 @@ def _linear_solve(reader: Reader, node: Node, states: Sequence[State]) -> Outcom
     def run(microbatch: Any) -> list[Any]:
         consts = [microbatch.value(value) for value in node.inputs[:num_consts]]
         right = [
-            microbatch.value(value, state if isinstance(state, Rows) else None)
+            microbatch.value(value, state if isinstance(state, Batched) else None)
             for value, state in zip(sides, found, strict=True)
         ]
 
@@ -310,4 +310,4 @@ def _linear_solve(reader: Reader, node: Node, states: Sequence[State]) -> Outcom
             (lambda _, x: transpose(x)) if transpose else None,
         )
 
-    return Outcome(found, run=run)
+    return RuleResult(found, run=run)

@@ -6,14 +6,24 @@ from typing import Any
 
 from anybatch.jaxprs.graph import Node
 from anybatch.reading.positions import reshaped
-from anybatch.reading.reader import Outcome, Reader, rule
+from anybatch.reading.reader import Reader, RuleResult, rule
 from anybatch.reading.rules.elementwise import all_sums
-from anybatch.reading.states import FED_BACK, SUM, WHOLE, NotRowwise, Rows, State, only_rows, refuse_sums, replaced
+from anybatch.reading.states import (
+    FED_BACK,
+    INVARIANT,
+    SUMMED,
+    Batched,
+    NotRowwise,
+    State,
+    only_rows,
+    refuse_sums,
+    replaced,
+)
 
 
-def takes_of(rows: Rows, states: Sequence[State]) -> list[Rows | None]:
+def takes_of(rows: Batched, states: Sequence[State]) -> list[Batched | None]:
     """For operands of the same shape along the batch: whole ones give their rows."""
-    return [rows if state == WHOLE else None for state in states]
+    return [rows if state == INVARIANT else None for state in states]
 
 
 def without(axes: Sequence[int], axis: int) -> int:
@@ -22,88 +32,88 @@ def without(axes: Sequence[int], axis: int) -> int:
 
 
 @rule("broadcast_in_dim")
-def _broadcast(reader: Reader, node: Node, states: Sequence[State]) -> Outcome:
-    if states[0] == SUM:
-        return Outcome([SUM])
+def _broadcast(reader: Reader, node: Node, states: Sequence[State]) -> RuleResult:
+    if states[0] == SUMMED:
+        return RuleResult([SUMMED])
     rows = only_rows(states[:1])
     axis, shape = node.params["broadcast_dimensions"][rows.axis], node.params["shape"]
     if len(node.inputs) > 1 or shape[axis] != node.inputs[0].shape[rows.axis]:
         raise NotRowwise("it repeats one example for others")
-    return Outcome(
+    return RuleResult(
         [rows.at(axis)],
         params=lambda size: {**node.params, "shape": replaced(shape, axis, rows.length(size))},
     )
 
 
 @rule("reshape")
-def _reshape(reader: Reader, node: Node, states: Sequence[State]) -> Outcome:
-    if states[0] == SUM:
-        return Outcome([SUM])
+def _reshape(reader: Reader, node: Node, states: Sequence[State]) -> RuleResult:
+    if states[0] == SUMMED:
+        return RuleResult([SUMMED])
     shape, new, before = node.inputs[0].shape, node.params["new_sizes"], only_rows(states[:1])
     order = node.params.get("dimensions") or range(len(shape))  # it may transpose first
     transposed = tuple(shape[axis] for axis in order)
     rows = reshaped(transposed, new, before.at(list(order).index(before.axis)), reader.num_examples)
     if rows is None:
         raise NotRowwise(f"reshaping {node.inputs[0].shape} to {tuple(new)} does not keep one row for each example")
-    return Outcome(
+    return RuleResult(
         [rows], params=lambda size: {**node.params, "new_sizes": replaced(new, rows.axis, rows.length(size))}
     )
 
 
 @rule("transpose")
-def _transpose(reader: Reader, node: Node, states: Sequence[State]) -> Outcome:
-    if states[0] == SUM:
-        return Outcome([SUM])
+def _transpose(reader: Reader, node: Node, states: Sequence[State]) -> RuleResult:
+    if states[0] == SUMMED:
+        return RuleResult([SUMMED])
     rows = only_rows(states)
-    return Outcome([rows.at(list(node.params["permutation"]).index(rows.axis))])
+    return RuleResult([rows.at(list(node.params["permutation"]).index(rows.axis))])
 
 
 @rule("squeeze")
-def _squeeze(reader: Reader, node: Node, states: Sequence[State]) -> Outcome:
-    if states[0] == SUM:
-        return Outcome([SUM])
+def _squeeze(reader: Reader, node: Node, states: Sequence[State]) -> RuleResult:
+    if states[0] == SUMMED:
+        return RuleResult([SUMMED])
     rows = only_rows(states)
     gone = [axis % node.inputs[0].ndim for axis in node.params["dimensions"]]
     if rows.axis in gone:
         raise NotRowwise("it drops the batch axis, which happens to have one example")
-    return Outcome([rows.at(without(gone, rows.axis))])
+    return RuleResult([rows.at(without(gone, rows.axis))])
 
 
 @rule("rev")
-def _rev(reader: Reader, node: Node, states: Sequence[State]) -> Outcome:
-    if states[0] == SUM:
-        return Outcome([SUM])
+def _rev(reader: Reader, node: Node, states: Sequence[State]) -> RuleResult:
+    if states[0] == SUMMED:
+        return RuleResult([SUMMED])
     rows = only_rows(states)
     if rows.axis in node.params["dimensions"]:
         raise NotRowwise("it reverses the order of the examples")
-    return Outcome([rows])
+    return RuleResult([rows])
 
 
 @rule("tile")
-def _tile(reader: Reader, node: Node, states: Sequence[State]) -> Outcome:
-    if states[0] == SUM:
-        return Outcome([SUM])
+def _tile(reader: Reader, node: Node, states: Sequence[State]) -> RuleResult:
+    if states[0] == SUMMED:
+        return RuleResult([SUMMED])
     rows = only_rows(states)
-    return Outcome([dataclasses.replace(rows, outer=rows.outer * node.params["reps"][rows.axis])])
+    return RuleResult([dataclasses.replace(rows, outer=rows.outer * node.params["reps"][rows.axis])])
 
 
 @rule("concatenate")
-def _concatenate(reader: Reader, node: Node, states: Sequence[State]) -> Outcome:
-    if SUM in states:
+def _concatenate(reader: Reader, node: Node, states: Sequence[State]) -> RuleResult:
+    if SUMMED in states:
         return _join_sums(reader, node, states)
     dimension = node.params["dimension"]
-    all_rows = [state for state in states if isinstance(state, Rows)]
+    all_rows = [state for state in states if isinstance(state, Batched)]
     first = all_rows[0]
     if first.axis != dimension:
         rows = only_rows(states)
-        return Outcome([rows], takes_of(rows, states))
+        return RuleResult([rows], takes_of(rows, states))
     if any(rows.axis != dimension or rows.inner != first.inner for rows in all_rows):
         raise NotRowwise("it joins examples along different axes")
     # Two views of a batch, one after the other: blocks of N examples each.
     outer = 0
-    takes: list[Rows | None] = []
+    takes: list[Batched | None] = []
     for value, state in zip(node.inputs, states, strict=True):
-        if isinstance(state, Rows):
+        if isinstance(state, Batched):
             outer += state.outer
             takes.append(None)
             continue
@@ -111,42 +121,42 @@ def _concatenate(reader: Reader, node: Node, states: Sequence[State]) -> Outcome
         if rest or not blocks:
             raise NotRowwise("it appends further rows to those of the examples")
         outer += blocks
-        takes.append(Rows(dimension, blocks, first.inner))
-    return Outcome([Rows(dimension, outer, first.inner)], takes)
+        takes.append(Batched(dimension, blocks, first.inner))
+    return RuleResult([Batched(dimension, outer, first.inner)], takes)
 
 
 @rule("stack")
-def _stack(reader: Reader, node: Node, states: Sequence[State]) -> Outcome:
-    if SUM in states:
+def _stack(reader: Reader, node: Node, states: Sequence[State]) -> RuleResult:
+    if SUMMED in states:
         return _join_sums(reader, node, states)
     rows = only_rows(states)
-    return Outcome([rows.at(rows.axis + (node.params["axis"] <= rows.axis))], takes_of(rows, states))
+    return RuleResult([rows.at(rows.axis + (node.params["axis"] <= rows.axis))], takes_of(rows, states))
 
 
-def _join_sums(reader: Reader, node: Node, states: Sequence[State]) -> Outcome:
+def _join_sums(reader: Reader, node: Node, states: Sequence[State]) -> RuleResult:
     if all_sums(reader, node.inputs, states):
-        return Outcome([SUM])
-    if any(isinstance(state, Rows) for state in states):
+        return RuleResult([SUMMED])
+    if any(isinstance(state, Batched) for state in states):
         raise NotRowwise(FED_BACK)
     raise NotRowwise("it joins a sum over the batch with other values")
 
 
 @rule("pad")
-def _pad(reader: Reader, node: Node, states: Sequence[State]) -> Outcome:
-    if states[0] == SUM and states[1] == WHOLE and reader.is_zero(node.inputs[1]):
-        return Outcome([SUM])
+def _pad(reader: Reader, node: Node, states: Sequence[State]) -> RuleResult:
+    if states[0] == SUMMED and states[1] == INVARIANT and reader.is_zero(node.inputs[1]):
+        return RuleResult([SUMMED])
     refuse_sums(states)
-    if not isinstance(states[0], Rows) or states[1] != WHOLE:
+    if not isinstance(states[0], Batched) or states[1] != INVARIANT:
         raise NotRowwise("it pads with a value of the batch")
     if tuple(node.params["padding_config"][states[0].axis]) != (0, 0, 0):
         raise NotRowwise("it pads the batch with further rows")
-    return Outcome([states[0]])
+    return RuleResult([states[0]])
 
 
 @rule("slice")
-def _slice(reader: Reader, node: Node, states: Sequence[State]) -> Outcome:
-    if states[0] == SUM:
-        return Outcome([SUM])
+def _slice(reader: Reader, node: Node, states: Sequence[State]) -> RuleResult:
+    if states[0] == SUMMED:
+        return RuleResult([SUMMED])
     rows, params = only_rows(states), node.params
     axis, block = rows.axis, reader.num_examples * rows.inner
     first, limit = params["start_indices"][axis], params["limit_indices"][axis]
@@ -159,30 +169,30 @@ def _slice(reader: Reader, node: Node, states: Sequence[State]) -> Outcome:
         limits = replaced(params["limit_indices"], axis, limit // block * size * rows.inner)
         return {**params, "start_indices": starts, "limit_indices": limits}
 
-    return Outcome([dataclasses.replace(rows, outer=(limit - first) // block)], params=smaller)
+    return RuleResult([dataclasses.replace(rows, outer=(limit - first) // block)], params=smaller)
 
 
 @rule("split")
-def _split(reader: Reader, node: Node, states: Sequence[State]) -> Outcome:
-    if states[0] == SUM:
-        return Outcome([SUM] * len(node.outputs))
+def _split(reader: Reader, node: Node, states: Sequence[State]) -> RuleResult:
+    if states[0] == SUMMED:
+        return RuleResult([SUMMED] * len(node.outputs))
     rows, params = only_rows(states), node.params
     if params["axis"] != rows.axis:
-        return Outcome([rows] * len(node.outputs))
+        return RuleResult([rows] * len(node.outputs))
     block = reader.num_examples * rows.inner
     if any(part % block or not part for part in params["sizes"]):
         raise NotRowwise("it splits the examples into groups")
-    return Outcome(
+    return RuleResult(
         [dataclasses.replace(rows, outer=part // block) for part in params["sizes"]],
         params=lambda size: {**params, "sizes": tuple(part // block * size * rows.inner for part in params["sizes"])},
     )
 
 
 @rule("unstack")
-def _unstack(reader: Reader, node: Node, states: Sequence[State]) -> Outcome:
-    if states[0] == SUM:
-        return Outcome([SUM] * len(node.outputs))
+def _unstack(reader: Reader, node: Node, states: Sequence[State]) -> RuleResult:
+    if states[0] == SUMMED:
+        return RuleResult([SUMMED] * len(node.outputs))
     rows, axis = only_rows(states), node.params["axis"]
     if axis == rows.axis:
         raise NotRowwise("it takes the examples apart")
-    return Outcome([rows.at(rows.axis - (axis < rows.axis))] * len(node.outputs))
+    return RuleResult([rows.at(rows.axis - (axis < rows.axis))] * len(node.outputs))
