@@ -26,7 +26,6 @@ import numpy as np
 from models import MODELS
 
 import anybatch as ab
-from anybatch.call.arguments import Roles
 from anybatch.call.memory import memory_budget, readable
 from anybatch.call.options import Options
 from anybatch.gradients.computation import Gradient
@@ -48,12 +47,8 @@ def problem(name: str) -> tuple:
 
 def bench_of(loss, params, batch) -> Workbench:
     """All ways of one gradient, outside the planner."""
-    roles = Roles.of(argnums=0, batch_argnums=1, rng_argnums=())
-    options = {"has_aux": False, "reduction": "infer", "aux_reduction": None, "accumulator_dtype": np.float32}
-    settings = Options.of(
-        loss, roles=roles, microbatch_size="auto", memory=None, mesh=None, on_coupled="exact", **options
-    )
-    return Workbench(Gradient(loss, settings, roles.sort(loss, (params, batch), {})))
+    options = Options.of(loss)
+    return Workbench(Gradient(loss, options, options.roles.sort(loss, (params, batch), {})))
 
 
 def compare(name: str, budgets: list[str], rounds: int, remat: str | None) -> None:

@@ -68,8 +68,8 @@ class Opened:
     has_aux: bool
     objects: "_Objects | None" = None
 
-    def settings(self, given: Options) -> Options:
-        """The settings for `fun`, from those for the loss."""
+    def options(self, given: Options) -> Options:
+        """The options for `fun`, from those for the loss."""
         declared = self.aux_reduction(given.reduction, given.aux_reduction)
         return dataclasses.replace(given, has_aux=self.has_aux, aux_reduction=declared)
 
@@ -81,15 +81,15 @@ class Opened:
         """Whether the loss has changed what a model of NNX has beside its variables."""
         return self.objects is not None and aux[1].about.definition is not None
 
-    def close(self, aux: Any, settings: Options) -> Any:
+    def close(self, aux: Any, options: Options) -> Any:
         """The aux of the loss. Models of NNX are changed in place, as the loss has changed those that it was given."""
         if self.objects is None:
             return aux
         aux, state = aux
-        if state.about.streams and settings.reduction != "infer" and settings.microbatch_size is not None:
+        if state.about.streams and options.reduction != "infer" and options.microbatch_size is not None:
             warnings.warn(
                 f"The loss draws from a random stream of NNX ({', '.join(state.about.streams)}), and "
-                f'reduction="{settings.reduction}" is declared: all microbatches see the same key and draw the same '
+                f'reduction="{options.reduction}" is declared: all microbatches see the same key and draw the same '
                 'numbers, such as one dropout mask. Leave reduction out: reduction="infer", the default, draws what '
                 "the whole batch would draw.",
                 RuntimeWarning,

@@ -4,10 +4,11 @@ The options of a gradient, checked when the loss is wrapped and before any work 
 """
 
 import dataclasses
+import functools
 import math
 import operator
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -118,23 +119,67 @@ REDUCTIONS = ("infer", "sum", "mean", "weighted")
 POLICIES = ("dots_saveable", "dots_with_no_batch_dims_saveable", "nothing_saveable")
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Options:
-    """What a user asked of `value_and_grad`, known to be sound as far as that can be known before a call."""
+    """The options of `value_and_grad`, with their defaults. `Options.of` checks them.
 
-    roles: Roles
-    has_aux: bool
-    microbatch_size: int | str | None
-    reduction: str
-    aux_reduction: Any
-    accumulator_dtype: Any
-    on_coupled: str
-    memory: Any
-    objective: str
-    remat: str | None
-    over: MeshOptions | None  # a mesh, and how to use it
-    reproducible: bool
-    noise: bool = False  # whether the noise in the gradient is wanted, too
+    A new option is a field here, a check in `_checked` if it needs one, and an argument of `value_and_grad` with its
+    documentation. `plan`, `explain`, `grad`, `noise_scale` and `train_step` take it by themselves.
+    """
+
+    argnums: Any = 0
+    has_aux: bool = False
+    batch_argnums: Any = 1
+    batch_argnames: Any = ()
+    rng_argnums: Any = ()
+    microbatch_size: Any = "auto"  # an int, None for the full batch, or "auto"
+    reduction: str = "infer"
+    aux_reduction: Any = None
+    memory: Any = None
+    objective: str = "speed"
+    remat: str | None = None
+    accumulator_dtype: Any = jnp.float32
+    mesh: Any = None
+    axis_name: Any = "data"
+    reduce: str = "auto"
+    param_specs: Any = None
+    reproducible: bool = False
+    on_coupled: str = "exact"
+    noise: bool = False  # whether to also estimate the gradient noise; set by `noise_scale` and `train_step`
+
+    @classmethod
+    def of(cls, fun: Callable[..., Any], /, **given: Any) -> Self:
+        """The options that a user gave for the loss `fun`, checked.
+
+        Raises:
+          InputError: for a value that is not allowed.
+          TypeError: for a name that is not an option.
+        """
+        if not callable(fun):
+            raise InputError(
+                "The loss must be a function",
+                given=f"fun={fun!r}",
+                remedy="Pass the function itself, not its result: value_and_grad(loss)(params, batch).",
+            )
+        unknown = [name for name in given if name not in cls.__dataclass_fields__]
+        if unknown:
+            raise TypeError(f"got an unexpected keyword argument {unknown[0]!r}")
+        return cls(**given)._checked()
+
+    @functools.cached_property
+    def roles(self) -> Roles:
+        """Which arguments are differentiated, which carry the batch, and which are PRNG keys."""
+        return Roles.of(
+            argnums=self.argnums,
+            batch_argnums=self.batch_argnums,
+            rng_argnums=self.rng_argnums,
+            batch_argnames=self.batch_argnames,
+        )
+
+    @functools.cached_property
+    def over(self) -> MeshOptions | None:
+        """The mesh and how it is used; None without a mesh."""
+        return mesh_options(self.mesh, self.axis_name, self.reduce, self.param_specs)
 
     @property
     def weighted(self) -> bool:
@@ -146,100 +191,60 @@ class Options:
 
     @property
     def aux_of_microbatches(self) -> bool:
-        """Whether aux has values that are those of single microbatches."""
+        """True if aux has leaves that belong to single microbatches."""
         return self.has_aux and bool({"stack", "last"} & set(jax.tree.leaves(self.aux_reduction)))
 
     @property
     def fixed_remat(self) -> str | None:
-        """The policy for a microbatch size that is given: "auto" is for those that are planned."""
+        """The remat policy where nothing is planned: "auto" is for plans only."""
         return None if self.remat == "auto" else self.remat
 
     @property
     def fixed_reduce(self) -> str:
-        """When gradients are added up over a mesh if nothing is planned: once, unless told otherwise."""
+        """When gradients are added up over a mesh where nothing is planned: once, unless the user said otherwise."""
         return "each" if self.over is not None and self.over.reduce == "each" else "once"
 
-    @classmethod
-    def of(
-        cls,
-        fun: Callable[..., Any],
-        *,
-        roles: Roles,
-        has_aux: bool,
-        microbatch_size: Any,
-        reduction: Any,
-        aux_reduction: Any,
-        accumulator_dtype: Any,
-        memory: Any,
-        on_coupled: Any,
-        objective: Any = "speed",
-        remat: Any = None,
-        mesh: Any = None,
-        axis_name: Any = "data",
-        reduce: Any = "auto",
-        param_specs: Any = None,
-        reproducible: Any = False,
-        noise: bool = False,
-    ) -> "Options":
-        """Checks the options.
+    def _checked(self) -> Self:
+        """These options, with values in one form. Raises an InputError for values that are not allowed."""
+        assert self.roles  # raises for arguments that cannot be found or that have two roles
+        one_of("reduction", self.reduction, REDUCTIONS)
+        one_of("on_coupled", self.on_coupled, ("exact", "error"))
+        one_of("objective", self.objective, ("memory", "speed"))
+        if self.remat is not None:
+            one_of("remat", self.remat, (*POLICIES, "auto"))
+        size = _microbatch_size(self.microbatch_size)
+        self._check_aux(size)
+        dtype = _accumulator_dtype(self.accumulator_dtype)
+        if self.memory is not None:
+            memory_budget(self.memory)  # raises for what no budget can be
+        _ = self.over  # raises for what cannot be used
+        _check_reproducible(self.reproducible, size, self.reduce)
+        _check_noise(self.noise, self.reduce)
+        return dataclasses.replace(self, microbatch_size=size, accumulator_dtype=dtype)
 
-        Raises:
-          InputError: for a value that is not one of them.
-        """
-        if not callable(fun):
-            raise InputError(
-                "The loss must be a function",
-                given=f"fun={fun!r}",
-                remedy="Pass the function itself, not its result: value_and_grad(loss)(params, batch).",
-            )
-        one_of("reduction", reduction, REDUCTIONS)
-        one_of("on_coupled", on_coupled, ("exact", "error"))
-        one_of("objective", objective, ("memory", "speed"))
-        if remat is not None:
-            one_of("remat", remat, (*POLICIES, "auto"))
-        aux_outputs.check_aux_reduction(aux_reduction)
-        if aux_reduction is not None and not has_aux:
+    def _check_aux(self, size: Any) -> None:
+        aux_outputs.check_aux_reduction(self.aux_reduction)
+        if self.aux_reduction is None:
+            return
+        if not self.has_aux:
             raise InputError(
                 "aux_reduction goes with has_aux=True",
-                given=f"aux_reduction={aux_reduction!r} and has_aux={has_aux!r}",
+                given=f"aux_reduction={self.aux_reduction!r} and has_aux={self.has_aux!r}",
                 remedy="Pass has_aux=True for a loss that returns (loss, aux), or leave aux_reduction out.",
             )
-        size = _microbatch_size(microbatch_size)
-        if aux_reduction is not None and reduction == "infer" and size is not None:
+        if self.reduction == "infer" and size is not None:
             raise InputError(
                 "aux_reduction goes with a declared reduction",
-                given=f'aux_reduction={aux_reduction!r} and reduction="infer"',
+                given=f'aux_reduction={self.aux_reduction!r} and reduction="infer"',
                 remedy="Leave it out: aux is read from the loss, and every leaf is that of the full batch. To combine "
                 'those of the microbatches otherwise, declare reduction="mean", "sum" or "weighted" too.',
             )
-        dtype = _accumulator_dtype(accumulator_dtype)
-        if memory is not None:
-            memory_budget(memory)  # raises for what no budget can be
-        over = mesh_options(mesh, axis_name, reduce, param_specs)
-        _check_reproducible(reproducible, size, reduce)
-        _check_noise(noise, reduce)
-        size_dependent = {"stack", "last"} & set(jax.tree.leaves(aux_reduction))
-        if size == "auto" and size_dependent:
+        if size == "auto" and {"stack", "last"} & set(jax.tree.leaves(self.aux_reduction)):
             raise InputError(
                 "aux that depends on the microbatches needs a microbatch_size",
-                given=f'aux_reduction={aux_reduction!r} and microbatch_size="auto"',
+                given=f'aux_reduction={self.aux_reduction!r} and microbatch_size="auto"',
                 remedy='Pass the number of examples at a time, e.g. microbatch_size=8, or combine by "mean" or "sum".',
             )
-        return cls(
-            roles=roles,
-            has_aux=has_aux,
-            microbatch_size=size,
-            reduction=reduction,
-            aux_reduction=aux_reduction,
-            accumulator_dtype=dtype,
-            on_coupled=on_coupled,
-            memory=memory,
-            objective=objective,
-            remat=remat,
-            over=over,
-            reproducible=bool(reproducible),
-            noise=noise,
-        )
 
 
 def _check_reproducible(reproducible: Any, size: Any, reduce: Any) -> None:

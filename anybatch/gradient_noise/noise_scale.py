@@ -18,7 +18,7 @@ from anybatch.call.options import Options
 from anybatch.errors import InputError
 from anybatch.gradients import squared_norms
 from anybatch.gradients.computation import Gradient
-from anybatch.gradients.value_and_grad import compute, settings_of, value_and_grad
+from anybatch.gradients.value_and_grad import compute, value_and_grad
 from anybatch.per_example.grads import per_example_norms
 from anybatch.reading.report import kind_of
 
@@ -284,15 +284,15 @@ def noise_scale(
         )
     if exact:
         return _of_examples(fun, argnums, has_aux, options)
-    settings = settings_of(fun, argnums, has_aux, options, noise=True)
+    checked = Options.of(fun, argnums=argnums, has_aux=has_aux, noise=True, **options)
 
     @functools.wraps(fun)
     def noise_scale_fun(*args: Any, **kwargs: Any) -> Any:
         _check_context()
-        call = opened(fun, settings.roles, has_aux, args, kwargs)
-        arguments = settings.roles.sort(call.fun, call.args, call.kwargs)
-        value, aux, gradient, sums = compute(call.fun, call.settings(settings), arguments)
-        aux = call.close(aux, settings)
+        call = opened(fun, checked.roles, has_aux, args, kwargs)
+        arguments = checked.roles.sort(call.fun, call.args, call.kwargs)
+        value, aux, gradient, sums = compute(call.fun, call.options(checked), arguments)
+        aux = call.close(aux, checked)
         return ((value, aux) if has_aux else value), gradient, NoiseScale.of_step(*sums)
 
     return noise_scale_fun
@@ -300,23 +300,23 @@ def noise_scale(
 
 def _of_examples(fun: Callable[..., Any], argnums: Any, has_aux: bool, options: dict[str, Any]) -> Callable[..., Any]:
     """The noise from the norms of the gradients of single examples."""
-    settings = settings_of(fun, argnums, has_aux, options, noise=False)
+    checked = Options.of(fun, argnums=argnums, has_aux=has_aux, **options)
     examples_options = {name: options[name] for name in OF_EXAMPLES if name in options}
     examples_options["keep_batch_dim"] = True
 
     @functools.wraps(fun)
     def noise_scale_fun(*args: Any, **kwargs: Any) -> Any:
         _check_context()
-        call = opened(fun, settings.roles, has_aux, args, kwargs, keeps_state=False)
-        arguments = settings.roles.sort(call.fun, call.args, call.kwargs)
-        reduction = settings.reduction
+        call = opened(fun, checked.roles, has_aux, args, kwargs, keeps_state=False)
+        arguments = checked.roles.sort(call.fun, call.args, call.kwargs)
+        reduction = checked.reduction
         if reduction == "infer":
-            reduction = _read_reduction(call.fun, settings, arguments)
+            reduction = _read_reduction(call.fun, checked, arguments)
         result, gradient = value_and_grad(call.fun, argnums, has_aux, **options)(*call.args, **call.kwargs)
         if not arguments.num_examples:
             return result, gradient, NoiseScale.empty()
         value = result[0] if has_aux else result
-        norms_fun = per_example_norms(_of_one(call.fun, settings, value), argnums, True, **examples_options)
+        norms_fun = per_example_norms(_of_one(call.fun, checked, value), argnums, True, **examples_options)
         norms, (terms, weights) = norms_fun(*call.args, **call.kwargs)
         if reduction == "sum":  # a mean of terms that are so much larger
             norms, terms = norms * arguments.num_examples, terms * arguments.num_examples
@@ -329,9 +329,9 @@ def _of_examples(fun: Callable[..., Any], argnums: Any, has_aux: bool, options: 
     return noise_scale_fun
 
 
-def _read_reduction(fun: Callable[..., Any], settings: Options, arguments: Arguments) -> str:
+def _read_reduction(fun: Callable[..., Any], options: Options, arguments: Arguments) -> str:
     """Whether the loss is a mean or a sum of terms of single examples."""
-    gradient = Gradient(fun, dataclasses.replace(settings, noise=True), arguments)
+    gradient = Gradient(fun, dataclasses.replace(options, noise=True), arguments)
     with gradient.context():
         assert gradient.weights is not None  # raises for a loss that looks across examples
         kind, reading = kind_of(gradient.split), gradient.checked_reading
@@ -354,14 +354,14 @@ def _read_reduction(fun: Callable[..., Any], settings: Options, arguments: Argum
     )
 
 
-def _of_one(fun: Callable[..., Any], settings: Options, value: Any) -> Callable[..., Any]:
+def _of_one(fun: Callable[..., Any], options: Options, value: Any) -> Callable[..., Any]:
     """What to differentiate for a batch of one; and its term, and its weight."""
 
     @functools.wraps(fun)
     def of_one(*args: Any, **kwargs: Any) -> tuple[Any, tuple[Any, Any]]:
         loss = fun(*args, **kwargs)
-        loss = loss[0] if settings.has_aux else loss
-        if not settings.weighted:
+        loss = loss[0] if options.has_aux else loss
+        if not options.weighted:
             return loss, (loss, jnp.ones((), jnp.float32))
         total, weight = loss[0], jnp.asarray(loss[1])
         if jnp.issubdtype(weight.dtype, jnp.inexact):  # it may have a gradient: that of the ratio counts

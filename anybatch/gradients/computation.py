@@ -53,12 +53,12 @@ def value_and_grad(loss: TracedLoss, consts: Sequence[Any], arrays: Arrays) -> t
 class Gradient:
     """The gradient that one call asks for, to be computed in any way."""
 
-    def __init__(self, fun: Callable[..., Any], settings: Options, arguments: Arguments) -> None:
-        if settings.reduction != "infer" and settings.microbatch_size is not None:
+    def __init__(self, fun: Callable[..., Any], options: Options, arguments: Arguments) -> None:
+        if options.reduction != "infer" and options.microbatch_size is not None:
             arguments.refuse_unnamed_rows("microbatch")
         self.examples = arguments.num_examples
-        self.shardings = None if settings.over is None else CallShardings(settings.over, arguments)
-        self.settings = settings
+        self.shardings = None if options.over is None else CallShardings(options.over, arguments)
+        self.options = options
         self.arguments = arguments if self.shardings is None else self.shardings.arguments
         self._traced: dict[int, tuple[TracedLoss, Any]] = {}  # by the number of examples
         self._fun = fun
@@ -71,7 +71,7 @@ class Gradient:
         return self._traced[num_examples]
 
     def _trace_loss(self, num_examples: int) -> tuple[TracedLoss, Any]:
-        how: dict[str, Any] = {"weighted": self.settings.weighted, "has_aux": self.settings.has_aux}
+        how: dict[str, Any] = {"weighted": self.options.weighted, "has_aux": self.options.has_aux}
         if self.shardings is None:
             return trace_loss(self._fun, self.arguments, num_examples, **how)
         with self.shardings.watched():
@@ -154,19 +154,19 @@ class Gradient:
         loss, consts = self._trace(self.examples)
         fresh = bool(self.arguments.arrays.keys)
         # Noise is told by microbatches of the batch itself, and a fixed order of sums is one of its examples.
-        may_select = not self.settings.noise and not self.settings.reproducible
+        may_select = not self.options.noise and not self.options.reproducible
         split = split_loss_in_one_pass if self._is_in_parts else split_loss
         return split(loss, consts, fresh_draws=fresh, may_select=may_select, failed=self._failed)
 
     @functools.cached_property
     def checked_reading(self) -> Reading:
         """What was read, once it is known that the part of the loss that sees the whole batch fits."""
-        return head_budget.check_head(self.split, on_coupled=self.settings.on_coupled, memory=self.settings.memory)
+        return head_budget.check_head(self.split, on_coupled=self.options.on_coupled, memory=self.options.memory)
 
     @functools.cached_property
     def weights(self) -> MicrobatchWeights | None:
         """What microbatches of a loss that was read count, if the noise in its gradient is wanted."""
-        if not self.settings.noise or self.settings.reduction != "infer":
+        if not self.options.noise or self.options.reduction != "infer":
             return None
         # Read once more, so that sums of data alone are known for each microbatch.
         fresh = bool(self.arguments.arrays.keys)
@@ -176,7 +176,7 @@ class Gradient:
     @property
     def is_coupled(self) -> bool:
         """Whether part of the loss is computed from the whole batch at once, in every way."""
-        return self.settings.reduction == "infer" and not self.checked_reading.separable
+        return self.options.reduction == "infer" and not self.checked_reading.separable
 
     def is_at_once(self, strategy: Strategy) -> bool:
         """Whether a way takes all examples at once."""
@@ -186,8 +186,8 @@ class Gradient:
     def reduces(self) -> tuple[str, ...]:
         """When gradients may be added up over a mesh, what sends least first."""
         shardings = self.shardings
-        if shardings is None or shardings.over.reduce != "auto" or self.settings.noise:
-            return (self.settings.fixed_reduce,)
+        if shardings is None or shardings.over.reduce != "auto" or self.options.noise:
+            return (self.options.fixed_reduce,)
         is_even = self.examples % shardings.over.devices == 0
         return ("once", "each") if shardings.is_sharded and is_even else ("once",)
 
@@ -203,7 +203,7 @@ class Gradient:
 
     @property
     def identity(self) -> Sequence[Any]:
-        """What decides about bytes and times beside the loss, its arguments and the settings."""
+        """What decides about bytes and times beside the loss, its arguments and the options."""
         return ()
 
     @property
@@ -215,7 +215,7 @@ class Gradient:
         """What a way does, in words."""
         if self.is_at_once(strategy):
             return "all at once"
-        if self.settings.reduction == "infer" and self.checked_reading.passes == 2:
+        if self.options.reduction == "infer" and self.checked_reading.passes == 2:
             return "two passes"
         return "one pass"
 
@@ -224,13 +224,13 @@ class Gradient:
 
         Raises:
           InputError: for a loss that this way cannot compute.
-          CoupledError: as the settings have it; if the noise is wanted, for every loss that looks across examples.
+          CoupledError: as the options have it; if the noise is wanted, for every loss that looks across examples.
           HeadTooLargeError: if what must be computed from the whole batch at once does not fit.
         """
         weights = self.weights
         if self.is_at_once(strategy) and not self._is_in_parts:
             compute, inputs = self._at_once(strategy)
-        elif self.settings.reduction == "infer":
+        elif self.options.reduction == "infer":
             compute, inputs = self._as_read(strategy, weights)
         else:
             compute, inputs = self._as_declared(strategy)
@@ -255,7 +255,7 @@ class Gradient:
     @property
     def _num_noise(self) -> int:
         """How many numbers tell of the noise."""
-        return squared_norms.SUMMARY if self.settings.noise else 0
+        return squared_norms.SUMMARY if self.options.noise else 0
 
     @property
     def _is_in_parts(self) -> bool:
@@ -264,7 +264,7 @@ class Gradient:
         No examples have no parts: their loss is whatever the user's function makes of an empty batch, such as NaN for a
         mean, and no sum over devices tells that.
         """
-        return self.examples > 0 and (self.shardings is not None or self.settings.reproducible)
+        return self.examples > 0 and (self.shardings is not None or self.options.reproducible)
 
     def _size(self, strategy: Strategy) -> int:
         """The examples of a microbatch."""
@@ -273,7 +273,7 @@ class Gradient:
     def _place(self, strategy: Strategy) -> parts.Executor:
         """Where passes over the examples run."""
         number = None
-        if self.settings.reproducible:
+        if self.options.reproducible:
             assert strategy.microbatch_size is not None
             number = groups_of(self.examples, strategy.microbatch_size, self.spread_over)
         if self.shardings is not None:
@@ -290,10 +290,10 @@ class Gradient:
         batch is known to be spread; so does one with effects, and one whose microbatches have keys or results of their
         own.
         """
-        batch, settings = self.arguments.arrays.batch, self.settings
+        batch, options = self.arguments.arrays.batch, self.options
         mesh = placement.mesh_of(batch)
-        declared = settings.reduction != "infer"
-        if declared and (mesh.empty or self.arguments.arrays.keys or settings.aux_of_microbatches):
+        declared = options.reduction != "infer"
+        if declared and (mesh.empty or self.arguments.arrays.keys or options.aux_of_microbatches):
             return 1
         if not declared and self.loss.traced.has_effects:
             return 1
@@ -312,26 +312,26 @@ class Gradient:
         return value, aux, self.arguments.as_gradient(grads), noise
 
     def _first_loss(self, strategy: Strategy) -> TracedLoss:
-        if self.settings.reduction == "infer" or (self.is_at_once(strategy) and not self._is_in_parts):
+        if self.options.reduction == "infer" or (self.is_at_once(strategy) and not self._is_in_parts):
             return self.loss
         return self._trace(self._size(strategy))[0]
 
     def _at_once(self, strategy: Strategy) -> tuple[Callable[[Any], Any], Any]:
-        settings = self.settings
+        options = self.options
         loss, consts = self._trace(self.examples)
         stacked = [False] * loss.aux_tree.num_leaves
-        if settings.stacks_aux:
+        if options.stacks_aux:
             # One microbatch is stacked too; whether a leaf has rows shows only at another size.
-            combinations = aux_outputs.combine_aux(loss, self._trace(self.examples + 1)[0], settings.aux_reduction)
+            combinations = aux_outputs.combine_aux(loss, self._trace(self.examples + 1)[0], options.aux_reduction)
             stacked = [how.kind == "stack" for how in combinations]
-        fresh_keys = strategy.microbatch_size is not None and settings.reduction != "infer"
+        fresh_keys = strategy.microbatch_size is not None and options.reduction != "infer"
         compute = functools.partial(_all_at_once, _with_remat(loss, strategy), fresh_keys=fresh_keys, stacked=stacked)
-        noise = squared_norms.untold if settings.noise else lambda _: []
+        noise = squared_norms.untold if options.noise else lambda _: []
         return lambda inputs: (*compute(inputs), noise(min(1, self.examples))), (consts, self.arguments.arrays)
 
     def _as_read(self, strategy: Strategy, weights: MicrobatchWeights | None) -> tuple[Callable[[Any], Any], Any]:
         assert self.checked_reading is not None
-        dtype = self.settings.accumulator_dtype
+        dtype = self.options.accumulator_dtype
         passes = split_passes.Passes(
             self.split, self._size(strategy), dtype, self._place(strategy), strategy.remat, weights
         )
@@ -355,19 +355,19 @@ class Gradient:
         return results
 
     def _as_declared(self, strategy: Strategy) -> tuple[Callable[[Any], Any], Any]:
-        settings, size = self.settings, self._size(strategy)
+        options, size = self.options, self._size(strategy)
         counts = [self.examples] if self.shardings is None else self.shardings.spread(self.examples).counts
         more = [1] if self.shardings is not None and self.shardings.takes_one_more(self.examples) else []
         sizes = sorted({size, *(Microbatches(count, size).remainder for count in [*counts, *more])} - {0})
         traced = {each: self._trace(each) for each in sizes}
         loss = traced[size][0]
         combinations = []
-        if settings.has_aux:
+        if options.has_aux:
             aux_outputs.check_new_state(loss, self._trace(self.examples)[0])
-            combinations = aux_outputs.combine_aux(loss, self._trace(self.examples)[0], settings.aux_reduction)
+            combinations = aux_outputs.combine_aux(loss, self._trace(self.examples)[0], options.aux_reduction)
             for last_loss, _ in traced.values():
                 aux_outputs.check_remainder(loss, last_loss, combinations)
-        if settings.stacks_aux and self.shardings is not None and self.shardings.takes_one_more(self.examples):
+        if options.stacks_aux and self.shardings is not None and self.shardings.takes_one_more(self.examples):
             raise InputError(
                 'aux_reduction="stack" on a mesh with axes of the model needs as many examples on every device',
                 given=f"{self.examples} examples for {self.spread_over} devices",
@@ -375,7 +375,7 @@ class Gradient:
             )
         losses = {each: _with_remat(last_loss, strategy) for each, (last_loss, _) in traced.items()}
         microbatches = scan.DeclaredLoss(
-            size, self.examples, losses, settings.reduction, combinations, settings.accumulator_dtype, settings.noise
+            size, self.examples, losses, options.reduction, combinations, options.accumulator_dtype, options.noise
         )
         consts = {each: consts for each, (_, consts) in traced.items()}
         compute = functools.partial(scan.value_and_grad, microbatches, self._place(strategy))

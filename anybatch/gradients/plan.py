@@ -1,12 +1,11 @@
 """`plan` and `explain`: which way a gradient will be computed, and why, before it is."""
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
-from anybatch.call.arguments import ROLES, Roles
 from anybatch.call.modules import opened
 from anybatch.call.options import Options
 from anybatch.errors import InputError
@@ -20,25 +19,9 @@ from anybatch.planning.strategy import Planned, PlannedFunction
 def plan(
     fun: Callable[..., Any],
     *args: Any,
-    memory: str | int | None = None,
-    objective: str = "speed",
-    remat: str | None = None,
     timed: bool = True,
-    argnums: int | tuple[int, ...] = 0,
-    has_aux: bool = False,
-    batch_argnums: int | tuple[int, ...] = 1,
-    batch_argnames: str | tuple[str, ...] = (),
-    reduction: str = "infer",
-    aux_reduction: Any = None,
-    rng_argnums: int | tuple[int, ...] = (),
-    accumulator_dtype: Any = jnp.float32,
-    on_coupled: str = "exact",
-    mesh: jax.sharding.Mesh | None = None,
-    axis_name: str | tuple[str, ...] = "data",
-    reduce: str = "auto",
-    param_specs: Any = None,
     progress: Callable[[str], None] | None = None,
-    **kwargs: Any,
+    **options: Any,
 ) -> Plan:
     """Finds the fastest way of computing a gradient that fits the memory.
 
@@ -64,51 +47,18 @@ def plan(
       fun: the loss, as for `value_and_grad`. Or what `clipped_grad`, `per_example_norms` or `per_example_grads` return:
         their method is chosen too, and of what follows only `memory`, `objective`, `timed` and `progress` are for them.
       *args: its arguments: arrays, or `jax.ShapeDtypeStruct` for a batch that is not there yet, which is not timed.
-      memory: what the gradient may take, with its arguments: bytes, a text as `"16GiB"`, or `"80%"` of what is left.
-        By default, what the device has left, less a little (5%; on the CPU 10%).
-      objective: `"speed"` or `"memory"`: the fastest, or the one that takes the least memory.
-      remat: `"auto"` also tries `jax.checkpoint`, which computes activations twice instead of keeping them. Or one of
-        the policies `"dots_saveable"`, `"dots_with_no_batch_dims_saveable"`, `"nothing_saveable"`.
       timed: whether to run candidates. If not, the largest microbatch that fits is taken to be the fastest.
-      argnums: as for `value_and_grad`, like those that follow.
-      has_aux: see there.
-      batch_argnums: see there.
-      batch_argnames: see there.
-      reduction: see there.
-      aux_reduction: see there.
-      rng_argnums: see there.
-      accumulator_dtype: see there.
-      on_coupled: see there.
-      mesh: see there. Bytes are those of one device.
-      axis_name: see there.
-      reduce: see there. `"auto"` knows both, and takes `"each"` where `"once"` does not fit.
-      param_specs: see there.
       progress: called with a text before each step that takes long.
-      **kwargs: the keyword arguments of the loss.
+      **options: the options of `value_and_grad`, all but `microbatch_size`, which is what is planned. `memory` is what
+        the gradient may take, with its arguments; `objective="memory"` looks for the strategy that takes the least;
+        `remat="auto"` also tries `jax.checkpoint`; on a `mesh`, bytes are those of one device. All other names are
+        keyword arguments of the loss.
 
     Raises:
       NothingFitsError: if no way fits; the message has the table, and the ways out.
       InputError: for arguments that cannot be worked with.
     """
-    options = {
-        "memory": memory,
-        "objective": objective,
-        "remat": remat,
-        "argnums": argnums,
-        "has_aux": has_aux,
-        "batch_argnums": batch_argnums,
-        "batch_argnames": batch_argnames,
-        "reduction": reduction,
-        "aux_reduction": aux_reduction,
-        "rng_argnums": rng_argnums,
-        "accumulator_dtype": accumulator_dtype,
-        "on_coupled": on_coupled,
-        "mesh": mesh,
-        "axis_name": axis_name,
-        "reduce": reduce,
-        "param_specs": param_specs,
-    }
-    made = _plan(fun, args, kwargs, options, timed=timed, thorough=False, progress=progress)
+    made = _plan(fun, args, options, timed=timed, thorough=False, progress=progress)
     if made.chosen is None:
         say_that_nothing_fits(made, certain=True)
     return made
@@ -137,31 +87,12 @@ def explain(fun: Callable[..., Any], *args: Any, progress: Callable[[str], None]
     Returns:
       A `Plan`: `print` it, look at it in a notebook, or `plan.plot("plan.png")`.
     """
-    names = set(_DEFAULTS)
     timed = options.pop("timed", True)
-    kwargs = {name: option for name, option in options.items() if name not in names}
-    chosen = _DEFAULTS | {name: option for name, option in options.items() if name in names}
-    return _plan(fun, args, kwargs, chosen, timed=timed, thorough=True, progress=progress)
+    return _plan(fun, args, options, timed=timed, thorough=True, progress=progress)
 
 
-_DEFAULTS: dict[str, Any] = {
-    "memory": None,
-    "objective": "speed",
-    "remat": None,
-    "argnums": 0,
-    "has_aux": False,
-    "batch_argnums": 1,
-    "batch_argnames": (),
-    "reduction": "infer",
-    "aux_reduction": None,
-    "rng_argnums": (),
-    "accumulator_dtype": jnp.float32,
-    "on_coupled": "exact",
-    "mesh": None,
-    "axis_name": "data",
-    "reduce": "auto",
-    "param_specs": None,
-}
+# The options of `value_and_grad` that `plan` takes. `microbatch_size` and `reproducible`, which needs a size, are not.
+_OPTIONS = {field.name for field in dataclasses.fields(Options)} - {"microbatch_size", "reproducible", "noise"}
 
 
 def _gradients_of(
@@ -172,33 +103,28 @@ def _gradients_of(
     These are the arguments of the call, and its keyword arguments, with models taken apart.
     """
     if isinstance(fun, PlannedFunction):
-        told = [name for name, default in _DEFAULTS.items() if name not in _OF_A_PLAN and options[name] != default]
-        if told:
+        wrong = [name for name in options if name not in ("memory", "objective")]
+        if wrong:
             raise InputError(
                 "The options of per-example gradients are those of the function that is planned",
-                given=", ".join(f"{name}={options[name]!r}" for name in told),
-                remedy=f"Pass them where the loss is wrapped, e.g. ab.clipped_grad(loss, ..., {told[0]}=...).",
+                given=", ".join(f"{name}={options[name]!r}" for name in wrong),
+                remedy=f"Pass them where the loss is wrapped, e.g. ab.clipped_grad(loss, ..., {wrong[0]}=...).",
             )
-        return fun.to_plan(args, kwargs, memory=options["memory"], objective=options["objective"])
-    options = dict(options)
-    roles = Roles.of(**{name: options.pop(name) for name in ROLES})
-    settings = Options.of(fun, roles=roles, microbatch_size="auto", **options)
-    call = opened(fun, roles, settings.has_aux, args, kwargs)
+        memory, objective = options.get("memory"), options.get("objective", "speed")
+        return fun.to_plan(args, kwargs, memory=memory, objective=objective)
+    checked = Options.of(fun, **options)
+    call = opened(fun, checked.roles, checked.has_aux, args, kwargs)
 
     def gradient(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Gradient:
-        return Gradient(call.fun, call.settings(settings), roles.sort(call.fun, args, kwargs))
+        return Gradient(call.fun, call.options(checked), checked.roles.sort(call.fun, args, kwargs))
 
     return gradient, call.args, call.kwargs
-
-
-_OF_A_PLAN = ("memory", "objective")
 
 
 def _plan(
     fun: Callable[..., Any],
     args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    options: dict[str, Any],
+    given: dict[str, Any],
     *,
     timed: bool,
     thorough: bool,
@@ -210,14 +136,16 @@ def _plan(
             given="a call under jax.disable_jit()",
             remedy="Plan outside of it.",
         )
+    options = {name: value for name, value in given.items() if name in _OPTIONS}
+    kwargs = {name: value for name, value in given.items() if name not in _OPTIONS}
     make, args, kwargs = _gradients_of(fun, options, args, kwargs)
     leaves, tree = jax.tree.flatten((args, kwargs))
     abstract = [position for position, leaf in enumerate(leaves) if isinstance(leaf, jax.ShapeDtypeStruct)]
     made: list[Plan] = []
 
     def plan_with(*traced: Any) -> None:
-        given = dict(zip(abstract, traced, strict=True))
-        filled = [given.get(position, leaf) for position, leaf in enumerate(leaves)]
+        filled_in = dict(zip(abstract, traced, strict=True))
+        filled = [filled_in.get(position, leaf) for position, leaf in enumerate(leaves)]
         gradient = make(*jax.tree.unflatten(tree, filled))
         if not gradient.examples:
             raise InputError(

@@ -1,14 +1,13 @@
 """`value_and_grad` and `grad`: JAX's own, for a batch of any size on the memory you have."""
 
 import functools
-import inspect
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from anybatch.call.arguments import ROLES, Arguments, Roles
+from anybatch.call.arguments import Arguments
 from anybatch.call.modules import opened
 from anybatch.call.options import Options
 from anybatch.call.programs import PROGRAMS
@@ -143,33 +142,34 @@ def value_and_grad(
       NothingFitsError: if no microbatch fits the memory; with the table of the plan, and the ways out.
       NotAvailableError: for an option that this version does not have.
     """
-    settings = Options.of(
+    options = Options.of(
         fun,
-        roles=Roles.of(
-            argnums=argnums, batch_argnums=batch_argnums, rng_argnums=rng_argnums, batch_argnames=batch_argnames
-        ),
+        argnums=argnums,
         has_aux=has_aux,
+        batch_argnums=batch_argnums,
+        batch_argnames=batch_argnames,
         microbatch_size=microbatch_size,
         reduction=reduction,
         aux_reduction=aux_reduction,
-        accumulator_dtype=accumulator_dtype,
+        rng_argnums=rng_argnums,
         memory=memory,
-        on_coupled=on_coupled,
         objective=objective,
         remat=remat,
+        accumulator_dtype=accumulator_dtype,
         mesh=mesh,
         axis_name=axis_name,
         reduce=reduce,
         param_specs=param_specs,
         reproducible=reproducible,
+        on_coupled=on_coupled,
     )
 
     @functools.wraps(fun)
     def value_and_grad_fun(*args: Any, **kwargs: Any) -> Any:
-        call = opened(fun, settings.roles, has_aux, args, kwargs)
-        arguments = settings.roles.sort(call.fun, call.args, call.kwargs)
-        value, aux, gradient, _ = compute(call.fun, call.settings(settings), arguments)
-        aux = call.close(aux, settings)
+        call = opened(fun, options.roles, has_aux, args, kwargs)
+        arguments = options.roles.sort(call.fun, call.args, call.kwargs)
+        value, aux, gradient, _ = compute(call.fun, call.options(options), arguments)
+        aux = call.close(aux, options)
         return ((value, aux) if has_aux else value), gradient
 
     return value_and_grad_fun
@@ -205,20 +205,9 @@ def grad(
     return grad_fun
 
 
-def settings_of(
-    fun: Callable[..., Any], argnums: Any, has_aux: bool, options: dict[str, Any], *, noise: bool = False
-) -> Options:
-    """The options of a gradient, checked, with the defaults of `value_and_grad`."""
-    bound = inspect.signature(value_and_grad).bind(fun, argnums, has_aux, **options)
-    bound.apply_defaults()
-    named = dict(bound.arguments)
-    roles = Roles.of(**{name: named.pop(name) for name in ROLES})
-    return Options.of(named.pop("fun"), roles=roles, **named, noise=noise)
-
-
-def compute(fun: Callable[..., Any], settings: Options, arguments: Arguments) -> tuple[Any, Any, Any, list[Any]]:
-    """The value, aux and gradient of one call; and what tells of the noise, if the settings ask for it."""
-    return computed(Gradient(fun, settings, arguments))
+def compute(fun: Callable[..., Any], options: Options, arguments: Arguments) -> tuple[Any, Any, Any, list[Any]]:
+    """The value, aux and gradient of one call; and what tells of the noise, if the options ask for it."""
+    return computed(Gradient(fun, options, arguments))
 
 
 def computed(gradient: Gradient) -> tuple[Any, Any, Any, list[Any]]:
@@ -228,14 +217,14 @@ def computed(gradient: Gradient) -> tuple[Any, Any, Any, list[Any]]:
 
 
 def _compute_in(gradient: Gradient) -> tuple[Any, Any, Any, list[Any]]:
-    settings = gradient.settings
-    if settings.microbatch_size == "auto":
+    options = gradient.options
+    if options.microbatch_size == "auto":
         strategy, outputs = run_as_planned(gradient)
     else:
-        assert not isinstance(settings.microbatch_size, str)
-        strategy = Strategy(settings.microbatch_size, settings.fixed_remat, settings.fixed_reduce)
+        assert not isinstance(options.microbatch_size, str)
+        strategy = Strategy(options.microbatch_size, options.fixed_remat, options.fixed_reduce)
         computation = gradient.computation(strategy)
         outputs = PROGRAMS.run(computation.fun, *computation.leaves, has_effects=computation.has_effects)
-    if settings.reduction == "infer" and not gradient.is_at_once(strategy):
+    if options.reduction == "infer" and not gradient.is_at_once(strategy):
         head_budget.warn_of_large_head(gradient.split, gradient.checked_reading)
     return gradient.results(strategy, outputs)

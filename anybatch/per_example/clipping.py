@@ -8,25 +8,25 @@ import jax.numpy as jnp
 
 from anybatch.errors import InputError
 from anybatch.per_example.grads import ExampleFunction
-from anybatch.per_example.options import PerExampleOptions
+from anybatch.per_example.options import PerExampleOptions, Wants
 
 
 class ClippedFunction(ExampleFunction):
     """A loss, wrapped, whose gradients are clipped and summed: what one example can change is bounded."""
 
-    def __init__(self, fun: Callable[..., Any], settings: PerExampleOptions, *, with_value: bool) -> None:
-        super().__init__(fun, settings)
+    def __init__(self, fun: Callable[..., Any], options: PerExampleOptions, *, with_value: bool) -> None:
+        super().__init__(fun, options)
         self._with_value = with_value
 
     @property
     def clip_norm(self) -> float:
         """The largest norm that an example has after clipping."""
-        return self.settings.clip_norm
+        return self.options.clip_norm
 
     @property
     def normalize_by(self) -> float:
         """What the sum is divided by."""
-        return self.settings.normalize_by
+        return self.options.normalize_by
 
     def sensitivity(self, neighbours: str = "add_or_remove") -> float:
         """The most by which the gradients of two neighbouring batches differ, in the Euclidean norm.
@@ -52,13 +52,13 @@ class ClippedFunction(ExampleFunction):
                 given=f"neighbours={neighbours!r}",
                 remedy='Leave it out for the usual "add_or_remove".',
             )
-        return factors[neighbours] * self.settings.sensitivity
+        return factors[neighbours] * self.options.sensitivity
 
     def __call__(self, *args: Any, is_padding: Any = None, **kwargs: Any) -> Any:
         if not self._with_value:
             return super().__call__(*args, is_padding=is_padding, **kwargs)
         found = self._compute(args, kwargs, is_padding)
-        has_more = self.settings.common.has_aux or self.settings.returns_examples
+        has_more = self.options.has_aux or self.options.returns_examples
         return ((found.value, self._beside(found)) if has_more else found.value), found.result
 
 
@@ -142,7 +142,31 @@ def clipped_grad(
       CoupledError: with `keep_batch_dim=True`, for a loss that looks across examples, such as one with BatchNorm.
       NothingFitsError: if no microbatch fits the memory.
     """
-    return ClippedFunction(fun, PerExampleOptions.of(wants="sum", **locals()), with_value=False)
+    options = PerExampleOptions.of(
+        fun,
+        wants=Wants.SUM,
+        argnums=argnums,
+        has_aux=has_aux,
+        batch_argnums=batch_argnums,
+        batch_argnames=batch_argnames,
+        keep_batch_dim=keep_batch_dim,
+        microbatch_size=microbatch_size,
+        method=method,
+        transform=transform,
+        rng_argnums=rng_argnums,
+        nan_safe=nan_safe,
+        return_values=return_values,
+        return_norms=return_norms,
+        accumulator_dtype=accumulator_dtype,
+        memory=memory,
+        mesh=mesh,
+        axis_name=axis_name,
+        param_specs=param_specs,
+        clip_norm=clip_norm,
+        normalize_by=normalize_by,
+        strict=strict,
+    )
+    return ClippedFunction(fun, options, with_value=False)
 
 
 def clipped_value_and_grad(
@@ -169,5 +193,5 @@ def clipped_value_and_grad(
       A function that returns `(value, sum)`; with `has_aux` `((value, aux), sum)`, with `return_values` or
       `return_norms` `((value, PerExample(values, norms, aux)), sum)`.
     """
-    settings = clipped_grad(fun, argnums, has_aux, **options).settings
-    return ClippedFunction(fun, settings, with_value=True)
+    clipped = clipped_grad(fun, argnums, has_aux, **options)
+    return ClippedFunction(fun, clipped.options, with_value=True)

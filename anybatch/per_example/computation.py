@@ -18,7 +18,7 @@ from anybatch.gradients.computation import Gradient
 from anybatch.jaxprs import versions
 from anybatch.per_example.choice import kept_bytes
 from anybatch.per_example.each_example import Asked, EachExample, Inputs
-from anybatch.per_example.options import PerExampleOptions
+from anybatch.per_example.options import PerExampleOptions, Wants
 from anybatch.per_example.sums import ExampleProgram
 from anybatch.planning.strategy import Computation, Strategy
 from anybatch.reading.report import Reading
@@ -39,11 +39,11 @@ class ExampleGradient(Gradient):
     """The per-example gradients that one call asks for, to be computed at any microbatch size."""
 
     def __init__(
-        self, fun: Callable[..., Any], settings: PerExampleOptions, arguments: Arguments, is_padding: Any | None
+        self, fun: Callable[..., Any], options: PerExampleOptions, arguments: Arguments, is_padding: Any | None
     ) -> None:
         arguments.refuse_unnamed_rows("example")
-        super().__init__(fun, settings.common, _varying(arguments))
-        self.own = settings
+        super().__init__(fun, options, _varying(arguments))
+        self.own = options
         self._programs: dict[str, ExampleProgram] = {}
         self.is_padding = _check_padding(is_padding, self.examples)
         _check_keys(arguments)
@@ -61,7 +61,7 @@ class ExampleGradient(Gradient):
     def _traced_at(
         self, number: int | None, failed: Callable[[Exception], None] = lambda error: None
     ) -> tuple[TracedLoss, Any]:
-        how: dict[str, Any] = {"weighted": False, "has_aux": self.settings.has_aux, "failed": failed}
+        how: dict[str, Any] = {"weighted": False, "has_aux": self.options.has_aux, "failed": failed}
         if self.shardings is None:
             return trace_loss(self._fun, self.arguments, number, **how)
         with self.shardings.watched():
@@ -125,7 +125,7 @@ class ExampleGradient(Gradient):
     @property
     def methods(self) -> tuple[str | None, ...]:
         """How gradients may be computed: "factored" or "vmap"."""
-        if self.own.transform is not None or self.own.wants == "gradients":
+        if self.own.transform is not None or self.own.wants is Wants.GRADIENTS:
             return ("vmap",)
         if self.own.method != "auto":
             return (self.own.method,)
@@ -148,7 +148,11 @@ class ExampleGradient(Gradient):
     @property
     def noun(self) -> str:
         """What is computed, in words."""
-        words = {"sum": "clipped gradient", "norms": "gradient norms", "gradients": "per-example gradients"}
+        words = {
+            Wants.SUM: "clipped gradient",
+            Wants.NORMS: "gradient norms",
+            Wants.GRADIENTS: "per-example gradients",
+        }
         return words[self.own.wants]
 
     @property
@@ -160,7 +164,7 @@ class ExampleGradient(Gradient):
             types = [jax.ShapeDtypeStruct(each.shape, each.dtype) for each in self.loss.types.wrt]
             transform = str(jax.make_jaxpr(self._flat_transform)(types))
         flags = [own.keep_batch_dim, own.strict, own.nan_safe, own.return_values, own.return_norms, own.per_leaf]
-        return [own.wants, own.method, flags, own.normalize_by == 1, self.is_padding is not None, transform]
+        return [own.wants.value, own.method, flags, own.normalize_by == 1, self.is_padding is not None, transform]
 
     @property
     def note(self) -> str:
@@ -229,7 +233,7 @@ class ExampleGradient(Gradient):
         norms, grads = rest[: asked.num_norms], rest[asked.num_norms :]
         *totals, value = sums or [None]
         return Results(
-            result={"sum": totals, "norms": norms, "gradients": grads}[own.wants],
+            result={Wants.SUM: totals, Wants.NORMS: norms, Wants.GRADIENTS: grads}[own.wants],
             value=value,
             values=values if own.return_values else None,
             norms=norms if own.return_norms else None,
@@ -263,7 +267,7 @@ class ExampleGradient(Gradient):
         )
 
     def _in_tree(self, leaves: list[Any]) -> Any:
-        if self.own.wants == "norms":
+        if self.own.wants is Wants.NORMS:
             return self._norms_in_tree(leaves)
         if self.own.transform is not None:
             return jax.tree.unflatten(self._transform_tree, leaves)
@@ -281,10 +285,10 @@ class ExampleGradient(Gradient):
         asked = Asked(
             parameters=self.loss.types.wrt,
             outputs=self.loss.out_avals,
-            accumulator_dtype=self.settings.accumulator_dtype,
-            sums=own.wants == "sum",
-            keeps_gradients=own.wants == "gradients",
-            keeps_norms=own.wants == "norms" or own.return_norms,
+            accumulator_dtype=self.options.accumulator_dtype,
+            sums=own.wants is Wants.SUM,
+            keeps_gradients=own.wants is Wants.GRADIENTS,
+            keeps_norms=own.wants is Wants.NORMS or own.return_norms,
             per_leaf=own.per_leaf,
             nan_safe=own.nan_safe,
             transform=None if own.transform is None else self._flat_transform,

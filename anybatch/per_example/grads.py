@@ -13,7 +13,7 @@ from anybatch.call.checks import one_of
 from anybatch.call.modules import Opened, opened
 from anybatch.errors import InputError
 from anybatch.per_example.computation import ExampleGradient, Results
-from anybatch.per_example.options import PerExampleOptions
+from anybatch.per_example.options import PerExampleOptions, Wants
 from anybatch.planning.running import run_as_planned, run_first_that_compiles
 from anybatch.planning.strategy import Planned, Strategy
 
@@ -29,33 +29,33 @@ class PerExample(NamedTuple):
 class ExampleFunction:
     """A loss, wrapped. Call it with the arguments of the loss; `is_padding=` says which examples do not count."""
 
-    def __init__(self, fun: Callable[..., Any], settings: PerExampleOptions) -> None:
+    def __init__(self, fun: Callable[..., Any], options: PerExampleOptions) -> None:
         functools.update_wrapper(self, fun)
         _check_names(fun)
-        self.fun, self.settings = fun, settings
+        self.fun, self.options = fun, options
         self._failed: set[Strategy] = set()  # that XLA could not compile, so that not every call tries again
 
     def gradient(self, args: tuple[Any, ...], kwargs: dict[str, Any], is_padding: Any = None) -> ExampleGradient:
         """What one call asks for, to be planned or computed."""
         call = self.opened(args, kwargs)
-        arguments = self.settings.common.roles.sort(call.fun, call.args, call.kwargs)
-        return ExampleGradient(call.fun, self.settings, arguments, is_padding)
+        arguments = self.options.roles.sort(call.fun, call.args, call.kwargs)
+        return ExampleGradient(call.fun, self.options, arguments, is_padding)
 
     def opened(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Opened:
         """One call, with models taken apart. What examples would change of them is refused."""
-        common = self.settings.common
-        return opened(self.fun, common.roles, common.has_aux, args, kwargs, keeps_state=False)
+        options = self.options
+        return opened(self.fun, options.roles, options.has_aux, args, kwargs, keeps_state=False)
 
     def planned(self, *, memory: Any, objective: Any) -> "ExampleFunction":
         """The same, with a microbatch size that is yet to be planned."""
         one_of("objective", objective, ("memory", "speed"))
-        common = dataclasses.replace(
-            self.settings.common,
+        options = dataclasses.replace(
+            self.options,
             microbatch_size="auto",
-            memory=self.settings.common.memory if memory is None else memory,
+            memory=self.options.memory if memory is None else memory,
             objective=objective,
         )
-        return ExampleFunction(self.fun, dataclasses.replace(self.settings, common=common))
+        return ExampleFunction(self.fun, options)
 
     def to_plan(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], *, memory: Any, objective: Any
@@ -63,7 +63,7 @@ class ExampleFunction:
         """A function that makes the gradient of a call, and the arguments to call it with, models taken apart."""
         planned = self.planned(memory=memory, objective=objective)
         call = planned.opened(args, kwargs)
-        of_examples = ExampleFunction(call.fun, planned.settings)
+        of_examples = ExampleFunction(call.fun, planned.options)
 
         def gradient(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Planned:
             return of_examples.gradient(args, kwargs, kwargs.pop("is_padding", None))
@@ -72,7 +72,7 @@ class ExampleFunction:
 
     def _compute(self, args: tuple[Any, ...], kwargs: dict[str, Any], is_padding: Any) -> Results:
         gradient = self.gradient(args, kwargs, is_padding)
-        size = self.settings.common.microbatch_size
+        size = self.options.microbatch_size
         with gradient.context():
             if size == "auto":
                 strategy, outputs = run_as_planned(gradient)
@@ -86,15 +86,15 @@ class ExampleFunction:
 
     def _beside(self, found: Results) -> Any:
         """What is returned beside the result: None, aux, or all that was asked for."""
-        has_aux = self.settings.common.has_aux
-        if self.settings.returns_examples:
+        has_aux = self.options.has_aux
+        if self.options.returns_examples:
             return PerExample(found.values, found.norms, found.aux if has_aux else None)
         return found.aux if has_aux else None
 
     def __call__(self, *args: Any, is_padding: Any = None, **kwargs: Any) -> Any:
         found = self._compute(args, kwargs, is_padding)
         beside = self._beside(found)
-        has_more = self.settings.common.has_aux or self.settings.returns_examples
+        has_more = self.options.has_aux or self.options.returns_examples
         return (found.result, beside) if has_more else found.result
 
 
@@ -192,7 +192,28 @@ def per_example_grads(
       CoupledError: with `keep_batch_dim=True`, for a loss that looks across examples, such as one with BatchNorm.
       NothingFitsError: if no microbatch fits the memory.
     """
-    return ExampleFunction(fun, PerExampleOptions.of(wants="gradients", **locals()))
+    options = PerExampleOptions.of(
+        fun,
+        wants=Wants.GRADIENTS,
+        argnums=argnums,
+        has_aux=has_aux,
+        batch_argnums=batch_argnums,
+        batch_argnames=batch_argnames,
+        keep_batch_dim=keep_batch_dim,
+        microbatch_size=microbatch_size,
+        method=method,
+        transform=transform,
+        rng_argnums=rng_argnums,
+        nan_safe=nan_safe,
+        return_values=return_values,
+        return_norms=return_norms,
+        accumulator_dtype=accumulator_dtype,
+        memory=memory,
+        mesh=mesh,
+        axis_name=axis_name,
+        param_specs=param_specs,
+    )
+    return ExampleFunction(fun, options)
 
 
 def per_example_norms(
@@ -259,4 +280,26 @@ def per_example_norms(
       A function with the arguments of `fun`, and `is_padding=`, that returns the norms: in float32, or float64 if the
       gradients are. With `has_aux`: `(norms, aux)`; with `return_values`: `(norms, PerExample(values, norms, aux))`.
     """
-    return ExampleFunction(fun, PerExampleOptions.of(wants="norms", **locals()))
+    options = PerExampleOptions.of(
+        fun,
+        wants=Wants.NORMS,
+        argnums=argnums,
+        has_aux=has_aux,
+        batch_argnums=batch_argnums,
+        batch_argnames=batch_argnames,
+        keep_batch_dim=keep_batch_dim,
+        microbatch_size=microbatch_size,
+        method=method,
+        transform=transform,
+        rng_argnums=rng_argnums,
+        nan_safe=nan_safe,
+        return_values=return_values,
+        return_norms=return_norms,
+        accumulator_dtype=accumulator_dtype,
+        memory=memory,
+        mesh=mesh,
+        axis_name=axis_name,
+        param_specs=param_specs,
+        per_leaf=per_leaf,
+    )
+    return ExampleFunction(fun, options)

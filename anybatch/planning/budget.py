@@ -42,7 +42,7 @@ def budget_of(gradient: Planned, *, are_given: bool = True) -> Budget:
       gradient: the gradient.
       are_given: whether its arrays lie on a device, or will when it runs: they have been paid for.
     """
-    memory = gradient.settings.memory
+    memory = gradient.options.memory
     leaves = jax.tree.leaves(gradient.arguments.arrays)
     devices = gradient.devices
     limit = memory_limit(devices)

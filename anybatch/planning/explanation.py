@@ -29,7 +29,7 @@ def as_plan(search: Search, budget: Budget, strategy: Strategy | None, seconds: 
         chosen=None if strategy is None else candidates[strategy],
         candidates=tuple(candidates.values()),
         num_examples=gradient.examples,
-        objective=gradient.settings.objective,
+        objective=gradient.options.objective,
         budget=budget.allowed,
         budget_source=budget.source,
         reason=_reason(search, budget, strategy, smallest, by_time=by_time),
@@ -111,7 +111,7 @@ def _reason(
             needs = f": {leanest} needs {readable(least[1].total)}"
         left = "" if budget.allowed is None else f" and there are {readable(budget.allowed)}"
         return f"Nothing fits{needs}{left}."
-    if gradient.settings.objective == "memory":
+    if gradient.options.objective == "memory":
         return f"Chosen: {strategy}, which needs the least memory."
     if by_time and strategy in timed and len(timed) > 1:
         fastest = min(timed.values())
@@ -185,7 +185,7 @@ def _advice(search: Search, budget: Budget, strategy: Strategy | None, least: tu
     if _coupled_line(search):
         pass  # which neither smaller microbatches nor activations computed twice make any smaller
     elif strategy is not None and strategy.remat is None:
-        if gradient.settings.remat is None and strategy.method is None:  # per-example functions have no such option
+        if gradient.options.remat is None and strategy.method is None:  # per-example functions have no such option
             helps.append('pass remat="auto", which may compute activations twice instead of keeping them')
         helps.append("wrap blocks of the model in jax.checkpoint")
     if strategy is None and not _coupled_line(search) and _helps_to_compute_twice(search, least[0], budget.allowed):
@@ -223,7 +223,7 @@ def _whole_batch(search: Search) -> str:
 def _helps_to_compute_twice(search: Search, least: Strategy, allowed: int) -> bool:
     """Whether the leanest way fits if activations are computed twice; it is compiled to find out."""
     gradient = search.bench.gradient
-    if gradient.settings.remat is not None or gradient.loss.traced.has_effects or least.method is not None:
+    if gradient.options.remat is not None or gradient.loss.traced.has_effects or least.method is not None:
         return False
     return search.fits(dataclasses.replace(least, remat="nothing_saveable"), allowed)
 

@@ -68,7 +68,7 @@ class Planner:
           notify: is told what is being done.
         """
         self.gradient, self.notify, self.copies, self.source = gradient, notify, copies, source
-        self.settings = gradient.settings
+        self.options = gradient.options
         # Processes that run one program together must decide alike: by bytes alone, and by nothing that one remembers.
         self.is_shared = gradient.shardings is not None and jax.process_count() > 1
         self.is_kept = not gradient.loss.traced.has_effects and not self.is_shared
@@ -81,7 +81,7 @@ class Planner:
         budget = budget_of(self.gradient, are_given=self.are_given)
         if self.source is not None:
             budget = dataclasses.replace(budget, source=self.source)
-        if self.copies and budget.allowed is not None and self.settings.memory is None:
+        if self.copies and budget.allowed is not None and self.options.memory is None:
             less = self.copies * self.gradient.local_bytes("wrt")
             budget = dataclasses.replace(
                 budget,
@@ -93,8 +93,8 @@ class Planner:
     @property
     def variants(self) -> tuple[Variant, ...]:
         """What there is to choose from beside the size: what takes the least time first."""
-        remats: tuple[str | None, ...] = (self.settings.remat,)
-        if self.settings.remat == "auto":
+        remats: tuple[str | None, ...] = (self.options.remat,)
+        if self.options.remat == "auto":
             remats = (None,) if self.gradient.loss.traced.has_effects else (None, *POLICIES)
         reduces, methods = self.gradient.reduces, self.gradient.methods
         return tuple(Variant(*each) for each in itertools.product(remats, reduces, methods))
@@ -107,7 +107,7 @@ class Planner:
         Raises:
           NothingFitsError: if no way fits, and that can be known.
         """
-        if self.settings.on_coupled == "error" and self.settings.reduction == "infer":
+        if self.options.on_coupled == "error" and self.options.reduction == "infer":
             assert self.gradient.checked_reading  # whether it is refused must not depend on the memory
         with _LOCK:
             decided = _DECIDED.get(self._decision_key)
@@ -127,15 +127,15 @@ class Planner:
 
     def _leaves_room(self, total: int | None) -> bool:
         """Whether what was decided outside `jit`, for a device with nothing else on it, will do for a whole step."""
-        if total is None or self.settings.memory is not None or (self._can_time and not self.copies):
+        if total is None or self.options.memory is not None or (self._can_time and not self.copies):
             return True
         budget = self.budget
         return budget.allowed is None or total <= budget.allowed - budget.reserve
 
     @property
     def _decision_key(self) -> str:
-        settings = self.settings
-        return store.key_of(self.key, self._choice_key(timed=False), settings.on_coupled)
+        options = self.options
+        return store.key_of(self.key, self._choice_key(timed=False), options.on_coupled)
 
     def _remembered(self) -> Decision | None:
         """What was measured before, perhaps in another process, if it is still of use."""
@@ -161,7 +161,7 @@ class Planner:
 
     def _generous(self) -> Decision | None:
         """All at once, where that fits by so much that nothing needs to be compiled to know it."""
-        if self.settings.objective == "memory" or self.settings.memory is not None:
+        if self.options.objective == "memory" or self.options.memory is not None:
             return None  # a budget that somebody named is kept to the byte
         budget, needed = self.budget, generous_bytes(self.gradient)
         if budget.allowed is None:
@@ -189,7 +189,7 @@ class Planner:
             return Decision(likely, is_guess=True)
         strategy = _way(plan)
         if strategy is None:
-            say_that_nothing_fits(plan, certain=bench.can_run or self.settings.memory is not None)
+            say_that_nothing_fits(plan, certain=bench.can_run or self.options.memory is not None)
             strategy = Strategy(self.gradient.unit, *self.variants[-1])
         program = bench.programs.get(strategy)
         if program is not None:
@@ -207,9 +207,9 @@ class Planner:
         """
         start = time.perf_counter()
         budget, record = self.budget, self._load()
-        timed = timed and self.settings.objective == "speed" and self.is_kept
+        timed = timed and self.options.objective == "speed" and self.is_kept
         # What was measured before counts, whether or not candidates may be run now.
-        measured = self._choice(record, timed=True) if self.settings.objective == "speed" else None
+        measured = self._choice(record, timed=True) if self.options.objective == "speed" else None
         remembered = measured or (None if timed else self._choice(record, timed=False))
         if remembered is not None:
             bench = Workbench(self.gradient, record)
@@ -248,7 +248,7 @@ class Planner:
         strategy = measured
         if measured is not None:
             pass
-        elif self.settings.objective == "memory":
+        elif self.options.objective == "memory":
             strategy = search.leanest()
         elif timed:
             strategy = search.fastest()
@@ -270,8 +270,8 @@ class Planner:
     # What is kept on disk.
 
     def _choice_key(self, *, timed: bool) -> str:
-        settings = self.settings
-        return store.key_of(settings.objective, settings.memory, self.variants, self.are_given, timed)
+        options = self.options
+        return store.key_of(options.objective, options.memory, self.variants, self.are_given, timed)
 
     def _load(self) -> dict[str, Any]:
         return store.load(self.key) if self.is_kept else {}
@@ -317,7 +317,7 @@ def _way(plan: Plan) -> Strategy | None:
 
 def _identity(gradient: Planned) -> list[Any]:
     """All that decides about bytes and times."""
-    settings = gradient.settings
+    options = gradient.options
     config: Any = jax.config
     devices = gradient.devices or [default_device()]
     kinds = sorted({device.device_kind for device in devices})
@@ -325,9 +325,9 @@ def _identity(gradient: Planned) -> list[Any]:
     return [
         fingerprint(gradient.loss.traced.jaxpr),
         gradient.identity,
-        [settings.reduction, str(settings.accumulator_dtype), str(settings.aux_reduction), settings.has_aux],
+        [options.reduction, str(options.accumulator_dtype), str(options.aux_reduction), options.has_aux],
         roles,
-        *(["noise"] if settings.noise else []),  # it takes one more gradient
+        *(["noise"] if options.noise else []),  # it takes one more gradient
         [kinds, len(devices), str(jax.sharding.get_abstract_mesh()), gradient.copies],
         None if gradient.shardings is None else gradient.shardings.description,
         [*versions.versions(), __version__],

@@ -23,7 +23,7 @@ def run_as_planned(gradient: Planned) -> tuple[Strategy, list[Any]]:
     begins there. The examples, their order and the result stay the same.
     """
     if gradient.share <= 1 or versions.is_jit_disabled():
-        strategy = Strategy(gradient.share, gradient.settings.fixed_remat, gradient.reduces[0], gradient.methods[0])
+        strategy = Strategy(gradient.share, gradient.options.fixed_remat, gradient.reduces[0], gradient.methods[0])
         return strategy, _ready(gradient, strategy, None)()
     planner = Planner(gradient)
     decision = planner.decide()

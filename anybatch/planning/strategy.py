@@ -49,7 +49,7 @@ class Computation:
 class Planned(Protocol):
     """What the planner needs to know of a gradient: `Gradient` and `ExampleGradient` provide it."""
 
-    settings: Any
+    options: Any
     arguments: Any
     shardings: Any
     examples: int

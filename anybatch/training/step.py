@@ -18,7 +18,6 @@ from anybatch.call.modules import has_nnx, without_objects
 from anybatch.call.options import Options
 from anybatch.errors import InputError, NothingFitsError, TightMemoryWarning, user_stacklevel
 from anybatch.gradients.computation import Gradient
-from anybatch.gradients.value_and_grad import settings_of
 from anybatch.jaxprs import versions
 from anybatch.planning.measure import FAILURES
 from anybatch.planning.plan import Plan
@@ -109,7 +108,7 @@ class FittingProgram:
     def _ways_out(self, arrays: list[Any], rows: list[Any], stats: Any) -> str:
         """What lets the step fit, as far as it was tried."""
         strategies = [f"Pass memory={self._needed(stats)} (bytes) or more", "spread the state over a mesh (mesh=)"]
-        if self.strategy.remat is None and self._gradient.settings.remat is None:
+        if self.strategy.remat is None and self._gradient.options.remat is None:
             twice = self._make(dataclasses.replace(self.strategy, remat="nothing_saveable"))
             if self._excess(twice.lower(arrays, rows).compile().memory_analysis()) is None:
                 strategies.append(
@@ -221,9 +220,9 @@ class _Last:
 class TrainStep:
     """A step of training; made by `anybatch.train_step`."""
 
-    def __init__(self, update: Update, *, tokens: Callable[[Any], int] | None, donate: bool, settings: Options) -> None:
+    def __init__(self, update: Update, *, tokens: Callable[[Any], int] | None, donate: bool) -> None:
         self._update, self._tokens, self._donate = update, tokens, donate
-        self._over, self._is_planned = settings.over, settings.microbatch_size == "auto"
+        self._over, self._is_planned = update.options.over, update.options.microbatch_size == "auto"
         self._programs: dict[Any, tuple[Callable[..., Any], int]] = {}  # and the number of their examples
         self._ways: dict[str, Strategy] = {}  # that were decided, by the type of the batch
         self._adopted: set[str] = set()
@@ -330,7 +329,7 @@ class TrainStep:
         """The whole step before it is compiled, as `jax.jit(...).lower` has it: for its text, memory or cost."""
         given = self._placed(self._given(state, batch, kwargs)[0])
         gradient = self._update.gradient(given)
-        return self._jitted(given, gradient.settings, self._decided(given, gradient)).lower(given.arrays, given.rows)
+        return self._jitted(given, gradient.options, self._decided(given, gradient)).lower(given.arrays, given.rows)
 
     @property
     def donates(self) -> bool:
@@ -395,9 +394,9 @@ class TrainStep:
     def _traced(self, state: Any, batch: Any, given: StepArguments) -> tuple[Any, Metrics]:
         """A step that is part of a larger program."""
         _, call = self._update.call(given)
-        settings = self._update.settings(call)
-        arrays, results = self._update.results(given, settings)
-        examples = sorted_arguments(call, settings).num_examples
+        options = self._update.options_of(call)
+        arrays, results = self._update.results(given, options)
+        examples = sorted_arguments(call, options).num_examples
         metrics = Metrics(**results, examples=examples, tokens=self._num_tokens(batch))
         return given.kind.rebuild(state, arrays, given.about_state), metrics
 
@@ -410,11 +409,11 @@ class TrainStep:
         gradient = self._update.gradient(given)
         strategy = self._decided(given, gradient)
         if not self._is_planned:
-            return self._jitted(given, gradient.settings, strategy), gradient.examples
-        memory = self._update.options.get("memory")
+            return self._jitted(given, gradient.options, strategy), gradient.examples
+        memory = self._update.options.memory
 
         def make(strategy: Strategy) -> Any:
-            return self._jitted(given, gradient.settings, strategy)
+            return self._jitted(given, gradient.options, strategy)
 
         def note(strategy: Strategy) -> None:
             self._ways[name] = strategy
@@ -424,25 +423,25 @@ class TrainStep:
         program.compile(given.arrays, given.rows, is_adopted=name in self._adopted)
         return program, gradient.examples
 
-    def _jitted(self, given: StepArguments, settings: Options, strategy: Strategy) -> Any:
-        over = settings.over if settings.over is None else dataclasses.replace(settings.over, reduce=strategy.reduce)
-        settings = dataclasses.replace(
-            settings, microbatch_size=strategy.microbatch_size, remat=strategy.remat, over=over
+    def _jitted(self, given: StepArguments, options: Options, strategy: Strategy) -> Any:
+        chosen = {"microbatch_size": strategy.microbatch_size, "remat": strategy.remat}
+        options = dataclasses.replace(
+            options, **chosen, **({} if options.mesh is None else {"reduce": strategy.reduce})
         )
         frame = given.with_arrays([], [])  # a program must not keep the arrays that it was compiled for
 
         def train_step(arrays: list[Any], rows: list[Any]) -> Any:
-            return self._update.results(frame.with_arrays(arrays, rows), settings)
+            return self._update.results(frame.with_arrays(arrays, rows), options)
 
         # A state stays where it is, so that the next step finds it there.
         places = [array.sharding if len(array.sharding.device_set) > 1 else None for array in given.arrays]
-        options: dict[str, Any] = {"out_shardings": (places, None)} if any(places) else {}
-        return jax.jit(train_step, donate_argnums=(0,) if self._donate else (), **options)
+        out: dict[str, Any] = {"out_shardings": (places, None)} if any(places) else {}
+        return jax.jit(train_step, donate_argnums=(0,) if self._donate else (), **out)
 
     def _decided(self, given: StepArguments, gradient: Gradient) -> Strategy:
-        settings = gradient.settings
-        if not isinstance(settings.microbatch_size, str):
-            return Strategy(settings.microbatch_size, settings.fixed_remat, settings.fixed_reduce)
+        options = gradient.options
+        if not isinstance(options.microbatch_size, str):
+            return Strategy(options.microbatch_size, options.fixed_remat, options.fixed_reduce)
         strategy = self._ways.get(given.name)
         if strategy is None:
             with gradient.context():
@@ -463,9 +462,9 @@ class TrainStep:
 
     def _planner(self, gradient: Gradient, progress: Callable[[str], None] | None = None) -> Planner:
         copies = COPIES if self._donate else COPIES_WITHOUT_DONATION
-        memory, source = self._update.options.get("memory"), None
-        if gradient.settings.memory != memory:
-            kept = (memory_budget(memory) or 0) - (memory_budget(gradient.settings.memory) or 0)
+        memory, source = self._update.options.memory, None
+        if gradient.options.memory != memory:
+            kept = (memory_budget(memory) or 0) - (memory_budget(gradient.options.memory) or 0)
             source = f"memory={memory!r}, less {readable(kept)} that the optimizer keeps"
         return Planner(gradient, copies=copies, source=source, notify=progress or (lambda text: None))
 
@@ -596,7 +595,7 @@ def train_step(
             given=f"optimizer={optimizer!r}",
             remedy="For example optax.adamw(3e-4). A state of flax, or of nnx, has its own: leave it out.",
         )
-    settings = settings_of(loss, 0, has_aux, options, noise=noise_scale)
+    checked = Options.of(loss, has_aux=has_aux, noise=noise_scale, **options)
     if not takes_batch(loss):
         raise InputError(
             "The loss of a step must take the parameters and the batch",
@@ -604,5 +603,4 @@ def train_step(
             remedy="If it closes over its batch, make the batch an argument: def loss(params, batch): ..., called by "
             'step(state, batch). Several arrays of a batch go into one tree, e.g. {"x": x, "y": y}.',
         )
-    update = Update(loss, optimizer, has_aux, has_state, noise_scale, skip_nonfinite, options)
-    return TrainStep(update, tokens=tokens, donate=donate, settings=settings)
+    return TrainStep(Update(loss, optimizer, has_state, skip_nonfinite, checked), tokens=tokens, donate=donate)

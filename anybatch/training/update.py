@@ -24,7 +24,7 @@ from anybatch.errors import InputError, user_stacklevel
 from anybatch.gradient_noise.noise_scale import NoiseScale
 from anybatch.gradients import squared_norms
 from anybatch.gradients.computation import Gradient
-from anybatch.gradients.value_and_grad import compute, computed, settings_of
+from anybatch.gradients.value_and_grad import compute, computed
 from anybatch.training.state import KINDS, WithObjects, together
 
 # Of a batch, in an error.
@@ -67,20 +67,26 @@ class Update:
     Args:
       loss: of the whole batch.
       optimizer: of optax; None for states that bring their own.
-      has_aux: whether the loss returns aux.
       has_state: whether the loss takes, and returns, the state of a model.
-      noise_scale: whether the noise in the gradient is wanted.
       skip_nonfinite: whether a gradient that is not finite is to change nothing.
-      options: those of `value_and_grad`.
+      options: the options of the gradient.
     """
 
     loss: Callable[..., Any]
     optimizer: Any
-    has_aux: bool
     has_state: bool
-    noise_scale: bool
     skip_nonfinite: bool
-    options: dict[str, Any]
+    options: Options
+
+    @property
+    def has_aux(self) -> bool:
+        """Whether the loss returns aux."""
+        return self.options.has_aux
+
+    @property
+    def noise_scale(self) -> bool:
+        """Whether the noise in the gradient is wanted."""
+        return self.options.noise
 
     def call(self, given: StepArguments) -> tuple[Any, Opened]:
         """The state, and the call of the loss: with the model, the batch, a key and the state of the model, if any."""
@@ -158,30 +164,30 @@ class Update:
                 )
         return value, (aux, NewState(after))
 
-    def settings(self, call: Opened, **changes: Any) -> Options:
+    def options_of(self, call: Opened, **changes: Any) -> Options:
         """The options of the gradient of a call."""
-        settings = settings_of(self.loss, 0, self.has_aux, self.options | changes, noise=self.noise_scale)
+        options = dataclasses.replace(self.options, **changes)
         if self.has_state:
-            declared = None if settings.reduction == "infer" else (settings.aux_reduction, "last")
-            settings = dataclasses.replace(settings, has_aux=True, aux_reduction=declared)
-        return call.settings(settings)
+            declared = None if options.reduction == "infer" else (options.aux_reduction, "last")
+            options = dataclasses.replace(options, has_aux=True, aux_reduction=declared)
+        return call.options(options)
 
     def gradient(self, given: StepArguments) -> Gradient:
         """The gradient of a step, outside of it: to be planned."""
         _, call = self.call(given)
         changes: dict[str, Any] = {}
-        memory = self.options.get("memory")
+        memory = self.options.memory
         if memory is not None and not (isinstance(memory, str) and "%" in memory):
             changes["memory"] = max(1, (memory_budget(memory) or 0) - beside_gradient(given, call))
-        if self.options.get("mesh") is not None and self.options.get("param_specs") is None:
+        if self.options.mesh is not None and self.options.param_specs is None:
             changes["param_specs"] = jax.tree.map(_spec, call.args[0].trained)
-        settings = self.settings(call, **changes)
-        return Gradient(call.fun, settings, sorted_arguments(call, settings))
+        options = self.options_of(call, **changes)
+        return Gradient(call.fun, options, sorted_arguments(call, options))
 
-    def results(self, given: StepArguments, settings: Options) -> tuple[list[Any], dict[str, Any]]:
+    def results(self, given: StepArguments, options: Options) -> tuple[list[Any], dict[str, Any]]:
         """The arrays of the state after the step, and what the metrics tell of it."""
         state, call = self.call(given)
-        gradient = Gradient(call.fun, settings, sorted_arguments(call, settings))
+        gradient = Gradient(call.fun, options, sorted_arguments(call, options))
         value, aux, grads, sums = computed(gradient)
         if gradient.ignores_batch:
             warnings.warn(
@@ -197,7 +203,7 @@ class Update:
                 RuntimeWarning,
                 stacklevel=user_stacklevel(),
             )
-        aux = call.close(aux, settings)
+        aux = call.close(aux, options)
         changes = {}
         if self.has_state:
             aux, new = aux
@@ -211,19 +217,19 @@ class Update:
         if self.skip_nonfinite:
             for leaf in leaves:
                 good &= jnp.all(jnp.isfinite(leaf))
-        extra = {"value": value, "grad": grads, "value_fn": _value_fn(call, settings)}
+        extra = {"value": value, "grad": grads, "value_fn": _value_fn(call, options)}
         with jax.named_scope("anybatch.update"):
             new_arrays = given.kind.updated(state, given.arrays, self.optimizer, grads, changes, good, extra)
         return new_arrays, {"loss": value, "aux": aux, "gradient_norm": norm, "skipped": ~good, "noise": noise}
 
 
-def sorted_arguments(call: Opened, settings: Options) -> Arguments:
+def sorted_arguments(call: Opened, options: Options) -> Arguments:
     """The arguments of the loss, sorted. The batch is the second, and has at least one example.
 
     Raises:
       InputError: for a batch without examples.
     """
-    arguments = settings.roles.sort(call.fun, call.args, call.kwargs)
+    arguments = options.roles.sort(call.fun, call.args, call.kwargs)
     if not arguments.num_examples:
         named = named_leaves("batch", call.args[1])
         raise InputError(
@@ -276,14 +282,14 @@ def _ways_to_call(signature: inspect.Signature, passed: list[str], kwargs: dict[
     )
 
 
-def _value_fn(call: Opened, settings: Options) -> Callable[[Any], Any]:
+def _value_fn(call: Opened, options: Options) -> Callable[[Any], Any]:
     """The loss as a function of what is trained, for optimizers that search along a line: by microbatches, too."""
-    settings = dataclasses.replace(settings, noise=False)
+    options = dataclasses.replace(options, noise=False)
 
     def value_and_gradient(params: Any) -> tuple[Any, Any]:
         model, *others = call.args
         args = (dataclasses.replace(model, trained=params), *others)
-        value, _, grads, _ = compute(call.fun, settings, settings.roles.sort(call.fun, args, call.kwargs))
+        value, _, grads, _ = compute(call.fun, options, options.roles.sort(call.fun, args, call.kwargs))
         return value, grads
 
     @jax.custom_vjp

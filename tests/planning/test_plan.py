@@ -11,9 +11,8 @@ import pytest
 from cases.planned import contrastive, elementwise, network, problem, scanned, total_bytes, totals
 
 import anybatch as ab
-from anybatch.call.options import POLICIES
+from anybatch.call.options import POLICIES, Options
 from anybatch.gradients.computation import Gradient
-from anybatch.gradients.value_and_grad import settings_of
 from anybatch.planning.candidates import Search
 from anybatch.planning.measure import Bytes, Workbench
 from anybatch.planning.strategy import Strategy
@@ -179,8 +178,8 @@ def test_the_plot_replaces_no_picture_but_that_of_a_plan(tmp_path, kind):
 def test_no_prediction_is_below_what_no_size_changes(activations):
     """A line through activations that rise steeply crosses 0, and would promise less than the arguments take."""
     params, batch = problem(64)
-    settings = settings_of(network, 0, False, {})
-    bench = Workbench(Gradient(network, settings, settings.roles.sort(network, (params, batch), {})))
+    options = Options.of(network)
+    bench = Workbench(Gradient(network, options, options.roles.sort(network, (params, batch), {})))
     fixed = Bytes(parameters=100, batch=200, others=0, gradients=100, results=4, activations=0)
     for size, number in activations.items():
         bench.bytes[Strategy(size)] = dataclasses.replace(fixed, activations=number)

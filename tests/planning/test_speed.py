@@ -149,17 +149,12 @@ def test_times_are_taken_in_turns():
 
 def test_search_is_not_needed_to_predict(monkeypatch):
     """What is known of two sizes tells a third without a compilation."""
-    from anybatch.call.arguments import Roles
     from anybatch.call.options import Options
     from anybatch.gradients.computation import Gradient
 
     params, batch = problem(64)
-    roles = Roles.of(argnums=0, batch_argnums=1, rng_argnums=())
-    options = {"has_aux": False, "reduction": "infer", "aux_reduction": None, "accumulator_dtype": None}
-    settings = Options.of(
-        network, roles=roles, microbatch_size="auto", memory=None, mesh=None, on_coupled="exact", **options
-    )
-    bench = Workbench(Gradient(network, settings, roles.sort(network, (params, batch), {})))
+    options = Options.of(network, accumulator_dtype=None)
+    bench = Workbench(Gradient(network, options, options.roles.sort(network, (params, batch), {})))
     search = Search(bench, 2**30)
     assert search.on_line(Strategy(16)) is None
     bench.bytes_of(Strategy(8))
