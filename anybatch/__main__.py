@@ -6,7 +6,7 @@ import sys
 def main() -> None:
     """Runs the command line, or says which packages it needs."""
     try:
-        from anybatch import cli
+        from anybatch.cli import main as cli
     except ModuleNotFoundError as error:
         if error.name is None or error.name.startswith("anybatch"):
             raise

@@ -59,7 +59,7 @@ def main() -> None:
     parser.add_argument("--memory", default="512MiB")
     given = parser.parse_args()
     jax.config.update("jax_default_matmul_precision", "highest")
-    text = importlib.resources.files("anybatch.language").joinpath("fables.txt").read_text()
+    text = importlib.resources.files("anybatch.demo").joinpath("fables.txt").read_text()
     corpus = Corpus.of(text, level="characters", context=given.context, validation=0.0)
     gpt = GPT(corpus.vocabulary.size, given.context, given.layers, given.heads, given.width)
     ids, steps = corpus.training, given.steps

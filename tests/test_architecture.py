@@ -105,3 +105,23 @@ def test_the_core_needs_jax_and_numpy_only():
     extras = {"optax", "flax", "orbax", "rich", "typer", "matplotlib", "jinja2", "dp_accounting", "chex", "grain"}
     assert not extras & set(loaded)
     assert {"jax", "numpy"} <= set(loaded)
+
+
+def test_the_names_that_type_checkers_see_are_those_that_load():
+    tree = ast.parse((PACKAGE / "__init__.py").read_text())
+    block = next(node for node in tree.body if isinstance(node, ast.If))
+    seen = {
+        (alias.name, node.module.removeprefix("anybatch").lstrip("."))
+        for node in block.body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+    loaded = set(anybatch._HOMES.items()) | {(name, "") for name in anybatch._MODULES}
+    assert seen == loaded
+    for name in anybatch.__all__:
+        assert getattr(anybatch, name) is not None
+
+
+def test_importing_the_package_imports_no_jax():
+    program = "import sys, anybatch; print('jax' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True).stdout == "False\n"

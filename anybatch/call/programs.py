@@ -1,14 +1,13 @@
 """Runs a function of arrays compiled, and keeps what it compiled by what the function computes."""
 
-import collections
 import dataclasses
 import hashlib
-import threading
 from collections.abc import Callable
 from typing import Any
 
 import jax
 
+from anybatch.call.caches import Cache
 from anybatch.jaxprs import versions
 
 CAPACITY = 128
@@ -36,8 +35,7 @@ class Programs:
     """
 
     def __init__(self) -> None:
-        self._kept: collections.OrderedDict[Any, CompiledProgram] = collections.OrderedDict()
-        self._lock = threading.Lock()
+        self._kept: Cache[CompiledProgram] = Cache(CAPACITY, of_programs=True)
 
     def run(self, fun: Callable[..., list[Any]], *arrays: Any, has_effects: bool) -> list[Any]:
         """`fun(*arrays)`, compiled, for flat arrays. Inside another trace, simply `fun(*arrays)`."""
@@ -57,20 +55,14 @@ class Programs:
         text_hash = hashlib.sha256(text.encode()).hexdigest()
         types = tuple(_type(aval) for aval in traced.jaxpr.out_avals)
         key = (text_hash, types, (*map(_placement, arrays), versions.default_device()))
-        with self._lock:
-            kept = self._kept.get(key)
+        kept = self._kept.get(key)
         # The executable alone is kept: a function would keep alive the arrays that it closes over.
         return CompiledProgram(lowered.compile(), key, text_hash) if kept is None else kept
 
     def keep(self, program: CompiledProgram) -> None:
         """Keeps a program for the next call, and forgets the one that was not used for longest."""
-        if program.key is None:
-            return
-        with self._lock:
-            self._kept[program.key] = program
-            self._kept.move_to_end(program.key)
-            if len(self._kept) > CAPACITY:
-                self._kept.popitem(last=False)
+        if program.key is not None:
+            self._kept.put(program.key, program)
 
 
 # Shared, since programs go by what they compute: a wrapper made anew for each call does not compile for each call.

@@ -438,3 +438,12 @@ def program_key(lowered: Any) -> str | None:
     # A callback is a number in the text, and with this flag the arrays that a nested jit closes over are absent.
     hidden = "callback" in text or getattr(_CONFIG, "jax_use_simplified_jaxpr_constants", False)
     return None if hidden else text
+
+
+def clear_with_jax(cache: Any) -> None:
+    """Lets `jax.clear_caches()` call `cache.cache_clear()`, where JAX offers it. It holds the cache weakly."""
+    try:
+        from jax._src.util import register_cache
+    except ImportError:
+        return
+    register_cache(cache, "anybatch")

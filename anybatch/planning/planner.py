@@ -4,7 +4,6 @@ import dataclasses
 import functools
 import itertools
 import os
-import threading
 import time
 import warnings
 from collections.abc import Callable
@@ -13,20 +12,23 @@ from typing import Any
 import jax
 
 from anybatch import __version__
+from anybatch.call.caches import Cache
 from anybatch.call.memory import default_device, readable
 from anybatch.call.options import POLICIES
 from anybatch.call.placement import describe_placed
 from anybatch.call.programs import PROGRAMS, CompiledProgram
 from anybatch.errors import AnybatchError, NothingFitsError, TightMemoryWarning, user_stacklevel
 from anybatch.jaxprs import versions
+from anybatch.jaxprs.bytes_written import uses
 from anybatch.planning import store
 from anybatch.planning.budget import Budget, agreed, budget_of
 from anybatch.planning.candidates import Search
 from anybatch.planning.explanation import as_plan
 from anybatch.planning.measure import Workbench, generous_bytes
 from anybatch.planning.plan import Plan
-from anybatch.planning.store import fingerprint
+from anybatch.planning.store import fingerprint, fingerprint_of_function
 from anybatch.planning.strategy import Planned, Strategy, Variant
+from anybatch.reading.rules import USER_RULES
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,9 +43,7 @@ class Decision:
 
 # What was decided in this process, by what it was decided for. A plan is made once: what is left of the memory changes
 # from call to call, and a microbatch size that changed with it would compile again and again.
-_DECIDED: dict[str, tuple[Strategy, int | None]] = {}  # with its bytes, if they are known
-_LOCK = threading.Lock()
-CAPACITY = 4096
+_DECIDED: Cache[tuple[Strategy, int | None]] = Cache(4096)  # with its bytes, if they are known
 
 
 class Planner:
@@ -109,8 +109,7 @@ class Planner:
         """
         if self.options.on_coupled == "error" and self.options.reduction == "infer":
             assert self.gradient.checked_reading  # whether it is refused must not depend on the memory
-        with _LOCK:
-            decided = _DECIDED.get(self._decision_key)
+        decided = _DECIDED.get(self._decision_key)
         if decided is not None and self._leaves_room(decided[1]):
             return Decision(decided[0])
         decision = self._remembered() or self._generous() or self._searched()
@@ -120,10 +119,7 @@ class Planner:
 
     def remember(self, strategy: Strategy, total: int | None = None) -> None:
         """Lets a way be the way for this gradient from now on, in this process."""
-        with _LOCK:
-            if len(_DECIDED) >= CAPACITY:
-                _DECIDED.pop(next(iter(_DECIDED)))
-            _DECIDED[self._decision_key] = (strategy, total)
+        _DECIDED.put(self._decision_key, (strategy, total))
 
     def _leaves_room(self, total: int | None) -> bool:
         """Whether what was decided outside `jit`, for a device with nothing else on it, will do for a whole step."""
@@ -325,6 +321,7 @@ def _identity(gradient: Planned) -> list[Any]:
     return [
         fingerprint(gradient.loss.traced.jaxpr),
         gradient.identity,
+        *_registered_rules(gradient.loss.traced.jaxpr),
         [options.reduction, str(options.accumulator_dtype), str(options.aux_reduction), options.has_aux],
         roles,
         *(["noise"] if options.noise else []),  # it takes one more gradient
@@ -333,3 +330,9 @@ def _identity(gradient: Planned) -> list[Any]:
         [*versions.versions(), __version__],
         [os.environ.get("XLA_FLAGS", ""), str(config.jax_default_matmul_precision), str(config.jax_enable_x64)],
     ]
+
+
+def _registered_rules(jaxpr: Any) -> list[str]:
+    """The rules that a user registered for primitives of this program: another rule may make another plan."""
+    rules = ((name, fingerprint_of_function(pair)) for name, pair in sorted(USER_RULES.items()) if uses(jaxpr, name))
+    return [f"{name}: {text}" for name, text in rules]

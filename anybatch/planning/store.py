@@ -37,6 +37,11 @@ def fingerprint(jaxpr: Any) -> str:
     return digest.hexdigest()
 
 
+def fingerprint_of_function(function: Any) -> str:
+    """A text that changes with the code of a function, its constants and what it closes over."""
+    return _Texts().of(function)
+
+
 def _parts(jaxpr: Any, names: dict[Any, int], texts: "_Texts") -> Iterator[str]:
     def name(variable: Any) -> str:
         if versions.is_literal(variable):

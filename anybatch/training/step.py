@@ -13,6 +13,7 @@ from typing import Any
 import jax
 
 from anybatch.call.arguments import takes_batch
+from anybatch.call.caches import Cache
 from anybatch.call.memory import memory_budget, memory_left, readable
 from anybatch.call.modules import has_nnx, without_objects
 from anybatch.call.options import Options
@@ -187,7 +188,8 @@ MICROBATCHES_FOR_NOISE = 4
 COPIES, COPIES_WITHOUT_DONATION = 1, 4
 
 # So many programs of one step are worth a word.
-MANY_PROGRAMS = 16
+MANY_PROGRAMS = 16  # a warning says so
+MOST_PROGRAMS = 64
 
 
 @dataclasses.dataclass(frozen=True)
@@ -223,7 +225,8 @@ class TrainStep:
     def __init__(self, update: Update, *, tokens: Callable[[Any], int] | None, donate: bool) -> None:
         self._update, self._tokens, self._donate = update, tokens, donate
         self._over, self._is_planned = update.options.over, update.options.microbatch_size == "auto"
-        self._programs: dict[Any, tuple[Callable[..., Any], int]] = {}  # and the number of their examples
+        # By what they were compiled for: programs, and the number of their examples.
+        self._programs: Cache[tuple[Callable[..., Any], int]] = Cache(MOST_PROGRAMS, of_programs=True)
         self._ways: dict[str, Strategy] = {}  # that were decided, by the type of the batch
         self._adopted: set[str] = set()
         self._meter = Meter()
@@ -377,7 +380,8 @@ class TrainStep:
             ) from error
         if found is not None:
             return found
-        found = self._programs[signature] = self._compiled(given)
+        found = self._compiled(given)
+        self._programs.put(signature, found)
         if len(self._programs) == MANY_PROGRAMS:
             warnings.warn(
                 f"This step was compiled {MANY_PROGRAMS} times, for as many shapes of batches or values of constants. "
@@ -388,7 +392,7 @@ class TrainStep:
         return found
 
     def _forget_programs(self) -> None:
-        self._programs.clear()
+        self._programs.cache_clear()
         self._last = None
 
     def _traced(self, state: Any, batch: Any, given: StepArguments) -> tuple[Any, Metrics]:
@@ -424,10 +428,9 @@ class TrainStep:
         return program, gradient.examples
 
     def _jitted(self, given: StepArguments, options: Options, strategy: Strategy) -> Any:
-        chosen = {"microbatch_size": strategy.microbatch_size, "remat": strategy.remat}
-        options = dataclasses.replace(
-            options, **chosen, **({} if options.mesh is None else {"reduce": strategy.reduce})
-        )
+        options = dataclasses.replace(options, microbatch_size=strategy.microbatch_size, remat=strategy.remat)
+        if options.mesh is not None:
+            options = dataclasses.replace(options, reduce=strategy.reduce)
         frame = given.with_arrays([], [])  # a program must not keep the arrays that it was compiled for
 
         def train_step(arrays: list[Any], rows: list[Any]) -> Any:

@@ -131,8 +131,8 @@ def first_use(x):
     return ab.grad(lambda w, x: jax.numpy.sum(w * x), microbatch_size=2, reduction="sum")(x, jax.numpy.arange(5.0))
 
 first_use(1.0)
-from anybatch import compat
-print(compat.is_eager(), jax.jit(lambda x: x if compat.is_eager() else -x)(1.0))
+from anybatch.jaxprs import versions
+print(versions.is_eager(), jax.jit(lambda x: x if versions.is_eager() else -x)(1.0))
 """
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert result.stdout == "True -1.0\n"

@@ -9,8 +9,8 @@ import typer
 from typer.testing import CliRunner
 
 import anybatch
-from anybatch import cli
 from anybatch.cli import doctor
+from anybatch.cli import main as cli
 
 
 def run(*arguments):

@@ -11,8 +11,8 @@ import pytest
 from typer.testing import CliRunner
 
 import anybatch as ab
-from anybatch import cli
 from anybatch.cli import commands, doctor
+from anybatch.cli import main as cli
 from anybatch.cli.problem import load_problem
 from anybatch.report import Report
 

@@ -16,7 +16,7 @@ BUDGET = "3MiB"
 
 def curve(examples, steps=8, **options):
     """The losses of a run, and the bytes of its whole step."""
-    text = importlib.resources.files("anybatch.language").joinpath("fables.txt").read_text()
+    text = importlib.resources.files("anybatch.demo").joinpath("fables.txt").read_text()
     corpus = Corpus.of(text, level="characters", context=16, validation=0.0)
     gpt = GPT(corpus.vocabulary.size, context=16, layers=2, heads=2, width=32)
     step = ab.train_step(lambda params, batch: gpt.loss(params, batch["tokens"]), optax.adamw(3e-3), **options)

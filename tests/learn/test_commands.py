@@ -12,7 +12,7 @@ from cases import learn_course
 from cases.learn_terminal import Terminal
 from typer.testing import CliRunner
 
-from anybatch import cli
+from anybatch.cli import main as cli
 from anybatch.errors import InputError
 from anybatch.learn.catalogue import COURSES, Course
 from anybatch.learn.check import Verdict
@@ -211,9 +211,7 @@ def test_json_is_alone_though_there_is_something_to_say(progress, monkeypatch, c
 
 
 def test_the_help_has_the_schema_and_the_doctor_pays_for_nothing():
-    program = (
-        "import sys, anybatch.cli; print(*sorted(name for name in sys.modules if 'learn' in name or 'rich' in name))"
-    )
+    program = "import sys, anybatch.cli.main; print(*sorted(name for name in sys.modules if 'learn' in name or 'rich' in name))"
     loaded = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout.split()
     assert "anybatch.cli.learn" in loaded
     assert not {"anybatch.learn.terminal.commands", "anybatch.learn.grading", "rich.markdown"} & set(loaded)

@@ -17,7 +17,7 @@ INVARIANT = jax.sharding.PartitionSpec()
 
 @pytest.fixture(autouse=True)
 def forgetful_planner():
-    planner._DECIDED.clear()
+    planner._DECIDED.cache_clear()
 
 
 @pytest.fixture
@@ -96,10 +96,10 @@ def test_planning_costs_one_compilation_more_when_the_guess_is_right(compiled):
     assert len(compiled) == counted
 
     # The budget of the very program that the first guess leads to: here the guess is right.
-    planner._DECIDED.clear()
+    planner._DECIDED.cache_clear()
     plan = ab.plan(scanned, params, batch, memory="900KiB", timed=False)
     del compiled[:]
-    planner._DECIDED.clear()
+    planner._DECIDED.cache_clear()
     ab.value_and_grad(scanned, memory=int(1.02 * plan.chosen.total))(params, batch)
     assert len(compiled) <= 2
 
@@ -166,7 +166,7 @@ def test_a_step_under_jit_leaves_room_for_the_optimizer(monkeypatch):
     jax.jit(ab.value_and_grad(network)).lower(params, batch)
     assert asked[-1].reserve == budget.COPIES_IN_A_STEP * of_gradient
     del asked[:]
-    planner._DECIDED.clear()
+    planner._DECIDED.cache_clear()
     ab.value_and_grad(network)(params, batch)
     assert asked[-1].reserve == 0
     del asked[:]
@@ -190,7 +190,7 @@ def test_what_fits_by_itself_may_be_too_much_for_a_step(monkeypatch, tmp_path, k
     monkeypatch.setattr(planner, "generous_bytes", lambda gradient: None)
     assert ab.plan(network, params, batch, timed=False).microbatch_size == 512
     if kept:
-        planner._DECIDED.clear()
+        planner._DECIDED.cache_clear()
     program = jax.jit(ab.value_and_grad(network)).lower(params, batch).compile()
     assert total_bytes(program) <= left + plan.chosen.bytes.arguments - 4 * of_gradient
 

@@ -22,7 +22,7 @@ MEMORY = 900 * 1024
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     monkeypatch.setenv("ANYBATCH_CACHE", str(tmp_path / "cache"))
-    planner._DECIDED.clear()
+    planner._DECIDED.cache_clear()
     return tmp_path / "cache"
 
 
@@ -68,12 +68,12 @@ def test_auto_follows_what_was_measured(folder, monkeypatch):
         lambda bench, ways, rounds: {way: fastest_at_8.get(way.microbatch_size, 0.9) for way in ways},
     )
     assert ab.plan(network, params, batch).microbatch_size == 8
-    planner._DECIDED.clear()
+    planner._DECIDED.cache_clear()
     for transform in (lambda fun: fun, jax.jit):
-        planner._DECIDED.clear()
+        planner._DECIDED.cache_clear()
         jaxpr = str(jax.make_jaxpr(transform(ab.value_and_grad(network)))(params, batch))
         assert "scan" in jaxpr and "length=8" in jaxpr
-    planner._DECIDED.clear()
+    planner._DECIDED.cache_clear()
     value, _ = ab.value_and_grad(network)(params, batch)
     assert jnp.allclose(value, network(params, batch))
 
@@ -105,11 +105,11 @@ def test_a_record_that_is_damaged_is_as_good_as_none(folder, damage):
     first = ab.plan(network, params, batch, memory=MEMORY, timed=False)
     (path,) = folder.glob("*.json")
     path.write_text(damage(json.loads(path.read_text())))
-    planner._DECIDED.clear()
+    planner._DECIDED.cache_clear()
     again = ab.plan(network, params, batch, memory=MEMORY, timed=False)
     assert again.microbatch_size == first.microbatch_size and again.chosen.total == first.chosen.total
     path.write_text(damage(json.loads(path.read_text())))
-    planner._DECIDED.clear()
+    planner._DECIDED.cache_clear()
     value, _ = ab.value_and_grad(network, memory=MEMORY)(params, batch)
     assert jnp.allclose(value, network(params, batch), rtol=1e-5)
 
@@ -124,7 +124,7 @@ def test_a_record_of_another_program_is_found_out(folder):
         way["program"] = "0" * 64
         way["bytes"]["activations"] = 1
     path.write_text(json.dumps(record))
-    planner._DECIDED.clear()
+    planner._DECIDED.cache_clear()
     ab.value_and_grad(network, memory=MEMORY)(params, batch)
     record = json.loads(path.read_text())
     assert all(way["program"] != "0" * 64 for way in record["ways"])
@@ -158,7 +158,7 @@ def test_less_memory_than_then_is_noticed(folder, monkeypatch):
     params, batch = problem(512)
     assert ab.plan(network, params, batch, timed=False).microbatch_size == 512
     monkeypatch.setattr(budget, "memory_left", lambda devices: MEMORY // 2)
-    planner._DECIDED.clear()
+    planner._DECIDED.cache_clear()
     assert ab.plan(network, params, batch, timed=False).microbatch_size < 512
 
 

@@ -48,7 +48,7 @@ def device(monkeypatch):
 
     monkeypatch.setattr(Programs, "compile", compile)
     monkeypatch.setattr(jax, "device_count", lambda: 1)  # so that a slice of the batch is a microbatch
-    planner._DECIDED.clear()
+    planner._DECIDED.cache_clear()
     return state
 
 
@@ -131,7 +131,7 @@ def compiler(monkeypatch):
         return original(programs, fun, *arrays, has_effects=has_effects)
 
     monkeypatch.setattr(Programs, "compile", compile)
-    planner._DECIDED.clear()
+    planner._DECIDED.cache_clear()
     return state
 
 

@@ -20,7 +20,7 @@ from anybatch.planning.store import fingerprint
 
 @pytest.fixture(autouse=True)
 def forgetful_planner():
-    planner._DECIDED.clear()
+    planner._DECIDED.cache_clear()
 
 
 def mesh(number, kind="Auto"):
@@ -61,7 +61,7 @@ def test_under_jit_explicit_axes_count_for_one_device():
         params, batch = problem(512)
         placed = jax.device_put((params, batch), (P(), P("data")))
         eager = ab.plan(network, *placed, memory="560KiB", timed=False)
-        planner._DECIDED.clear()
+        planner._DECIDED.cache_clear()
         traced = []
         jax.jit(lambda *arguments: traced.append(ab.plan(network, *arguments, memory="560KiB")))(*placed)
     assert traced[0].device == eager.device and traced[0].device.startswith("4 x ")

@@ -16,6 +16,9 @@ RULEBOOK = Rulebook(RULES, derivatives.has_linear_backward)
 UserRule = Callable[[Sequence[int | None], dict[str, Any]], Sequence[int | str]]
 Resize = Callable[[dict[str, Any], Sequence[int | None], int], dict[str, Any]]
 
+# What users have registered, by primitive. It is part of a plan's key: another rule may make another plan.
+USER_RULES: dict[str, tuple[UserRule, Resize | None]] = {}
+
 
 def register_rule(primitive: Any, rule: UserRule, *, resize: Resize | None = None) -> None:
     """Teaches anybatch how a primitive of your own treats the batch axis.
@@ -69,3 +72,4 @@ def register_rule(primitive: Any, rule: UserRule, *, resize: Resize | None = Non
         return RuleResult(found, params=lambda size: resize(dict(node.params), axes, rows.length(size)))
 
     RULES[name] = entered
+    USER_RULES[name] = (rule, resize)
