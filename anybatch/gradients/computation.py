@@ -27,12 +27,12 @@ from anybatch.mesh import executor as parts
 from anybatch.mesh import fixed_order
 from anybatch.mesh.call_shardings import CallShardings, groups_of
 from anybatch.planning.strategy import Computation, Strategy
+from anybatch.reading.coupling import RuleFailed
 from anybatch.reading.microbatch_weights import MicrobatchWeights, microbatch_weights
 from anybatch.reading.read import split_loss, split_loss_in_one_pass
 from anybatch.reading.reader import warn_of_failed_rule
 from anybatch.reading.report import Reading
 from anybatch.reading.split import Split
-from anybatch.reading.states import RuleFailed
 
 
 def value_and_grad(loss: TracedLoss, consts: Sequence[Any], arrays: Arrays) -> tuple[Any, list[Any], list[Any]]:

@@ -1,4 +1,4 @@
-"""Where in the user's own source an equation comes from, and what to blame it for."""
+"""Finds the line of the user's source that an equation comes from."""
 
 import dataclasses
 import functools
@@ -16,28 +16,6 @@ _INSTALLED = ("site-packages", "dist-packages")
 
 
 @dataclasses.dataclass(frozen=True)
-class Blame:
-    """A line that brings examples together, so that they cannot be computed one microbatch at a time."""
-
-    file: str
-    line: int
-    function: str
-    primitive: str
-    why: str
-    inside: str = ""  # the library function in which it happens, if it is not the user's own line
-
-    @property
-    def place(self) -> str:
-        """The line in the form that editors and terminals turn into a link."""
-        return f"{self.file}:{self.line}" if self.file else "an unknown line"
-
-    def __str__(self) -> str:
-        inside = f", inside {self.inside}" if self.inside else ""
-        function = f" in {self.function}" if self.function else ""
-        return f"{self.place}{function} ({self.primitive}{inside}): {self.why}"
-
-
-@dataclasses.dataclass(frozen=True)
 class SourceLine:
     """A line of source, and the library function that it called, if the equation is of a library."""
 
@@ -45,12 +23,6 @@ class SourceLine:
     line: int = 0
     function: str = ""
     inside: str = ""
-
-
-def blame(node: Node, why: str) -> Blame:
-    """Blames a node."""
-    place = locate(node)
-    return Blame(place.file, place.line, place.function, node.name, why, place.inside)
 
 
 def locate(node: Node) -> SourceLine:

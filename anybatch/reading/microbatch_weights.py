@@ -15,7 +15,7 @@ from anybatch.errors import CoupledError, InputError
 from anybatch.jaxprs import versions
 from anybatch.jaxprs.graph import Value
 from anybatch.reading.evaluation import constant_value
-from anybatch.reading.report import kind_of
+from anybatch.reading.report import form_of
 from anybatch.reading.split import Seeds, Split, ancestors
 from anybatch.reading.states import SUMMED, Head
 
@@ -90,7 +90,7 @@ def _couples(split: Split) -> bool:
 def _unknown(split: Split, what: str) -> InputError:
     return InputError(
         "The noise scale needs to know what each microbatch counts: its examples, or its weight",
-        given=f"a loss that is a {kind_of(split)}, {what}",
+        given=f"a loss that is a {form_of(split).words}, {what}",
         remedy=_DECLARE,
     )
 

@@ -19,7 +19,7 @@ from anybatch.jaxprs import source, versions
 from anybatch.jaxprs.graph import Graph
 from anybatch.reading.positions import Draw
 from anybatch.reading.reader import Fact, NeedsInlining, Reader
-from anybatch.reading.report import Reading, report
+from anybatch.reading.report import Randomness, Reading, report
 from anybatch.reading.rules import RULEBOOK
 from anybatch.reading.split import Seeds, Split
 from anybatch.reading.states import INVARIANT, Batched
@@ -174,7 +174,7 @@ def read(
         split = split_loss(loss, consts, fresh_draws=bool(arguments.arrays.keys), may_select=True)
         seen_whole = tuple(leaf.name for leaf, _, _ in arguments.unnamed_rows())
         reading = dataclasses.replace(report(split), seen_whole=seen_whole)
-        if reading.randomness == "in distribution":
+        if reading.randomness is Randomness.IN_DISTRIBUTION:
             # Says now what a call would say: that these numbers cannot be drawn in part.
             types = [[value.type for value in values] for values in (split.graph.inputs, split.frontier)]
             for selection, positions in split.selections.items():

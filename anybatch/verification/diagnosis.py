@@ -14,7 +14,7 @@ import numpy as np
 from anybatch.call.arguments import ROLES, Arrays
 from anybatch.call.checks import is_array, is_key
 from anybatch.reading.read import read
-from anybatch.reading.report import Reading
+from anybatch.reading.report import LossKind, Reading
 from anybatch.verification.comparison import LeafDifference, Outcome, Trial, difference
 
 Differences = Mapping[int, Sequence[LeafDifference]]  # for each microbatch size that failed, leaf by leaf
@@ -302,7 +302,7 @@ def _what_the_reading_says(case: _Case) -> str | None:
         return "\n".join([title, *dict.fromkeys(lines), case.across])
     if not case.reading_agrees:
         return None
-    if "ratio" in reading.kind:
+    if reading.form.contains(LossKind.RATIO):
         return _mean_of_means(case, f"the loss is a {reading.kind}")
     return (
         f'The loss is: {reading.kind}. Declared as reduction="{case.declared}" it is another one.\n'

@@ -11,9 +11,10 @@ from jax import lax
 
 from anybatch.jaxprs import versions
 from anybatch.jaxprs.graph import Graph, Node, Value
+from anybatch.reading.coupling import NotRowwise
 from anybatch.reading.reader import Fact, Reader, RuleResult, rule
 from anybatch.reading.rules.derivatives import contains_custom_vjp
-from anybatch.reading.states import INVARIANT, SUMMED, Batched, NotRowwise, State, join, only_rows
+from anybatch.reading.states import INVARIANT, SUMMED, Batched, State, join, only_rows
 
 
 def _facts(reader: Reader, node: Node, states: Sequence[State]) -> list[Fact]:

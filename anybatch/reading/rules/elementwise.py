@@ -11,18 +11,9 @@ import numpy as np
 
 from anybatch.jaxprs import versions
 from anybatch.jaxprs.graph import ELEMENTWISE, Node, Value
+from anybatch.reading.coupling import Coupling, NotRowwise
 from anybatch.reading.reader import Reader, RuleResult, rule
-from anybatch.reading.states import (
-    FED_BACK,
-    INVARIANT,
-    NOT_LINEAR,
-    SUMMED,
-    Batched,
-    NotRowwise,
-    State,
-    only_rows,
-    refuse_sums,
-)
+from anybatch.reading.states import INVARIANT, SUMMED, Batched, State, only_rows, refuse_sums
 
 # Linear in their one operand.
 LINEAR = frozenset("neg real imag copy copy_p name stop_gradient sharding_constraint sharding_hint pvary pcast".split())
@@ -49,9 +40,9 @@ def elementwise(reader: Reader, node: Node, states: Sequence[State]) -> RuleResu
 
 def _of_sums(reader: Reader, node: Node, states: Sequence[State]) -> RuleResult:
     if any(isinstance(state, Batched) for state in states):
-        raise NotRowwise(FED_BACK)
+        raise NotRowwise(Coupling.FED_BACK)
     if not _is_linear(reader, node, states):
-        raise NotRowwise(NOT_LINEAR)
+        raise NotRowwise(Coupling.NOT_LINEAR)
     return RuleResult([SUMMED] * len(node.outputs))
 
 

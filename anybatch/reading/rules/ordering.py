@@ -18,9 +18,10 @@ import numpy as np
 from jax import lax
 
 from anybatch.jaxprs.graph import Node, Value
+from anybatch.reading.coupling import NotRowwise
 from anybatch.reading.evaluation import FullBatch, constant_value
 from anybatch.reading.reader import Reader, RuleResult
-from anybatch.reading.states import INVARIANT, SUMMED, Batched, NotRowwise, State
+from anybatch.reading.states import INVARIANT, SUMMED, Batched, State
 
 _numbers = itertools.count(1)
 
