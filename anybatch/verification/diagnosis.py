@@ -73,6 +73,12 @@ class _Case:
         return list(dict.fromkeys(leaf.name for leaves in self.failed.values() for leaf in leaves if not leaf.ok))
 
     @property
+    def only_aux_failed(self) -> bool:
+        """Whether the value and the gradient agree, and aux does not."""
+        first_aux = self.trial.num_gradients + 1  # after the gradients and the value
+        return set(self.failed_names).isdisjoint(self.trial.names[:first_aux])
+
+    @property
     def size(self) -> int:
         """A failed size."""
         return max(self.failed)
@@ -143,7 +149,7 @@ def _ill_conditioned(case: _Case) -> str | None:
 def _aux_alone(case: _Case) -> str | None:
     """With another aux_reduction for that leaf, it agrees."""
     trial, name = case.trial, case.failed_names[0]
-    if case.declared == "infer" or not all(name.startswith("aux") for name in case.failed_names):
+    if case.declared == "infer" or not case.only_aux_failed:
         return None
     declared = list(trial.declared_aux)
     position = trial.names.index(name) - trial.num_gradients - 1
@@ -343,7 +349,7 @@ def _no_combination(case: _Case) -> str | None:
 def _aux_of_another_kind(case: _Case) -> str | None:
     """The gradient agrees, and no aux_reduction was right."""
     name = case.failed_names[0]
-    if case.declared == "infer" or not all(name.startswith("aux") for name in case.failed_names):
+    if case.declared == "infer" or not case.only_aux_failed:
         return None
     return (
         f"The gradient is right, and {name} is not: over the examples it is neither a mean nor a sum.\n"
