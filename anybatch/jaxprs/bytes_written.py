@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from anybatch.jaxprs import versions
+from anybatch.jaxprs import interpreter
 from anybatch.jaxprs.graph import ELEMENTWISE, Value
 
 # These are computed in passing, together with what uses them: they take no memory of their own.
@@ -15,8 +15,8 @@ def written_bytes(jaxpr: Any, fused: frozenset[str] = FUSED) -> int:
     With nothing fused, what nested functions return counts once more where they are called.
     """
     total = 0
-    for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns:
-        name, inner = equation.primitive.name, versions.jaxprs_in(equation)
+    for equation in interpreter.equations_of(jaxpr):
+        name, inner = equation.primitive.name, interpreter.jaxprs_in(equation)
         turns = equation.params["length"] if name == "scan" else 1
         if not name.startswith(("scatter", "reduce")):  # theirs are functions of two numbers
             total += turns * sum(written_bytes(each, fused) for each in inner)
@@ -29,8 +29,8 @@ def written_bytes(jaxpr: Any, fused: frozenset[str] = FUSED) -> int:
 def uses(jaxpr: Any, name: str) -> bool:
     """Whether a program has an equation of a primitive whose name begins so, at any depth."""
     return any(
-        equation.primitive.name.startswith(name) or any(uses(each, name) for each in versions.jaxprs_in(equation))
-        for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns
+        equation.primitive.name.startswith(name) or any(uses(each, name) for each in interpreter.jaxprs_in(equation))
+        for equation in interpreter.equations_of(jaxpr)
     )
 
 

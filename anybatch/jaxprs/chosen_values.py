@@ -8,7 +8,7 @@ from typing import Any
 import jax
 from jax import lax
 
-from anybatch.jaxprs import versions
+from anybatch.jaxprs import avals, interpreter, tracing
 
 # Equations that call a function. Those with derivatives of their own stay: what is computed here may be differentiated.
 _CALLS = {
@@ -36,9 +36,9 @@ class Body:
     """A program without calls: equations in order, and which of them makes a variable."""
 
     def __init__(self, jaxpr: Any) -> None:
-        self.variables, self.consts, self.equations = versions.open_jaxpr(jaxpr)
+        self.variables, self.consts, self.equations = interpreter.open_jaxpr(jaxpr)
         self.inputs = self.variables[len(self.consts) :]
-        self.outputs = list(versions.opened(jaxpr).outvars)
+        self.outputs = list(interpreter.opened(jaxpr).outvars)
         self.makers = {output: equation for equation in self.equations for output in equation.outvars}
 
     @functools.cached_property
@@ -54,9 +54,9 @@ class Body:
 
 def without_calls(jaxpr: Any) -> Body:
     """A program with the functions that it calls written out; what is to be computed twice stays apart."""
-    variables, consts, _ = versions.open_jaxpr(jaxpr)
-    types = [versions.abstract(variable.aval) for variable in variables[len(consts) :]]
-    return Body(versions.close(lambda *flat: _written_out(jaxpr, flat), types))
+    variables, consts, _ = interpreter.open_jaxpr(jaxpr)
+    types = [avals.abstract(variable.aval) for variable in variables[len(consts) :]]
+    return Body(tracing.close(lambda *flat: _written_out(jaxpr, flat), types))
 
 
 def _written_out(jaxpr: Any, arguments: Sequence[Any]) -> list[Any]:
@@ -67,9 +67,9 @@ def _written_out(jaxpr: Any, arguments: Sequence[Any]) -> list[Any]:
                 operands = lax.optimization_barrier(operands)
             return _written_out(params["jaxpr"], operands)
         inner = params.get(_CALLS[name]) if name in _CALLS else None
-        return versions.evaluate(equation, operands) if inner is None else _written_out(inner, operands)
+        return interpreter.evaluate(equation, operands) if inner is None else _written_out(inner, operands)
 
-    return versions.interpret(jaxpr, arguments, compute)
+    return interpreter.interpret(jaxpr, arguments, compute)
 
 
 def compute(body: Body, arguments: Sequence[Any], wanted: Sequence[Source]) -> list[Any]:
@@ -79,7 +79,7 @@ def compute(body: Body, arguments: Sequence[Any], wanted: Sequence[Source]) -> l
     emitted: dict[Source, Any] = {}
 
     def read(operand: Any) -> Any:
-        return operand.val if versions.is_literal(operand) else known.get(operand)
+        return operand.val if interpreter.is_literal(operand) else known.get(operand)
 
     for equation in needs.equations:
         operands = [read(operand) for operand in equation.invars]
@@ -87,7 +87,7 @@ def compute(body: Body, arguments: Sequence[Any], wanted: Sequence[Source]) -> l
             results, inner = _run_loop(needs.loops[id(equation)], operands)
             emitted.update({source.inside(equation): value for source, value in inner.items()})
         else:
-            results = versions.evaluate(equation, operands)
+            results = interpreter.evaluate(equation, operands)
         known.update(zip(equation.outvars, results, strict=True))
     return [emitted[source] if source.loops else read(source.variable) for source in wanted]
 
@@ -102,7 +102,7 @@ class _Needs:
             if source.loops:
                 loop, *rest = source.loops
                 inside.setdefault(id(loop), []).append(Source(source.variable, tuple(rest)))
-            elif not versions.is_literal(source.variable):
+            elif not interpreter.is_literal(source.variable):
                 needed.add(source.variable)
         self.loops: dict[int, _LoopNeeds] = {}
         equations = []
@@ -118,7 +118,7 @@ class _Needs:
             else:
                 continue
             equations.append(equation)
-            needed.update(operand for operand in operands if not versions.is_literal(operand))
+            needed.update(operand for operand in operands if not interpreter.is_literal(operand))
         self.equations = equations[::-1]
         self.inputs = needed
 
@@ -128,7 +128,7 @@ class _LoopNeeds:
 
     def __init__(self, equation: Any, body: Body, outputs: Sequence[int], inside: Sequence[Source]) -> None:
         self.equation, self.body, self.inside = equation, body, list(dict.fromkeys(inside))
-        num_consts, num_carried = versions.scan_counts(equation.params)
+        num_consts, num_carried = interpreter.scan_counts(equation.params)
         self.num_before_carry, self.num_before_rows = num_consts, num_consts + num_carried
         self.rows = [position for position in outputs if position >= num_carried]
         carried = {position for position in outputs if position < num_carried}
@@ -179,7 +179,7 @@ def _run_loop(needs: _LoopNeeds, operands: Sequence[Any]) -> tuple[list[Any], di
 
 def closed_program(fun: Callable[..., Sequence[Any]], types: Sequence[Any]) -> Body:
     """The program of a function of flat arrays that closes over none, without calls."""
-    return without_calls(versions.close(fun, types))
+    return without_calls(tracing.close(fun, types))
 
 
 def batched(body: Body, axes: Sequence[int | None], arguments: Sequence[Any], wanted: Sequence[Source]) -> list[Any]:

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from anybatch.jaxprs import versions
+from anybatch.jaxprs import avals, interpreter
 
 INLINED = frozenset(("jit", "pjit", "closed_call", "core_call", "core_closed_call", "call", "custom_vmap_call"))
 CHECKPOINTS = frozenset(("remat2", "remat", "checkpoint"))
@@ -65,7 +65,7 @@ class Value:
     @property
     def type(self) -> jax.ShapeDtypeStruct:
         """Its type, in the form that traces take."""
-        return versions.abstract(self.aval)
+        return avals.abstract(self.aval)
 
     @property
     def known(self) -> Any:
@@ -95,7 +95,7 @@ class Node:
         return bool(self.equation.effects)
 
     def __call__(self, operands: Sequence[Any], params: dict[str, Any] | None = None) -> list[Any]:
-        return versions.evaluate(self.equation, operands, params)
+        return interpreter.evaluate(self.equation, operands, params)
 
 
 class Graph:
@@ -113,14 +113,14 @@ class Graph:
     ) -> None:
         self._opened = opened or {}
         self._nodes: list[Node] = []
-        variables, consts, _ = versions.open_jaxpr(jaxpr)
+        variables, consts, _ = interpreter.open_jaxpr(jaxpr)
         self.inputs = [Value(variable.aval) for variable in variables[len(consts) :]]
         self.outputs = self._add(jaxpr, self.inputs, calls)
         self.nodes = self._live_nodes()
 
     def _add(self, jaxpr: Any, arguments: Sequence[Value], calls: tuple[Any, ...]) -> list[Value]:
         """Adds the equations of a function that is called with `arguments`."""
-        variables, consts, equations = versions.open_jaxpr(jaxpr)
+        variables, consts, equations = interpreter.open_jaxpr(jaxpr)
         closed_over = [
             Value(variable.aval, constant=const, is_constant=True)
             for variable, const in zip(variables, consts, strict=False)
@@ -128,14 +128,14 @@ class Graph:
         values = dict(zip(variables, [*closed_over, *arguments], strict=True))
 
         def read(operand: Any) -> Value:
-            if versions.is_literal(operand):
+            if interpreter.is_literal(operand):
                 return Value(operand.aval, constant=operand.val, is_constant=True)
             return values[operand]
 
         for equation in equations:
             inputs = [read(operand) for operand in equation.invars]
             values.update(zip(equation.outvars, self._add_equation(equation, inputs, calls), strict=True))
-        return [read(output) for output in getattr(jaxpr, "jaxpr", jaxpr).outvars]
+        return [read(output) for output in interpreter.outputs_of(jaxpr)]
 
     def _add_equation(self, equation: Any, inputs: list[Value], calls: tuple[Any, ...]) -> Sequence[Value]:
         name, params = equation.primitive.name, equation.params
@@ -172,8 +172,8 @@ def opened_function(node: Node) -> Any:
 def _unrolled(equation: Any, inputs: Sequence[Value]) -> Any:
     """A scan as the jaxpr of its steps, one after the other."""
     params = equation.params
-    num_consts, num_carry = versions.scan_counts(params)
-    body = jax.extend.core.jaxpr_as_fun(params["jaxpr"])
+    num_consts, num_carry = interpreter.scan_counts(params)
+    body = interpreter.as_function(params["jaxpr"])
     steps = range(params["length"])
 
     def unrolled(*operands: Any) -> list[Any]:

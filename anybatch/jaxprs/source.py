@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from anybatch.jaxprs import versions
+from anybatch.jaxprs import interpreter
 from anybatch.jaxprs.graph import Node
 
 _INSTALLED = ("site-packages", "dist-packages")
@@ -32,7 +32,9 @@ def locate(node: Node) -> SourceLine:
     derivative of its own, the body of a loop. If all of that is a library's, the line of the call is the user's.
     """
     equations = [node.equation, *reversed(node.calls)]
-    frames = [(depth, *frame) for depth, equation in enumerate(equations) for frame in versions.source_frames(equation)]
+    frames = [
+        (depth, *frame) for depth, equation in enumerate(equations) for frame in interpreter.source_frames(equation)
+    ]
     files = [file for _, file, _, _ in frames if file and not _is_own(file)]
     package = _package(files[-1]) if files else ""
     users: tuple[Callable[[str], bool], ...] = (

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from anybatch.errors import CoupledError, InputError
-from anybatch.jaxprs import versions
+from anybatch.jaxprs import tracing
 from anybatch.jaxprs.graph import Value
 from anybatch.reading.evaluation import constant_value
 from anybatch.reading.report import form_of
@@ -138,7 +138,7 @@ def _own_gradient_varies(split: Split) -> bool:
 
         return jax.grad(head)(inputs[first : first + num_wrt])
 
-    traced, _ = versions.trace(own_gradient, *types, *known, *frontier)
+    traced, _ = tracing.trace(own_gradient, *types, *known, *frontier)
     examples = [*split.batch_positions, *range(start, start + len(frontier))]
     return any(traced.inputs_used_by(output)[position] for output in range(num_wrt) for position in examples)
 

@@ -15,7 +15,7 @@ from anybatch.call.arguments import Roles
 from anybatch.call.loss import TracedLoss, trace_loss
 from anybatch.call.modules import opened
 from anybatch.errors import InputError
-from anybatch.jaxprs import source, versions
+from anybatch.jaxprs import interpreter, source
 from anybatch.jaxprs.graph import Graph
 from anybatch.reading.positions import Draw
 from anybatch.reading.reader import Fact, NeedsInlining, Reader
@@ -103,8 +103,8 @@ def split_loss(
 def _multiplies_groups(jaxpr: Any) -> bool:
     """Whether there is a product of sorted groups in it, at any depth: what sorting in microbatches is for."""
     return any(
-        equation.primitive.name == "ragged_dot_general" or any(map(_multiplies_groups, versions.jaxprs_in(equation)))
-        for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns
+        equation.primitive.name == "ragged_dot_general" or any(map(_multiplies_groups, interpreter.jaxprs_in(equation)))
+        for equation in interpreter.equations_of(jaxpr)
     )
 
 

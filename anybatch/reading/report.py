@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from anybatch.call.memory import readable
-from anybatch.jaxprs import source, versions
+from anybatch.jaxprs import interpreter, source
 from anybatch.jaxprs.bytes_written import FUSED, written_bytes
 from anybatch.jaxprs.graph import Node, Value
 from anybatch.reading.coupling import Blame, Coupling
@@ -257,16 +257,18 @@ def _bytes(node: Node, split: Split) -> int:
         return 0
     if node.name == "scan":
         return node.params["length"] * written_bytes(node.params["jaxpr"])
-    return sum(output.num_bytes for output in node.outputs) + sum(map(written_bytes, versions.jaxprs_in(node.equation)))
+    return sum(output.num_bytes for output in node.outputs) + sum(
+        map(written_bytes, interpreter.jaxprs_in(node.equation))
+    )
 
 
 def _generators(jaxpr: Any) -> set[str]:
     """The kinds of keys that random numbers are drawn from, at any depth."""
     found: set[str] = set()
-    for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns:
+    for equation in interpreter.equations_of(jaxpr):
         if equation.primitive.name in ("random_bits", "random_gamma"):
             found.add(str(equation.invars[0].aval.dtype))
-        for inner in versions.jaxprs_in(equation):
+        for inner in interpreter.jaxprs_in(equation):
             found |= _generators(inner)
     return found
 

@@ -5,11 +5,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-import jax.extend.core as jex_core
 import jax.numpy as jnp
 from jax import lax
 
-from anybatch.jaxprs import versions
+from anybatch.jaxprs import interpreter, versions
 from anybatch.jaxprs.graph import Graph, Node, Value
 from anybatch.reading.coupling import NotRowwise
 from anybatch.reading.reader import Fact, Reader, RuleResult, rule
@@ -144,7 +143,7 @@ def _joined(before: Fact, after: Fact) -> Fact:
 @rule("scan")
 def _scan(reader: Reader, node: Node, states: Sequence[State]) -> RuleResult:
     params = node.params
-    num_consts, num_carry = versions.scan_counts(params)
+    num_consts, num_carry = interpreter.scan_counts(params)
     first = num_consts + num_carry
     if any(isinstance(state, Batched) and state.axis == 0 for state in states[first:]):
         return _scan_over_examples(reader, node, states)
@@ -204,7 +203,7 @@ def _scan(reader: Reader, node: Node, states: Sequence[State]) -> RuleResult:
 def _scan_over_examples(reader: Reader, node: Node, states: Sequence[State]) -> RuleResult:
     """`lax.map` over the examples, or a scan in which each step sees one example and adds to sums."""
     params = node.params
-    num_consts, num_carry = versions.scan_counts(params)
+    num_consts, num_carry = interpreter.scan_counts(params)
     first = num_consts + num_carry
     rows = only_rows(states[first:])
     if rows.axis != 0 or rows.outer != 1 or any(state != INVARIANT for state in states[:first]):
@@ -220,7 +219,7 @@ def _scan_over_examples(reader: Reader, node: Node, states: Sequence[State]) -> 
 
     def run(microbatch: Any) -> list[Any]:
         operands = [microbatch.value(value, take) for value, take in zip(node.inputs, takes, strict=True)]
-        body: Any = jex_core.jaxpr_as_fun(params["jaxpr"])
+        body = interpreter.as_function(params["jaxpr"])
 
         def step(carry: Any, slices: Any) -> tuple[Any, Any]:
             results = list(map(jnp.asarray, body(*operands[:num_consts], *carry, *slices)))

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from anybatch.errors import InputError
-from anybatch.jaxprs import versions
+from anybatch.jaxprs import interpreter
 from anybatch.jaxprs.graph import Node
 from anybatch.reading import coupling
 from anybatch.reading.coupling import Coupling, NotRowwise
@@ -24,7 +24,7 @@ def contains_custom_vjp(node_or_equation: Any) -> bool:
     equation = getattr(node_or_equation, "equation", node_or_equation)
     return any(
         inner.primitive.name.startswith("custom_vjp_call") or contains_custom_vjp(inner)
-        for jaxpr in versions.jaxprs_in(equation)
+        for jaxpr in interpreter.jaxprs_in(equation)
         for inner in jaxpr.eqns
     )
 

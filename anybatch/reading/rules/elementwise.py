@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from anybatch.jaxprs import versions
+from anybatch.jaxprs import avals
 from anybatch.jaxprs.graph import ELEMENTWISE, Node, Value
 from anybatch.reading.coupling import Coupling, NotRowwise
 from anybatch.reading.reader import Reader, RuleResult, rule
@@ -106,7 +106,7 @@ def _draw(reader: Reader, node: Node, states: Sequence[State]) -> RuleResult:
 
 
 def _refuse_other_generators(node: Node) -> None:
-    if not versions.is_threefry(node.inputs[0].dtype):
+    if not avals.is_threefry(node.inputs[0].dtype):
         # Under vmap, the hardware's generator draws for all keys at once, from the first of them.
         raise NotRowwise(f"numbers from several keys of the generator {node.inputs[0].dtype} depend on one another")
 
