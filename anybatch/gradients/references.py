@@ -36,13 +36,12 @@ import numpy as np
 
 from anybatch.errors import user_stacklevel
 from anybatch.jaxprs import avals, interpreter, tracing, versions
+from anybatch.jaxprs.primitives import CALLS, CUSTOM_JVP, CUSTOM_VJP, REMAT, SCATTER_ADD, called_jaxpr
 
 _PRIME = 2**61 - 1
 _SMALL = 1024  # elements of a constant that are looked at
-_CALLS = frozenset(
-    """jit pjit closed_call core_call remat2 remat checkpoint custom_jvp_call custom_vjp_call
-    custom_vjp_call_jaxpr""".split()
-)
+# Custom derivatives too: nothing is differentiated here.
+_INLINED = CALLS | REMAT | CUSTOM_JVP | CUSTOM_VJP
 _OF_ZERO = frozenset("broadcast_in_dim reshape convert_element_type transpose squeeze neg copy reduce_sum mul".split())
 _ADDRESS = re.compile(r"0x[0-9a-f]+")
 
@@ -116,10 +115,10 @@ def _compute(equation: Any, operands: list[Any]) -> list[Any]:
         return operands
     if name in _OF_ZERO and 0 in operands:
         return [0]
-    if name in ("scatter-add", "scatter_add"):
+    if name in SCATTER_ADD:
         return [(operands[0] + _by_index(operands[2])) % _PRIME]
-    if name in _CALLS:
-        return _run(next(params[key] for key in ("jaxpr", "call_jaxpr", "fun_jaxpr") if key in params), operands)
+    if name in _INLINED:
+        return _run(called_jaxpr(equation), operands)
     if name == "scan":
         return _scan(params, operands)
     if any(isinstance(operand, _Accumulator) for operand in operands):

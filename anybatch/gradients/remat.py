@@ -15,10 +15,10 @@ from typing import Any
 import jax
 
 from anybatch.jaxprs import avals, interpreter, tracing
-from anybatch.jaxprs.bytes_written import FUSED, num_bytes, written_bytes
+from anybatch.jaxprs.bytes_written import num_bytes, written_bytes
+from anybatch.jaxprs.primitives import CALLS, FUSED, called_jaxpr
 
 MOST_BLOCKS = 64
-OPENED = ("jit", "pjit", "closed_call", "core_call")
 
 
 def rematerialised(
@@ -62,8 +62,8 @@ def _run(jaxpr: Any, values: Sequence[Any], policy: Any, all_written: int) -> li
 
 def _run_whole(equation: Any, operands: Sequence[Any], policy: Any, all_written: int) -> list[Any]:
     """An equation that has most of the program inside it: the blocks are there."""
-    if equation.primitive.name in OPENED:
-        return _run(equation.params.get("jaxpr") or equation.params["call_jaxpr"], operands, policy, all_written)
+    if equation.primitive.name in CALLS:
+        return _run(called_jaxpr(equation), operands, policy, all_written)
     body = equation.params["jaxpr"]
     variables, consts, _ = interpreter.open_jaxpr(body)
     types = [avals.abstract(variable.aval) for variable in variables[len(consts) :]]
@@ -161,7 +161,7 @@ def _is_whole(equation: Any, all_written: int) -> bool:
     name = equation.primitive.name
     if name == "scan":
         return equation.params["length"] > 1 and _weight(equation) > 0.1 * all_written
-    return name in OPENED and _weight(equation) > 0.5 * all_written
+    return name in CALLS and _weight(equation) > 0.5 * all_written
 
 
 def _weight(equation: Any) -> int:

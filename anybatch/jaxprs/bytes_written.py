@@ -3,10 +3,8 @@
 from typing import Any
 
 from anybatch.jaxprs import interpreter
-from anybatch.jaxprs.graph import ELEMENTWISE, Value
-
-# These are computed in passing, together with what uses them: they take no memory of their own.
-FUSED = ELEMENTWISE | frozenset("broadcast_in_dim reshape transpose squeeze iota slice concatenate pad".split())
+from anybatch.jaxprs.graph import Value
+from anybatch.jaxprs.primitives import FUSED
 
 
 def written_bytes(jaxpr: Any, fused: frozenset[str] = FUSED) -> int:

@@ -9,15 +9,7 @@ import jax
 from jax import lax
 
 from anybatch.jaxprs import avals, interpreter, tracing
-
-# Equations that call a function. Those with derivatives of their own stay: what is computed here may be differentiated.
-_CALLS = {
-    "jit": "jaxpr",
-    "pjit": "jaxpr",
-    "closed_call": "call_jaxpr",
-    "core_call": "call_jaxpr",
-}
-_REMAT = ("remat2", "checkpoint", "remat")
+from anybatch.jaxprs.primitives import CALLS, REMAT, called_jaxpr
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,12 +54,12 @@ def without_calls(jaxpr: Any) -> Body:
 def _written_out(jaxpr: Any, arguments: Sequence[Any]) -> list[Any]:
     def compute(equation: Any, operands: list[Any]) -> Sequence[Any]:
         name, params = equation.primitive.name, equation.params
-        if name in _REMAT:
-            if params.get("prevent_cse", True) and params.get("differentiated", False):
-                operands = lax.optimization_barrier(operands)
-            return _written_out(params["jaxpr"], operands)
-        inner = params.get(_CALLS[name]) if name in _CALLS else None
-        return interpreter.evaluate(equation, operands) if inner is None else _written_out(inner, operands)
+        # Functions with a custom derivative stay: what is computed here may be differentiated.
+        if name not in CALLS | REMAT:
+            return interpreter.evaluate(equation, operands)
+        if name in REMAT and params.get("prevent_cse", True) and params.get("differentiated", False):
+            operands = lax.optimization_barrier(operands)
+        return _written_out(called_jaxpr(equation), operands)
 
     return interpreter.interpret(jaxpr, arguments, compute)
 

@@ -11,6 +11,8 @@ from typing import Any
 
 import jax
 
+from anybatch.jaxprs.primitives import REMAT
+
 
 @functools.cache
 def jax_core() -> Any:
@@ -89,9 +91,9 @@ def jaxprs_in(equation: Any) -> list[Any]:
 def function_of(equation: Any) -> Any:
     """The jaxpr that a jit, a checkpoint or a scan calls, with a variable for each operand; None for other equations.
 
-    Other calls are left out: nobody has tested that JAX hands an accumulator through them correctly.
+    Other calls are left out: it is not tested that JAX hands an accumulator through them correctly.
     """
-    if equation.primitive.name not in ("jit", "pjit", "remat2", "checkpoint", "scan"):
+    if equation.primitive.name not in {"jit", "pjit", "scan", *REMAT}:
         return None
     inner = opened(equation.params["jaxpr"])
     return inner if len(inner.invars) == len(equation.invars) else None

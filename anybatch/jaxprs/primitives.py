@@ -19,7 +19,7 @@ CUSTOM_VJP = frozenset(("custom_vjp_call", "custom_vjp_call_jaxpr"))
 # They add updates to an array, by index.
 SCATTER_ADD = frozenset(("scatter-add", "scatter_add"))
 
-# They draw random bits.
+# They draw random numbers from a key.
 RANDOM_DRAWS = frozenset(("random_bits", "random_gamma"))
 
 # Each element of the result is computed from the same element of every operand.

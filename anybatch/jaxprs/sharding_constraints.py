@@ -15,6 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from anybatch.errors import InputError
 from anybatch.jaxprs import avals, interpreter, tracing
+from anybatch.jaxprs.primitives import CALLS, called_jaxpr
 
 
 @functools.cache
@@ -85,8 +86,8 @@ class _Rewriting:
         if name == "sharding_constraint":
             return [self._hint(operands[0], params["sharding"])]
         nested = interpreter.jaxprs_in(equation)
-        if name in ("jit", "pjit", "closed_call", "core_call") and any(map(_speaks_of_meshes, nested)):
-            return self.run(params["jaxpr"], operands)  # with arguments that it may have put somewhere
+        if name in CALLS and any(map(_speaks_of_meshes, nested)):
+            return self.run(called_jaxpr(equation), operands)  # with arguments that it may have put somewhere
         if not nested:
             return interpreter.evaluate(equation, operands, {key: _bare(key, each) for key, each in params.items()})
         if name == "custom_jvp_call":  # its derivative may speak of a mesh even if it does not itself

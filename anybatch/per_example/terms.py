@@ -19,6 +19,7 @@ import numpy as np
 
 from anybatch.jaxprs import interpreter
 from anybatch.jaxprs.chosen_values import Body, Source
+from anybatch.jaxprs.primitives import SCATTER_ADD
 
 
 def common(*dtypes: Any) -> Any:
@@ -276,7 +277,7 @@ class _Walk:
             found = [_product(equation)]
         elif name == "conv_general_dilated" and _are_multiplied(equation):
             found = _convolution(equation)
-        elif name in ("scatter-add", "scatter_add"):
+        elif name in SCATTER_ADD:
             found = self._lookups(equation)
         elif name == "scan":
             found = self._loop(equation, equation.outvars.index(variable))

@@ -17,13 +17,13 @@ import numpy as np
 from jax import lax
 
 from anybatch.errors import AnybatchError
-from anybatch.jaxprs.graph import ELEMENTWISE, Node, Value
+from anybatch.jaxprs.graph import Node, Value
+from anybatch.jaxprs.primitives import ELEMENTWISE, MOVES
 from anybatch.reading import coupling, positions
 from anybatch.reading.coupling import Coupling, RuleFailed, failure_of
 from anybatch.reading.reader import Reader, RuleResult
 from anybatch.reading.states import INVARIANT, SUMMED, Batched, State, replaced, take_rows
 
-_MOVES_ELEMENTS = frozenset("broadcast_in_dim reshape transpose squeeze concatenate slice rev pad iota".split())
 _MAX_SIZE = 1 << 22
 _MAX_CONSTANT_DEPTH = 60
 
@@ -44,7 +44,7 @@ def constant_value(
             return value.hint
         if node is None or depth > _MAX_CONSTANT_DEPTH or value.size > _MAX_SIZE:
             return None
-        if node.name not in ELEMENTWISE and node.name not in _MOVES_ELEMENTS:
+        if node.name not in ELEMENTWISE | MOVES:
             return None
         operands = [evaluate(operand, depth + 1) for operand in node.inputs]
         if any(operand is None for operand in operands):

@@ -19,6 +19,7 @@ from anybatch.reading.report import form_of
 from anybatch.reading.split import Seeds, Split, ancestors
 from anybatch.reading.states import SUMMED, Head
 
+# Of one element, which a weight is. So not `transpose`, which `report` follows too.
 _UNCHANGED = frozenset("convert_element_type reshape squeeze broadcast_in_dim copy copy_p neg reduce_precision".split())
 
 _DECLARE = (

@@ -16,7 +16,8 @@ from jax import lax
 
 from anybatch.errors import InputError
 from anybatch.jaxprs import avals, source
-from anybatch.jaxprs.graph import ELEMENTWISE, Node, Value
+from anybatch.jaxprs.graph import Node, Value
+from anybatch.jaxprs.primitives import ELEMENTWISE
 from anybatch.reading.states import Batched, replaced
 
 

@@ -12,7 +12,8 @@ import jax
 import numpy as np
 
 from anybatch.errors import RuleFailedWarning, user_stacklevel
-from anybatch.jaxprs.graph import CHECKPOINTS, ELEMENTWISE, Graph, Node, Value, opened_function
+from anybatch.jaxprs.graph import Graph, Node, Value, opened_function
+from anybatch.jaxprs.primitives import ELEMENTWISE, REMAT
 from anybatch.reading import coupling
 from anybatch.reading.coupling import Blame, Coupling, NotRowwise, failure_of
 from anybatch.reading.states import INVARIANT, SUMMED, Batched, Head, State
@@ -413,7 +414,7 @@ _ADD_ZEROS = frozenset("mul add add_any sub concatenate".split())
 
 
 def _can_be_opened(node: Node) -> bool:
-    return node.name in CHECKPOINTS or (node.name == "scan" and node.params["length"] <= MAX_UNROLLED)
+    return node.name in REMAT or (node.name == "scan" and node.params["length"] <= MAX_UNROLLED)
 
 
 Rule = Callable[[Reader, Node, Sequence[State]], RuleResult]

@@ -12,8 +12,9 @@ from typing import Any
 
 from anybatch.call.memory import readable
 from anybatch.jaxprs import interpreter, source
-from anybatch.jaxprs.bytes_written import FUSED, written_bytes
+from anybatch.jaxprs.bytes_written import written_bytes
 from anybatch.jaxprs.graph import Node, Value
+from anybatch.jaxprs.primitives import FUSED, RANDOM_DRAWS
 from anybatch.reading.coupling import Blame, Coupling
 from anybatch.reading.evaluation import constant_value
 from anybatch.reading.split import Seeds, Split
@@ -21,6 +22,7 @@ from anybatch.reading.states import INVARIANT, SUMMED, Batched, Head
 
 _MAX_SHOWN = 5  # lines that are blamed, in what is printed
 
+# A sum stays a sum of the same kind, but for its sign, its shape and its dtype.
 _UNCHANGED = frozenset(
     "convert_element_type reshape squeeze broadcast_in_dim copy copy_p neg name transpose reduce_precision".split()
 )
@@ -266,7 +268,7 @@ def _generators(jaxpr: Any) -> set[str]:
     """The kinds of keys that random numbers are drawn from, at any depth."""
     found: set[str] = set()
     for equation in interpreter.equations_of(jaxpr):
-        if equation.primitive.name in ("random_bits", "random_gamma"):
+        if equation.primitive.name in RANDOM_DRAWS:
             found.add(str(equation.invars[0].aval.dtype))
         for inner in interpreter.jaxprs_in(equation):
             found |= _generators(inner)

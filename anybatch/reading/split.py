@@ -17,7 +17,8 @@ from anybatch.call.arguments import Arrays
 from anybatch.call.loss import TracedLoss
 from anybatch.call.microbatches import take
 from anybatch.jaxprs import avals, tracing
-from anybatch.jaxprs.graph import ELEMENTWISE, Graph, Node, Value
+from anybatch.jaxprs.graph import Graph, Node, Value
+from anybatch.jaxprs.primitives import ELEMENTWISE
 from anybatch.reading.evaluation import FullBatch, Microbatch
 from anybatch.reading.positions import Draw
 from anybatch.reading.reader import Reader

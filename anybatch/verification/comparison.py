@@ -30,6 +30,7 @@ ROUNDINGS = 8  # measured on the losses of the tests in three precisions: 2.2 is
 CHANGES = 2  # times that the inputs are changed in their last digit; the largest effect counts
 NEGLIGIBLE = 1e-3  # a gradient that is smaller than this share of the largest one is measured against that share
 
+# Generators at any level, below that of keys too: a loss may draw without a key.
 RANDOM_PRIMITIVES = frozenset(["random_bits", "threefry2x32", "rng_bit_generator", "rng_uniform"])
 
 

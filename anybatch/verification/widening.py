@@ -15,16 +15,7 @@ from jax import lax
 
 from anybatch.call.checks import is_array
 from anybatch.jaxprs import avals, interpreter
-
-# Functions that are called where they stand, and where they keep what is inside them.
-INLINED = {
-    "jit": "jaxpr",
-    "pjit": "jaxpr",
-    "remat2": "jaxpr",
-    "checkpoint": "jaxpr",
-    "closed_call": "call_jaxpr",
-    "core_call": "call_jaxpr",
-}
+from anybatch.jaxprs.primitives import CALLS, REMAT, called_jaxpr
 
 # These mean other bits, or other digits, in another dtype. So do kernels, which are known by having functions inside.
 IN_OWN_DTYPE = frozenset(["bitcast_convert_type", "ffi_call", "nextafter", "reduce_precision"])
@@ -116,8 +107,8 @@ class WideLoss:
 
     def _compute_equation(self, equation: Any, operands: list[Any]) -> list[Any]:
         name, params = equation.primitive.name, equation.params
-        if name in INLINED:
-            return self._compute(params[INLINED[name]], operands)
+        if name in CALLS | REMAT:
+            return self._compute(called_jaxpr(equation), operands)
         if name in NESTED:
             return list(NESTED[name](self, equation, operands))
         if name in SCATTERS:

@@ -10,6 +10,7 @@ from jax import lax
 
 from anybatch.jaxprs import interpreter, versions
 from anybatch.jaxprs.graph import Graph, Node, Value
+from anybatch.jaxprs.primitives import REMAT
 from anybatch.reading.coupling import NotRowwise
 from anybatch.reading.reader import Fact, Reader, RuleResult, rule
 from anybatch.reading.rules.derivatives import contains_custom_vjp
@@ -24,7 +25,7 @@ def _facts(reader: Reader, node: Node, states: Sequence[State]) -> list[Fact]:
     ]
 
 
-@rule("remat2", "remat", "checkpoint")
+@rule(*REMAT)
 def _checkpoint(reader: Reader, node: Node, states: Sequence[State]) -> RuleResult:
     inner = reader.nested(node, node.params["jaxpr"], _facts(reader, node, states))
     found = inner.output_states()

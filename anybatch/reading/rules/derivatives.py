@@ -11,6 +11,7 @@ import numpy as np
 from anybatch.errors import InputError
 from anybatch.jaxprs import interpreter
 from anybatch.jaxprs.graph import Node
+from anybatch.jaxprs.primitives import CUSTOM_JVP, CUSTOM_VJP
 from anybatch.reading import coupling
 from anybatch.reading.coupling import Coupling, NotRowwise
 from anybatch.reading.reader import Fact, Reader, RuleResult, rule
@@ -23,15 +24,15 @@ def contains_custom_vjp(node_or_equation: Any) -> bool:
     """Whether a backward pass that somebody wrote is in it, at any depth."""
     equation = getattr(node_or_equation, "equation", node_or_equation)
     return any(
-        inner.primitive.name.startswith("custom_vjp_call") or contains_custom_vjp(inner)
+        inner.primitive.name in CUSTOM_VJP or contains_custom_vjp(inner)
         for jaxpr in interpreter.jaxprs_in(equation)
-        for inner in jaxpr.eqns
+        for inner in interpreter.equations_of(jaxpr)
     )
 
 
 def has_linear_backward(reader: Reader, node: Node) -> bool:
     """Whether the gradient of a sum of cotangents is the sum of their gradients, as it is unless somebody wrote it."""
-    if not node.name.startswith("custom_vjp_call") and not contains_custom_vjp(node):
+    if node.name not in CUSTOM_VJP and not contains_custom_vjp(node):
         return True
     differentiated = [
         position for position, value in enumerate(node.inputs) if reader.has_gradient(value) and value.is_inexact
@@ -130,7 +131,7 @@ def _read_when_asked(read: Callable[[], Part], node: Node, needed: bool) -> Call
     return later
 
 
-@rule("custom_jvp_call")
+@rule(*CUSTOM_JVP)
 def _custom_jvp(reader: Reader, node: Node, states: Sequence[State]) -> RuleResult:
     primal, needed, moving, results = _read_primal(reader, node, states)
     found = primal.output_states()
@@ -193,7 +194,7 @@ class _Derivative(NamedTuple):
     is_linear: bool
 
 
-@rule("custom_vjp_call", "custom_vjp_call_jaxpr")
+@rule(*CUSTOM_VJP)
 def _custom_vjp(reader: Reader, node: Node, states: Sequence[State]) -> RuleResult:
     primal, needed, moving, results = _read_primal(reader, node, states)
     found = primal.output_states()

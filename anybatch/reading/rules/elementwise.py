@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from anybatch.jaxprs import avals
-from anybatch.jaxprs.graph import ELEMENTWISE, Node, Value
+from anybatch.jaxprs.graph import Node, Value
+from anybatch.jaxprs.primitives import ELEMENTWISE
 from anybatch.reading.coupling import Coupling, NotRowwise
 from anybatch.reading.reader import Reader, RuleResult, rule
 from anybatch.reading.states import INVARIANT, SUMMED, Batched, State, only_rows, refuse_sums

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from anybatch.jaxprs.graph import Node, Value
+from anybatch.jaxprs.primitives import SCATTER_ADD
 from anybatch.reading.coupling import Coupling, NotRowwise
 from anybatch.reading.evaluation import constant_value
 from anybatch.reading.reader import Reader, RuleResult, rule
@@ -144,16 +145,13 @@ def _gather_from_rows(
     raise NotRowwise("it looks up rows of other examples")
 
 
-SCATTERS_THAT_ADD = ("scatter-add", "scatter_add")
-
-
-@rule("scatter", *SCATTERS_THAT_ADD, "scatter-mul", "scatter_mul", "scatter-min", "scatter_min")
+@rule("scatter", *SCATTER_ADD, "scatter-mul", "scatter_mul", "scatter-min", "scatter_min")
 @rule("scatter-max", "scatter_max", "scatter-sub", "scatter_sub")
 def _scatter(reader: Reader, node: Node, states: Sequence[State]) -> RuleResult:
     operand, indices, updates = states
     if SUMMED in states:
         arrays = [node.inputs[0], node.inputs[2]]
-        if node.name in SCATTERS_THAT_ADD and indices == INVARIANT and all_sums(reader, arrays, [operand, updates]):
+        if node.name in SCATTER_ADD and indices == INVARIANT and all_sums(reader, arrays, [operand, updates]):
             return RuleResult([SUMMED])
         raise NotRowwise(
             Coupling.FED_BACK if any(isinstance(state, Batched) for state in states) else Coupling.NOT_LINEAR
@@ -245,7 +243,7 @@ def _into_own_rows(reader: Reader, node: Node, states: Sequence[State]) -> RuleR
 def _into_segments(reader: Reader, node: Node, states: Sequence[State]) -> RuleResult | None:
     """Examples add to segments, which start from zero: a sum."""
     operand, indices, updates = states
-    if node.name not in SCATTERS_THAT_ADD or operand != INVARIANT or not reader.is_zero(node.inputs[0]):
+    if node.name not in SCATTER_ADD or operand != INVARIANT or not reader.is_zero(node.inputs[0]):
         return None
     update_axes = _update_axes(node)
     if isinstance(indices, Batched):
