@@ -1,4 +1,4 @@
-"""A loss as a graph: its jaxpr with nested functions inlined and dead equations dropped."""
+"""A loss as a graph: its jaxpr with calls inlined and unused equations dropped."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -16,13 +16,13 @@ INLINED = CALLS | {"core_closed_call", "call", "custom_vmap_call"}
 
 
 class Value:
-    """A value of the graph: an input, a result of a node, or a constant that is written into the program."""
+    """A value of the graph: an input, a result of a node, or a constant."""
 
     __slots__ = ("aval", "constant", "hint", "is_constant", "node")
 
     def __init__(self, aval: Any, node: "Node | None" = None, constant: Any = None, is_constant: bool = False) -> None:
         self.aval, self.node, self.constant, self.is_constant = aval, node, constant, is_constant
-        self.hint: Any = None  # the array that an input will have, where it is known: one that the loss closes over
+        self.hint: Any = None  # the array of an input, if it is known: one that the loss closes over
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -54,12 +54,12 @@ class Value:
 
     @property
     def type(self) -> jax.ShapeDtypeStruct:
-        """Its type, in the form that traces take."""
+        """Its type, to trace with."""
         return avals.abstract(self.aval)
 
     @property
     def known(self) -> Any:
-        """The constant, in the dtype that the program gives it."""
+        """The constant, in the dtype that it has in the program."""
         if self.is_key or isinstance(self.constant, jax.core.Tracer):
             return self.constant
         if isinstance(self.constant, (bool, int, float, complex, np.generic, np.ndarray)):
@@ -71,7 +71,7 @@ class Value:
 
 
 class Node:
-    """One equation, with the calls around it."""
+    """One equation, with the calls that it was inlined from."""
 
     __slots__ = ("calls", "equation", "index", "inputs", "name", "outputs", "params")
 
@@ -93,9 +93,9 @@ class Graph:
 
     Args:
       jaxpr: the function.
-      opened: for checkpoints to look into and loops to unroll, by the identity of their equations, these equations
-        and the functions that take their place.
-      calls: the calls around it, the outermost first, where it is a function inside an equation.
+      opened: equations of checkpoints to inline and of scans to unroll, by their `id`. Each comes with the function
+        that takes its place.
+      calls: the equations around the function, the outermost first, if it is one inside an equation.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class Graph:
         self.nodes = self._live_nodes()
 
     def _add(self, jaxpr: Any, arguments: Sequence[Value], calls: tuple[Any, ...]) -> list[Value]:
-        """Adds the equations of a function that is called with `arguments`."""
+        """Adds the equations of a function called with `arguments`, and returns its results."""
         variables, consts, equations = interpreter.open_jaxpr(jaxpr)
         closed_over = [
             Value(variable.aval, constant=const, is_constant=True)
@@ -143,7 +143,7 @@ class Graph:
         live = set(map(id, self.outputs))
         kept = []
         for node in reversed(self._nodes):
-            # A print has no results, and is meant to happen all the same.
+            # A print has no results, and must be kept.
             if node.has_effects or any(id(output) in live for output in node.outputs):
                 kept.append(node)
                 live.update(map(id, node.inputs))
@@ -154,12 +154,12 @@ class Graph:
 
 
 def opened_function(node: Node) -> Any:
-    """What is inside a checkpoint, or a scan as the jaxpr of its steps."""
+    """The jaxpr to inline in the place of a checkpoint (its function) or of a scan (its iterations, unrolled)."""
     return _unrolled(node.equation, node.inputs) if node.name == "scan" else node.params["jaxpr"]
 
 
 def _unrolled(equation: Any, inputs: Sequence[Value]) -> Any:
-    """A scan as the jaxpr of its steps, one after the other."""
+    """The jaxpr of a scan, unrolled."""
     params = equation.params
     num_consts, num_carry = interpreter.scan_counts(params)
     body = interpreter.as_function(params["jaxpr"])

@@ -1,9 +1,9 @@
-"""A computation that adds into its accumulators where they lie, safe under every transformation.
+"""A primitive for programs that accumulate gradients in place, correct under every transformation.
 
-A backward pass that writes into `jax.new_ref` buffers keeps one gradient in memory instead of two. But JAX
-does not transform such a program: under `vmap` and `checkpoint` it raises, and the gradient of a scan around
-it is silently wrong (in 0.10, 0.11 and 0.12). So the program is wrapped in a primitive that has two forms of
-the same function: it compiles to the one that writes in place, and `grad`, `jvp` and `vmap` use the pure one.
+A backward pass that writes into `jax.new_ref` buffers keeps one gradient in memory instead of two. But JAX cannot
+transform such a program: under `vmap` and `checkpoint` it raises, and the gradient of a scan around it is silently
+wrong (in 0.10, 0.11 and 0.12). So the program is wrapped in a primitive that has two forms of the same function. It
+compiles to the form that writes in place; `grad`, `jvp` and `vmap` use the pure form.
 """
 
 import functools
@@ -23,12 +23,12 @@ def call(in_place: Function, pure: Function, *arrays: Any) -> list[Any]:
     jaxpr = jax.make_jaxpr(in_place)(*arrays)
     if interpreter.is_high(jaxpr):
         return pure(*arrays)
-    # The parameter is called as `jit` calls its own: whoever walks a jaxpr finds the scan in it.
+    # The parameter has the name that `jit` uses, so that code that walks a jaxpr finds the scan inside.
     return _primitive().bind(*arrays, jaxpr=jaxpr, pure=pure)
 
 
 def _abstract_eval(*_: Any, jaxpr: Any, pure: Function) -> list[Any]:
-    return list(jaxpr.out_avals)  # and no effects: the references live and die inside
+    return list(jaxpr.out_avals)  # without effects: the references do not leave the program
 
 
 def _run_uncompiled(*arrays: Any, jaxpr: Any, pure: Function) -> list[Any]:
@@ -36,7 +36,7 @@ def _run_uncompiled(*arrays: Any, jaxpr: Any, pure: Function) -> list[Any]:
 
 
 def _lower(context: Any, *operands: Any, jaxpr: Any, pure: Function) -> Sequence[Any]:
-    # lower_fun turns the references into ordinary values, which a primitive's own jaxpr would keep.
+    # lower_fun turns the references into ordinary values. Lowering the jaxpr itself would not.
     return mlir.lower_fun(interpreter.as_function(jaxpr), multiple_results=True)(context, *operands)
 
 

@@ -17,7 +17,7 @@ _INSTALLED = ("site-packages", "dist-packages")
 
 @dataclasses.dataclass(frozen=True)
 class SourceLine:
-    """A line of source, and the library function that it called, if the equation is of a library."""
+    """A line of the user's source, and the library function it calls, if the equation comes from a library."""
 
     file: str = ""
     line: int = 0
@@ -26,10 +26,10 @@ class SourceLine:
 
 
 def locate(node: Node) -> SourceLine:
-    """The user's line that a node comes from: the innermost one that is not a library's.
+    """The line of the user's source that a node comes from: the innermost one outside of libraries.
 
-    JAX cuts the frames of an equation off where the function that contains it begins: a jitted function, one with a
-    derivative of its own, the body of a loop. If all of that is a library's, the line of the call is the user's.
+    The frames that JAX keeps of an equation end where the function that contains it begins: a jitted function, one
+    with a custom derivative, the body of a loop. If all of these are in a library, the line of the call is taken.
     """
     equations = [node.equation, *reversed(node.calls)]
     frames = [
@@ -39,8 +39,8 @@ def locate(node: Node) -> SourceLine:
     package = _package(files[-1]) if files else ""
     users: tuple[Callable[[str], bool], ...] = (
         lambda file: not _is_library(file) and not file.startswith("<"),
-        lambda file: not _is_library(file),  # a line of a shell, or code that was generated
-        lambda file: bool(package) and file.startswith(package),  # all of it is installed: the package of the loss
+        lambda file: not _is_library(file),  # a line of a shell, or generated code
+        lambda file: bool(package) and file.startswith(package),  # the loss itself is in an installed package
         lambda file: not _is_own(file),
     )
     for is_users in users:
@@ -55,11 +55,11 @@ def _callee(frames: Sequence[tuple[str, int, str]], calls: Sequence[Any]) -> str
     """The library function that the user's line called.
 
     Args:
-      frames: what is between that line and the equation, the innermost first.
-      calls: the calls of functions among these, the outermost first.
+      frames: those between that line and the equation, the innermost first.
+      calls: the equations among these that call functions, the outermost first.
     """
     outside = [_plain(function) for file, _, function in reversed(frames) if not _is_own(file)]
-    # Wrappers of wrappers: the name that says something is that of a layer, or else a public one.
+    # Most frames are wrappers. The most telling name is that of a layer, or else a public one.
     for is_telling in (lambda name: name.endswith(".__call__"), lambda name: not _is_private(name), lambda name: True):
         for name in outside:
             if is_telling(name):
