@@ -17,7 +17,7 @@ _HOMES = {
     "read": "reading.read",
     "Reading": "reading.report",
     "register_rule": "reading.rules",
-    "NotRowwise": "reading.states",
+    "NotRowwise": "reading.coupling",
     # Which strategy computes the gradient, and why.
     "plan": "gradients.plan",
     "explain": "gradients.plan",
@@ -80,10 +80,10 @@ if TYPE_CHECKING:  # what type checkers and editors see
     from anybatch.per_example.clipping import clipped_grad, clipped_value_and_grad
     from anybatch.per_example.grads import PerExample, per_example_grads, per_example_norms
     from anybatch.planning.plan import Plan
+    from anybatch.reading.coupling import NotRowwise
     from anybatch.reading.read import read
     from anybatch.reading.report import Reading
     from anybatch.reading.rules import register_rule
-    from anybatch.reading.states import NotRowwise
     from anybatch.training.batches import Batches
     from anybatch.training.checkpoints import CheckpointError
     from anybatch.training.loop import Fitted, fit

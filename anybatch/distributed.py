@@ -21,13 +21,12 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax._src import clusters, xla_bridge
-from jax._src import distributed as runtime
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from anybatch.call.checks import describe, is_array, named_leaves
-from anybatch.errors import AnybatchError, InputError
+from anybatch.errors import AnybatchError, InputError, NotAvailableError
+from anybatch.jaxprs import processes as jax_processes
 
 _TEXT_BYTES = 512
 
@@ -345,7 +344,7 @@ def initialize(
     found, devices = _find(coordinator_address, num_processes, process_id, devices, timeout)
     if found.count == 1:
         return found
-    if xla_bridge.backends_are_initialized():
+    if jax_processes.uses_devices():
         raise InputError(
             "Processes must join before JAX uses a device",
             given=f"{found}, after a first use",
@@ -375,11 +374,11 @@ def _find(
         address, count, index = address or ours[0], count or ours[1], ours[2] if index is None else index
     address = address or os.environ.get("JAX_COORDINATOR_ADDRESS")
     if None in (address, count, index):
-        cluster = _cluster()
+        cluster = jax_processes.cluster_name()
         if cluster is None and (address, count, index) == (None, None, None):
             return Processes(0, 1), devices
         if cluster is not None:
-            found_by = _CLUSTERS.get(cluster.__name__, cluster.__name__)
+            found_by = _CLUSTERS.get(cluster, cluster)
             address, count, index, devices = _ask(found_by, address, count, index, devices, timeout)
     if address is None or count is None or index is None:
         given = {"coordinator_address": address, "num_processes": count, "process_id": index}
@@ -408,20 +407,16 @@ def _launched() -> tuple[str, int, int]:
 def _ask(
     found_by: str, address: str | None, count: int | None, index: int | None, devices: list[int] | None, timeout: float
 ) -> tuple[Any, ...]:
-    detect = clusters.ClusterEnv.auto_detect_unset_distributed_params
     try:
-        return detect(address, count, index, devices, None, math.ceil(timeout))
+        return jax_processes.ask_cluster(address, count, index, devices, math.ceil(timeout))
+    except NotAvailableError:
+        raise
     except Exception as error:  # whatever a cluster's own interface raises
         raise InputError(
             f"JAX must find the processes of this job in what {found_by} says",
             given=f"{type(error).__name__}: {error}\n",
             remedy=f"Say it yourself: anybatch.distributed.{_BY_HAND}, or initialize(num_processes=1) for one alone.",
         ) from error
-
-
-def _cluster() -> Any:
-    known = clusters.ClusterEnv._cluster_types
-    return next((each for each in known if not each.opt_in_only_method and each.is_env_present()), None)
 
 
 def _join(found: Processes, devices: list[int] | None, timeout: float, heartbeat: int) -> None:
@@ -452,7 +447,7 @@ def _join(found: Processes, devices: list[int] | None, timeout: float, heartbeat
 
     threading.Thread(target=connect, name="anybatch.distributed", daemon=True).start()
     if not done.wait(timeout):
-        runtime.global_state.client = None  # nothing in this process may take it for one that has joined
+        jax_processes.forget_client()  # nothing in this process may take it for one that has joined
         raise MissingPeerError(found, timeout)
     if errors:
         _complain_of_address(found, errors[0])
@@ -490,8 +485,7 @@ def _flush(flush: Callable[[], None]) -> None:
 
 
 def _already() -> Processes:
-    state = runtime.global_state
-    return Processes(state.process_id, state.num_processes, state.coordinator_address, "jax.distributed.initialize")
+    return Processes(*jax_processes.joined(), found_by="jax.distributed.initialize")
 
 
 def _compare(

@@ -13,7 +13,7 @@ import numpy as np
 from anybatch.call import microbatches as batch
 from anybatch.call.checks import describe, is_array, is_key, named_leaves
 from anybatch.errors import InputError
-from anybatch.jaxprs import versions
+from anybatch.jaxprs import avals
 
 
 class Arrays(NamedTuple):
@@ -328,11 +328,11 @@ class Arguments:
 
         None stands for one example by itself, without the axis of the batch.
         """
-        avals = jax.tree.map(versions.bare if bare else jax.typeof, self.arrays)
-        kept = Arrays(*([versions.abstract(aval) for aval in leaves] for leaves in avals))
+        types = jax.tree.map(avals.bare if bare else jax.typeof, self.arrays)
+        kept = Arrays(*([avals.abstract(aval) for aval in leaves] for leaves in types))
         if num_examples is None:
-            return kept._replace(batch=[versions.one_of(aval) for aval in avals.batch])
-        return kept._replace(batch=[versions.abstract(aval, num_examples) for aval in avals.batch])
+            return kept._replace(batch=[avals.one_of(aval) for aval in types.batch])
+        return kept._replace(batch=[avals.abstract(aval, num_examples) for aval in types.batch])
 
     def call(self, fun: Callable[..., Any], arrays: Arrays) -> Any:
         """Calls the user's function with other arrays in the places of those given."""

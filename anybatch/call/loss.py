@@ -12,7 +12,7 @@ import numpy as np
 from anybatch.call.arguments import Arguments, Arrays
 from anybatch.call.checks import describe, is_array, named_leaves
 from anybatch.errors import InputError
-from anybatch.jaxprs import sharding_constraints, versions
+from anybatch.jaxprs import avals, sharding_constraints, tracing
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,7 +23,7 @@ class TracedLoss:
     holds no arrays: those that the user's function closes over are its first argument.
     """
 
-    traced: versions.Traced
+    traced: tracing.Traced
     const_types: list[Any]
     types: Arrays
     num_examples: int
@@ -71,7 +71,7 @@ class TracedLoss:
             return jax.jvp(lambda wrt: self(consts, arrays._replace(wrt=wrt))[1], (arrays.wrt,), (tangents,))[1]
 
         leaves, tree = jax.tree.flatten((self.types.wrt, self.const_types, self.types))
-        pushed, _ = versions.trace(lambda *flat: [push(*jax.tree.unflatten(tree, flat))], *leaves)
+        pushed, _ = tracing.trace(lambda *flat: [push(*jax.tree.unflatten(tree, flat))], *leaves)
         return any(pushed.inputs_used_by(0)[:num_wrt])
 
 
@@ -111,7 +111,7 @@ def trace_loss(
         return [*heads, *(leaf for _, leaf in named)]
 
     try:
-        traced, consts = (versions.trace if on_mesh is None else _trace_anywhere)(flat_loss, *leaves)
+        traced, consts = (tracing.trace if on_mesh is None else _trace_anywhere)(flat_loss, *leaves)
     except Exception as error:
         if num_examples is None:
             error.add_note("This happened in the loss for one example, which it sees without the axis of the batch.")
@@ -122,20 +122,20 @@ def trace_loss(
             )
         failed(error)
         raise
-    type_of = jax.typeof if on_mesh is None else versions.bare
-    const_types = [versions.abstract(type_of(const)) for const in consts]
+    type_of = jax.typeof if on_mesh is None else avals.bare
+    const_types = [avals.abstract(type_of(const)) for const in consts]
     if on_mesh is not None:
         traced = sharding_constraints.without_mesh(traced, const_types, leaves, *on_mesh)
     number = 1 if num_examples is None else num_examples
     return TracedLoss(traced, const_types, types, number, 2 if weighted else 1, aux_tree, aux_names), consts
 
 
-def _trace_anywhere(fun: Callable[..., Any], *types: Any) -> tuple[versions.Traced, tuple[Any, ...]]:
+def _trace_anywhere(fun: Callable[..., Any], *types: Any) -> tuple[tracing.Traced, tuple[Any, ...]]:
     """Traces a function with no mesh around it; with the one that is, if the function needs it for its constraints."""
     if not jax.sharding.get_abstract_mesh().empty:
         with contextlib.suppress(Exception), jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
-            return versions.trace(fun, *types)
-    return versions.trace(fun, *types)
+            return tracing.trace(fun, *types)
+    return tracing.trace(fun, *types)
 
 
 def _split(result: Any, weighted: bool, has_aux: bool) -> tuple[list[Any], Any]:

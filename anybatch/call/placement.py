@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from anybatch.jaxprs import versions
+from anybatch.jaxprs import avals, versions
 
 
 def is_placed(leaf: Any) -> bool:
@@ -49,7 +49,7 @@ def local_bytes(leaf: Any) -> int:
     else:
         shape = tuple(-(-each // _parts(aval, axis)) for axis, each in enumerate(shape))
     is_key = jax.dtypes.issubdtype(aval.dtype, jax.dtypes.prng_key)
-    return versions.vmapped_copies(leaf) * math.prod(shape) * (8 if is_key else np.dtype(aval.dtype).itemsize)
+    return avals.vmapped_copies(leaf) * math.prod(shape) * (8 if is_key else np.dtype(aval.dtype).itemsize)
 
 
 def parts_of_rows(array: Any) -> int:
@@ -115,7 +115,7 @@ def compile_on_mesh(fun: Callable[..., list[Any]], types: Sequence[Any], abstrac
 
 def compile_in_vmap(fun: Callable[..., list[Any]], leaves: Sequence[Any], types: Sequence[Any]) -> Any:
     """Compiles a function of arrays that are traced by `vmap`s around us, as many times as these will run it."""
-    mapped = [versions.vmap_levels(leaf) for leaf in leaves]
+    mapped = [avals.vmap_levels(leaf) for leaf in leaves]
     depths: dict[int, int] = {}
     for levels in mapped:
         for depth, level in enumerate(levels):
@@ -149,7 +149,7 @@ def compile_in_shard_map(fun: Callable[..., list[Any]], types: Sequence[Any]) ->
         axes = tuple(name for name in mesh.axis_names if name in varying)
         return jax.sharding.PartitionSpec(axes) if axes else jax.sharding.PartitionSpec()
 
-    differs = [versions.varying_axes(each) for each in types]
+    differs = [avals.varying_axes(each) for each in types]
     counts = [math.prod(mesh.shape[name] for name in varying) for varying in differs]
     outside = [
         jax.ShapeDtypeStruct(
@@ -173,5 +173,5 @@ def compile_in_shard_map(fun: Callable[..., list[Any]], types: Sequence[Any]) ->
 
 
 def _missing(leaf: Any, mesh: Any) -> tuple[str, ...]:
-    varying = versions.varying_axes(jax.typeof(leaf))
+    varying = avals.varying_axes(jax.typeof(leaf))
     return tuple(name for name in mesh.axis_names if name not in varying)

@@ -20,7 +20,7 @@ from anybatch.gradients import squared_norms
 from anybatch.gradients.computation import Gradient
 from anybatch.gradients.value_and_grad import compute, value_and_grad
 from anybatch.per_example.grads import per_example_norms
-from anybatch.reading.report import kind_of
+from anybatch.reading.report import LossKind, form_of
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -334,21 +334,22 @@ def _read_reduction(fun: Callable[..., Any], options: Options, arguments: Argume
     gradient = Gradient(fun, dataclasses.replace(options, noise=True), arguments)
     with gradient.context():
         assert gradient.weights is not None  # raises for a loss that looks across examples
-        kind, reading = kind_of(gradient.split), gradient.checked_reading
+        form, reading = form_of(gradient.split), gradient.checked_reading
     if reading.stochastic and not arguments.arrays.keys:
         raise InputError(
             "exact=True needs random numbers that are drawn for each example",
             given="a loss that draws those of the whole batch",
             remedy="Pass the key as an argument and name it, e.g. rng_argnums=2. Or leave exact out.",
         )
-    examples = f"over {arguments.num_examples} example{'' if arguments.num_examples == 1 else 's'}"
-    if kind in (f"mean {examples}", f"mean {examples}, plus a term of the parameters"):
+    is_of_all = form.selection is None  # and not of rows that are selected from the batch
+    if form.kind is LossKind.MEAN and is_of_all:
         return "mean"
-    if kind == f"sum {examples}":
+    # In a sum of batches of one, a term of the parameters would be added once for each example.
+    if form.kind is LossKind.SUM and is_of_all and not form.adds_parameters:
         return "sum"
     raise InputError(
         "exact=True needs a loss that is a mean or a sum of terms of single examples",
-        given=f"a loss that is a {kind}",
+        given=f"a loss that is a {form.words}",
         remedy='Declare a weighted mean: reduction="weighted", for a loss that returns (total, weight). Or leave exact '
         "out.",
     )

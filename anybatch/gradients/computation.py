@@ -22,17 +22,17 @@ from anybatch.errors import InputError
 from anybatch.gradients import declared as scan
 from anybatch.gradients import head_budget, remat, split_passes, squared_norms
 from anybatch.gradients.outputs import ratio, wide_dtype
-from anybatch.jaxprs import versions
+from anybatch.jaxprs import avals
 from anybatch.mesh import executor as parts
 from anybatch.mesh import fixed_order
 from anybatch.mesh.call_shardings import CallShardings, groups_of
 from anybatch.planning.strategy import Computation, Strategy
+from anybatch.reading.coupling import RuleFailed
 from anybatch.reading.microbatch_weights import MicrobatchWeights, microbatch_weights
 from anybatch.reading.read import split_loss, split_loss_in_one_pass
 from anybatch.reading.reader import warn_of_failed_rule
 from anybatch.reading.report import Reading
 from anybatch.reading.split import Split
-from anybatch.reading.states import RuleFailed
 
 
 def value_and_grad(loss: TracedLoss, consts: Sequence[Any], arrays: Arrays) -> tuple[Any, list[Any], list[Any]]:
@@ -116,7 +116,7 @@ class Gradient:
     def copies(self) -> int:
         """How many gradients are computed at once: one, or as many as the `vmap` around us makes of it."""
         _, consts = self._trace(self.examples)
-        return versions.vmapped_copies(*consts, *jax.tree.leaves(self.arguments.arrays))
+        return avals.vmapped_copies(*consts, *jax.tree.leaves(self.arguments.arrays))
 
     @property
     def devices(self) -> list[Any]:
@@ -241,11 +241,11 @@ class Gradient:
         def flat_compute(*flat: Any) -> list[Any]:
             value, aux, grads, noise = compute(jax.tree.unflatten(tree, flat))
             if loss.num_heads == 1:
-                value = versions.as_weak(value, loss.out_avals[0])
+                value = avals.as_weak(value, loss.out_avals[0])
             if self.shardings is not None:
                 grads = self.shardings.as_parameters(grads)
-            aux = map(versions.as_weak, aux, loss.out_avals[loss.num_heads :])
-            return [value, *aux, *noise, *map(versions.as_weak, grads, loss.types.wrt)]
+            aux = map(avals.as_weak, aux, loss.out_avals[loss.num_heads :])
+            return [value, *aux, *noise, *map(avals.as_weak, grads, loss.types.wrt)]
 
         compute_flat: Any = flat_compute
         if self.shardings is not None:

@@ -15,7 +15,7 @@ from anybatch.call.loss import TracedLoss
 from anybatch.call.microbatches import Microbatches, first_start, take
 from anybatch.gradients import references, squared_norms
 from anybatch.gradients.outputs import Outputs, ratio, wide_dtype
-from anybatch.jaxprs import in_place, versions
+from anybatch.jaxprs import avals, in_place
 from anybatch.mesh.executor import BatchPass, Executor, Shard
 from anybatch.reading.states import Batched
 
@@ -63,7 +63,7 @@ class DeclaredLoss:
         if self.reduction != "weighted":
             return False
         weight, wrt = self.loss.out_avals[1], self.loss.types.wrt
-        uneven = any(versions.varying_axes(weight) - versions.varying_axes(jax.typeof(leaf)) for leaf in wrt)
+        uneven = any(avals.varying_axes(weight) - avals.varying_axes(jax.typeof(leaf)) for leaf in wrt)
         return uneven or self.loss.traced.uses_dtype(jnp.float16) or self.loss.weight_has_gradient
 
     @property
@@ -239,8 +239,8 @@ def _totals(declared: DeclaredLoss, shard: Shard, consts: Consts, arrays: Arrays
 
     It sees the same keys as the pass that follows, and so the same random numbers.
     """
-    microbatches, avals = Microbatches(shard.examples, declared.size, shard.runs), declared.loss.out_avals[:2]
-    wide = [wide_dtype(aval.dtype, jnp.float32) for aval in avals]
+    microbatches, types = Microbatches(shard.examples, declared.size, shard.runs), declared.loss.out_avals[:2]
+    wide = [wide_dtype(aval.dtype, jnp.float32) for aval in types]
 
     def totals(size: int, row: Any) -> list[Any]:
         heads = declared.losses[size](consts[size], _microbatch(arrays, shard, row, size))[:2]
@@ -250,7 +250,7 @@ def _totals(declared: DeclaredLoss, shard: Shard, consts: Consts, arrays: Arrays
         row, sums = carry
         return (row + microbatches.step, jax.tree.map(jnp.add, sums, totals(microbatches.size, row))), None
 
-    sums = [versions.zeros_of(aval, dtype) for aval, dtype in zip(avals, wide, strict=True)]
+    sums = [avals.zeros_of(aval, dtype) for aval, dtype in zip(types, wide, strict=True)]
     if microbatches.remainder:
         sums = totals(microbatches.remainder, microbatches.last_start)
     if microbatches.whole:

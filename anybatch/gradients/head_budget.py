@@ -9,8 +9,9 @@ import jax
 from anybatch.call.loss import TracedLoss
 from anybatch.call.memory import memory_budget, readable
 from anybatch.errors import CoupledError, HeadTooLargeError, InputError, LargeHeadWarning, user_stacklevel
-from anybatch.jaxprs import source, versions
-from anybatch.jaxprs.source import Blame
+from anybatch.jaxprs import versions
+from anybatch.reading import coupling
+from anybatch.reading.coupling import Blame
 from anybatch.reading.read import split_loss
 from anybatch.reading.report import Reading, report
 from anybatch.reading.split import Split, ancestors
@@ -101,7 +102,7 @@ def _across_data(split: Split) -> Iterator[Blame]:
         first = [value for value in node.outputs if value in reader.computed_first]
         first += [] if outcome is None else outcome.whole
         if node in mine and any(reader.uses_batch[value] for value in first):
-            yield source.blame(node, "each example uses what it computes from the data of all of them")
+            yield coupling.blame(node, "each example uses what it computes from the data of all of them")
 
 
 def warn_of_large_head(split: Split, reading: Reading) -> None:

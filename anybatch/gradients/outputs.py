@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from anybatch.call.aux_outputs import Combination
 from anybatch.call.loss import TracedLoss
 from anybatch.call.microbatches import Microbatches, join_rows
-from anybatch.jaxprs import versions
+from anybatch.jaxprs import avals
 from anybatch.mesh.executor import OutputLayout, Shard
 from anybatch.reading.states import Batched
 
@@ -56,7 +56,7 @@ class Outputs:
         """The carry before the loop: the share of the ragged last microbatch, or zeros."""
         kinds = self._select([how.kind for how in self.combinations], CARRIED)
         zeros = [
-            versions.zeros_of(aval, aval.dtype if kind == "last" else self._wide(aval.dtype))
+            avals.zeros_of(aval, aval.dtype if kind == "last" else self._wide(aval.dtype))
             for kind, aval in zip(kinds, self._select(self.loss.out_avals, CARRIED), strict=True)
         ]
         return zeros if last is None else self._add(zeros, last, microbatches.remainder / self.size)
@@ -94,7 +94,7 @@ class Outputs:
                 newest = next(carried)
                 newest = newest if mine is None else mine
                 if shard.is_last is not True:
-                    numbers = jax.random.key_data(newest) if versions.has_keys(newest) else newest
+                    numbers = jax.random.key_data(newest) if avals.has_keys(newest) else newest
                     newest = jnp.where(shard.is_last, numbers, jnp.zeros_like(numbers))
                 sums.append(newest)
             else:
@@ -122,8 +122,8 @@ class Outputs:
                 combined.append(next(emitted))
                 continue
             total = next(carried)
-            if versions.has_keys(aval) and not versions.has_keys(total):
-                combined.append(jax.random.wrap_key_data(total, impl=versions.key_impl(aval.dtype)))
+            if avals.has_keys(aval) and not avals.has_keys(total):
+                combined.append(jax.random.wrap_key_data(total, impl=avals.key_impl(aval.dtype)))
                 continue
             combined.append((self.mean(total, sums) if how.kind == "mean" else total).astype(aval.dtype))
         if self.weighted:

@@ -35,14 +35,13 @@ import jax
 import numpy as np
 
 from anybatch.errors import user_stacklevel
-from anybatch.jaxprs import versions
+from anybatch.jaxprs import avals, interpreter, tracing, versions
+from anybatch.jaxprs.primitives import CALLS, CUSTOM_JVP, CUSTOM_VJP, REMAT, SCATTER_ADD, called_jaxpr
 
 _PRIME = 2**61 - 1
 _SMALL = 1024  # elements of a constant that are looked at
-_CALLS = frozenset(
-    """jit pjit closed_call core_call remat2 remat checkpoint custom_jvp_call custom_vjp_call
-    custom_vjp_call_jaxpr""".split()
-)
+# Custom derivatives too: nothing is differentiated here.
+_INLINED = CALLS | REMAT | CUSTOM_JVP | CUSTOM_VJP
 _OF_ZERO = frozenset("broadcast_in_dim reshape convert_element_type transpose squeeze neg copy reduce_sum mul".split())
 _ADDRESS = re.compile(r"0x[0-9a-f]+")
 
@@ -76,16 +75,16 @@ def _hash(*parts: Any) -> int:
 
 
 def _run(jaxpr: Any, arguments: Sequence[Any]) -> list[Any]:
-    variables, consts, equations = versions.open_jaxpr(jaxpr)
+    variables, consts, equations = interpreter.open_jaxpr(jaxpr)
     known = dict(zip(variables, [*(_constant(const) for const in consts), *arguments], strict=True))
 
     def read(operand: Any) -> Any:
-        return _constant(operand.val) if versions.is_literal(operand) else known[operand]
+        return _constant(operand.val) if interpreter.is_literal(operand) else known[operand]
 
     for equation in equations:
         operands = [read(operand) for operand in equation.invars]
         known.update(zip(equation.outvars, _compute(equation, operands), strict=True))
-    return [read(output) for output in versions.opened(jaxpr).outvars]
+    return [read(output) for output in interpreter.opened(jaxpr).outvars]
 
 
 def _constant(value: Any) -> int:
@@ -95,7 +94,7 @@ def _constant(value: Any) -> int:
         return 0 if value == 0 else _hash("constant", complex(value))
     if isinstance(value, jax.core.Tracer):
         return _hash("constant", id(value))  # of the trace around us: the same object in all programs
-    is_small = isinstance(value, (np.ndarray, jax.Array)) and value.size <= _SMALL and not versions.has_keys(value)
+    is_small = isinstance(value, (np.ndarray, jax.Array)) and value.size <= _SMALL and not avals.has_keys(value)
     return _hash("constant", str(jax.typeof(value)), np.asarray(value).tobytes() if is_small else "")
 
 
@@ -116,10 +115,10 @@ def _compute(equation: Any, operands: list[Any]) -> list[Any]:
         return operands
     if name in _OF_ZERO and 0 in operands:
         return [0]
-    if name in ("scatter-add", "scatter_add"):
+    if name in SCATTER_ADD:
         return [(operands[0] + _by_index(operands[2])) % _PRIME]
-    if name in _CALLS:
-        return _run(next(params[key] for key in ("jaxpr", "call_jaxpr", "fun_jaxpr") if key in params), operands)
+    if name in _INLINED:
+        return _run(called_jaxpr(equation), operands)
     if name == "scan":
         return _scan(params, operands)
     if any(isinstance(operand, _Accumulator) for operand in operands):
@@ -153,7 +152,7 @@ def _by_index(value: int) -> int:
 
 
 def _scan(params: dict[str, Any], operands: list[Any]) -> list[Any]:
-    num_consts, num_carry = versions.scan_counts(params)
+    num_consts, num_carry = interpreter.scan_counts(params)
     consts, carry = operands[:num_consts], operands[num_consts : num_consts + num_carry]
     if any(isinstance(operand, _Accumulator) for operand in (*consts, *carry)):
         raise _NotComparable
@@ -173,8 +172,8 @@ def _parameters(params: dict[str, Any]) -> list[Any]:
 
 
 def _parameter(value: Any) -> Any:
-    if hasattr(value, "eqns") or hasattr(value, "jaxpr"):
-        variables, consts, _ = versions.open_jaxpr(value)
+    if interpreter.is_jaxpr(value):
+        variables, consts, _ = interpreter.open_jaxpr(value)
         return _run(value, [_hash("variable", number) for number in range(len(variables) - len(consts))])
     if isinstance(value, (tuple, list)):
         return [_parameter(each) for each in value]
@@ -190,7 +189,7 @@ PLAIN = frozenset("conv_general_dilated div dot_general exp gather log mul neg r
 IDENTICAL = frozenset("add add_any broadcast_in_dim convert_element_type integer_pow reshape squeeze sub".split())
 
 
-def written_in_place(traced: versions.Traced, is_direct: Sequence[bool]) -> list[bool]:
+def written_in_place(traced: tracing.Traced, is_direct: Sequence[bool]) -> list[bool]:
     """For each of the first inputs, whether its accumulator may be given to the backward pass.
 
     Args:
@@ -211,13 +210,13 @@ def written_in_place(traced: versions.Traced, is_direct: Sequence[bool]) -> list
     return [variable in chosen for variable in variables]
 
 
-def reach_nested_functions(traced: versions.Traced, written_in_place: list[bool]) -> bool:
+def reach_nested_functions(traced: tracing.Traced, written_in_place: list[bool]) -> bool:
     """Whether an accumulator is given to a nested function: where JAX has been wrong, and could be again."""
     reached = {variable for variable, direct in zip(traced.arguments, written_in_place, strict=False) if direct}
     for equation in traced.jaxpr.eqns:
         if not any(_is_in(reached, operand) for operand in equation.invars):
             continue
-        if versions.jaxprs_in(equation):
+        if interpreter.jaxprs_in(equation):
             return True
         if equation.primitive.name in IDENTICAL:
             reached.update(equation.outvars)
@@ -304,7 +303,7 @@ def _is_safe(jaxpr: Any, variable: Any) -> bool:
             aliases.update(equation.outvars)
             continue
         nested_uses += len(positions)
-        inner = versions.nested_input(equation, positions[0])
+        inner = interpreter.nested_input(equation, positions[0])
         if nested_uses > 1 or inner is None or not _is_safe(*inner):
             return False
     return not any(_is_in(aliases, output) for output in jaxpr.outvars)
@@ -321,7 +320,7 @@ def _in_mixed_scans(jaxpr: Any, reached_by: Mapping[Any, set[Any]], direct: set[
     """
     reached_by, moving, found = dict(reached_by), set(moving), set()
     for equation in jaxpr.eqns:
-        operands = [None if versions.is_literal(operand) else operand for operand in equation.invars]
+        operands = [None if interpreter.is_literal(operand) else operand for operand in equation.invars]
         if not any(operand in moving for operand in operands):
             continue
         moving.update(equation.outvars)
@@ -333,12 +332,12 @@ def _in_mixed_scans(jaxpr: Any, reached_by: Mapping[Any, set[Any]], direct: set[
         if equation.primitive.name == "scan":
             scanned = [
                 operand
-                for operand in equation.invars[sum(versions.scan_counts(equation.params)) :]
+                for operand in equation.invars[sum(interpreter.scan_counts(equation.params)) :]
                 if _is_in(moving, operand)
             ]
-            if any(versions.is_inexact(operand.aval) and operand not in direct for operand in scanned):
+            if any(avals.is_inexact(operand.aval) and operand not in direct for operand in scanned):
                 found |= _union(reached_by, scanned)
-        inner = versions.function_of(equation)
+        inner = interpreter.function_of(equation)
         if inner is None:
             continue
         pairs = list(zip(operands, inner.invars, strict=True))
@@ -357,4 +356,4 @@ def _union(reached_by: Mapping[Any, set[Any]], variables: Iterable[Any]) -> set[
 
 
 def _is_in(variables: set[Any], operand: Any) -> bool:
-    return not versions.is_literal(operand) and operand in variables
+    return not interpreter.is_literal(operand) and operand in variables

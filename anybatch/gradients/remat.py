@@ -14,16 +14,16 @@ from typing import Any
 
 import jax
 
-from anybatch.jaxprs import versions
-from anybatch.jaxprs.bytes_written import FUSED, num_bytes, written_bytes
+from anybatch.jaxprs import avals, interpreter, tracing
+from anybatch.jaxprs.bytes_written import num_bytes, written_bytes
+from anybatch.jaxprs.primitives import CALLS, FUSED, called_jaxpr
 
 MOST_BLOCKS = 64
-OPENED = ("jit", "pjit", "closed_call", "core_call")
 
 
 def rematerialised(
-    traced: versions.Traced, const_types: Sequence[Any], types: Sequence[Any], policy: str
-) -> versions.Traced:
+    traced: tracing.Traced, const_types: Sequence[Any], types: Sequence[Any], policy: str
+) -> tracing.Traced:
     """The same program, in blocks.
 
     Args:
@@ -38,16 +38,16 @@ def rematerialised(
     def in_blocks(*flat: Any) -> list[Any]:
         return _run(jaxpr, flat, saveable, written_bytes(jaxpr))
 
-    return dataclasses.replace(versions.retrace(in_blocks, const_types, types), bound=traced.bound)
+    return dataclasses.replace(tracing.retrace(in_blocks, const_types, types), bound=traced.bound)
 
 
 def _run(jaxpr: Any, values: Sequence[Any], policy: Any, all_written: int) -> list[Any]:
-    variables, consts, equations = versions.open_jaxpr(jaxpr)
-    outputs = getattr(jaxpr, "jaxpr", jaxpr).outvars
+    variables, consts, equations = interpreter.open_jaxpr(jaxpr)
+    outputs = interpreter.outputs_of(jaxpr)
     known = dict(zip(variables, [*consts, *values], strict=True))
 
     def read(operand: Any) -> Any:
-        return operand.val if versions.is_literal(operand) else known[operand]
+        return operand.val if interpreter.is_literal(operand) else known[operand]
 
     for part in _parts(equations, outputs, all_written):
         if len(part.equations) == 1 and part.is_whole:
@@ -62,18 +62,18 @@ def _run(jaxpr: Any, values: Sequence[Any], policy: Any, all_written: int) -> li
 
 def _run_whole(equation: Any, operands: Sequence[Any], policy: Any, all_written: int) -> list[Any]:
     """An equation that has most of the program inside it: the blocks are there."""
-    if equation.primitive.name in OPENED:
-        return _run(equation.params.get("jaxpr") or equation.params["call_jaxpr"], operands, policy, all_written)
+    if equation.primitive.name in CALLS:
+        return _run(called_jaxpr(equation), operands, policy, all_written)
     body = equation.params["jaxpr"]
-    variables, consts, _ = versions.open_jaxpr(body)
-    types = [versions.abstract(variable.aval) for variable in variables[len(consts) :]]
+    variables, consts, _ = interpreter.open_jaxpr(body)
+    types = [avals.abstract(variable.aval) for variable in variables[len(consts) :]]
 
     def turn(*flat: Any) -> list[Any]:
-        return versions.call(body, *flat)
+        return interpreter.call(body, *flat)
 
     # In a loop nothing can be merged with the first time it was computed, so nothing need be done against that.
-    blocked = versions.close(jax.checkpoint(turn, policy=policy, prevent_cse=False), types)
-    return versions.evaluate(equation, operands, equation.params | {"jaxpr": blocked})
+    blocked = tracing.close(jax.checkpoint(turn, policy=policy, prevent_cse=False), types)
+    return interpreter.evaluate(equation, operands, equation.params | {"jaxpr": blocked})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,8 +90,8 @@ def _block(part: _Part) -> Callable[..., list[Any]]:
     def block(*values: Any) -> list[Any]:
         known = dict(zip(part.reads, values, strict=True))
         for equation in part.equations:
-            operands = [each.val if versions.is_literal(each) else known[each] for each in equation.invars]
-            known.update(zip(equation.outvars, versions.evaluate(equation, operands), strict=True))
+            operands = [each.val if interpreter.is_literal(each) else known[each] for each in equation.invars]
+            known.update(zip(equation.outvars, interpreter.evaluate(equation, operands), strict=True))
         return [known[each] for each in part.writes]
 
     return block
@@ -161,16 +161,16 @@ def _is_whole(equation: Any, all_written: int) -> bool:
     name = equation.primitive.name
     if name == "scan":
         return equation.params["length"] > 1 and _weight(equation) > 0.1 * all_written
-    return name in OPENED and _weight(equation) > 0.5 * all_written
+    return name in CALLS and _weight(equation) > 0.5 * all_written
 
 
 def _weight(equation: Any) -> int:
     """About the bytes that an equation leaves in memory."""
-    inner = sum(map(written_bytes, versions.jaxprs_in(equation)))
+    inner = sum(map(written_bytes, interpreter.jaxprs_in(equation)))
     if inner:
         return inner * (equation.params["length"] if equation.primitive.name == "scan" else 1)
     return 0 if equation.primitive.name in FUSED else sum(num_bytes(output.aval) for output in equation.outvars)
 
 
 def _variables(operands: Sequence[Any]) -> list[Any]:
-    return [operand for operand in operands if not versions.is_literal(operand)]
+    return [operand for operand in operands if not interpreter.is_literal(operand)]

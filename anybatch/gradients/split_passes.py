@@ -17,7 +17,7 @@ from anybatch.call.microbatches import Microbatches, first_start
 from anybatch.gradients import references, squared_norms
 from anybatch.gradients import remat as blocks
 from anybatch.gradients.outputs import wide_dtype
-from anybatch.jaxprs import in_place, versions
+from anybatch.jaxprs import avals, in_place, tracing
 from anybatch.mesh.executor import BatchPass, Executor, OutputLayout, Shard
 from anybatch.reading.microbatch_weights import MicrobatchWeights
 from anybatch.reading.split import Seeds, Split
@@ -43,7 +43,7 @@ class PassInputs:
     def types(self) -> "PassInputs":
         """Their types."""
         parts = (self.variables, self.inputs, self.known, self.selected, self.place)
-        return PassInputs(*([versions.abstract(jax.typeof(leaf)) for leaf in shard] for shard in parts))
+        return PassInputs(*([avals.abstract(jax.typeof(leaf)) for leaf in shard] for shard in parts))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -69,7 +69,7 @@ class Prefix:
         """Their states."""
         return [self.split.states[position] for position in self._positions]
 
-    def _trace(self, size: int) -> versions.Traced:
+    def _trace(self, size: int) -> tracing.Traced:
         split, types = self.split, self.given.types
         if self.shard.examples < size:  # there are none at all: it is traced for its types, and never called
             self._give_rows(types, size)
@@ -87,9 +87,9 @@ class Prefix:
             return split.prefix(inputs, known, hoisted, start, size, wanted, origin, runs, self.selection, selected)
 
         start = jax.ShapeDtypeStruct((), jnp.int32)
-        traced, consts = versions.trace(prefix, *leaves, start)
+        traced, consts = tracing.trace(prefix, *leaves, start)
         if self.remat is not None:
-            const_types = [versions.abstract(jax.typeof(const)) for const in consts]
+            const_types = [avals.abstract(jax.typeof(const)) for const in consts]
             traced = blocks.rematerialised(traced, const_types, [*leaves, start], self.remat)
         if consts:  # constants of the loss, which this module hands back to it
             return dataclasses.replace(traced, bound=tuple(consts))
@@ -107,12 +107,12 @@ class Prefix:
                 types.inputs[position] = array.update(shape=(size, *array.shape[1:]))
 
     @functools.cached_property
-    def whole(self) -> versions.Traced:
+    def whole(self) -> tracing.Traced:
         """At the size of the whole microbatches."""
         return self._trace(self.microbatches.size)
 
     @functools.cached_property
-    def last(self) -> versions.Traced | None:
+    def last(self) -> tracing.Traced | None:
         """At the size of the ragged last one."""
         return self._trace(self.microbatches.remainder) if self.microbatches.remainder else None
 
@@ -120,7 +120,7 @@ class Prefix:
         """What the examples make of the frontier."""
         given = self.given
 
-        def run(traced: versions.Traced, start: Any) -> list[Any]:
+        def run(traced: tracing.Traced, start: Any) -> list[Any]:
             # As in a backward pass: a function with derivatives of its own may have another forward pass there.
             whole = self.shard.whole(given.variables)
             return jax.vjp(lambda variables: self._call(traced, variables, start), whole)[0]
@@ -163,7 +163,7 @@ class Prefix:
         written_in_place = references.written_in_place(self.whole, is_direct) if mutate else []
 
         def run(
-            traced: versions.Traced, start: Any, size: int, written_in_place: list[bool] | None = None
+            traced: tracing.Traced, start: Any, size: int, written_in_place: list[bool] | None = None
         ) -> tuple[list[Any], Any, list[Any]]:
             def of_wide(wide_variables: list[Any]) -> tuple[list[Any], list[Any]]:
                 whole = self.shard.whole(wide_variables)  # still wide, so that devices add up wide gradients too
@@ -233,7 +233,7 @@ class Prefix:
             noise, grads, self.weights.of_microbatch(given.inputs, start, size, given.origin, self.microbatches.runs)
         )
 
-    def _call(self, traced: versions.Traced, variables: list[Any], start: Any) -> list[Any]:
+    def _call(self, traced: tracing.Traced, variables: list[Any], start: Any) -> list[Any]:
         given, start = self.given, jnp.asarray(start, jnp.int32)
         arrays = (variables, given.inputs, given.known, given.selected, given.place)
         return traced(traced.bound, *jax.tree.leaves(arrays), start)
@@ -243,7 +243,7 @@ class Prefix:
     def _zeros(self, last: Sequence[Any] | None) -> list[Any]:
         types = self.whole.out_avals
         zeros = [
-            versions.zeros_of(aval, wide_dtype(aval.dtype, self.accumulator_dtype))
+            avals.zeros_of(aval, wide_dtype(aval.dtype, self.accumulator_dtype))
             for aval, state in zip(types, self.states, strict=True)
             if state == SUMMED
         ]
@@ -571,5 +571,5 @@ def _plus(total: jax.Array, grad: jax.Array) -> jax.Array:
 def _placeholder(value: Any) -> Any:
     if value.is_key:
         data = jax.eval_shape(jax.random.key_data, value.type)
-        return jax.random.wrap_key_data(jnp.zeros(data.shape, data.dtype), impl=versions.key_impl(value.dtype))
-    return versions.zeros_of(value.aval, value.dtype)
+        return jax.random.wrap_key_data(jnp.zeros(data.shape, data.dtype), impl=avals.key_impl(value.dtype))
+    return avals.zeros_of(value.aval, value.dtype)

@@ -1,5 +1,6 @@
-"""Everything that depends on JAX's internals: jaxprs, lowered programs, versions of JAX.
+"""Everything that depends on JAX's internals: jaxprs, avals, lowered programs, versions of JAX.
 
-No other folder imports `jax._src` or `jax.extend`. Open `versions.py` first: what differs between JAX versions, and the
-few functions on jaxprs that all others are built on. `graph.py` is a jaxpr without its nesting, which `reading` reads.
+No other folder imports `jax._src` or `jax.extend`. Open `interpreter.py` first: it opens jaxprs and evaluates them
+equation by equation, and most other files build on it. `graph.py` makes the graph that `reading` reads, `primitives.py`
+lists the families of primitives, and `versions.py` has what differs between versions of JAX.
 """

@@ -1,4 +1,4 @@
-"""Computes chosen values of a program, those inside its loops too, and nothing that these do not need."""
+"""Computes chosen values of a program, also from inside its scans, and only the equations that they need."""
 
 import dataclasses
 import functools
@@ -8,37 +8,29 @@ from typing import Any
 import jax
 from jax import lax
 
-from anybatch.jaxprs import versions
-
-# Equations that call a function. Those with derivatives of their own stay: what is computed here may be differentiated.
-_CALLS = {
-    "jit": "jaxpr",
-    "pjit": "jaxpr",
-    "closed_call": "call_jaxpr",
-    "core_call": "call_jaxpr",
-}
-_REMAT = ("remat2", "checkpoint", "remat")
+from anybatch.jaxprs import avals, interpreter, tracing
+from anybatch.jaxprs.primitives import CALLS, REMAT, called_jaxpr
 
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """A value of a program: a variable, perhaps inside loops; then it has one of each turn, along leading axes."""
+    """A value of a program: a variable, perhaps inside scans, whose iterations are stacked along leading axes."""
 
     variable: Any
-    loops: tuple[Any, ...] = ()  # equations, the outermost first
+    loops: tuple[Any, ...] = ()  # the equations of the scans around it, the outermost first
 
     def inside(self, loop: Any) -> "Source":
-        """The same value, seen from outside of a loop that has it in its body."""
+        """The same value, seen from outside of a scan that has it in its body."""
         return Source(self.variable, (loop, *self.loops))
 
 
 class Body:
-    """A program without calls: equations in order, and which of them makes a variable."""
+    """A program without calls: its equations in order, and the equation that makes each variable."""
 
     def __init__(self, jaxpr: Any) -> None:
-        self.variables, self.consts, self.equations = versions.open_jaxpr(jaxpr)
+        self.variables, self.consts, self.equations = interpreter.open_jaxpr(jaxpr)
         self.inputs = self.variables[len(self.consts) :]
-        self.outputs = list(versions.opened(jaxpr).outvars)
+        self.outputs = list(interpreter.opened(jaxpr).outvars)
         self.makers = {output: equation for equation in self.equations for output in equation.outvars}
 
     @functools.cached_property
@@ -53,33 +45,33 @@ class Body:
 
 
 def without_calls(jaxpr: Any) -> Body:
-    """A program with the functions that it calls written out; what is to be computed twice stays apart."""
-    variables, consts, _ = versions.open_jaxpr(jaxpr)
-    types = [versions.abstract(variable.aval) for variable in variables[len(consts) :]]
-    return Body(versions.close(lambda *flat: _written_out(jaxpr, flat), types))
+    """A program with its calls inlined. An optimization barrier keeps rematerialised parts apart."""
+    variables, consts, _ = interpreter.open_jaxpr(jaxpr)
+    types = [avals.abstract(variable.aval) for variable in variables[len(consts) :]]
+    return Body(tracing.close(lambda *flat: _inlined(jaxpr, flat), types))
 
 
-def _written_out(jaxpr: Any, arguments: Sequence[Any]) -> list[Any]:
+def _inlined(jaxpr: Any, arguments: Sequence[Any]) -> list[Any]:
     def compute(equation: Any, operands: list[Any]) -> Sequence[Any]:
         name, params = equation.primitive.name, equation.params
-        if name in _REMAT:
-            if params.get("prevent_cse", True) and params.get("differentiated", False):
-                operands = lax.optimization_barrier(operands)
-            return _written_out(params["jaxpr"], operands)
-        inner = params.get(_CALLS[name]) if name in _CALLS else None
-        return versions.evaluate(equation, operands) if inner is None else _written_out(inner, operands)
+        # Functions with a custom derivative stay: what is computed here may be differentiated.
+        if name not in CALLS | REMAT:
+            return interpreter.evaluate(equation, operands)
+        if name in REMAT and params.get("prevent_cse", True) and params.get("differentiated", False):
+            operands = lax.optimization_barrier(operands)
+        return _inlined(called_jaxpr(equation), operands)
 
-    return versions.interpret(jaxpr, arguments, compute)
+    return interpreter.interpret(jaxpr, arguments, compute)
 
 
 def compute(body: Body, arguments: Sequence[Any], wanted: Sequence[Source]) -> list[Any]:
-    """The wanted values of a program at some arguments; those that nothing wanted needs may be None."""
+    """The wanted values of a program. Arguments that they do not need may be None."""
     needs = _Needs(body, wanted)
     known = dict(zip(body.variables, [*body.consts, *arguments], strict=True))
     emitted: dict[Source, Any] = {}
 
     def read(operand: Any) -> Any:
-        return operand.val if versions.is_literal(operand) else known.get(operand)
+        return operand.val if interpreter.is_literal(operand) else known.get(operand)
 
     for equation in needs.equations:
         operands = [read(operand) for operand in equation.invars]
@@ -87,13 +79,13 @@ def compute(body: Body, arguments: Sequence[Any], wanted: Sequence[Source]) -> l
             results, inner = _run_loop(needs.loops[id(equation)], operands)
             emitted.update({source.inside(equation): value for source, value in inner.items()})
         else:
-            results = versions.evaluate(equation, operands)
+            results = interpreter.evaluate(equation, operands)
         known.update(zip(equation.outvars, results, strict=True))
     return [emitted[source] if source.loops else read(source.variable) for source in wanted]
 
 
 class _Needs:
-    """What must be computed for some values of a program."""
+    """The equations and inputs that the wanted values of a program need."""
 
     def __init__(self, body: Body, wanted: Iterable[Source]) -> None:
         inside: dict[int, list[Source]] = {}
@@ -102,7 +94,7 @@ class _Needs:
             if source.loops:
                 loop, *rest = source.loops
                 inside.setdefault(id(loop), []).append(Source(source.variable, tuple(rest)))
-            elif not versions.is_literal(source.variable):
+            elif not interpreter.is_literal(source.variable):
                 needed.add(source.variable)
         self.loops: dict[int, _LoopNeeds] = {}
         equations = []
@@ -118,19 +110,19 @@ class _Needs:
             else:
                 continue
             equations.append(equation)
-            needed.update(operand for operand in operands if not versions.is_literal(operand))
+            needed.update(operand for operand in operands if not interpreter.is_literal(operand))
         self.equations = equations[::-1]
         self.inputs = needed
 
 
 class _LoopNeeds:
-    """What of a loop must be computed: of what it carries, only what the wanted values depend on."""
+    """The part of a scan that must be computed: of its carry, only what the wanted values depend on."""
 
     def __init__(self, equation: Any, body: Body, outputs: Sequence[int], inside: Sequence[Source]) -> None:
         self.equation, self.body, self.inside = equation, body, list(dict.fromkeys(inside))
-        num_consts, num_carried = versions.scan_counts(equation.params)
-        self.num_before_carry, self.num_before_rows = num_consts, num_consts + num_carried
-        self.rows = [position for position in outputs if position >= num_carried]
+        num_consts, num_carried = interpreter.scan_counts(equation.params)
+        self.num_before_carry, self.num_before_scanned = num_consts, num_consts + num_carried
+        self.stacked = [position for position in outputs if position >= num_carried]
         carried = {position for position in outputs if position < num_carried}
         while True:
             used = _Needs(body, self.wanted(sorted(carried))).inputs
@@ -144,44 +136,44 @@ class _LoopNeeds:
         self.operands: list[int] = sorted({*operands, *starts})
 
     def wanted(self, carried: Sequence[int]) -> list[Source]:
-        """What each turn computes: what goes on to the next, what it leaves behind, what is wanted of its inside."""
-        return [Source(self.body.outputs[position]) for position in [*carried, *self.rows]] + self.inside
+        """What each iteration computes: its carry, its stacked outputs, and the wanted values inside it."""
+        return [Source(self.body.outputs[position]) for position in [*carried, *self.stacked]] + self.inside
 
 
 def _run_loop(needs: _LoopNeeds, operands: Sequence[Any]) -> tuple[list[Any], dict[Source, Any]]:
-    """The outputs of a loop, None for those that are not needed, and what is wanted of its inside."""
+    """The outputs of a scan, None for those that are not needed, and the wanted values inside it."""
     params, wanted = needs.equation.params, needs.wanted(needs.carried)
-    first, last = needs.num_before_carry, needs.num_before_rows
-    row_positions = [position for position in needs.operands if position >= last]
+    first, last = needs.num_before_carry, needs.num_before_scanned
+    scanned = [position for position in needs.operands if position >= last]
 
-    def turn(carry: list[Any], rows: list[Any]) -> tuple[list[Any], list[Any]]:
+    def step(carry: list[Any], slices: list[Any]) -> tuple[list[Any], list[Any]]:
         arguments = [*operands[:first], *[None] * (len(operands) - first)]
         for position, value in zip(needs.carried, carry, strict=True):
             arguments[first + position] = value
-        for position, value in zip(row_positions, rows, strict=True):
+        for position, value in zip(scanned, slices, strict=True):
             arguments[position] = value
         results = compute(needs.body, arguments, wanted)
         return results[: len(carry)], results[len(carry) :]
 
     carried, stacked = lax.scan(
-        turn,
+        step,
         [operands[first + position] for position in needs.carried],
-        [operands[position] for position in row_positions],
+        [operands[position] for position in scanned],
         length=params["length"],
         reverse=params["reverse"],
         unroll=params["unroll"],
     )
     outputs: list[Any] = [None] * len(needs.equation.outvars)
-    for position, value in zip([*needs.carried, *needs.rows], [*carried, *stacked], strict=False):
+    for position, value in zip([*needs.carried, *needs.stacked], [*carried, *stacked], strict=False):
         outputs[position] = value
-    return outputs, dict(zip(needs.inside, stacked[len(needs.rows) :], strict=True))
+    return outputs, dict(zip(needs.inside, stacked[len(needs.stacked) :], strict=True))
 
 
 def closed_program(fun: Callable[..., Sequence[Any]], types: Sequence[Any]) -> Body:
-    """The program of a function of flat arrays that closes over none, without calls."""
-    return without_calls(versions.close(fun, types))
+    """The program of a function of flat arrays that closes over none, with its calls inlined."""
+    return without_calls(tracing.close(fun, types))
 
 
 def batched(body: Body, axes: Sequence[int | None], arguments: Sequence[Any], wanted: Sequence[Source]) -> list[Any]:
-    """The wanted values for each of several examples, along a leading axis."""
+    """The wanted values of each example, along a leading axis."""
     return jax.vmap(lambda *flat: compute(body, flat, wanted), in_axes=tuple(axes))(*arguments)

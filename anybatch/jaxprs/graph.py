@@ -1,4 +1,4 @@
-"""A loss as a graph: its jaxpr with nested functions inlined and dead equations dropped."""
+"""A loss as a graph: its jaxpr with calls inlined and unused equations dropped."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -8,31 +8,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from anybatch.jaxprs import versions
+from anybatch.jaxprs import avals, interpreter
+from anybatch.jaxprs.primitives import CALLS, called_jaxpr
 
-INLINED = frozenset(("jit", "pjit", "closed_call", "core_call", "core_closed_call", "call", "custom_vmap_call"))
-CHECKPOINTS = frozenset(("remat2", "remat", "checkpoint"))
-
-# Primitives that work on each element by itself.
-ELEMENTWISE = frozenset(
-    """abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clamp clz complex conj
-    convert_element_type copy copy_p cos cosh digamma div eq eq_to erf erf_inv erfc exp exp2 expm1 floor ge gt igamma
-    igamma_grad_a igammac imag integer_pow is_finite le le_to lgamma log log1p log2 logistic lt lt_to max min mul mulhi
-    name ne neg nextafter not one_minus_square or pcast polygamma population_count pow pvary random_clone random_fold_in
-    real reduce_precision regularized_incomplete_beta rem round rsqrt select_n sharding_constraint sharding_hint
-    shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt square stop_gradient sub tan tanh xor
-    zeta""".split()
-)
+# `jax.custom_batching.custom_vmap` too, whose rule for `vmap` is not used here; and other spellings of a plain call.
+INLINED = CALLS | {"core_closed_call", "call", "custom_vmap_call"}
 
 
 class Value:
-    """A value of the graph: an input, a result of a node, or a constant that is written into the program."""
+    """A value of the graph: an input, a result of a node, or a constant."""
 
     __slots__ = ("aval", "constant", "hint", "is_constant", "node")
 
     def __init__(self, aval: Any, node: "Node | None" = None, constant: Any = None, is_constant: bool = False) -> None:
         self.aval, self.node, self.constant, self.is_constant = aval, node, constant, is_constant
-        self.hint: Any = None  # the array that an input will have, where it is known: one that the loss closes over
+        self.hint: Any = None  # the array of an input, if it is known: one that the loss closes over
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -64,12 +54,12 @@ class Value:
 
     @property
     def type(self) -> jax.ShapeDtypeStruct:
-        """Its type, in the form that traces take."""
-        return versions.abstract(self.aval)
+        """Its type, to trace with."""
+        return avals.abstract(self.aval)
 
     @property
     def known(self) -> Any:
-        """The constant, in the dtype that the program gives it."""
+        """The constant, in the dtype that it has in the program."""
         if self.is_key or isinstance(self.constant, jax.core.Tracer):
             return self.constant
         if isinstance(self.constant, (bool, int, float, complex, np.generic, np.ndarray)):
@@ -81,7 +71,7 @@ class Value:
 
 
 class Node:
-    """One equation, with the calls around it."""
+    """One equation, with the calls that it was inlined from."""
 
     __slots__ = ("calls", "equation", "index", "inputs", "name", "outputs", "params")
 
@@ -95,7 +85,7 @@ class Node:
         return bool(self.equation.effects)
 
     def __call__(self, operands: Sequence[Any], params: dict[str, Any] | None = None) -> list[Any]:
-        return versions.evaluate(self.equation, operands, params)
+        return interpreter.evaluate(self.equation, operands, params)
 
 
 class Graph:
@@ -103,9 +93,9 @@ class Graph:
 
     Args:
       jaxpr: the function.
-      opened: for checkpoints to look into and loops to unroll, by the identity of their equations, these equations
-        and the functions that take their place.
-      calls: the calls around it, the outermost first, where it is a function inside an equation.
+      opened: equations of checkpoints to inline and of scans to unroll, by their `id`. Each comes with the function
+        that takes its place.
+      calls: the equations around the function, the outermost first, if it is one inside an equation.
     """
 
     def __init__(
@@ -113,14 +103,14 @@ class Graph:
     ) -> None:
         self._opened = opened or {}
         self._nodes: list[Node] = []
-        variables, consts, _ = versions.open_jaxpr(jaxpr)
+        variables, consts, _ = interpreter.open_jaxpr(jaxpr)
         self.inputs = [Value(variable.aval) for variable in variables[len(consts) :]]
         self.outputs = self._add(jaxpr, self.inputs, calls)
         self.nodes = self._live_nodes()
 
     def _add(self, jaxpr: Any, arguments: Sequence[Value], calls: tuple[Any, ...]) -> list[Value]:
-        """Adds the equations of a function that is called with `arguments`."""
-        variables, consts, equations = versions.open_jaxpr(jaxpr)
+        """Adds the equations of a function called with `arguments`, and returns its results."""
+        variables, consts, equations = interpreter.open_jaxpr(jaxpr)
         closed_over = [
             Value(variable.aval, constant=const, is_constant=True)
             for variable, const in zip(variables, consts, strict=False)
@@ -128,22 +118,21 @@ class Graph:
         values = dict(zip(variables, [*closed_over, *arguments], strict=True))
 
         def read(operand: Any) -> Value:
-            if versions.is_literal(operand):
+            if interpreter.is_literal(operand):
                 return Value(operand.aval, constant=operand.val, is_constant=True)
             return values[operand]
 
         for equation in equations:
             inputs = [read(operand) for operand in equation.invars]
             values.update(zip(equation.outvars, self._add_equation(equation, inputs, calls), strict=True))
-        return [read(output) for output in getattr(jaxpr, "jaxpr", jaxpr).outvars]
+        return [read(output) for output in interpreter.outputs_of(jaxpr)]
 
     def _add_equation(self, equation: Any, inputs: list[Value], calls: tuple[Any, ...]) -> Sequence[Value]:
-        name, params = equation.primitive.name, equation.params
+        name = equation.primitive.name
         if name == "optimization_barrier":
             return inputs
         if name in INLINED:
-            inner = next(params[key] for key in ("jaxpr", "call_jaxpr", "call") if key in params)
-            return self._add(inner, inputs, (*calls, equation))
+            return self._add(called_jaxpr(equation), inputs, (*calls, equation))
         if id(equation) in self._opened:
             return self._add(self._opened[id(equation)][1], inputs, (*calls, equation))
         node = Node(equation, inputs, calls, len(self._nodes))
@@ -154,7 +143,7 @@ class Graph:
         live = set(map(id, self.outputs))
         kept = []
         for node in reversed(self._nodes):
-            # A print has no results, and is meant to happen all the same.
+            # A print has no results, and must be kept.
             if node.has_effects or any(id(output) in live for output in node.outputs):
                 kept.append(node)
                 live.update(map(id, node.inputs))
@@ -165,15 +154,15 @@ class Graph:
 
 
 def opened_function(node: Node) -> Any:
-    """What is inside a checkpoint, or a scan as the jaxpr of its steps."""
+    """The jaxpr to inline in the place of a checkpoint (its function) or of a scan (its iterations, unrolled)."""
     return _unrolled(node.equation, node.inputs) if node.name == "scan" else node.params["jaxpr"]
 
 
 def _unrolled(equation: Any, inputs: Sequence[Value]) -> Any:
-    """A scan as the jaxpr of its steps, one after the other."""
+    """The jaxpr of a scan, unrolled."""
     params = equation.params
-    num_consts, num_carry = versions.scan_counts(params)
-    body = jax.extend.core.jaxpr_as_fun(params["jaxpr"])
+    num_consts, num_carry = interpreter.scan_counts(params)
+    body = interpreter.as_function(params["jaxpr"])
     steps = range(params["length"])
 
     def unrolled(*operands: Any) -> list[Any]:

@@ -1,6 +1,7 @@
-"""The text of a compiled program: its computations, the instructions in them, and the devices that exchange.
+"""Parses the text of a compiled program: its computations, their instructions, and the groups of devices.
 
-XLA promises nothing about this text. What is not understood raises, since whoever asks is going to count.
+XLA promises nothing about the form of this text. A form that is not known raises an error, since a count that leaves
+something out would be wrong.
 """
 
 import dataclasses
@@ -14,14 +15,14 @@ from anybatch.errors import AnybatchError
 
 
 class UnreadableProgramError(AnybatchError, ValueError):
-    """The text of a compiled program has a form that is not known, so that counting its collectives would be a guess.
+    """The text of a compiled program has an unknown form, so that its collectives cannot be counted.
 
-    The message shows the line; nothing was counted.
+    The message shows the line.
     """
 
     def __init__(self, why: str, line: str = "") -> None:
         shown = f"\n    {line.strip()[:300]}" if line else ""
-        remedy = "Please report the line. To compute gradients, nothing of this is needed."
+        remedy = "Please report the line. Gradients do not depend on this count."
         super().__init__(f"Collectives are counted in the text of a compiled program, but {why}.{shown}\n{remedy}")
 
 
@@ -32,18 +33,18 @@ class Instruction:
     number: int  # of the line
     shape: str
     op: str
-    attributes: str  # and operands, without what is quoted, where a user's names could look like anything
+    attributes: str  # and operands, without quoted text: names that users choose could look like anything
     line: str
 
     @property
     def trip_count(self) -> int | None:
-        """How often a loop runs; None if the compiler does not know."""
+        """The number of iterations of a loop; None if the compiler does not know."""
         match = _TRIP_COUNT.search(self.line)
         return int(match[1]) if match else None
 
     @property
     def source(self) -> str:
-        """The operation that it comes from, as JAX names it; empty if XLA made it."""
+        """The JAX operation that it comes from; empty if XLA made it."""
         match = _SOURCE.search(self.line)
         return match[1] if match else ""
 
@@ -51,7 +52,7 @@ class Instruction:
     def array_bytes(self) -> list[int]:
         """The bytes of each array of its result."""
         shape = self.shape
-        # What starts an all-reduce has the shape of its result. The other starts have operands, results, and scratch.
+        # An all-reduce-start has the shape of its result. The other starts have operands, results and scratch.
         if self.op.endswith("-start") and self.op != "all-reduce-start":
             parts = _parts(shape)
             if len(parts) < 2:
@@ -79,7 +80,7 @@ _ARRAY = re.compile(r"\b([a-z]+)(\d*)\w*\[([^\]]*)\]")
 _QUOTED = re.compile(r'"(?:[^"\\]|\\.)*"')
 _HEADER = re.compile(r"(ENTRY\s+)?%?([\w.\-]+)\s*(?:\(.*)?\{$")
 _NAME = re.compile(r"\s+(?:ROOT\s+)?%?[\w.\-]+\s*=\s*")
-# Wider than what is known, so that a new kind is noticed.
+# Matches more than the collectives that are known, so that a new one is noticed.
 _SUSPECT = re.compile(
     r"(?<![%\w.\-])(?!\S*-(?:done|update)\()"
     r"(?:(?:ragged-)?all-[a-z\-]+|reduce-scatter[a-z\-]*|collective-[a-z\-]+|send|recv)\("
@@ -87,14 +88,14 @@ _SUSPECT = re.compile(
 
 
 class Program:
-    """The text of a program, cut into computations.
+    """A compiled program, as computations by name.
 
     Args:
       text: as `jax.stages.Compiled.as_text` returns it.
 
     Attributes:
-      entry: the name of the computation that is run.
-      suspects: the lines that look like a collective, by number, wherever they are.
+      entry: the name of the computation that runs first.
+      suspects: all lines that look like a collective, by their numbers.
     """
 
     def __init__(self, text: str) -> None:
@@ -124,7 +125,7 @@ class Program:
 
     @property
     def devices(self) -> int:
-        """How many devices run it together."""
+        """The number of devices that run it."""
         return self.replicas * self.partitions
 
     def __getitem__(self, name: str) -> list[Instruction]:
@@ -133,7 +134,7 @@ class Program:
         return self._computations[name]
 
     def groups(self, each: Instruction, kind: str) -> list[list[int]]:
-        """The devices that exchange with each other in a collective, by their positions among all."""
+        """The groups of devices that exchange data in a collective, by their positions among all devices."""
         replicas, partitions = list(range(self.replicas)), list(range(self.partitions))
         channel = "channel_id=" in each.attributes
         if "use_global_device_ids=true" in each.attributes:
@@ -167,7 +168,7 @@ def _instructions(number: int, bare: str, line: str) -> list[Instruction]:
 
 
 def _closing(text: str) -> int:
-    """Where the parenthesis ends that a text begins with."""
+    """The position after the parenthesis that closes the first character of a text."""
     depth = 0
     for position, character in enumerate(text):
         depth += (character == "(") - (character == ")")
@@ -189,7 +190,7 @@ def _parts(shape: str) -> list[str]:
 
 
 def _replica_groups(each: Instruction, everyone: list[int]) -> list[list[int]]:
-    """Groups in any of the three ways to write them; if none are written, everyone is in one."""
+    """The groups, in any of the three notations; one group of `everyone` if the text has none."""
     text = each.attributes
     if "replica_groups={}" in text and everyone:
         return [everyone]
@@ -199,11 +200,11 @@ def _replica_groups(each: Instruction, everyone: list[int]) -> list[list[int]]:
         return _permuted(match[2]).reshape(int(match[1]), -1).tolist()
     if match := re.search(r"replica_groups=mesh\[([^\]]*)\](?:, *device_ids=\(([^{]*)\))? *\{([^}]*)\}", text):
         return _mesh_groups(match[1], match[2], match[3], each.line)
-    raise UnreadableProgramError("the groups of devices are written in an unknown way", each.line)
+    raise UnreadableProgramError("the groups of devices are in an unknown notation", each.line)
 
 
 def _mesh_groups(axes: str, devices: str | None, along: str, line: str) -> list[list[int]]:
-    """Groups along some axes of a mesh, or along a part of an axis: a:(4)2 is the 2 after the 4 outermost of a."""
+    """Groups along axes of a mesh, or along a factor of an axis: a:(4)2 is a factor 2 after an outer 4 of a."""
     sizes = {name: int(size) for name, size in re.findall(r"'?([^',=]+)'?=(\d+)", axes)}
     wanted = re.findall(r"'?([^',:]+)'?(?::\((\d+)\)(\d+))?(?:,|$)", along.strip())
     if any(name not in sizes for name, _, _ in wanted):
@@ -226,7 +227,7 @@ def _mesh_groups(axes: str, devices: str | None, along: str, line: str) -> list[
 
 
 def _permuted(text: str) -> np.ndarray:
-    """Numbers in a list, or all up to a product in another order, such as [4,2]T(1,0)."""
+    """A list of numbers, or a permutation of range(8) such as [4,2]T(1,0)."""
     match = re.search(r"\[([\d,]+)\](?:T\(([\d,]+)\))?$", text.strip())
     if not match:
         return np.array(_numbers(text.rpartition("]")[2]))
@@ -238,12 +239,12 @@ def _permuted(text: str) -> np.ndarray:
 def _pairs(each: Instruction) -> list[list[int]]:
     match = re.search(r"source_target_pairs=\{((?:\{\d+, *\d+\},? *)*)\}", each.attributes)
     if not match:
-        raise UnreadableProgramError("its pairs of devices are written in an unknown way", each.line)
+        raise UnreadableProgramError("its pairs of devices are in an unknown notation", each.line)
     return [_numbers(pair) for pair in re.findall(r"\{([^}]*)\}", match[1])]
 
 
 def _connected(pairs: Sequence[Sequence[int]]) -> list[list[int]]:
-    """The devices that are connected by pairs, directly or over others."""
+    """The connected components of the graph that has these pairs as edges."""
     group = {device: {device} for pair in pairs for device in pair}
     for source, target in pairs:
         merged = group[source] | group[target]

@@ -1,48 +1,43 @@
-"""A computation that adds into its accumulators where they lie, safe under every transformation.
+"""A primitive for programs that accumulate gradients in place, correct under every transformation.
 
-A backward pass that writes into `jax.new_ref` buffers keeps one gradient in memory instead of two. But JAX
-does not transform such a program: under `vmap` and `checkpoint` it raises, and the gradient of a scan around
-it is silently wrong (in 0.10, 0.11 and 0.12). So the program is wrapped in a primitive that has two forms of
-the same function: it compiles to the one that writes in place, and `grad`, `jvp` and `vmap` use the pure one.
+A backward pass that writes into `jax.new_ref` buffers keeps one gradient in memory instead of two. But JAX cannot
+transform such a program: under `vmap` and `checkpoint` it raises, and the gradient of a scan around it is silently
+wrong (in 0.10, 0.11 and 0.12). So the program is wrapped in a primitive that has two forms of the same function. It
+compiles to the form that writes in place; `grad`, `jvp` and `vmap` use the pure form.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.extend.core as jex_core
 from jax.interpreters import ad, batching, mlir
 
-from anybatch.jaxprs import versions
+from anybatch.jaxprs import interpreter
 
 Function = Callable[..., list[Any]]
-
-_accumulate_p = jex_core.Primitive("accumulate_in_place")
-_accumulate_p.multiple_results = True
 
 
 def call(in_place: Function, pure: Function, *arrays: Any) -> list[Any]:
     """Computes `in_place(*arrays)`. `pure` must be the same function, written without references."""
     jaxpr = jax.make_jaxpr(in_place)(*arrays)
-    if versions.is_high(jaxpr):
+    if interpreter.is_high(jaxpr):
         return pure(*arrays)
-    # The parameter is called as `jit` calls its own: whoever walks a jaxpr finds the scan in it.
-    return _accumulate_p.bind(*arrays, jaxpr=jaxpr, pure=pure)
+    # The parameter has the name that `jit` uses, so that code that walks a jaxpr finds the scan inside.
+    return _primitive().bind(*arrays, jaxpr=jaxpr, pure=pure)
 
 
-@_accumulate_p.def_abstract_eval
 def _abstract_eval(*_: Any, jaxpr: Any, pure: Function) -> list[Any]:
-    return list(jaxpr.out_avals)  # and no effects: the references live and die inside
+    return list(jaxpr.out_avals)  # without effects: the references do not leave the program
 
 
-@_accumulate_p.def_impl
 def _run_uncompiled(*arrays: Any, jaxpr: Any, pure: Function) -> list[Any]:
     return pure(*arrays)  # reached under jax.disable_jit()
 
 
 def _lower(context: Any, *operands: Any, jaxpr: Any, pure: Function) -> Sequence[Any]:
-    # lower_fun turns the references into ordinary values, which a primitive's own jaxpr would keep.
-    return mlir.lower_fun(jex_core.jaxpr_as_fun(jaxpr), multiple_results=True)(context, *operands)
+    # lower_fun turns the references into ordinary values. Lowering the jaxpr itself would not.
+    return mlir.lower_fun(interpreter.as_function(jaxpr), multiple_results=True)(context, *operands)
 
 
 def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, jaxpr: Any, pure: Function) -> tuple[Any, Any]:
@@ -61,6 +56,14 @@ def _batch(axis: Any, arrays: Sequence[Any], axes: Sequence[Any], *, jaxpr: Any,
     return outputs, [0] * len(outputs)
 
 
-mlir.register_lowering(_accumulate_p, _lower)
-ad.primitive_jvps[_accumulate_p] = _jvp
-batching.fancy_primitive_batchers[_accumulate_p] = _batch
+@functools.cache
+def _primitive() -> Any:
+    """The primitive, made when it is first used: that imports `jax.extend`, which takes time."""
+    primitive = interpreter.jax_core().Primitive("accumulate_in_place")
+    primitive.multiple_results = True
+    primitive.def_abstract_eval(_abstract_eval)
+    primitive.def_impl(_run_uncompiled)
+    mlir.register_lowering(primitive, _lower)
+    ad.primitive_jvps[primitive] = _jvp
+    batching.fancy_primitive_batchers[primitive] = _batch
+    return primitive

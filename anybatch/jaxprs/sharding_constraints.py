@@ -1,36 +1,42 @@
-"""Sharding constraints of a loss, made to hold on the devices of a mesh that has taken some axes by hand.
+"""Rewrites the sharding constraints of a loss so that it can be traced inside a `shard_map` over some mesh axes.
 
-A loss for many devices may say how its activations are spread: over the examples and over axes of the model. On a
-device that has examples of its own, the first is true already and cannot be said; the second can. So each constraint
-becomes a hint: the identity, which speaks of the other axes alone, and of these not before it is compiled.
+A loss for many devices may constrain how its activations are sharded: over the examples and over axes of the model.
+Inside a `shard_map` over the data axes, each device has its own examples, so constraints over these axes already hold,
+and JAX refuses them. Constraints over the other axes are still wanted. So each constraint becomes a hint: a primitive
+that is the identity, and that becomes a constraint over the other axes when it is compiled.
 """
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
 import jax
-import jax.extend.core as jex_core
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from anybatch.errors import InputError
-from anybatch.jaxprs import versions
+from anybatch.jaxprs import avals, interpreter, tracing
+from anybatch.jaxprs.primitives import CALLS, called_jaxpr
 
-_hint_p = jex_core.Primitive("sharding_hint")
-_hint_p.def_impl(lambda array, **_: array)
-_hint_p.def_abstract_eval(lambda array, **_: array)
-ad.deflinear2(_hint_p, lambda cotangent, _, **params: [_hint_p.bind(cotangent, **params)])
+
+@functools.cache
+def _hint_p() -> Any:
+    """The primitive of hints, made when it is first used: that imports `jax.extend`, which takes time."""
+    primitive = interpreter.jax_core().Primitive("sharding_hint")
+    primitive.def_impl(lambda array, **_: array)
+    primitive.def_abstract_eval(lambda array, **_: array)
+    ad.deflinear2(primitive, lambda cotangent, _, **params: [primitive.bind(cotangent, **params)])
+    batching.primitive_batchers[primitive] = _batch
+    mlir.register_lowering(primitive, _lower)
+    return primitive
 
 
 def _batch(arrays: Sequence[Any], axes: Sequence[Any], *, mesh: Mesh, spec: PartitionSpec) -> tuple[Any, Any]:
     if axes[0] is None:
-        return _hint_p.bind(arrays[0], mesh=mesh, spec=spec), None
+        return _hint_p().bind(arrays[0], mesh=mesh, spec=spec), None
     entries = [*spec, *[None] * (arrays[0].ndim - 1 - len(spec))]
     entries.insert(axes[0], PartitionSpec.UNCONSTRAINED)
-    return _hint_p.bind(arrays[0], mesh=mesh, spec=PartitionSpec(*entries)), axes[0]
-
-
-batching.primitive_batchers[_hint_p] = _batch
+    return _hint_p().bind(arrays[0], mesh=mesh, spec=PartitionSpec(*entries)), axes[0]
 
 
 def _lower(context: Any, operand: Any, *, mesh: Mesh, spec: PartitionSpec) -> Any:
@@ -40,72 +46,75 @@ def _lower(context: Any, operand: Any, *, mesh: Mesh, spec: PartitionSpec) -> An
     return mlir.lower_fun(constrain, multiple_results=False)(context, operand)
 
 
-mlir.register_lowering(_hint_p, _lower)
-
-
 def without_mesh(
-    traced: versions.Traced, const_types: Sequence[Any], types: Sequence[Any], mesh: Mesh, axes: tuple[str, ...]
-) -> versions.Traced:
-    """A program that says nothing of a mesh, with hints instead of constraints.
+    traced: tracing.Traced, const_types: Sequence[Any], types: Sequence[Any], mesh: Mesh, axes: tuple[str, ...]
+) -> tracing.Traced:
+    """The program with hints instead of sharding constraints, and without any other mention of a mesh.
 
     Args:
       traced: the program.
-      const_types: the types of what it closes over.
+      const_types: the types of the arrays that it closes over.
       types: the types of its arguments.
-      mesh: the mesh that hints are about.
-      axes: the axes that they must not speak of.
+      mesh: the mesh of the hints.
+      axes: the mesh axes of the `shard_map`, which hints must not name.
     """
-    if not _speaks_of_meshes(traced.jaxpr):
+    if not _mentions_mesh(traced.jaxpr):
         return traced
-    rewrite = _Rewriting(mesh, axes)
+    rewriter = _Rewriter(mesh, axes)
 
     def run(*flat: Any) -> list[Any]:
-        return rewrite.run(traced.jaxpr, [*traced.inner, *flat])
+        return rewriter.run(traced.jaxpr, [*traced.inner, *flat])
 
-    with _nowhere():
-        return versions.retrace(run, const_types, types)
+    with _no_mesh():
+        return tracing.retrace(run, const_types, types)
 
 
-def _nowhere() -> Any:
-    """With no mesh around."""
+def _no_mesh() -> Any:
+    """A context without a mesh."""
     return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ()))
 
 
-class _Rewriting:
+class _Rewriter:
+    """Evaluates a jaxpr with hints in the place of its sharding constraints."""
+
     def __init__(self, mesh: Mesh, axes: tuple[str, ...]) -> None:
         self.mesh, self.axes = mesh, axes
 
     def run(self, jaxpr: Any, arguments: Sequence[Any]) -> list[Any]:
         """Calls a jaxpr, open or closed, equation by equation."""
-        return versions.interpret(jaxpr, arguments, self._equation)
+        return interpreter.interpret(jaxpr, arguments, self._equation)
 
     def _equation(self, equation: Any, operands: list[Any]) -> list[Any]:
         name, params = equation.primitive.name, equation.params
         if name == "sharding_constraint":
             return [self._hint(operands[0], params["sharding"])]
-        nested = versions.jaxprs_in(equation)
-        if name in ("jit", "pjit", "closed_call", "core_call") and any(map(_speaks_of_meshes, nested)):
-            return self.run(params["jaxpr"], operands)  # with arguments that it may have put somewhere
+        nested = interpreter.jaxprs_in(equation)
+        if name in CALLS and any(map(_mentions_mesh, nested)):
+            return self.run(
+                called_jaxpr(equation), operands
+            )  # without the shardings that it may have for its arguments
         if not nested:
-            return versions.evaluate(equation, operands, {key: _bare(key, each) for key, each in params.items()})
-        if name == "custom_jvp_call":  # its derivative may speak of a mesh even if it does not itself
+            return interpreter.evaluate(
+                equation, operands, {key: _without_sharding(key, each) for key, each in params.items()}
+            )
+        if name == "custom_jvp_call":  # its derivative may mention a mesh even if it does not itself
             return self._custom_jvp(equation, operands)
         if name.startswith("custom_") and not any(map(_constrains, nested)):
-            return versions.evaluate(equation, operands)
+            return interpreter.evaluate(equation, operands)
         if name.startswith("custom_"):
             raise InputError(
-                "With mesh=, a function with derivatives of its own must not constrain how its values are spread",
+                "With mesh=, a function with a custom derivative must not constrain the sharding of its values",
                 given=f"a sharding constraint inside a {name.removesuffix('_call')}",
-                remedy="Constrain what goes into it or what comes out of it instead.",
+                remedy="Move the constraint out of the function: to its arguments or its results.",
             )
-        if name == "shard_map" or not any(map(_speaks_of_meshes, nested)):
-            return versions.evaluate(equation, operands)
-        # Branches must agree about where their results lie, which those of a derivative may not if one has a hint.
-        inside = self if name != "cond" else _Rewriting(self.mesh, self.mesh.axis_names)
-        return versions.evaluate(equation, operands, {key: inside._nested(each) for key, each in params.items()})
+        if name == "shard_map" or not any(map(_mentions_mesh, nested)):
+            return interpreter.evaluate(equation, operands)
+        # Results of all branches must have the same sharding. In a derivative they may not, if only one has a hint.
+        inside = self if name != "cond" else _Rewriter(self.mesh, self.mesh.axis_names)
+        return interpreter.evaluate(equation, operands, {key: inside._nested(each) for key, each in params.items()})
 
     def _custom_jvp(self, equation: Any, operands: list[Any]) -> list[Any]:
-        """A function with a derivative of its own: both are rewritten."""
+        """Rewrites a `custom_jvp`: the function and its derivative."""
 
         @jax.custom_jvp
         def function(*operands: Any) -> tuple[Any, ...]:
@@ -114,66 +123,67 @@ class _Rewriting:
         @function.defjvp
         def _(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Any, Any]:
             def push(primals: Any, tangents: Any) -> tuple[Any, Any]:
-                return jax.jvp(lambda *values: tuple(versions.evaluate(equation, values)), primals, tangents)
+                return jax.jvp(lambda *values: tuple(interpreter.evaluate(equation, values)), primals, tangents)
 
             given = (tuple(primals), tuple(tangents))
             leaves, tree = jax.tree.flatten(given)
-            types = [versions.abstract(versions.bare(leaf)) for leaf in leaves]
-            with _nowhere():
+            types = [avals.abstract(avals.bare(leaf)) for leaf in leaves]
+            with _no_mesh():
                 traced, shape = jax.make_jaxpr(push, return_shape=True)(*jax.tree.unflatten(tree, types))
             return jax.tree.unflatten(jax.tree.structure(shape), self.run(traced, leaves))
 
         return list(function(*operands))
 
     def _hint(self, array: Any, sharding: Any) -> Any:
-        """An array, hinted at by what is left of a constraint."""
+        """An array with a hint for the axes of a constraint that are left; unchanged if none is."""
         spec = getattr(sharding, "spec", None)
         if spec is None:
             return array
 
-        def left(entry: Any) -> Any:
+        def remaining(entry: Any) -> Any:
             if entry is None or entry is PartitionSpec.UNCONSTRAINED:
                 return entry
             names = tuple(name for name in ((entry,) if isinstance(entry, str) else entry) if name not in self.axes)
             return names or None
 
-        entries = [left(entry) for entry in spec]
+        entries = [remaining(entry) for entry in spec]
         if not any(isinstance(entry, tuple) for entry in entries):
             return array
-        return _hint_p.bind(array, mesh=self.mesh, spec=PartitionSpec(*entries))
+        return _hint_p().bind(array, mesh=self.mesh, spec=PartitionSpec(*entries))
 
     def _nested(self, param: Any) -> Any:
-        """A parameter of an equation, rewritten if it is a function."""
-        if isinstance(param, tuple) and any(hasattr(each, "eqns") for each in param):
+        """A parameter of an equation, rewritten if it is a jaxpr or a tuple of jaxprs."""
+        if isinstance(param, tuple) and any(map(interpreter.is_jaxpr, param)):
             return tuple(self._nested(each) for each in param)
-        if not hasattr(param, "eqns"):
+        if not interpreter.is_jaxpr(param):
             return param
-        opened = getattr(param, "jaxpr", param)
-        types = [versions.abstract(versions.bare_type(variable.aval)) for variable in opened.invars]
-        closed = versions.close(lambda *flat: self.run(param, flat), types)
-        return closed if hasattr(param, "jaxpr") else versions.opened(closed)
+        types = [avals.abstract(avals.bare_type(variable.aval)) for variable in interpreter.inputs_of(param)]
+        closed = tracing.close(lambda *flat: self.run(param, flat), types)
+        return closed if interpreter.is_closed(param) else interpreter.opened(closed)
 
 
-def _bare(key: str, param: Any) -> Any:
-    """A parameter of an equation without nested functions; one that names a place does so no longer."""
+def _without_sharding(key: str, param: Any) -> Any:
+    """A parameter of an equation, or None for a sharding on a mesh."""
     return None if key in ("sharding", "out_sharding") and isinstance(param, NamedSharding) else param
 
 
-def _speaks_of_meshes(jaxpr: Any) -> bool:
-    _, _, equations = versions.open_jaxpr(jaxpr)
+def _mentions_mesh(jaxpr: Any) -> bool:
+    """Whether a jaxpr was traced under a mesh or has shardings in it, at any depth but inside a `shard_map`."""
+    _, _, equations = interpreter.open_jaxpr(jaxpr)
     for equation in equations:
-        if equation.primitive.name == "sharding_constraint" or versions.traced_on_mesh(equation):
+        if equation.primitive.name == "sharding_constraint" or interpreter.traced_on_mesh(equation):
             return True
-        if any(_bare(key, param) is not param for key, param in equation.params.items()):
+        if any(_without_sharding(key, param) is not param for key, param in equation.params.items()):
             return True
-        if equation.primitive.name != "shard_map" and any(map(_speaks_of_meshes, versions.jaxprs_in(equation))):
+        if equation.primitive.name != "shard_map" and any(map(_mentions_mesh, interpreter.jaxprs_in(equation))):
             return True
     return False
 
 
 def _constrains(jaxpr: Any) -> bool:
-    _, _, equations = versions.open_jaxpr(jaxpr)
+    """Whether a jaxpr has a sharding constraint in it, at any depth."""
+    _, _, equations = interpreter.open_jaxpr(jaxpr)
     return any(
-        equation.primitive.name == "sharding_constraint" or any(map(_constrains, versions.jaxprs_in(equation)))
+        equation.primitive.name == "sharding_constraint" or any(map(_constrains, interpreter.jaxprs_in(equation)))
         for equation in equations
     )

@@ -1,4 +1,4 @@
-"""Where in the user's own source an equation comes from, and what to blame it for."""
+"""Finds the line of the user's source that an equation comes from."""
 
 import dataclasses
 import functools
@@ -9,37 +9,15 @@ from typing import Any
 
 import jax
 
-from anybatch.jaxprs import versions
+from anybatch.jaxprs import interpreter
 from anybatch.jaxprs.graph import Node
 
 _INSTALLED = ("site-packages", "dist-packages")
 
 
 @dataclasses.dataclass(frozen=True)
-class Blame:
-    """A line that brings examples together, so that they cannot be computed one microbatch at a time."""
-
-    file: str
-    line: int
-    function: str
-    primitive: str
-    why: str
-    inside: str = ""  # the library function in which it happens, if it is not the user's own line
-
-    @property
-    def place(self) -> str:
-        """The line in the form that editors and terminals turn into a link."""
-        return f"{self.file}:{self.line}" if self.file else "an unknown line"
-
-    def __str__(self) -> str:
-        inside = f", inside {self.inside}" if self.inside else ""
-        function = f" in {self.function}" if self.function else ""
-        return f"{self.place}{function} ({self.primitive}{inside}): {self.why}"
-
-
-@dataclasses.dataclass(frozen=True)
 class SourceLine:
-    """A line of source, and the library function that it called, if the equation is of a library."""
+    """A line of the user's source, and the library function it calls, if the equation comes from a library."""
 
     file: str = ""
     line: int = 0
@@ -47,26 +25,22 @@ class SourceLine:
     inside: str = ""
 
 
-def blame(node: Node, why: str) -> Blame:
-    """Blames a node."""
-    place = locate(node)
-    return Blame(place.file, place.line, place.function, node.name, why, place.inside)
-
-
 def locate(node: Node) -> SourceLine:
-    """The user's line that a node comes from: the innermost one that is not a library's.
+    """The line of the user's source that a node comes from: the innermost one outside of libraries.
 
-    JAX cuts the frames of an equation off where the function that contains it begins: a jitted function, one with a
-    derivative of its own, the body of a loop. If all of that is a library's, the line of the call is the user's.
+    The frames that JAX keeps of an equation end where the function that contains it begins: a jitted function, one
+    with a custom derivative, the body of a loop. If all of these are in a library, the line of the call is taken.
     """
     equations = [node.equation, *reversed(node.calls)]
-    frames = [(depth, *frame) for depth, equation in enumerate(equations) for frame in versions.source_frames(equation)]
+    frames = [
+        (depth, *frame) for depth, equation in enumerate(equations) for frame in interpreter.source_frames(equation)
+    ]
     files = [file for _, file, _, _ in frames if file and not _is_own(file)]
     package = _package(files[-1]) if files else ""
     users: tuple[Callable[[str], bool], ...] = (
         lambda file: not _is_library(file) and not file.startswith("<"),
-        lambda file: not _is_library(file),  # a line of a shell, or code that was generated
-        lambda file: bool(package) and file.startswith(package),  # all of it is installed: the package of the loss
+        lambda file: not _is_library(file),  # a line of a shell, or generated code
+        lambda file: bool(package) and file.startswith(package),  # the loss itself is in an installed package
         lambda file: not _is_own(file),
     )
     for is_users in users:
@@ -81,11 +55,11 @@ def _callee(frames: Sequence[tuple[str, int, str]], calls: Sequence[Any]) -> str
     """The library function that the user's line called.
 
     Args:
-      frames: what is between that line and the equation, the innermost first.
-      calls: the calls of functions among these, the outermost first.
+      frames: those between that line and the equation, the innermost first.
+      calls: the equations among these that call functions, the outermost first.
     """
     outside = [_plain(function) for file, _, function in reversed(frames) if not _is_own(file)]
-    # Wrappers of wrappers: the name that says something is that of a layer, or else a public one.
+    # Most frames are wrappers. The most telling name is that of a layer, or else a public one.
     for is_telling in (lambda name: name.endswith(".__call__"), lambda name: not _is_private(name), lambda name: True):
         for name in outside:
             if is_telling(name):

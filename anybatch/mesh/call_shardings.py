@@ -16,7 +16,7 @@ from anybatch.call.arguments import Arguments
 from anybatch.call.options import MeshOptions, is_spec
 from anybatch.call.programs import can_run
 from anybatch.errors import InputError
-from anybatch.jaxprs import versions
+from anybatch.jaxprs import avals
 from anybatch.mesh.fixed_order import number_of_groups
 from anybatch.mesh.sharded import Spread
 
@@ -184,7 +184,7 @@ class CallShardings:
         known = {id(leaf): spec for leaf, spec in zip(self.given.arrays.wrt, self.specs, strict=True)}
 
         def type_of(leaf: Any) -> Any:
-            aval, spec = versions.bare(leaf), known.get(id(leaf))
+            aval, spec = avals.bare(leaf), known.get(id(leaf))
             sharding = None if spec is None else NamedSharding(self.mesh, spec)
             return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type, sharding=sharding)
 

@@ -12,7 +12,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from anybatch.jaxprs import versions
+from anybatch.jaxprs import avals
 from anybatch.mesh import fixed_order, reductions
 from anybatch.mesh.executor import BatchPass, OutputLayout, Shard, merge_axis, split_axis
 from anybatch.reading.states import Batched, take_rows
@@ -313,7 +313,7 @@ class Spread:
         missing = layout.count(self.share) - layout.count(examples)
         if not missing:
             return array
-        if versions.has_keys(array):
+        if avals.has_keys(array):
             return _rewrapped(array, lambda data: self._fill(data, layout, examples))
         split = split_axis(array, layout.rows, layout.count(examples))
         widths = [(0, missing if axis == layout.rows.axis + 1 else 0) for axis in range(split.ndim)]
@@ -323,7 +323,7 @@ class Spread:
         """The rows of all examples, in order."""
         if len(self.counts) == 1:
             return merge_axis(array, layout.rows) if layout.rows.outer > 1 else array
-        if versions.has_keys(array):
+        if avals.has_keys(array):
             return _rewrapped(array, lambda data: self._leave(data, layout))
         most, least = (layout.count(count) for count in self.counts)
         split = array if layout.rows.outer > 1 else split_axis(array, layout.rows, most * self.devices)
@@ -348,13 +348,13 @@ class Spread:
 
 def _rewrapped(keys: Any, change: Callable[[Any], Any]) -> Any:
     """Keys, changed as numbers are, which they are made of: along a last axis of their own."""
-    return jax.random.wrap_key_data(change(jax.random.key_data(keys)), impl=versions.key_impl(keys.dtype))
+    return jax.random.wrap_key_data(change(jax.random.key_data(keys)), impl=avals.key_impl(keys.dtype))
 
 
 def _after(one: Any, other: Any, rows: Batched) -> Any:
     """The rows of some examples, and then those of others."""
-    if versions.has_keys(one):
+    if avals.has_keys(one):
         numbers = _after(jax.random.key_data(one), jax.random.key_data(other), rows)
-        return jax.random.wrap_key_data(numbers, impl=versions.key_impl(one.dtype))
+        return jax.random.wrap_key_data(numbers, impl=avals.key_impl(one.dtype))
     joined = jnp.concatenate([split_axis(one, rows), split_axis(other, rows)], rows.axis + 1)
     return merge_axis(joined, rows)

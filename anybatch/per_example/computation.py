@@ -15,7 +15,7 @@ from anybatch.call.memory import readable
 from anybatch.errors import InputError
 from anybatch.gradients import head_budget
 from anybatch.gradients.computation import Gradient
-from anybatch.jaxprs import versions
+from anybatch.jaxprs import avals
 from anybatch.per_example.choice import kept_bytes
 from anybatch.per_example.each_example import Asked, EachExample, Inputs
 from anybatch.per_example.options import PerExampleOptions, Wants
@@ -374,7 +374,7 @@ def _check_keys_of_models(arguments: Arguments, loss: TracedLoss) -> None:
 
 
 def _has_keys(value: Any) -> bool:
-    return hasattr(value, "dtype") and versions.has_keys(value)
+    return hasattr(value, "dtype") and avals.has_keys(value)
 
 
 def _refuse_key(leaf: Any, remedy: str) -> None:
@@ -386,8 +386,8 @@ def _refuse_key(leaf: Any, remedy: str) -> None:
 
 
 def _draws_for_each(key: Any) -> bool:
-    if versions.has_keys(key):
-        return versions.is_threefry(key.dtype)
+    if avals.has_keys(key):
+        return avals.is_threefry(key.dtype)
     config: Any = jax.config
     return config.jax_default_prng_impl == "threefry2x32"
 
@@ -399,10 +399,10 @@ def _varying(arguments: Arguments) -> Arguments:
     """
     if not jax.sharding.get_abstract_mesh().manual_axes:
         return arguments
-    axes = frozenset().union(*(versions.varying_axes(jax.typeof(leaf)) for leaf in arguments.arrays.batch))
+    axes = frozenset().union(*(avals.varying_axes(jax.typeof(leaf)) for leaf in arguments.arrays.batch))
 
     def spread(leaf: Any) -> Any:
-        missing = tuple(axes - versions.varying_axes(jax.typeof(leaf.value))) if leaf.role == "wrt" else ()
+        missing = tuple(axes - avals.varying_axes(jax.typeof(leaf.value))) if leaf.role == "wrt" else ()
         return leaf._replace(value=lax.pcast(leaf.value, missing, to="varying")) if missing else leaf
 
     return dataclasses.replace(arguments, leaves=[spread(leaf) for leaf in arguments.leaves])

@@ -15,7 +15,7 @@ from jax import lax
 from anybatch.call.arguments import Arrays
 from anybatch.call.microbatches import Microbatches, first_start, join_rows, take
 from anybatch.gradients.outputs import wide_dtype
-from anybatch.jaxprs import versions
+from anybatch.jaxprs import avals
 from anybatch.mesh.executor import BatchPass, Executor, OutputLayout, Shard
 from anybatch.per_example.choice import Leaf
 from anybatch.per_example.norms import square_of
@@ -90,7 +90,7 @@ class Asked:
         rows = [kept.values, *kept.aux]
         if is_padding is not None:
             rows = [
-                each if versions.has_keys(each) else where_rows(is_padding, jnp.zeros_like(each), each) for each in rows
+                each if avals.has_keys(each) else where_rows(is_padding, jnp.zeros_like(each), each) for each in rows
             ]
         grads = None
         if self.transform is not None:
@@ -410,16 +410,16 @@ class _One(NamedTuple):
 
 
 def _zeros(aval: Any) -> Any:
-    if versions.has_keys(aval):
+    if avals.has_keys(aval):
         data = jax.eval_shape(jax.random.key_data, aval)
-        return jax.random.wrap_key_data(jnp.zeros(data.shape, data.dtype), impl=versions.key_impl(aval.dtype))
+        return jax.random.wrap_key_data(jnp.zeros(data.shape, data.dtype), impl=avals.key_impl(aval.dtype))
     return jnp.zeros(aval.shape, aval.dtype)
 
 
 def _like_rows(array: Any, batch: Sequence[Any]) -> Any:
     """An array that differs from device to device where the examples do, as loops in a `shard_map` want it."""
-    varying = frozenset().union(*(versions.varying_axes(jax.typeof(leaf)) for leaf in batch))
-    missing = tuple(varying - versions.varying_axes(jax.typeof(array)))
+    varying = frozenset().union(*(avals.varying_axes(jax.typeof(leaf)) for leaf in batch))
+    missing = tuple(varying - avals.varying_axes(jax.typeof(array)))
     return lax.pcast(array, missing, to="varying") if missing else array
 
 

@@ -17,8 +17,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from anybatch.jaxprs import versions
+from anybatch.jaxprs import interpreter
 from anybatch.jaxprs.chosen_values import Body, Source
+from anybatch.jaxprs.primitives import SCATTER_ADD
 
 
 def common(*dtypes: Any) -> Any:
@@ -44,7 +45,7 @@ class Step:
             params = self.equation.params
             if self.equation.primitive.name in CASTS:
                 return array  # sums are wide, whatever the dtype of the terms
-            return versions.evaluate(self.equation, [array], params)[0]
+            return interpreter.evaluate(self.equation, [array], params)[0]
 
         for _ in range(self.lifts):
             move = jax.vmap(move)
@@ -255,7 +256,7 @@ class _Walk:
     under_way: list[Any] = dataclasses.field(default_factory=list)
 
     def terms(self, variable: Any) -> list[Term]:
-        if versions.is_literal(variable) or len(self.under_way) > _DEEP:
+        if interpreter.is_literal(variable) or len(self.under_way) > _DEEP:
             return [Value(Source(variable), identity(len(variable.aval.shape)))]
         if variable not in self.seen:
             self.under_way.append(variable)
@@ -264,7 +265,7 @@ class _Walk:
         return self.seen[variable]
 
     def _terms(self, variable: Any) -> list[Term]:
-        equation = None if versions.is_literal(variable) else self.body.makers.get(variable)
+        equation = None if interpreter.is_literal(variable) else self.body.makers.get(variable)
         whole: list[Term] = [Value(Source(variable), identity(len(variable.aval.shape)))]
         if equation is None or not _is_real(variable):
             return whole
@@ -276,7 +277,7 @@ class _Walk:
             found = [_product(equation)]
         elif name == "conv_general_dilated" and _are_multiplied(equation):
             found = _convolution(equation)
-        elif name in ("scatter-add", "scatter_add"):
+        elif name in SCATTER_ADD:
             found = self._lookups(equation)
         elif name == "scan":
             found = self._loop(equation, equation.outvars.index(variable))
@@ -288,12 +289,12 @@ class _Walk:
         return whole if found is None else found
 
     def value(self, variable: Any) -> Value:
-        equation = None if versions.is_literal(variable) else self.body.makers.get(variable)
+        equation = None if interpreter.is_literal(variable) else self.body.makers.get(variable)
         whole = Value(Source(variable), identity(len(variable.aval.shape)))
         if equation is None or not _is_real(variable):
             return whole
         if equation.primitive.name == "scan":
-            position, (_, num_carried) = equation.outvars.index(variable), versions.scan_counts(equation.params)
+            position, (_, num_carried) = equation.outvars.index(variable), interpreter.scan_counts(equation.params)
             if position < num_carried:
                 return whole
             body = self.body.of_loop(equation)
@@ -307,7 +308,7 @@ class _Walk:
 
     def _sum(self, equation: Any) -> list[Term] | None:
         shape = equation.outvars[0].aval.shape
-        if any(versions.is_literal(operand) or operand.aval.shape != shape for operand in equation.invars):
+        if any(interpreter.is_literal(operand) or operand.aval.shape != shape for operand in equation.invars):
             return None
         parts = [self.terms(operand) for operand in equation.invars if not self._is_zero(operand)]
         found = [term for part in parts for term in part]
@@ -327,7 +328,7 @@ class _Walk:
             and update.aval.dtype in _FLOATS
             and table.aval.size
         )
-        if not plain or versions.is_literal(index) or versions.is_literal(update):
+        if not plain or interpreter.is_literal(index) or interpreter.is_literal(update):
             return None
         lookups = Lookups(
             index=Source(index),
@@ -342,7 +343,7 @@ class _Walk:
 
     def _loop(self, equation: Any, position: int) -> list[Term] | None:
         body, turns = self.body.of_loop(equation), equation.params["length"]
-        num_consts, num_carried = versions.scan_counts(equation.params)
+        num_consts, num_carried = interpreter.scan_counts(equation.params)
         inner = _Walk(body)
         if position >= num_carried:
             terms = inner.terms(body.outputs[position])
@@ -369,7 +370,7 @@ class _Walk:
         return [*lifted, *([] if self._is_zero(start) else self.terms(start))]
 
     def _is_zero(self, variable: Any, depth: int = 4) -> bool:
-        if versions.is_literal(variable):
+        if interpreter.is_literal(variable):
             return bool(np.all(np.asarray(variable.val) == 0))
         equation = self.body.makers.get(variable)
         if equation is None or not depth or equation.primitive.name not in ("broadcast_in_dim", "convert_element_type"):
@@ -430,7 +431,7 @@ def _moved(equation: Any, variable: Any) -> tuple[Any, LinearPath] | None:
     if name not in _MOVES or len(equation.invars) != 1:
         return None
     (before,) = equation.invars
-    if versions.is_literal(before) or before.aval.size != variable.aval.size:
+    if interpreter.is_literal(before) or before.aval.size != variable.aval.size:
         return None
     if before.aval.dtype not in _FLOATS or variable.aval.dtype not in _FLOATS:  # a cast to 8 bits is meant to round
         return None
@@ -444,9 +445,9 @@ def _moved(equation: Any, variable: Any) -> tuple[Any, LinearPath] | None:
 
 def _scaled(equation: Any, variable: Any) -> tuple[Any, LinearPath] | None:
     first, second = equation.invars
-    if equation.primitive.name == "mul" and versions.is_literal(first):
+    if equation.primitive.name == "mul" and interpreter.is_literal(first):
         first, second = second, first
-    if versions.is_literal(first) or not versions.is_literal(second) or first.aval.shape != variable.aval.shape:
+    if interpreter.is_literal(first) or not interpreter.is_literal(second) or first.aval.shape != variable.aval.shape:
         return None
     number = np.asarray(second.val)
     if number.shape != () or not np.isfinite(number) or number == 0:

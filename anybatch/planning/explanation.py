@@ -6,7 +6,7 @@ from anybatch.call.memory import default_device, readable
 from anybatch.planning.budget import Budget
 from anybatch.planning.candidates import AS_FAST, Search
 from anybatch.planning.measure import Bytes
-from anybatch.planning.plan import Candidate, Plan
+from anybatch.planning.plan import Candidate, Devices, Plan
 from anybatch.planning.strategy import Planned, Strategy
 
 
@@ -37,7 +37,7 @@ def as_plan(search: Search, budget: Budget, strategy: Strategy | None, seconds: 
             filter(None, [_limits(budget, smallest) if is_limited else "", _whole_batch(search), _not_compiled(search)])
         ),
         advice=_advice(search, budget, strategy, smallest) if is_limited else "",
-        device=_device(search),
+        devices=_devices(search),
         compilations=search.bench.compilations,
         planning_seconds=seconds,
         noun=gradient.noun,
@@ -89,6 +89,7 @@ def _candidate(search: Search, budget: Budget, strategy: Strategy) -> Candidate:
         predicted=predicted,
         seconds=bench.seconds.get(strategy),
         fits=fits,
+        is_full_batch=bench.gradient.is_at_once(strategy),
     )
 
 
@@ -245,10 +246,10 @@ def _examples(strategy: Strategy) -> str:
     return "1 example" if strategy.microbatch_size == 1 else f"{strategy.microbatch_size} examples"
 
 
-def _device(search: Search) -> str:
+def _devices(search: Search) -> Devices:
     gradient = search.bench.gradient
     devices = gradient.devices or [default_device()]
     kind, number = devices[0].device_kind, len(devices)
     if gradient.shardings is not None:
         number = gradient.shardings.mesh.size  # those of other processes, too
-    return f"{number} x {kind}" if number > 1 else str(kind)
+    return Devices(str(kind), number)

@@ -16,7 +16,7 @@ from anybatch.call.options import POLICIES
 from anybatch.call.placement import local_bytes
 from anybatch.call.programs import PROGRAMS, CompiledProgram, can_run
 from anybatch.errors import AnybatchError
-from anybatch.jaxprs import versions
+from anybatch.jaxprs import avals, versions
 from anybatch.jaxprs.bytes_written import uses, written_bytes
 from anybatch.mesh.call_shardings import CallShardings
 from anybatch.planning.strategy import Computation, Planned, Strategy
@@ -225,9 +225,9 @@ def compile_for_types(computation: Computation, shardings: CallShardings | None 
     if shardings is not None:
         placed = shardings.placed_types(computation.leaves)
         return versions.elsewhere(lambda: jax.jit(lambda *flat: computation.fun(*flat)).lower(*placed).compile())
-    types = [versions.abstract(jax.typeof(leaf)) for leaf in computation.leaves]
+    types = [avals.abstract(jax.typeof(leaf)) for leaf in computation.leaves]
     mesh = placement.mesh_of(computation.leaves)
-    if any(versions.vmapped_copies(leaf) > 1 for leaf in computation.leaves):
+    if any(avals.vmapped_copies(leaf) > 1 for leaf in computation.leaves):
         return placement.compile_in_vmap(computation.fun, computation.leaves, types)
     if jax.sharding.get_abstract_mesh().manual_axes:
         return placement.compile_in_shard_map(computation.fun, types)
@@ -244,9 +244,7 @@ def count_bytes(compiled: Any, gradient: Planned) -> Bytes:
     outputs = analysis.output_size_in_bytes - analysis.alias_size_in_bytes
     each_gradient = parameters
     if gradient.shardings is None:
-        each_gradient = sum(
-            local_bytes(leaf) // versions.vmapped_copies(leaf) for leaf in gradient.arguments.arrays.wrt
-        )
+        each_gradient = sum(local_bytes(leaf) // avals.vmapped_copies(leaf) for leaf in gradient.arguments.arrays.wrt)
     gradients = min(gradient.copies * each_gradient, outputs)
     return Bytes(
         parameters=parameters,

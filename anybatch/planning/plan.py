@@ -141,6 +141,17 @@ def _ticks(sizes: Sequence[int], chosen: int | None) -> list[int]:
 
 
 @dataclasses.dataclass(frozen=True)
+class Devices:
+    """The devices that a gradient is planned for: what they are, and how many."""
+
+    kind: str
+    count: int = 1
+
+    def __str__(self) -> str:
+        return f"{self.count} x {self.kind}" if self.count > 1 else self.kind
+
+
+@dataclasses.dataclass(frozen=True)
 class Candidate:
     """One way of computing the gradient, as far as it is known."""
 
@@ -153,6 +164,7 @@ class Candidate:
     predicted: int | None  # the total, before it was compiled or instead
     seconds: float | None
     fits: bool | None  # None if nobody knows
+    is_full_batch: bool = False  # whether it has one microbatch, the full batch
 
     @property
     def total(self) -> int | None:
@@ -188,7 +200,7 @@ class Plan:
       reason: why it was chosen.
       limits: what takes the memory, where that leaves something to be said.
       advice: what would help.
-      device: what it was planned for.
+      devices: what it was planned for.
       compilations: how many programs were compiled to plan; 0 if all was known.
       planning_seconds: how long that took.
       noun: what is computed, in words.
@@ -204,11 +216,16 @@ class Plan:
     reason: str
     limits: str
     advice: str
-    device: str
+    devices: Devices
     compilations: int
     planning_seconds: float
     noun: str = "gradient"
     note: str = ""
+
+    @property
+    def device(self) -> str:
+        """The devices in words, such as "8 x NVIDIA H100"."""
+        return str(self.devices)
 
     @property
     def microbatch_size(self) -> int | None:
@@ -270,7 +287,7 @@ class Plan:
     @property
     def _title(self) -> str:
         budget = "unknown memory" if self.budget is None else f"{readable(self.budget)} ({self.budget_source})"
-        each = " each" if " x " in self.device else ""
+        each = " each" if self.devices.count > 1 else ""
         return f"The {self.noun} of {self.num_examples} examples on {self.device}, within {budget}{each}"
 
     @property

@@ -22,7 +22,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from anybatch.jaxprs import versions
+from anybatch.jaxprs import interpreter
 
 
 def fingerprint(jaxpr: Any) -> str:
@@ -31,7 +31,7 @@ def fingerprint(jaxpr: Any) -> str:
     Functions in it, such as derivatives of one's own, count by their code, their constants and what they close over.
     """
     digest = hashlib.sha256()
-    for part in _parts(getattr(jaxpr, "jaxpr", jaxpr), {}, _Texts()):
+    for part in _parts(interpreter.opened(jaxpr), {}, _Texts()):
         digest.update(part.encode())
         digest.update(b"\0")
     return digest.hexdigest()
@@ -44,7 +44,7 @@ def fingerprint_of_function(function: Any) -> str:
 
 def _parts(jaxpr: Any, names: dict[Any, int], texts: "_Texts") -> Iterator[str]:
     def name(variable: Any) -> str:
-        if versions.is_literal(variable):
+        if interpreter.is_literal(variable):
             return str(variable.val)
         return str(names.setdefault(variable, len(names)))
 
@@ -56,7 +56,7 @@ def _parts(jaxpr: Any, names: dict[Any, int], texts: "_Texts") -> Iterator[str]:
             yield name(operand)
         for output in equation.outvars:
             yield f"{name(output)}:{output.aval}"
-        for inner in versions.jaxprs_in(equation):
+        for inner in interpreter.jaxprs_in(equation):
             yield from _parts(inner, names, texts)
         for key in sorted(equation.params):
             yield f"{key}={texts.of(equation.params[key])}"
@@ -108,7 +108,7 @@ class _Texts:
 
     def _of_jax(self, value: Any, depth: int) -> str:
         """A wrapper of a function by that function; shardings, dimension numbers and the like as they print."""
-        if hasattr(value, "eqns") or hasattr(value, "jaxpr"):
+        if interpreter.is_jaxpr(value):
             return ""  # it has been told equation by equation
         inner = [getattr(value, name, None) for name in ("__wrapped__", "f", "f_transformed", "func", "fun", "call")]
         functions = tuple(each for each in inner if callable(each) and each is not value)

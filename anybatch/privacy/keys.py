@@ -14,7 +14,7 @@ import jax
 import numpy as np
 
 from anybatch.errors import InputError
-from anybatch.jaxprs import versions
+from anybatch.jaxprs import avals, versions
 
 CAPACITY = 2**16  # values of single keys that are remembered, the newest
 
@@ -147,7 +147,7 @@ def is_at_hand(array: Any) -> bool:
 
 
 def _bits(key: Any) -> Any:
-    return jax.random.key_data(key) if versions.has_keys(key) else key
+    return jax.random.key_data(key) if avals.has_keys(key) else key
 
 
 def _used_twice(name: str, before: str) -> InputError:

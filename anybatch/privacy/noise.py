@@ -10,7 +10,7 @@ import numpy as np
 from anybatch.call.checks import constant, describe, is_array, is_key, named_leaves
 from anybatch.call.modules import has_nnx
 from anybatch.errors import InputError
-from anybatch.jaxprs import versions
+from anybatch.jaxprs import avals
 
 # In float32, `jax.random.normal` never goes beyond 5.42, and near its ends it takes few different values: an output
 # beyond what one dataset can produce gives the other one away. The sum of four ends at 10.8, which no noise reaches.
@@ -98,7 +98,7 @@ def check_key(name: str, key: Any) -> None:
             given=f"{name}={describe(key)}",
             remedy=f"For example {name}=privacy.secret_key(), or jax.random.key(seed) with a seed that stays secret.",
         )
-    if versions.has_keys(key) and versions.key_impl(key.dtype) == "unsafe_rbg":
+    if avals.has_keys(key) and avals.key_impl(key.dtype) == "unsafe_rbg":
         raise InputError(
             f"{name} must be of a generator that splits keys well",
             given=f'{name} of the generator "unsafe_rbg"',

@@ -17,13 +17,13 @@ import numpy as np
 from jax import lax
 
 from anybatch.errors import AnybatchError
-from anybatch.jaxprs import source
-from anybatch.jaxprs.graph import ELEMENTWISE, Node, Value
-from anybatch.reading import positions
+from anybatch.jaxprs.graph import Node, Value
+from anybatch.jaxprs.primitives import ELEMENTWISE, MOVES
+from anybatch.reading import coupling, positions
+from anybatch.reading.coupling import Coupling, RuleFailed, failure_of
 from anybatch.reading.reader import Reader, RuleResult
-from anybatch.reading.states import INVARIANT, SUMMED, Batched, RuleFailed, State, failure_of, replaced, take_rows
+from anybatch.reading.states import INVARIANT, SUMMED, Batched, State, replaced, take_rows
 
-_MOVES_ELEMENTS = frozenset("broadcast_in_dim reshape transpose squeeze concatenate slice rev pad iota".split())
 _MAX_SIZE = 1 << 22
 _MAX_CONSTANT_DEPTH = 60
 
@@ -44,7 +44,7 @@ def constant_value(
             return value.hint
         if node is None or depth > _MAX_CONSTANT_DEPTH or value.size > _MAX_SIZE:
             return None
-        if node.name not in ELEMENTWISE and node.name not in _MOVES_ELEMENTS:
+        if node.name not in ELEMENTWISE | MOVES:
             return None
         operands = [evaluate(operand, depth + 1) for operand in node.inputs]
         if any(operand is None for operand in operands):
@@ -343,7 +343,8 @@ class Microbatch:
         except (AnybatchError, jax.errors.JaxRuntimeError, FloatingPointError):
             raise
         except Exception as error:
-            raise RuleFailed(source.blame(node, failure_of(node.name, error))) from error
+            why = failure_of(node.name, error)
+            raise RuleFailed(coupling.blame(node, why, Coupling.RULE_FAILED)) from error
         self._read_whole = ()
         for output, result in zip(node.outputs, results, strict=True):
             self.known[output] = result

@@ -12,13 +12,14 @@ import jax
 import numpy as np
 
 from anybatch.errors import CoupledError, InputError
-from anybatch.jaxprs import versions
+from anybatch.jaxprs import tracing
 from anybatch.jaxprs.graph import Value
 from anybatch.reading.evaluation import constant_value
-from anybatch.reading.report import kind_of
+from anybatch.reading.report import form_of
 from anybatch.reading.split import Seeds, Split, ancestors
 from anybatch.reading.states import SUMMED, Head
 
+# Of one element, which a weight is. So not `transpose`, which `report` follows too.
 _UNCHANGED = frozenset("convert_element_type reshape squeeze broadcast_in_dim copy copy_p neg reduce_precision".split())
 
 _DECLARE = (
@@ -90,7 +91,7 @@ def _couples(split: Split) -> bool:
 def _unknown(split: Split, what: str) -> InputError:
     return InputError(
         "The noise scale needs to know what each microbatch counts: its examples, or its weight",
-        given=f"a loss that is a {kind_of(split)}, {what}",
+        given=f"a loss that is a {form_of(split).words}, {what}",
         remedy=_DECLARE,
     )
 
@@ -138,7 +139,7 @@ def _own_gradient_varies(split: Split) -> bool:
 
         return jax.grad(head)(inputs[first : first + num_wrt])
 
-    traced, _ = versions.trace(own_gradient, *types, *known, *frontier)
+    traced, _ = tracing.trace(own_gradient, *types, *known, *frontier)
     examples = [*split.batch_positions, *range(start, start + len(frontier))]
     return any(traced.inputs_used_by(output)[position] for output in range(num_wrt) for position in examples)
 

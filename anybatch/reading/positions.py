@@ -13,11 +13,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend.random import threefry2x32_p
 
 from anybatch.errors import InputError
-from anybatch.jaxprs import source, versions
-from anybatch.jaxprs.graph import ELEMENTWISE, Node, Value
+from anybatch.jaxprs import avals, source
+from anybatch.jaxprs.graph import Node, Value
+from anybatch.jaxprs.primitives import ELEMENTWISE
 from anybatch.reading.states import Batched, replaced
 
 
@@ -122,14 +122,14 @@ def _iota(microbatch: Any, node: Node, rows: Batched) -> Any:
 def _random(microbatch: Any, node: Node, value: Value, rows: Batched) -> Any:
     (keys,) = node.inputs
     if rows.axis < keys.ndim and (node.name != "random_wrap" or rows.axis < keys.ndim - 1):
-        if node.name == "random_bits" and not versions.is_threefry(keys.dtype):
+        if node.name == "random_bits" and not avals.is_threefry(keys.dtype):
             return None  # under vmap, the hardware's generator draws for all keys from the first
         return node([microbatch.rows(keys, rows)])[0]  # a key for each row
     if node.name in ("random_wrap", "random_unwrap"):
         return None
-    if versions.draws_by_counter(keys.dtype):
+    if avals.draws_by_counter(keys.dtype):
         return _drawn_by_counter(microbatch, node, value, rows)
-    if node.name == "random_split" or keys.ndim or versions.is_threefry(keys.dtype):
+    if node.name == "random_split" or keys.ndim or avals.is_threefry(keys.dtype):
         return None  # drawn at once, and cut
     if not microbatch.draw.fresh:
         place = source.locate(node)
@@ -169,7 +169,7 @@ def _drawn_by_counter(microbatch: Any, node: Node, value: Value, rows: Batched) 
     key = microbatch.whole[keys]
     data = jax.random.key_data(key)
     key_0, key_1 = (lax.broadcast_in_dim(data[..., half], local, range(keys.ndim)) for half in (0, 1))
-    bits_0, bits_1 = threefry2x32_p.bind(key_0, key_1, high, low)
+    bits_0, bits_1 = avals.threefry2x32(key_0, key_1, high, low)
     if node.name == "random_split":
         split = jnp.stack([bits_0, bits_1], axis=bits_0.ndim)
         return jax.random.wrap_key_data(split, impl=jax.random.key_impl(key))

@@ -15,11 +15,11 @@ from anybatch.call.arguments import Roles
 from anybatch.call.loss import TracedLoss, trace_loss
 from anybatch.call.modules import opened
 from anybatch.errors import InputError
-from anybatch.jaxprs import source, versions
+from anybatch.jaxprs import interpreter, source
 from anybatch.jaxprs.graph import Graph
 from anybatch.reading.positions import Draw
 from anybatch.reading.reader import Fact, NeedsInlining, Reader
-from anybatch.reading.report import Reading, report
+from anybatch.reading.report import Randomness, Reading, report
 from anybatch.reading.rules import RULEBOOK
 from anybatch.reading.split import Seeds, Split
 from anybatch.reading.states import INVARIANT, Batched
@@ -103,8 +103,8 @@ def split_loss(
 def _multiplies_groups(jaxpr: Any) -> bool:
     """Whether there is a product of sorted groups in it, at any depth: what sorting in microbatches is for."""
     return any(
-        equation.primitive.name == "ragged_dot_general" or any(map(_multiplies_groups, versions.jaxprs_in(equation)))
-        for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns
+        equation.primitive.name == "ragged_dot_general" or any(map(_multiplies_groups, interpreter.jaxprs_in(equation)))
+        for equation in interpreter.equations_of(jaxpr)
     )
 
 
@@ -174,7 +174,7 @@ def read(
         split = split_loss(loss, consts, fresh_draws=bool(arguments.arrays.keys), may_select=True)
         seen_whole = tuple(leaf.name for leaf, _, _ in arguments.unnamed_rows())
         reading = dataclasses.replace(report(split), seen_whole=seen_whole)
-        if reading.randomness == "in distribution":
+        if reading.randomness is Randomness.IN_DISTRIBUTION:
             # Says now what a call would say: that these numbers cannot be drawn in part.
             types = [[value.type for value in values] for values in (split.graph.inputs, split.frontier)]
             for selection, positions in split.selections.items():

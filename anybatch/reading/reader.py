@@ -12,9 +12,11 @@ import jax
 import numpy as np
 
 from anybatch.errors import RuleFailedWarning, user_stacklevel
-from anybatch.jaxprs import source
-from anybatch.jaxprs.graph import CHECKPOINTS, ELEMENTWISE, Graph, Node, Value, opened_function
-from anybatch.reading.states import FED_BACK, INVARIANT, SUMMED, Batched, Head, NotRowwise, State, failure_of
+from anybatch.jaxprs.graph import Graph, Node, Value, opened_function
+from anybatch.jaxprs.primitives import ELEMENTWISE, REMAT
+from anybatch.reading import coupling
+from anybatch.reading.coupling import Blame, Coupling, NotRowwise, failure_of
+from anybatch.reading.states import INVARIANT, SUMMED, Batched, Head, State
 
 # A selection of few rows, such as anchors, is read as a whole value: at most so many, and a small part of the batch.
 FEW_ROWS, SMALL_PART = 16, 1 / 16
@@ -131,9 +133,9 @@ class Reader:
         self.pointers: dict[tuple[int, int | None], Value] = {}  # the positions that a sort itself makes
         self.outcomes: dict[Node, RuleResult] = {}
         self._zeros: dict[Value, bool] = {}
-        self.blames: list[source.Blame] = []
-        self.rearranged: dict[Node, source.Blame] = {}  # selects, sorts or shifts rows of data alone
-        self.kept_whole: dict[Value, source.Blame] = {}  # selections that are computed with at full size
+        self.blames: list[Blame] = []
+        self.rearranged: dict[Node, Blame] = {}  # selects, sorts or shifts rows of data alone
+        self.kept_whole: dict[Value, Blame] = {}  # selections that are computed with at full size
         self.computed_first: set[Value] = set()  # from data alone, once, before the first microbatch
         self.cut_later: set[Value] = set()  # those of them that then are cut into rows like the batch itself
         self.hoisted: list[Node] = []  # of parameters alone, with a derivative that cannot be taken in parts
@@ -213,13 +215,14 @@ class Reader:
     def _apply_rule(self, node: Node, states: Sequence[State], moves: bool) -> RuleResult:
         if any(isinstance(state, Head) for state in states):
             has_rows = any(isinstance(state, Batched) for state in states)
-            raise NotRowwise(FED_BACK if has_rows else "it depends on values of the whole batch")
+            raise NotRowwise(Coupling.FED_BACK if has_rows else "it depends on values of the whole batch")
         if node.name in self.failed:
-            raise NotRowwise(self.failed[node.name])
+            raise NotRowwise(self.failed[node.name], reason=Coupling.RULE_FAILED)
         rule = self.rulebook.rules.get(node.name)
         if rule is None:
             raise NotRowwise(
-                f"there is no rule for the primitive {node.name!r}, so that it must be taken to mix examples"
+                f"there is no rule for the primitive {node.name!r}, so that it must be taken to mix examples",
+                reason=Coupling.NO_RULE,
             )
         try:
             outcome = self._guarded(rule, node, states)
@@ -280,8 +283,8 @@ class Reader:
             raise
         except Exception as error:  # a rule that fails must not become a gradient that is wrong
             why = failure_of(node.name, error)
-            warn_of_failed_rule(source.blame(node, why))
-            raise NotRowwise(why) from error
+            warn_of_failed_rule(coupling.blame(node, why, Coupling.RULE_FAILED))
+            raise NotRowwise(why, reason=Coupling.RULE_FAILED) from error
         finally:
             self.num_examples = self.batch_size
 
@@ -291,9 +294,9 @@ class Reader:
         couples = coupled_before or any(isinstance(state, Batched) for state in states)
         blame = refusal.blame
         if blame is None or not blame.file:  # some equations inside others have no line of their own
-            blame = source.blame(node, refusal.why)
+            blame = coupling.blame(node, refusal.why, refusal.reason)
         if not self.top:
-            raise NotRowwise(refusal.why, blame=blame)
+            raise NotRowwise(refusal.why, reason=refusal.reason, blame=blame)
         mixed = any(isinstance(state, Head) for state in states)
         if refusal.unroll and moves and not mixed and _can_be_opened(node):
             raise NeedsInlining(node.equation, opened_function(node))
@@ -320,7 +323,7 @@ class Reader:
         if length <= max(1, min(FEW_ROWS, SMALL_PART * self.batch_size)):
             return INVARIANT, None
         if length != self.batch_size and not self.may_select:
-            self.kept_whole[output] = self.rearranged.get(node) or source.blame(node, "it selects rows of the batch")
+            self.kept_whole[output] = self.rearranged.get(node) or coupling.blame(node, "it selects rows of the batch")
             return INVARIANT, None
         self.cut_later.add(output)
         return Batched(rows.axis), None if length == self.batch_size else length
@@ -339,7 +342,7 @@ class Reader:
             return
         if not self.top:
             why = "a custom backward pass of parameters is not linear in the gradient"
-            raise NotRowwise(why, blame=source.blame(node, why))
+            raise NotRowwise(why, blame=coupling.blame(node, why))
         self.hoisted.append(node)
 
     def _is_live(self, value: Value) -> bool:
@@ -378,7 +381,7 @@ class Reader:
         return node.inputs if node.name in _ADD_ZEROS else None
 
 
-def warn_of_failed_rule(blame: source.Blame) -> None:
+def warn_of_failed_rule(blame: Blame) -> None:
     """Says that a rule failed, and what became of it."""
     warnings.warn(
         f"A rule of anybatch failed at {blame}.\nThe gradient is exact all the same. From that line on, the loss is "
@@ -411,7 +414,7 @@ _ADD_ZEROS = frozenset("mul add add_any sub concatenate".split())
 
 
 def _can_be_opened(node: Node) -> bool:
-    return node.name in CHECKPOINTS or (node.name == "scan" and node.params["length"] <= MAX_UNROLLED)
+    return node.name in REMAT or (node.name == "scan" and node.params["length"] <= MAX_UNROLLED)
 
 
 Rule = Callable[[Reader, Node, Sequence[State]], RuleResult]

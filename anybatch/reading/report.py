@@ -1,151 +1,76 @@
-"""Says in plain words what a loss is over its examples.
+"""What was read of a loss, as a record to print and to plan with.
 
-What was read, as a plain record: for people to look at, and for the planner to count with.
+`report` makes the `Reading` of a loss that was split. `form_of` finds out what the loss is over its examples: a mean, a
+sum, a ratio of sums and so on.
 """
 
 import dataclasses
+import enum
 import html
 from collections.abc import Iterator
 from typing import Any
 
 from anybatch.call.memory import readable
-from anybatch.jaxprs import source, versions
-from anybatch.jaxprs.bytes_written import FUSED, written_bytes
+from anybatch.jaxprs import interpreter, source
+from anybatch.jaxprs.bytes_written import written_bytes
 from anybatch.jaxprs.graph import Node, Value
-from anybatch.jaxprs.source import Blame
+from anybatch.jaxprs.primitives import FUSED, RANDOM_DRAWS
+from anybatch.reading.coupling import Blame, Coupling
 from anybatch.reading.evaluation import constant_value
 from anybatch.reading.split import Seeds, Split
-from anybatch.reading.states import FED_BACK, INVARIANT, SUMMED, Batched, Head
+from anybatch.reading.states import INVARIANT, SUMMED, Batched, Head
 
+_MAX_SHOWN = 5  # lines that are blamed, in what is printed
+
+# A sum stays a sum of the same kind, but for its sign, its shape and its dtype.
 _UNCHANGED = frozenset(
     "convert_element_type reshape squeeze broadcast_in_dim copy copy_p neg name transpose reduce_precision".split()
 )
 _FUNCTIONS = {"sqrt": "square root", "log": "logarithm", "exp": "exponential", "rsqrt": "inverse square root"}
 
 
-def kind_of(split: Split) -> str:
-    """What the loss is over its examples: "mean over 64 examples", "ratio of sums", "couples examples", ..."""
-    loss = split.graph.outputs[0]
-    if loss.is_constant or not split.reader.uses_batch[loss]:
-        return "does not depend on the batch"
-    state = split.reader.state(loss)
-    if isinstance(state, Head) and state.couples:
-        return "couples examples"
-    return _Words(split).of_terms(loss)
+class LossKind(enum.StrEnum):
+    """What a loss, or a term of it, is over its examples."""
+
+    MEAN = enum.auto()  # of a term for each example
+    SUM = enum.auto()  # of a term for each example
+    RATIO = enum.auto()  # of sums over the examples
+    FUNCTION = enum.auto()  # of sums over the examples, such as the square root of a mean
+    OF_DATA = enum.auto()  # of data that is known before the first microbatch
+    SEVERAL = enum.auto()  # terms of different kinds, added up
+    COUPLED = enum.auto()  # needs rows of several examples at once
+    INVARIANT = enum.auto()  # does not depend on the batch
 
 
-def _scales(node: Node, factor: Value) -> bool:
-    return node.name == "mul" or (node.name == "div" and factor is node.inputs[0])
+@dataclasses.dataclass(frozen=True)
+class LossForm:
+    """What a loss, or a term of it, is over its examples: its kind, and how to say it.
+
+    Args:
+      kind: the kind.
+      words: the same for people to read, with the number of examples.
+      selection: for a mean or a sum, the number of rows that the loss selected from the batch; None: all examples.
+      parts: the terms that are added up, or those of the value that a function is taken of.
+      adds_parameters: whether a term of the parameters alone is added.
+    """
+
+    kind: LossKind
+    words: str
+    selection: int | None = None
+    parts: tuple["LossForm", ...] = ()
+    adds_parameters: bool = False
+
+    def contains(self, kind: LossKind) -> bool:
+        """Whether it, or one of its parts, is of a kind."""
+        return self.kind is kind or any(part.contains(kind) for part in self.parts)
 
 
-class _Words:
-    def __init__(self, split: Split) -> None:
-        self.reader, self.num_examples = split.reader, split.loss.num_examples
-        self.examples = f"over {self.num_examples} example{'' if self.num_examples == 1 else 's'}"
+class Randomness(enum.StrEnum):
+    """Which random numbers the microbatches draw."""
 
-    def _over(self, value: Value) -> str:
-        """What a sum is over: the examples, or rows that are selected from them."""
-        selection = self.reader.selection(value)
-        if selection is None:
-            return self.examples
-        return f"over {selection} row{'' if selection == 1 else 's'} of {self.num_examples} examples"
-
-    def of_terms(self, value: Value) -> str:
-        """The terms that a value is a sum of."""
-        terms: dict[str, None] = {}
-        of_parameters = False
-        for term in self._terms(value):
-            if self.reader.state(term) == INVARIANT and not self._uses_batch(term):
-                of_parameters = of_parameters or self.reader.moves(term)
-            else:
-                terms[self._of_term(term)] = None
-        described = " plus ".join(terms)
-        return f"{described}, plus a term of the parameters" if of_parameters else described
-
-    def _terms(self, value: Value) -> Iterator[Value]:
-        """What a value adds up, through factors and casts. Without recursion: a loss may add up thousands of terms."""
-        seen: set[Value] = set()
-        pending = [value]
-        while pending:
-            value = pending.pop()
-            if value in seen:
-                continue
-            seen.add(value)
-            node = None if value.is_constant else value.node
-            is_mixed = isinstance(self.reader.state(value), Head)
-            factors = [] if node is None else [operand for operand in node.inputs if self._uses_batch(operand)]
-            if node is not None and node.name in ("add", "add_any", "sub"):
-                pending.extend(reversed(node.inputs))
-            elif node is not None and is_mixed and node.name in _UNCHANGED:
-                pending.append(node.inputs[0])
-            elif node is not None and is_mixed and len(factors) == 1 and _scales(node, factors[0]):
-                pending.append(factors[0])
-            else:
-                yield value
-
-    def _of_term(self, value: Value) -> str:
-        state, node = self.reader.state(value), value.node
-        if state == SUMMED:
-            return self._of_sum(value)
-        if node is None or state == INVARIANT or isinstance(state, Batched):
-            return (
-                f"a function of {'the parameters and of some data' if self.reader.moves(value) else 'the data alone'}"
-            )
-        if node.name in _FUNCTIONS:
-            return f"{_FUNCTIONS[node.name]} of a {self.of_terms(node.inputs[0])}"
-        if node.name == "div" and all(self._uses_batch(operand) for operand in node.inputs):
-            return "ratio of sums"
-        sums = self._sums_below(value)
-        return (
-            f"function of {len(sums)} sums {self.examples}" if len(sums) > 1 else f"function of a sum {self.examples}"
-        )
-
-    def _of_sum(self, value: Value) -> str:
-        """A sum: is it divided by a number that grows with the batch, or by one that the batch itself gives?"""
-        pending, divided, over = [value], False, self._over(value)
-        count = self.reader.count(self.reader.selection(value))
-        seen: set[Value] = set()
-        while pending:
-            value = pending.pop()
-            node = None if value.is_constant else value.node
-            if node is None or value in seen:
-                continue
-            seen.add(value)
-            if node.name in ("mul", "div"):
-                whole = [operand for operand in node.inputs if self.reader.state(operand) == INVARIANT]
-                for operand in whole:
-                    if self._uses_batch(operand):
-                        return "ratio of sums"
-                    divided = divided or self._grows_with_batch(node, operand, count)
-            if self.reader.state(value) == SUMMED or node.name in ("mul", "div") or node.name in _UNCHANGED:
-                pending.extend(operand for operand in node.inputs if self.reader.state(operand) != INVARIANT)
-        return f"mean {over}" if divided else f"sum {over}"
-
-    def _grows_with_batch(self, node: Node, operand: Value, count: int) -> bool:
-        known = constant_value(self.reader, operand)
-        if known is None or known.size == 0 or known.flat[0] == 0 or (known != known.flat[0]).any():
-            return False
-        number = abs(float(known.flat[0].real))
-        divisor = number if node.name == "div" else 1 / number
-        return divisor >= count and abs(divisor / count % 1 - 0.5) > 0.5 - 1e-4
-
-    def _sums_below(self, value: Value) -> set[Value]:
-        found: set[Value] = set()
-        seen: set[Value] = set()
-        pending = [value]
-        while pending:
-            value = pending.pop()
-            if value.is_constant or value in seen:
-                continue
-            seen.add(value)
-            if self.reader.state(value) == SUMMED:
-                found.add(value)
-            elif value.node is not None and isinstance(self.reader.state(value), Head):
-                pending.extend(value.node.inputs)
-        return found
-
-    def _uses_batch(self, value: Value) -> bool:
-        return not value.is_constant and self.reader.uses_batch[value]
+    NONE = "none"
+    EXACT = "exact"  # their rows of those that the full batch would draw
+    IN_DISTRIBUTION = "in distribution"  # their own
 
 
 @dataclasses.dataclass(frozen=True)
@@ -170,12 +95,12 @@ class Reading:
     """How a loss uses its examples, found in the program itself.
 
     Args:
-      kind: in plain words, such as "mean over 64 examples", "ratio of sums" or "couples examples".
+      form: what the loss is over its examples, such as a mean, a ratio of sums, or coupled.
       separable: whether the gradient needs nothing but sums over the examples.
       passes: over the batch, 1 or 2.
       stochastic: whether the loss draws random numbers.
       randomness: "none", "exact" (a microbatch draws its rows of what the full batch would draw), or
-        "in distribution" (it draws its own).
+        "in distribution" (it draws its own). The values are those of `Randomness`.
       frontier: what is added up or gathered for the head, which is computed once.
       blame: the lines that look across examples, the first of them first.
       rearranged: the lines that select, sort or shift rows of the data before the parameters meet them. The gradient is
@@ -188,11 +113,11 @@ class Reading:
       layers_in_head: whether layers of the model are among what is computed from the whole batch at once.
     """
 
-    kind: str
+    form: LossForm
     separable: bool
     passes: int
     stochastic: bool
-    randomness: str
+    randomness: Randomness
     frontier: tuple[Frontier, ...]
     blame: tuple[Blame, ...]
     rearranged: tuple[Blame, ...]
@@ -203,12 +128,17 @@ class Reading:
     seen_whole: tuple[str, ...] = ()
 
     @property
+    def kind(self) -> str:
+        """The form in words: "mean over 64 examples", "ratio of sums", "couples examples", ..."""
+        return self.form.words
+
+    @property
     def advice(self) -> str:
         """What to do about a loss that looks across examples; empty if it does not."""
         if not self.blame:
             return ""
         first = self.blame[0]
-        if "no rule for the primitive" in first.why:
+        if first.reason is Coupling.NO_RULE:
             return (
                 f'Teach it: anybatch.register_rule("{first.primitive}", rule). Or declare how the loss uses its '
                 'examples: reduction="mean", "sum" or "weighted".'
@@ -236,7 +166,7 @@ class Reading:
     @property
     def is_norm_over_batch(self) -> bool:
         """Whether the first line that looks across examples may be a BatchNorm: by its name, or by what follows it."""
-        if not self.blame or self.blame[0].why != FED_BACK:
+        if not self.blame or self.blame[0].reason is not Coupling.FED_BACK:
             return False
         names = f"{self.blame[0].inside} {self.blame[0].function}".lower().replace("_", "")
         return self.layers_in_head or "batchnorm" in names
@@ -255,7 +185,7 @@ class Reading:
 
     def _lines(self) -> list[str]:
         lines = [str(item) for item in self.frontier]
-        if self.randomness == "exact":
+        if self.randomness is Randomness.EXACT:
             lines.append("draws random numbers: each microbatch those that the full batch would draw for it")
         elif self.stochastic:
             lines.append("draws random numbers: each microbatch its own, equal in distribution to the full batch's")
@@ -295,21 +225,18 @@ class Reading:
         return f"<p><b>{html.escape(self.kind)}</b>: {self.how}</p>{table}" + (f"<ul>{rest}</ul>" if rest else "")
 
 
-_MAX_SHOWN = 5
-
-
 def report(split: Split) -> Reading:
     """What was read."""
     draws = _generators(split.loss.traced.jaxpr)
-    exact = all(name == "key<fry>" for name in draws)
+    of_draws = Randomness.EXACT if all(name == "key<fry>" for name in draws) else Randomness.IN_DISTRIBUTION
     gathers = any(isinstance(split.states[position], Batched) for position in split.differentiated)
     loss = split.reader.state(split.graph.outputs[0])
     return Reading(
-        kind=kind_of(split),
+        form=form_of(split),
         separable=not gathers and not (isinstance(loss, Head) and loss.couples) and not split.reader.kept_whole,
         passes=2 if split.seeds == Seeds.BETWEEN else 1,
         stochastic=bool(draws),
-        randomness="none" if not draws else "exact" if exact else "in distribution",
+        randomness=of_draws if draws else Randomness.NONE,
         frontier=tuple(_frontier(split, value) for value in split.frontier),
         blame=tuple(dict.fromkeys(split.reader.blames)),
         rearranged=tuple(dict.fromkeys(split.reader.rearranged.values())),
@@ -332,15 +259,153 @@ def _bytes(node: Node, split: Split) -> int:
         return 0
     if node.name == "scan":
         return node.params["length"] * written_bytes(node.params["jaxpr"])
-    return sum(output.num_bytes for output in node.outputs) + sum(map(written_bytes, versions.jaxprs_in(node.equation)))
+    return sum(output.num_bytes for output in node.outputs) + sum(
+        map(written_bytes, interpreter.jaxprs_in(node.equation))
+    )
 
 
 def _generators(jaxpr: Any) -> set[str]:
     """The kinds of keys that random numbers are drawn from, at any depth."""
     found: set[str] = set()
-    for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns:
-        if equation.primitive.name in ("random_bits", "random_gamma"):
+    for equation in interpreter.equations_of(jaxpr):
+        if equation.primitive.name in RANDOM_DRAWS:
             found.add(str(equation.invars[0].aval.dtype))
-        for inner in versions.jaxprs_in(equation):
+        for inner in interpreter.jaxprs_in(equation):
             found |= _generators(inner)
     return found
+
+
+_RATIO = LossForm(LossKind.RATIO, "ratio of sums")
+
+
+def form_of(split: Split) -> LossForm:
+    """What a loss is over its examples: "mean over 64 examples", "ratio of sums", "couples examples", ..."""
+    loss = split.graph.outputs[0]
+    if loss.is_constant or not split.reader.uses_batch[loss]:
+        return LossForm(LossKind.INVARIANT, "does not depend on the batch")
+    state = split.reader.state(loss)
+    if isinstance(state, Head) and state.couples:
+        return LossForm(LossKind.COUPLED, "couples examples")
+    return _Forms(split).of_terms(loss)
+
+
+def _scales(node: Node, factor: Value) -> bool:
+    return node.name == "mul" or (node.name == "div" and factor is node.inputs[0])
+
+
+class _Forms:
+    """Finds the forms of the values of a loss."""
+
+    def __init__(self, split: Split) -> None:
+        self.reader, self.num_examples = split.reader, split.loss.num_examples
+        self.examples = f"over {self.num_examples} example{'' if self.num_examples == 1 else 's'}"
+
+    def _over(self, value: Value) -> str:
+        """Words for what a sum is over: the examples, or rows that are selected from them."""
+        selection = self.reader.selection(value)
+        if selection is None:
+            return self.examples
+        return f"over {selection} row{'' if selection == 1 else 's'} of {self.num_examples} examples"
+
+    def of_terms(self, value: Value) -> LossForm:
+        """The form of a value, from those of the terms that it adds up."""
+        terms: dict[LossForm, None] = {}
+        of_parameters = False
+        for term in self._terms(value):
+            if self.reader.state(term) == INVARIANT and not self._uses_batch(term):
+                of_parameters = of_parameters or self.reader.moves(term)
+            else:
+                terms[self._of_term(term)] = None
+        first, *others = terms
+        words = " plus ".join(term.words for term in terms)
+        form = LossForm(LossKind.SEVERAL, words, parts=tuple(terms)) if others else first
+        if not of_parameters:
+            return form
+        return dataclasses.replace(form, words=f"{words}, plus a term of the parameters", adds_parameters=True)
+
+    def _terms(self, value: Value) -> Iterator[Value]:
+        """What a value adds up, through factors and casts. Without recursion: a loss may add up thousands of terms."""
+        seen: set[Value] = set()
+        pending = [value]
+        while pending:
+            value = pending.pop()
+            if value in seen:
+                continue
+            seen.add(value)
+            node = None if value.is_constant else value.node
+            is_head = isinstance(self.reader.state(value), Head)
+            factors = [] if node is None else [operand for operand in node.inputs if self._uses_batch(operand)]
+            if node is not None and node.name in ("add", "add_any", "sub"):
+                pending.extend(reversed(node.inputs))
+            elif node is not None and is_head and node.name in _UNCHANGED:
+                pending.append(node.inputs[0])
+            elif node is not None and is_head and len(factors) == 1 and _scales(node, factors[0]):
+                pending.append(factors[0])
+            else:
+                yield value
+
+    def _of_term(self, value: Value) -> LossForm:
+        state, node = self.reader.state(value), value.node
+        if state == SUMMED:
+            return self._of_sum(value)
+        if node is None or state == INVARIANT or isinstance(state, Batched):
+            of_what = "the parameters and of some data" if self.reader.moves(value) else "the data alone"
+            return LossForm(LossKind.OF_DATA, f"a function of {of_what}")
+        if node.name in _FUNCTIONS:
+            inside = self.of_terms(node.inputs[0])
+            return LossForm(LossKind.FUNCTION, f"{_FUNCTIONS[node.name]} of a {inside.words}", parts=(inside,))
+        if node.name == "div" and all(self._uses_batch(operand) for operand in node.inputs):
+            return _RATIO
+        number = len(self._sums_below(value))
+        sums = f"{number} sums" if number > 1 else "a sum"
+        return LossForm(LossKind.FUNCTION, f"function of {sums} {self.examples}")
+
+    def _of_sum(self, value: Value) -> LossForm:
+        """A sum: is it divided by a number that grows with the batch, or by one that the batch itself gives?"""
+        pending, divided, over = [value], False, self._over(value)
+        selection = self.reader.selection(value)
+        count = self.reader.count(selection)
+        seen: set[Value] = set()
+        while pending:
+            value = pending.pop()
+            node = None if value.is_constant else value.node
+            if node is None or value in seen:
+                continue
+            seen.add(value)
+            if node.name in ("mul", "div"):
+                factors = [operand for operand in node.inputs if self.reader.state(operand) == INVARIANT]
+                for operand in factors:
+                    if self._uses_batch(operand):
+                        return _RATIO
+                    divided = divided or self._grows_with_batch(node, operand, count)
+            if self.reader.state(value) == SUMMED or node.name in ("mul", "div") or node.name in _UNCHANGED:
+                pending.extend(operand for operand in node.inputs if self.reader.state(operand) != INVARIANT)
+        if divided:
+            return LossForm(LossKind.MEAN, f"mean {over}", selection)
+        return LossForm(LossKind.SUM, f"sum {over}", selection)
+
+    def _grows_with_batch(self, node: Node, operand: Value, count: int) -> bool:
+        known = constant_value(self.reader, operand)
+        if known is None or known.size == 0 or known.flat[0] == 0 or (known != known.flat[0]).any():
+            return False
+        number = abs(float(known.flat[0].real))
+        divisor = number if node.name == "div" else 1 / number
+        return divisor >= count and abs(divisor / count % 1 - 0.5) > 0.5 - 1e-4
+
+    def _sums_below(self, value: Value) -> set[Value]:
+        found: set[Value] = set()
+        seen: set[Value] = set()
+        pending = [value]
+        while pending:
+            value = pending.pop()
+            if value.is_constant or value in seen:
+                continue
+            seen.add(value)
+            if self.reader.state(value) == SUMMED:
+                found.add(value)
+            elif value.node is not None and isinstance(self.reader.state(value), Head):
+                pending.extend(value.node.inputs)
+        return found
+
+    def _uses_batch(self, value: Value) -> bool:
+        return not value.is_constant and self.reader.uses_batch[value]

@@ -16,8 +16,9 @@ import jax.numpy as jnp
 from anybatch.call.arguments import Arrays
 from anybatch.call.loss import TracedLoss
 from anybatch.call.microbatches import take
-from anybatch.jaxprs import versions
-from anybatch.jaxprs.graph import ELEMENTWISE, Graph, Node, Value
+from anybatch.jaxprs import avals, tracing
+from anybatch.jaxprs.graph import Graph, Node, Value
+from anybatch.jaxprs.primitives import ELEMENTWISE
 from anybatch.reading.evaluation import FullBatch, Microbatch
 from anybatch.reading.positions import Draw
 from anybatch.reading.reader import Reader
@@ -253,8 +254,8 @@ class Split:
         in which an undivided gradient can overflow; nor if, inside the user's `shard_map`, JAX adds up over the devices
         gradients that have different factors.
         """
-        axes = versions.varying_axes(value.aval)
-        uneven = any(axes - versions.varying_axes(jax.typeof(leaf)) for leaf in self.loss.types.wrt)
+        axes = avals.varying_axes(value.aval)
+        uneven = any(axes - avals.varying_axes(jax.typeof(leaf)) for leaf in self.loss.types.wrt)
         is_complex = jax.dtypes.issubdtype(value.dtype, jnp.complexfloating)
         return self.reader.scales and not is_complex and not uneven and not self.loss.traced.uses_dtype(jnp.float16)
 
@@ -274,7 +275,7 @@ class Split:
 
             return jax.grad(loss)([made[position] for position in self.differentiated])
 
-        traced, _ = versions.trace(seeds, *types, *first, *frontier)
+        traced, _ = tracing.trace(seeds, *types, *first, *frontier)
         return any(any(traced.inputs_used_by(position)[sum(counts) :]) for position in range(len(self.differentiated)))
 
     # Evaluation. Inputs are flat: what the loss closes over, then its arrays by role.

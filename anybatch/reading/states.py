@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from anybatch.errors import AnybatchError
+from anybatch.reading.coupling import Coupling, NotRowwise
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,37 +88,6 @@ State: TypeAlias = Invariant | Batched | Summed | Head
 INVARIANT, SUMMED = Invariant(), Summed()
 
 
-class NotRowwise(Exception):
-    """Raised by a rule: an equation that cannot be computed microbatch by microbatch, and why.
-
-    Args:
-      why: the reason, in words for the user.
-      blame: where, if it is known better than the equation at hand.
-      unroll: whether unrolling the loop or inlining the function at hand may help.
-    """
-
-    def __init__(self, why: str, *, blame: Any = None, unroll: bool = True) -> None:
-        super().__init__(why)
-        self.why, self.blame, self.unroll = why, blame, unroll
-
-
-class RuleFailed(AnybatchError):
-    """Raised in a microbatch: an equation was read, and cannot be computed as its rule says.
-
-    Args:
-      blame: where, and what happened.
-    """
-
-    def __init__(self, blame: Any) -> None:
-        super().__init__(str(blame))
-        self.blame = blame
-
-
-def failure_of(primitive: str, error: Exception) -> str:
-    """What to say of a rule that raised an error, as a reason why its examples are taken to be mixed."""
-    return f"the rule for the primitive {primitive!r} failed ({type(error).__name__}: {error})"
-
-
 def join(one: State, other: State, one_is_zero: bool = False, other_is_zero: bool = False) -> State:
     """The state of a value that is sometimes `one` and sometimes `other`: a loop's carry, a branch's result."""
     if one == other:
@@ -146,11 +115,9 @@ def only_rows(states: Sequence[State]) -> Batched:
 def refuse_sums(states: Sequence[State]) -> None:
     """For rules that are not linear: a sum over the batch is not what they can work on."""
     if SUMMED in states:
-        raise NotRowwise(FED_BACK if any(isinstance(state, Batched) for state in states) else NOT_LINEAR)
-
-
-FED_BACK = "it combines each example with a sum or mean over the batch"
-NOT_LINEAR = "it is not linear in a sum over the batch"
+        raise NotRowwise(
+            Coupling.FED_BACK if any(isinstance(state, Batched) for state in states) else Coupling.NOT_LINEAR
+        )
 
 
 def take_rows(array: jax.Array, rows: Batched, num_examples: int, start: Any, size: int, runs: int = 1) -> jax.Array:

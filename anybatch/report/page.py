@@ -213,7 +213,7 @@ def check_path(path: str | os.PathLike[str], given: str | None = None) -> pathli
 
 def _told(plan: Plan) -> dict[str, Any]:
     """A plan in the pieces that the page has of it."""
-    each = " each" if " x " in plan.device else ""
+    each = " each" if plan.devices.count > 1 else ""
     within = "" if plan.budget is None else f", within {readable(plan.budget)}{each} ({plan.budget_source})"
     predicts = any(candidate.bytes is None and candidate.predicted is not None for candidate in plan.candidates)
     remarks = [

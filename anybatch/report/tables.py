@@ -141,7 +141,8 @@ def _of_plan(plan: Plan) -> list[KeyFigure]:
         return [KeyFigure("Microbatch", "none", "nothing fits")]
     figures = [KeyFigure("Microbatch", f"{plan.chosen.microbatch_size:,}", plan.chosen.route)]
     total = plan.chosen.total
-    whole = next((each.total for each in plan.candidates if each.route == "all at once" and each.total), None)
+    full_batch = [each for each in plan.candidates if each.is_full_batch and each.method is None]
+    whole = next((each.total for each in full_batch if each.total), None)
     if total is not None:
         note = "" if plan.budget is None else f"of {readable(plan.budget)} allowed"
         if whole is not None and whole != total:

@@ -29,7 +29,7 @@ from anybatch import __version__
 from anybatch.call.checks import must_be_path, whole_number
 from anybatch.call.memory import readable
 from anybatch.errors import AnybatchError, InputError
-from anybatch.jaxprs import versions
+from anybatch.jaxprs import avals
 from anybatch.jaxprs import versions as compat
 from anybatch.training.checkpoint_folder import CheckpointFolder
 
@@ -67,7 +67,7 @@ def _described(name: Any, value: Any) -> dict[str, Any]:
     value = np.asarray(value) if isinstance(value, (bool, int, float, complex)) else value
     shape: Any = getattr(value, "shape", None)
     dtype: Any = getattr(value, "dtype", None)
-    if shape is None or dtype is None or not (versions.has_keys(value) or _is_storable(np.dtype(dtype))):
+    if shape is None or dtype is None or not (avals.has_keys(value) or _is_storable(np.dtype(dtype))):
         raise InputError(
             "A checkpoint holds numbers, and arrays of numbers or keys, of a dtype that can be stored",
             given=f"{name}: {type(value).__name__}" + (f" of dtype {dtype}" if dtype is not None else ""),
@@ -101,7 +101,7 @@ def copied(value: Any) -> Any:
     if not isinstance(value, jax.Array):
         array = np.array(value)
         return array.astype(array.dtype.newbyteorder("="))
-    numbers = jax.random.key_data(value) if versions.has_keys(value) else value
+    numbers = jax.random.key_data(value) if avals.has_keys(value) else value
     if jax.process_count() > 1 and numbers.is_fully_addressable:
         return np.array(numbers)  # each process has one of its own, and Orbax writes that of the first
     sharding: Any = numbers.sharding
@@ -131,9 +131,9 @@ def placed(array: Any, like: Any) -> Any:
         # An array that was never told where to lie must not be told so by a checkpoint: programs would be compiled
         # anew for it, and refuse to combine it with arrays on other devices.
         array = jax.device_put(array, may_alias=False) if sharding is None else _spread(array, sharding)
-    if versions.has_keys(like):
-        return jax.random.wrap_key_data(array, impl=versions.key_impl(like.dtype))
-    return versions.as_weak(array, like)
+    if avals.has_keys(like):
+        return jax.random.wrap_key_data(array, impl=avals.key_impl(like.dtype))
+    return avals.as_weak(array, like)
 
 
 def compare(saved: Mapping[str, Any], wanted: Mapping[str, Any], path: os.PathLike[str]) -> None:
@@ -167,7 +167,7 @@ def _numbers(value: Any) -> tuple[tuple[int, ...], Any]:
     """The shape and dtype that is stored: for keys, of the numbers that they are made of."""
     if not hasattr(value, "dtype"):
         value = np.asarray(value)
-    if versions.has_keys(value):
+    if avals.has_keys(value):
         value = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(value.shape, value.dtype))
     return tuple(value.shape), np.dtype(value.dtype)
 

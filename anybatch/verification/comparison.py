@@ -23,13 +23,14 @@ import numpy as np
 from anybatch.call.arguments import ROLES, Arguments, Arrays, Roles
 from anybatch.call.checks import is_array, named_leaves
 from anybatch.gradients.value_and_grad import value_and_grad
-from anybatch.jaxprs import versions
+from anybatch.jaxprs import interpreter
 from anybatch.verification.widening import WideLoss, all_equations, widened
 
 ROUNDINGS = 8  # measured on the losses of the tests in three precisions: 2.2 is the most that they need
 CHANGES = 2  # times that the inputs are changed in their last digit; the largest effect counts
 NEGLIGIBLE = 1e-3  # a gradient that is smaller than this share of the largest one is measured against that share
 
+# Generators at any level, below that of keys too: a loss may draw without a key.
 RANDOM_PRIMITIVES = frozenset(["random_bits", "threefry2x32", "rng_bit_generator", "rng_uniform"])
 
 
@@ -173,7 +174,7 @@ class Trial:
         computed = [
             variable.aval.dtype
             for equation in self._equations
-            if not all(map(versions.is_literal, equation.invars))  # zeros and the like are exact
+            if not all(map(interpreter.is_literal, equation.invars))  # zeros and the like are exact
             for variable in equation.outvars
             if jax.dtypes.issubdtype(getattr(variable.aval, "dtype", np.bool_), np.inexact)
         ]

@@ -14,7 +14,7 @@ import numpy as np
 from anybatch.call.arguments import ROLES, Arrays
 from anybatch.call.checks import is_array, is_key
 from anybatch.reading.read import read
-from anybatch.reading.report import Reading
+from anybatch.reading.report import LossKind, Reading
 from anybatch.verification.comparison import LeafDifference, Outcome, Trial, difference
 
 Differences = Mapping[int, Sequence[LeafDifference]]  # for each microbatch size that failed, leaf by leaf
@@ -71,6 +71,12 @@ class _Case:
     @functools.cached_property
     def failed_names(self) -> list[str]:
         return list(dict.fromkeys(leaf.name for leaves in self.failed.values() for leaf in leaves if not leaf.ok))
+
+    @property
+    def only_aux_failed(self) -> bool:
+        """Whether the value and the gradient agree, and aux does not."""
+        first_aux = self.trial.num_gradients + 1  # after the gradients and the value
+        return set(self.failed_names).isdisjoint(self.trial.names[:first_aux])
 
     @property
     def size(self) -> int:
@@ -143,7 +149,7 @@ def _ill_conditioned(case: _Case) -> str | None:
 def _aux_alone(case: _Case) -> str | None:
     """With another aux_reduction for that leaf, it agrees."""
     trial, name = case.trial, case.failed_names[0]
-    if case.declared == "infer" or not all(name.startswith("aux") for name in case.failed_names):
+    if case.declared == "infer" or not case.only_aux_failed:
         return None
     declared = list(trial.declared_aux)
     position = trial.names.index(name) - trial.num_gradients - 1
@@ -302,7 +308,7 @@ def _what_the_reading_says(case: _Case) -> str | None:
         return "\n".join([title, *dict.fromkeys(lines), case.across])
     if not case.reading_agrees:
         return None
-    if "ratio" in reading.kind:
+    if reading.form.contains(LossKind.RATIO):
         return _mean_of_means(case, f"the loss is a {reading.kind}")
     return (
         f'The loss is: {reading.kind}. Declared as reduction="{case.declared}" it is another one.\n'
@@ -343,7 +349,7 @@ def _no_combination(case: _Case) -> str | None:
 def _aux_of_another_kind(case: _Case) -> str | None:
     """The gradient agrees, and no aux_reduction was right."""
     name = case.failed_names[0]
-    if case.declared == "infer" or not all(name.startswith("aux") for name in case.failed_names):
+    if case.declared == "infer" or not case.only_aux_failed:
         return None
     return (
         f"The gradient is right, and {name} is not: over the examples it is neither a mean nor a sum.\n"

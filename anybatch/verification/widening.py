@@ -14,17 +14,8 @@ import numpy as np
 from jax import lax
 
 from anybatch.call.checks import is_array
-from anybatch.jaxprs import versions
-
-# Functions that are called where they stand, and where they keep what is inside them.
-INLINED = {
-    "jit": "jaxpr",
-    "pjit": "jaxpr",
-    "remat2": "jaxpr",
-    "checkpoint": "jaxpr",
-    "closed_call": "call_jaxpr",
-    "core_call": "call_jaxpr",
-}
+from anybatch.jaxprs import avals, interpreter
+from anybatch.jaxprs.primitives import CALLS, REMAT, called_jaxpr
 
 # These mean other bits, or other digits, in another dtype. So do kernels, which are known by having functions inside.
 IN_OWN_DTYPE = frozenset(["bitcast_convert_type", "ffi_call", "nextafter", "reduce_precision"])
@@ -101,31 +92,31 @@ class WideLoss:
             return jax.make_jaxpr(fun, return_shape=True)(*types)
 
     def _compute(self, jaxpr: Any, operands: Sequence[Any]) -> list[Any]:
-        variables, consts, equations = versions.open_jaxpr(jaxpr)
+        variables, consts, equations = interpreter.open_jaxpr(jaxpr)
         known = dict(zip(variables, map(widened, [*consts, *operands]), strict=True))
 
         def read(variable: Any) -> Any:
-            if versions.is_literal(variable):
+            if interpreter.is_literal(variable):
                 return widened(np.asarray(variable.val, variable.aval.dtype))
             return known[variable]
 
         for equation in equations:
             results = self._compute_equation(equation, [read(variable) for variable in equation.invars])
             known.update(zip(equation.outvars, results, strict=True))
-        return [read(variable) for variable in getattr(jaxpr, "jaxpr", jaxpr).outvars]
+        return [read(variable) for variable in interpreter.outputs_of(jaxpr)]
 
     def _compute_equation(self, equation: Any, operands: list[Any]) -> list[Any]:
         name, params = equation.primitive.name, equation.params
-        if name in INLINED:
-            return self._compute(params[INLINED[name]], operands)
+        if name in CALLS | REMAT:
+            return self._compute(called_jaxpr(equation), operands)
         if name in NESTED:
             return list(NESTED[name](self, equation, operands))
         if name in SCATTERS:
             options = {key: params[key] for key in ("indices_are_sorted", "unique_indices", "mode")}
             return [SCATTERS[name](*operands, params["dimension_numbers"], **options)]
-        if name not in IN_OWN_DTYPE and not versions.jaxprs_in(equation):
+        if name not in IN_OWN_DTYPE and not interpreter.jaxprs_in(equation):
             try:
-                results = versions.evaluate(equation, operands, _wide_params(params))
+                results = interpreter.evaluate(equation, operands, _wide_params(params))
             except Exception:  # it knows certain dtypes only
                 return self._compute_narrow(equation, operands)
             if [jax.typeof(result).dtype for result in results] == [wide(v.aval.dtype) for v in equation.outvars]:
@@ -140,11 +131,11 @@ class WideLoss:
             value if jax.typeof(value).dtype == dtype else lax.convert_element_type(value, dtype)
             for value, dtype in zip(operands, dtypes, strict=True)
         ]
-        return [widened(result) for result in versions.evaluate(equation, cast)]
+        return [widened(result) for result in interpreter.evaluate(equation, cast)]
 
     def _scan(self, equation: Any, operands: list[Any]) -> list[Any]:
         params = equation.params
-        num_consts, num_carried = versions.scan_counts(params)
+        num_consts, num_carried = interpreter.scan_counts(params)
         consts, first = operands[:num_consts], num_consts + num_carried
 
         def step(carry: list[Any], slices: list[Any]) -> tuple[list[Any], list[Any]]:
@@ -177,7 +168,7 @@ class WideLoss:
 
         def pushed(values: list[Any], tangents: list[Any]) -> tuple[list[Any], list[Any]]:
             results, out = jax.jvp(
-                lambda *values: versions.evaluate(equation, values),
+                lambda *values: interpreter.evaluate(equation, values),
                 tuple(values),
                 tuple(_filled(equation.invars, moving, tangents)),
             )
@@ -187,7 +178,7 @@ class WideLoss:
 
         @wide_fun.defjvp
         def _(values: Sequence[Any], tangents: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-            types = [versions.abstract(variable.aval) for variable in equation.invars]
+            types = [avals.abstract(variable.aval) for variable in equation.invars]
             jaxpr, _ = self._trace(pushed, types, [types[position] for position in moving])
             results = self._compute(jaxpr, [*values, *(tangents[position] for position in moving)])
             number = len(equation.outvars)
@@ -204,7 +195,7 @@ class WideLoss:
 
             def of_moving(*some: Any) -> list[Any]:
                 replaced = dict(zip(moving, some, strict=True))
-                return versions.evaluate(equation, [replaced.get(i, value) for i, value in enumerate(values)])
+                return interpreter.evaluate(equation, [replaced.get(i, value) for i, value in enumerate(values)])
 
             results, pullback = jax.vjp(of_moving, *(values[position] for position in moving))
             residuals, pullback_tree = jax.tree.flatten(pullback)
@@ -213,7 +204,7 @@ class WideLoss:
         def backward(residuals: list[Any], cotangents: list[Any]) -> Any:
             return jax.tree.unflatten(pullback_tree, residuals)(_filled(equation.outvars, moved, cotangents))
 
-        types = [versions.abstract(variable.aval) for variable in equation.invars]
+        types = [avals.abstract(variable.aval) for variable in equation.invars]
         wide_fun = jax.custom_vjp(lambda *values: self._compute(equation.params["call_jaxpr"], values))
 
         def wide_forward(*values: Any) -> tuple[list[Any], list[Any]]:
@@ -257,9 +248,9 @@ def widened(value: Any) -> Any:
 
 def all_equations(jaxpr: Any) -> Iterator[Any]:
     """The equations of a jaxpr, and of those inside it."""
-    for equation in versions.open_jaxpr(jaxpr)[2]:
+    for equation in interpreter.open_jaxpr(jaxpr)[2]:
         yield equation
-        for inner in versions.jaxprs_in(equation):
+        for inner in interpreter.jaxprs_in(equation):
             yield from all_equations(inner)
 
 
@@ -268,7 +259,7 @@ def _is_dynamic(leaf: Any) -> bool:
 
 
 def _types(tree: Any) -> list[Any]:
-    return [versions.abstract(jax.typeof(leaf)) for leaf in jax.tree.leaves(tree) if _is_dynamic(leaf)]
+    return [avals.abstract(jax.typeof(leaf)) for leaf in jax.tree.leaves(tree) if _is_dynamic(leaf)]
 
 
 def _is_narrow(aval: Any) -> bool:

@@ -20,7 +20,7 @@ import numpy as np
 import scipy.special
 from jax import lax
 
-from anybatch.jaxprs import versions
+from anybatch.jaxprs import interpreter
 
 RULES = {}
 
@@ -119,8 +119,8 @@ def _by_jax(equation, operands):
             narrow.append(jax.random.wrap_key_data(np.stack(_words(operand), -1)))
         else:
             narrow.append(jnp.asarray(np.asarray(operand, variable.aval.dtype)))
-    if versions.jaxprs_in(equation):
-        results = versions.evaluate(equation, narrow)
+    if interpreter.jaxprs_in(equation):
+        results = interpreter.evaluate(equation, narrow)
     else:
         results = equation.primitive.bind(*narrow, **equation.params)
         results = results if equation.primitive.multiple_results else [results]
@@ -555,7 +555,7 @@ def _(params, *values):
 
 @rule("scan")
 def _(params, *values):
-    num_consts, num_carry = versions.scan_counts(params)
+    num_consts, num_carry = interpreter.scan_counts(params)
     consts, carry = values[:num_consts], list(values[num_consts : num_consts + num_carry])
     xs, steps = values[num_consts + num_carry :], range(params["length"])
     jaxpr, made = params["jaxpr"], []
@@ -564,7 +564,7 @@ def _(params, *values):
         carry = results[:num_carry]
         made.append(results[num_carry:])
     if not made:
-        avals = versions.opened(jaxpr).outvars[num_carry:]
+        avals = interpreter.opened(jaxpr).outvars[num_carry:]
         return [*carry, *(np.zeros((0, *v.aval.shape), _wide(v.aval.dtype)) for v in avals)]
     made = made[::-1] if params["reverse"] else made
     return [*carry, *(np.stack(each) for each in zip(*made, strict=True))]

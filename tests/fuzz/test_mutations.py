@@ -17,10 +17,11 @@ from fuzz.programs import Program, compare_interpreted
 
 import anybatch as ab
 from anybatch.reading import evaluation, positions, states
-from anybatch.reading.reader import RULES, Outcome, Reader
+from anybatch.reading.coupling import NotRowwise
+from anybatch.reading.reader import RULES, Reader, RuleResult
 from anybatch.reading.rules import control, derivatives, indexing, shapes
 from anybatch.reading.split import Split
-from anybatch.reading.states import INVARIANT, SUMMED, Batched, NotRowwise
+from anybatch.reading.states import INVARIANT, SUMMED, Batched
 
 pytestmark = pytest.mark.slow
 
@@ -68,11 +69,11 @@ def believe(monkeypatch, names, answer):
 
 def same_rows(reader, node, found):
     fits = isinstance(found[0], Batched) and node.outputs[0].shape == node.inputs[0].shape
-    return Outcome([found[0]] * len(node.outputs)) if fits else None
+    return RuleResult([found[0]] * len(node.outputs)) if fits else None
 
 
 def a_sum_if(condition):
-    return lambda reader, node, found: Outcome([SUMMED] * len(node.outputs)) if condition(found) else None
+    return lambda reader, node, found: RuleResult([SUMMED] * len(node.outputs)) if condition(found) else None
 
 
 def kinds(found):
@@ -104,19 +105,19 @@ REFUSALS = {
     "a sum fed back to the rows": (
         "add sub mul div",
         lambda reader, node, found: (
-            Outcome([next(state for state in found if isinstance(state, Batched))])
+            RuleResult([next(state for state in found if isinstance(state, Batched))])
             if kinds(found) == {"Batched", "Summed"}
             else None
         ),
     ),
     "rows along different axes": (
         "add sub mul div",
-        lambda reader, node, found: Outcome([found[0]]) if kinds(found) == {"Batched"} else None,
+        lambda reader, node, found: RuleResult([found[0]]) if kinds(found) == {"Batched"} else None,
     ),
     "all pairs are rows": (
         "dot_general",
         lambda reader, node, found: (
-            Outcome([Batched(0)])
+            RuleResult([Batched(0)])
             if kinds(found) == {"Batched"} and node.outputs[0].shape[:1] == (reader.num_examples,)
             else None
         ),
@@ -132,7 +133,7 @@ def _(monkeypatch):
         if axis is None or not isinstance(found[0], Batched):
             return None
         rows = Batched(axis, 1, new[axis] // reader.num_examples)
-        return Outcome(
+        return RuleResult(
             [rows], params=lambda size: {**node.params, "new_sizes": states.replaced(new, axis, rows.length(size))}
         )
 

@@ -15,7 +15,7 @@ from fuzz.model_programs import ModelProgram, compare_compiled, compare_model, d
 
 import anybatch as ab
 from anybatch.gradients import declared, references, split_passes
-from anybatch.jaxprs import in_place, versions
+from anybatch.jaxprs import in_place, interpreter, tracing, versions
 
 PROGRAMS_PER_TEST = 20
 MOST_PROGRAMS = 600
@@ -153,7 +153,7 @@ def _(monkeypatch):
             if equation.primitive.name in references.IDENTICAL:
                 aliases.update(equation.outvars)
                 continue
-            inner = [versions.nested_input(equation, position) for position in positions]
+            inner = [interpreter.nested_input(equation, position) for position in positions]
             if None in inner or not all(is_safe(*one) for one in inner):
                 return False
         return not any(references._is_in(aliases, output) for output in jaxpr.outvars)
@@ -187,7 +187,7 @@ def traced(seed):
         return jax.tree.leaves(program.loss(*jax.tree.unflatten(tree, flat)))
 
     try:
-        trace = versions.trace(loss, *leaves)[0]
+        trace = tracing.trace(loss, *leaves)[0]
     except (NotImplementedError, TypeError):  # JAX has no such derivative inside.
         return None
     return trace, chosen(trace)

@@ -9,7 +9,7 @@ from jax import lax
 
 import anybatch as ab
 from anybatch.gradients import references
-from anybatch.jaxprs import versions
+from anybatch.jaxprs import tracing
 
 W = jax.random.uniform(jax.random.key(0), (3, 3), minval=0.5, maxval=1.5)
 X = jax.random.uniform(jax.random.key(1), (8, 3), minval=0.5, maxval=1.5)
@@ -148,7 +148,7 @@ def test_gradient_equals_full_batch_gradient(name, microbatch_size):
 
 
 def is_written_in_place(loss):
-    traced, _ = versions.trace(lambda w, x: [loss(w, x)], W, X)
+    traced, _ = tracing.trace(lambda w, x: [loss(w, x)], W, X)
     return references.written_in_place(traced, [True])[0]
 
 

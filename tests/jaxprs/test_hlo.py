@@ -206,7 +206,7 @@ def test_unknown_groups_raise(notation):
         ("body=%body", "body=%elsewhere", "the computation elsewhere is missing"),
         ("(f32[16,4]{1,0}, f32[128,4]{1,0}) all-gather-start", "f32[128,4]{1,0} all-gather-start", "has no result"),
         ("f32[16,4]{1,0}, u32[], u32[])", "word[16,4]{1,0}, u32[], u32[])", "the type word has no known size"),
-        ("source_target_pairs={{0,1},{1,0},{2,2}}", "pairs=ring", "pairs of devices are written in an unknown way"),
+        ("source_target_pairs={{0,1},{1,0},{2,2}}", "pairs=ring", "pairs of devices are in an unknown notation"),
     ],
 )
 def test_what_is_not_understood_raises(old, new, why):

@@ -169,6 +169,18 @@ def test_an_unknown_primitive_is_named_and_still_right(cube_p):
     assert_exact(loss, 1.5, jnp.asarray(X, jnp.float32))
 
 
+def test_an_unknown_primitive_in_a_custom_backward_pass_is_the_one_to_teach(cube_p):
+    @jax.custom_vjp
+    def function(x):
+        return 2 * x
+
+    function.defvjp(lambda x: (2 * x, x), lambda x, seed: (seed * cube_p.bind(x),))
+
+    reading = ab.read(lambda w, x: jnp.mean(function(x * w)), 1.5, jnp.asarray(X, jnp.float32))
+    assert "the backward pass that was written for it mixes examples" in reading.blame[0].why
+    assert 'anybatch.register_rule("cube_of_mine", rule)' in str(reading)
+
+
 def test_a_primitive_can_be_taught(cube_p):
     def loss(w, x):
         return jnp.mean(cube_p.bind(x * w))

@@ -11,7 +11,7 @@ from jax import lax
 
 import anybatch as ab
 from anybatch.reading import positions
-from anybatch.reading.reader import RULES, Outcome
+from anybatch.reading.reader import RULES, RuleResult
 
 X = np.sin(np.arange(18.0)).reshape(6, 3)
 W = np.array([0.7, -1.2, 2.1])
@@ -283,7 +283,7 @@ def fails_when_computed(reader, node, states):
     def run(microbatch):
         raise IndexError("no such axis")
 
-    return Outcome([states[0]], run=run)
+    return RuleResult([states[0]], run=run)
 
 
 def in_a_loop(w, x):

@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 
 import anybatch as ab
+from anybatch.reading.coupling import Coupling
+from anybatch.reading.report import LossKind
 
 N = 12
 X = np.linspace(-1.0, 1.0, N * 3, dtype=np.float32).reshape(N, 3)
@@ -252,3 +254,45 @@ def test_arrays_with_a_row_for_each_example_that_every_microbatch_sees_are_named
     reading = ab.read(loss, params, users, users)
     assert reading.seen_whole == ("items",)
     assert "every microbatch sees all rows of items: if these belong to the examples, name them" in str(reading)
+
+
+FORMS = {
+    "sum over 12 examples": LossKind.SUM,
+    "mean over 12 examples": LossKind.MEAN,
+    "mean over 12 examples, plus a term of the parameters": LossKind.MEAN,
+    "ratio of sums": LossKind.RATIO,
+    "square root of a mean over 12 examples": LossKind.FUNCTION,
+    "couples examples": LossKind.COUPLED,
+    "does not depend on the batch": LossKind.INVARIANT,
+}
+
+
+@pytest.mark.parametrize("kind", FORMS)
+def test_the_form_is_a_member_of_an_enum(kind):
+    form = ab.read(KINDS[kind], W, BATCH).form
+    assert (form.kind, form.words, form.selection) == (FORMS[kind], kind, None)
+    assert form.adds_parameters == kind.endswith("a term of the parameters")
+
+
+def test_a_form_has_parts():
+    def loss(w, b):
+        return jnp.sqrt(KINDS["ratio of sums"](w, b)) + jnp.sum(squares(w, b))
+
+    form = ab.read(loss, W, BATCH).form
+    assert form.kind is LossKind.SEVERAL
+    assert [part.kind for part in form.parts] == [LossKind.FUNCTION, LossKind.SUM]
+    assert form.contains(LossKind.RATIO) and form.contains(LossKind.SUM) and not form.contains(LossKind.MEAN)
+
+
+def test_a_selection_of_rows_is_not_all_examples():
+    form = ab.read(lambda w, b: jnp.mean((b["x"][1:] @ w) ** 2), W, BATCH).form
+    assert (form.kind, form.selection) == (LossKind.MEAN, 11)
+
+
+def test_the_reason_for_a_line_is_a_member_of_an_enum():
+    def normalized(w, b):
+        x = b["x"] @ w
+        return jnp.mean((x - jnp.mean(x)) ** 2)
+
+    assert ab.read(normalized, W, BATCH).blame[0].reason is Coupling.FED_BACK
+    assert ab.read(KINDS["couples examples"], W, BATCH).blame[0].reason is Coupling.OTHER

@@ -24,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from anybatch.collectives import collectives_of
-from anybatch.jaxprs import versions
+from anybatch.jaxprs import interpreter, tracing, versions
 from anybatch.jaxprs.hlo import Instruction, Program
 from anybatch.learn.runner import influence
 
@@ -249,7 +249,7 @@ def operations(jaxpr: Any) -> list[Any]:
 
     What has no influence on the result is not in it: neither what nobody uses, nor what is multiplied by 0.
     """
-    return _operations(versions.used_part(_without_products_with_zero(versions.opened(jaxpr))))
+    return _operations(tracing.used_part(_without_products_with_zero(interpreter.opened(jaxpr))))
 
 
 def _without_products_with_zero(jaxpr: Any) -> Any:
@@ -268,12 +268,12 @@ def _without_products_with_zero(jaxpr: Any) -> Any:
 
 
 def _inside(value: Any) -> Any:
-    if isinstance(value, (tuple, list)) and any(hasattr(versions.opened(each), "eqns") for each in value):
+    if isinstance(value, (tuple, list)) and any(hasattr(interpreter.opened(each), "eqns") for each in value):
         return type(value)(_inside(each) for each in value)
-    if not hasattr(versions.opened(value), "eqns"):
+    if not hasattr(interpreter.opened(value), "eqns"):
         return value
-    inner = _without_products_with_zero(versions.opened(value))
-    return inner if versions.opened(value) is value else value.replace(jaxpr=inner)
+    inner = _without_products_with_zero(interpreter.opened(value))
+    return inner if interpreter.opened(value) is value else value.replace(jaxpr=inner)
 
 
 def _is_literal_zero(operand: Any) -> bool:
@@ -281,14 +281,14 @@ def _is_literal_zero(operand: Any) -> bool:
 
 
 def _operations(jaxpr: Any) -> list[Any]:
-    _, _, equations = versions.open_jaxpr(jaxpr)
+    _, _, equations = interpreter.open_jaxpr(jaxpr)
     return [
         {
             "name": equation.primitive.name,
             "inputs": [_type(each.aval) for each in equation.invars],
             "outputs": [_type(each.aval) for each in equation.outvars],
             "params": _params(equation),
-            "bodies": [_operations(inner) for inner in versions.jaxprs_in(equation)],
+            "bodies": [_operations(inner) for inner in interpreter.jaxprs_in(equation)],
         }
         for equation in equations
     ]
@@ -301,7 +301,7 @@ def _type(aval: Any) -> tuple[list[int], str]:
 def _params(equation: Any) -> dict[str, Any]:
     params = {name: value for name, value in equation.params.items() if _is_plain(value)}
     if equation.primitive.name == "scan":
-        params["num_consts"], params["num_carry"] = versions.scan_counts(equation.params)
+        params["num_consts"], params["num_carry"] = interpreter.scan_counts(equation.params)
     if equation.primitive.name == "shard_map":
         mesh = equation.params["mesh"]
         params |= {"devices": int(mesh.size), "axes": [str(name) for name in mesh.axis_names]}

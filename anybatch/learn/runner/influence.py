@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from anybatch.jaxprs import versions
+from anybatch.jaxprs import avals, interpreter
 from anybatch.learn.check import MOVES
 
 
@@ -85,11 +85,11 @@ class _How:
                 equation, [_pair(*each) for each in zip(operands, equation.invars, strict=True)], stack
             )
 
-        outputs = versions.interpret(jaxpr, list(pairs), compute)
-        return [_pair(*each) for each in zip(outputs, versions.opened(jaxpr).outvars, strict=True)]
+        outputs = interpreter.interpret(jaxpr, list(pairs), compute)
+        return [_pair(*each) for each in zip(outputs, interpreter.opened(jaxpr).outvars, strict=True)]
 
     def _compute(self, equation: Any, pairs: list[Pair], stack: str) -> list[Pair]:
-        if not equation.outvars and not any(versions.is_ref(pair.one) for pair in pairs):
+        if not equation.outvars and not any(avals.is_ref(pair.one) for pair in pairs):
             return []  # a print, which the run of the program itself has shown
         stack = _inner(stack, equation)
         is_same = all(pair.is_same for pair in pairs)
@@ -99,18 +99,18 @@ class _How:
                 return nested(self, equation, pairs, stack)
         if not is_selected and self._is_given and not is_same and _nested(equation) is _How.call:
             return self.call(equation, pairs, stack)
-        ones = versions.evaluate(equation, [pair.one for pair in pairs])
+        ones = interpreter.evaluate(equation, [pair.one for pair in pairs])
         # What is written to in one evaluation must not be in the other, so that each has its own.
-        is_same = is_same and not any(versions.is_ref(one) for one in ones)
-        written = [pair for pair in pairs if versions.is_ref(pair.one)] if is_selected else []
+        is_same = is_same and not any(avals.is_ref(one) for one in ones)
+        written = [pair for pair in pairs if avals.is_ref(pair.one)] if is_selected else []
         if is_selected and not self._distorts:
             if self._is_given and any(pair.made for pair in pairs):
-                others = versions.evaluate(equation, [pair.other if pair.made else pair.one for pair in pairs])
+                others = interpreter.evaluate(equation, [pair.other if pair.made else pair.one for pair in pairs])
                 return [Pair(one, other, True) for one, other in zip(ones, others, strict=True)]
             for pair in written:
                 pair.other[...] = pair.one[...]
             return [Pair(one, one) for one in ones]
-        others = ones if is_same else versions.evaluate(equation, [pair.other for pair in pairs])
+        others = ones if is_same else interpreter.evaluate(equation, [pair.other for pair in pairs])
         if is_selected:
             others = [_distorted(other) for other in others]
             for pair in written:
@@ -126,7 +126,7 @@ class _How:
             return False
         given = [pair.one for pair in pairs if not pair.is_same]
         results = [each.aval for each in equation.outvars]
-        if versions.jaxprs_in(equation) or min((each.size for each in results), default=0) < self._least:
+        if interpreter.jaxprs_in(equation) or min((each.size for each in results), default=0) < self._least:
             return True
         params = equation.params
         if equation.primitive.name.startswith("reduce_") and params.get("axes"):
@@ -143,7 +143,7 @@ class _How:
     def _holds_selected(self, equation: Any, stack: str) -> bool:
         return any(
             self._is_selected(each, within := _inner(stack, each)) or self._holds_selected(each, within)
-            for inner in versions.jaxprs_in(equation)
+            for inner in interpreter.jaxprs_in(equation)
             for each in inner.eqns
         )
 
@@ -153,7 +153,7 @@ class _How:
 
     def scan(self, equation: Any, pairs: list[Pair], stack: str) -> list[Pair]:
         params = equation.params
-        consts, carry = versions.scan_counts(params)
+        consts, carry = interpreter.scan_counts(params)
 
         def turn(carried: Any, slices: Any) -> Any:
             found = self.run(params["jaxpr"], [*pairs[:consts], *_pairs((*carried, *slices), flags)], stack)
@@ -174,8 +174,8 @@ class _How:
         asked, given, begin = pairs[: ends[0]], pairs[ends[0] : ends[1]], pairs[ends[1] :]
 
         def goes_on(carried: Any) -> Any:
-            return versions.interpret(
-                params["cond_jaxpr"], [*(p.one for p in asked), *(one for one, _ in carried)], versions.evaluate
+            return interpreter.interpret(
+                params["cond_jaxpr"], [*(p.one for p in asked), *(one for one, _ in carried)], interpreter.evaluate
             )[0]
 
         def turn(carried: Any) -> Any:
@@ -218,7 +218,7 @@ class _How:
             inside[:] = [(pair.is_same, pair.made) for pair in found]
             return [pair.one for pair in found], [pair.other for pair in found]
 
-        mapped = versions.shard_mapped(
+        mapped = interpreter.shard_mapped(
             equation, on_each, (list(specs), [specs[index] for index in places]), (list(results), list(results))
         )
         ones, others = mapped([pair.one for pair in pairs], [pairs[index].other for index in places])
@@ -232,7 +232,7 @@ _NESTED = {"scan": _How.scan, "while": _How.loop, "cond": _How.branches, "shard_
 
 def _nested(equation: Any) -> Callable[[_How, Any, list[Pair], str], list[Pair]] | None:
     """How to evaluate what is inside of an equation; None if that is not known."""
-    inner = versions.jaxprs_in(equation)
+    inner = interpreter.jaxprs_in(equation)
     is_call = len(inner) == 1 and len(inner[0].invars) == len(equation.invars)  # a jit, a checkpoint, a custom_vjp
     return _NESTED.get(equation.primitive.name, _How.call if is_call else None)
 
@@ -257,8 +257,8 @@ def _fits(select: Mapping[str, Any], equation: Any, stack: str) -> bool:
 
 def _is_around(expression: str, equation: Any) -> bool:
     return any(
-        re.search(expression, versions.name_stack(each)) or _is_around(expression, each)
-        for inner in versions.jaxprs_in(equation)
+        re.search(expression, interpreter.name_stack(each)) or _is_around(expression, each)
+        for inner in interpreter.jaxprs_in(equation)
         for each in inner.eqns
     )
 
@@ -266,14 +266,14 @@ def _is_around(expression: str, equation: Any) -> bool:
 def _is_in(name: str, equation: Any) -> bool:
     return any(
         each.primitive.name == name or _is_in(name, each)
-        for inner in versions.jaxprs_in(equation)
+        for inner in interpreter.jaxprs_in(equation)
         for each in inner.eqns
     )
 
 
 def _inner(stack: str, equation: Any) -> str:
     """Where an equation is: the operations around it, each with the transformations that made it, and its own."""
-    return f"{stack}/{equation.primitive.name}:{versions.name_stack(equation)}"
+    return f"{stack}/{equation.primitive.name}:{interpreter.name_stack(equation)}"
 
 
 def _pairs(values: Sequence[Any], made: Sequence[bool]) -> list[Pair]:

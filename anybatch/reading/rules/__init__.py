@@ -5,9 +5,10 @@ from typing import Any
 
 from anybatch.errors import InputError
 from anybatch.jaxprs.graph import Node
+from anybatch.reading.coupling import NotRowwise
 from anybatch.reading.reader import RULES, Reader, Rulebook, RuleResult
 from anybatch.reading.rules import control, derivatives, elementwise, indexing, kernels, reductions, shapes
-from anybatch.reading.states import SUMMED, Batched, NotRowwise, State, only_rows, refuse_sums
+from anybatch.reading.states import SUMMED, Batched, State, only_rows, refuse_sums
 
 # Importing a module of rules enters them in the table.
 MODULES = (reductions, control, derivatives, elementwise, indexing, kernels, elementwise, reductions, shapes)

@@ -5,15 +5,16 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-import jax.extend.core as jex_core
 import jax.numpy as jnp
 from jax import lax
 
-from anybatch.jaxprs import versions
+from anybatch.jaxprs import interpreter, versions
 from anybatch.jaxprs.graph import Graph, Node, Value
+from anybatch.jaxprs.primitives import REMAT
+from anybatch.reading.coupling import NotRowwise
 from anybatch.reading.reader import Fact, Reader, RuleResult, rule
 from anybatch.reading.rules.derivatives import contains_custom_vjp
-from anybatch.reading.states import INVARIANT, SUMMED, Batched, NotRowwise, State, join, only_rows
+from anybatch.reading.states import INVARIANT, SUMMED, Batched, State, join, only_rows
 
 
 def _facts(reader: Reader, node: Node, states: Sequence[State]) -> list[Fact]:
@@ -24,7 +25,7 @@ def _facts(reader: Reader, node: Node, states: Sequence[State]) -> list[Fact]:
     ]
 
 
-@rule("remat2", "remat", "checkpoint")
+@rule(*REMAT)
 def _checkpoint(reader: Reader, node: Node, states: Sequence[State]) -> RuleResult:
     inner = reader.nested(node, node.params["jaxpr"], _facts(reader, node, states))
     found = inner.output_states()
@@ -143,7 +144,7 @@ def _joined(before: Fact, after: Fact) -> Fact:
 @rule("scan")
 def _scan(reader: Reader, node: Node, states: Sequence[State]) -> RuleResult:
     params = node.params
-    num_consts, num_carry = versions.scan_counts(params)
+    num_consts, num_carry = interpreter.scan_counts(params)
     first = num_consts + num_carry
     if any(isinstance(state, Batched) and state.axis == 0 for state in states[first:]):
         return _scan_over_examples(reader, node, states)
@@ -203,7 +204,7 @@ def _scan(reader: Reader, node: Node, states: Sequence[State]) -> RuleResult:
 def _scan_over_examples(reader: Reader, node: Node, states: Sequence[State]) -> RuleResult:
     """`lax.map` over the examples, or a scan in which each step sees one example and adds to sums."""
     params = node.params
-    num_consts, num_carry = versions.scan_counts(params)
+    num_consts, num_carry = interpreter.scan_counts(params)
     first = num_consts + num_carry
     rows = only_rows(states[first:])
     if rows.axis != 0 or rows.outer != 1 or any(state != INVARIANT for state in states[:first]):
@@ -219,7 +220,7 @@ def _scan_over_examples(reader: Reader, node: Node, states: Sequence[State]) -> 
 
     def run(microbatch: Any) -> list[Any]:
         operands = [microbatch.value(value, take) for value, take in zip(node.inputs, takes, strict=True)]
-        body: Any = jex_core.jaxpr_as_fun(params["jaxpr"])
+        body = interpreter.as_function(params["jaxpr"])
 
         def step(carry: Any, slices: Any) -> tuple[Any, Any]:
             results = list(map(jnp.asarray, body(*operands[:num_consts], *carry, *slices)))

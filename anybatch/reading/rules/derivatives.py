@@ -1,5 +1,6 @@
 """Functions with a derivative of their own: the derivative must keep the examples apart as well."""
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
@@ -8,10 +9,13 @@ import jax
 import numpy as np
 
 from anybatch.errors import InputError
-from anybatch.jaxprs import source, versions
+from anybatch.jaxprs import interpreter
 from anybatch.jaxprs.graph import Node
+from anybatch.jaxprs.primitives import CUSTOM_JVP, CUSTOM_VJP
+from anybatch.reading import coupling
+from anybatch.reading.coupling import Coupling, NotRowwise
 from anybatch.reading.reader import Fact, Reader, RuleResult, rule
-from anybatch.reading.states import INVARIANT, SUMMED, Batched, NotRowwise, State, refuse_sums
+from anybatch.reading.states import INVARIANT, SUMMED, Batched, State, refuse_sums
 
 Part = TypeVar("Part")
 
@@ -20,15 +24,15 @@ def contains_custom_vjp(node_or_equation: Any) -> bool:
     """Whether a backward pass that somebody wrote is in it, at any depth."""
     equation = getattr(node_or_equation, "equation", node_or_equation)
     return any(
-        inner.primitive.name.startswith("custom_vjp_call") or contains_custom_vjp(inner)
-        for jaxpr in versions.jaxprs_in(equation)
-        for inner in jaxpr.eqns
+        inner.primitive.name in CUSTOM_VJP or contains_custom_vjp(inner)
+        for jaxpr in interpreter.jaxprs_in(equation)
+        for inner in interpreter.equations_of(jaxpr)
     )
 
 
 def has_linear_backward(reader: Reader, node: Node) -> bool:
     """Whether the gradient of a sum of cotangents is the sum of their gradients, as it is unless somebody wrote it."""
-    if not node.name.startswith("custom_vjp_call") and not contains_custom_vjp(node):
+    if node.name not in CUSTOM_VJP and not contains_custom_vjp(node):
         return True
     differentiated = [
         position for position, value in enumerate(node.inputs) if reader.has_gradient(value) and value.is_inexact
@@ -120,14 +124,14 @@ def _read_when_asked(read: Callable[[], Part], node: Node, needed: bool) -> Call
         except NotRowwise as refusal:
             raise InputError(
                 "To be differentiated once more, a function with derivatives of its own must keep examples apart",
-                given=str(source.blame(node, refusal.why)),
+                given=str(coupling.blame(node, refusal.why)),
                 remedy='Declare how the loss uses its examples: reduction="mean", "sum" or "weighted".',
             ) from None
 
     return later
 
 
-@rule("custom_jvp_call")
+@rule(*CUSTOM_JVP)
 def _custom_jvp(reader: Reader, node: Node, states: Sequence[State]) -> RuleResult:
     primal, needed, moving, results = _read_primal(reader, node, states)
     found = primal.output_states()
@@ -171,6 +175,15 @@ def _custom_jvp(reader: Reader, node: Node, states: Sequence[State]) -> RuleResu
     return RuleResult(found, run=run, nested=[primal])
 
 
+def _of_backward(refusal: NotRowwise, why: str) -> NotRowwise:
+    """The refusal of a custom_vjp for what an equation of its backward pass was refused for."""
+    text = f"{why}: {refusal.why}"
+    if refusal.reason is not Coupling.NO_RULE or refusal.blame is None:
+        return NotRowwise(text)
+    # The primitive to register a rule for is the one inside, not custom_vjp_call.
+    return NotRowwise(text, reason=refusal.reason, blame=dataclasses.replace(refusal.blame, why=text))
+
+
 class _Derivative(NamedTuple):
     """The passes of a custom_vjp, read."""
 
@@ -181,7 +194,7 @@ class _Derivative(NamedTuple):
     is_linear: bool
 
 
-@rule("custom_vjp_call", "custom_vjp_call_jaxpr")
+@rule(*CUSTOM_VJP)
 def _custom_vjp(reader: Reader, node: Node, states: Sequence[State]) -> RuleResult:
     primal, needed, moving, results = _read_primal(reader, node, states)
     found = primal.output_states()
@@ -200,7 +213,7 @@ def _custom_vjp(reader: Reader, node: Node, states: Sequence[State]) -> RuleResu
         try:
             backward = _read_part(reader, node, passes.backward, [*saved, *seeds])
         except NotRowwise as refusal:
-            raise NotRowwise(f"{why}: {refusal.why}") from None
+            raise _of_backward(refusal, why) from None
         _must_have(backward, backward.output_states(), goal, why)
         return _Derivative(forward, backward, saved, passes.num_outputs, passes.is_linear(reader))
 

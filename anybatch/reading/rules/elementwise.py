@@ -9,20 +9,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from anybatch.jaxprs import versions
-from anybatch.jaxprs.graph import ELEMENTWISE, Node, Value
+from anybatch.jaxprs import avals
+from anybatch.jaxprs.graph import Node, Value
+from anybatch.jaxprs.primitives import ELEMENTWISE
+from anybatch.reading.coupling import Coupling, NotRowwise
 from anybatch.reading.reader import Reader, RuleResult, rule
-from anybatch.reading.states import (
-    FED_BACK,
-    INVARIANT,
-    NOT_LINEAR,
-    SUMMED,
-    Batched,
-    NotRowwise,
-    State,
-    only_rows,
-    refuse_sums,
-)
+from anybatch.reading.states import INVARIANT, SUMMED, Batched, State, only_rows, refuse_sums
 
 # Linear in their one operand.
 LINEAR = frozenset("neg real imag copy copy_p name stop_gradient sharding_constraint sharding_hint pvary pcast".split())
@@ -49,9 +41,9 @@ def elementwise(reader: Reader, node: Node, states: Sequence[State]) -> RuleResu
 
 def _of_sums(reader: Reader, node: Node, states: Sequence[State]) -> RuleResult:
     if any(isinstance(state, Batched) for state in states):
-        raise NotRowwise(FED_BACK)
+        raise NotRowwise(Coupling.FED_BACK)
     if not _is_linear(reader, node, states):
-        raise NotRowwise(NOT_LINEAR)
+        raise NotRowwise(Coupling.NOT_LINEAR)
     return RuleResult([SUMMED] * len(node.outputs))
 
 
@@ -115,7 +107,7 @@ def _draw(reader: Reader, node: Node, states: Sequence[State]) -> RuleResult:
 
 
 def _refuse_other_generators(node: Node) -> None:
-    if not versions.is_threefry(node.inputs[0].dtype):
+    if not avals.is_threefry(node.inputs[0].dtype):
         # Under vmap, the hardware's generator draws for all keys at once, from the first of them.
         raise NotRowwise(f"numbers from several keys of the generator {node.inputs[0].dtype} depend on one another")
 

@@ -7,23 +7,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from anybatch.jaxprs.graph import Node, Value
+from anybatch.jaxprs.primitives import SCATTER_ADD
+from anybatch.reading.coupling import Coupling, NotRowwise
 from anybatch.reading.evaluation import constant_value
 from anybatch.reading.reader import Reader, RuleResult, rule
 from anybatch.reading.rules import ordering
 from anybatch.reading.rules.elementwise import all_sums
 from anybatch.reading.rules.shapes import takes_of
-from anybatch.reading.states import (
-    FED_BACK,
-    INVARIANT,
-    NOT_LINEAR,
-    SUMMED,
-    Batched,
-    NotRowwise,
-    State,
-    only_rows,
-    refuse_sums,
-    replaced,
-)
+from anybatch.reading.states import INVARIANT, SUMMED, Batched, State, only_rows, refuse_sums, replaced
 
 
 @rule("dynamic_slice")
@@ -92,9 +83,9 @@ def _gather(reader: Reader, node: Node, states: Sequence[State]) -> RuleResult:
     if operand == SUMMED:
         fill = node.params.get("fill_value")
         if isinstance(indices, Batched):
-            raise NotRowwise(FED_BACK)
+            raise NotRowwise(Coupling.FED_BACK)
         if indices != INVARIANT or (fill is not None and fill == fill and fill != 0):
-            raise NotRowwise(NOT_LINEAR)
+            raise NotRowwise(Coupling.NOT_LINEAR)
         return RuleResult([SUMMED])
     if indices == SUMMED:
         raise NotRowwise("it looks up by an index that is a sum over the batch")
@@ -154,18 +145,17 @@ def _gather_from_rows(
     raise NotRowwise("it looks up rows of other examples")
 
 
-SCATTERS_THAT_ADD = ("scatter-add", "scatter_add")
-
-
-@rule("scatter", *SCATTERS_THAT_ADD, "scatter-mul", "scatter_mul", "scatter-min", "scatter_min")
+@rule("scatter", *SCATTER_ADD, "scatter-mul", "scatter_mul", "scatter-min", "scatter_min")
 @rule("scatter-max", "scatter_max", "scatter-sub", "scatter_sub")
 def _scatter(reader: Reader, node: Node, states: Sequence[State]) -> RuleResult:
     operand, indices, updates = states
     if SUMMED in states:
         arrays = [node.inputs[0], node.inputs[2]]
-        if node.name in SCATTERS_THAT_ADD and indices == INVARIANT and all_sums(reader, arrays, [operand, updates]):
+        if node.name in SCATTER_ADD and indices == INVARIANT and all_sums(reader, arrays, [operand, updates]):
             return RuleResult([SUMMED])
-        raise NotRowwise(FED_BACK if any(isinstance(state, Batched) for state in states) else NOT_LINEAR)
+        raise NotRowwise(
+            Coupling.FED_BACK if any(isinstance(state, Batched) for state in states) else Coupling.NOT_LINEAR
+        )
     if isinstance(indices, Batched) and indices.points is not None:
         return ordering.put_back(reader, node, states)
     attempts: tuple[Callable[..., RuleResult | None], ...] = (_batched, _in_windows, _into_own_rows, _into_segments)
@@ -253,7 +243,7 @@ def _into_own_rows(reader: Reader, node: Node, states: Sequence[State]) -> RuleR
 def _into_segments(reader: Reader, node: Node, states: Sequence[State]) -> RuleResult | None:
     """Examples add to segments, which start from zero: a sum."""
     operand, indices, updates = states
-    if node.name not in SCATTERS_THAT_ADD or operand != INVARIANT or not reader.is_zero(node.inputs[0]):
+    if node.name not in SCATTER_ADD or operand != INVARIANT or not reader.is_zero(node.inputs[0]):
         return None
     update_axes = _update_axes(node)
     if isinstance(indices, Batched):

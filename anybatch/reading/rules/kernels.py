@@ -4,10 +4,11 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from anybatch.jaxprs import versions
+from anybatch.jaxprs import interpreter
 from anybatch.jaxprs.graph import Node
+from anybatch.reading.coupling import NotRowwise
 from anybatch.reading.reader import Reader, RuleResult, rule
-from anybatch.reading.states import INVARIANT, SUMMED, Batched, NotRowwise, State, only_rows, refuse_sums, replaced
+from anybatch.reading.states import INVARIANT, SUMMED, Batched, State, only_rows, refuse_sums, replaced
 
 _NUM_FORWARD_OPERANDS = 10  # query, key, value, bias, lengths, offsets and page tables
 
@@ -112,16 +113,16 @@ def _block_size(block: Any, axis: int) -> int:
 
 def _grid_axis(block: Any, axis: int) -> int | None:
     """The axis of the grid that counts the blocks along `axis`, if they are of one row each."""
-    jaxpr = getattr(block.index_map_jaxpr, "jaxpr", block.index_map_jaxpr)
+    jaxpr = interpreter.opened(block.index_map_jaxpr)
     index = jaxpr.outvars[axis]
-    if _block_size(block, axis) != 1 or versions.is_literal(index) or index not in jaxpr.invars:
+    if _block_size(block, axis) != 1 or interpreter.is_literal(index) or index not in jaxpr.invars:
         return None
     return jaxpr.invars.index(index)
 
 
 def _axis_along_grid(block: Any, grid_axis: int) -> int | None:
     """The axis of an array along which an axis of the grid counts rows; None: it has no part in finding the block."""
-    jaxpr = getattr(block.index_map_jaxpr, "jaxpr", block.index_map_jaxpr)
+    jaxpr = interpreter.opened(block.index_map_jaxpr)
     counter = jaxpr.invars[grid_axis]
     if any(operand is counter for equation in jaxpr.eqns for operand in equation.invars):
         raise NotRowwise("it is a kernel that computes which examples to read")
@@ -140,6 +141,6 @@ def _asks_for_position(kernel: Any, mapping: Any, grid_axis: int) -> bool:
     axis = grid_axis - sum(hidden < grid_axis for hidden in mapping.vmapped_dims)
     return any(
         (equation.primitive.name in ("program_id", "num_programs") and equation.params["axis"] == axis)
-        or any(_asks_for_position(inner, mapping, grid_axis) for inner in versions.jaxprs_in(equation))
-        for equation in getattr(kernel, "jaxpr", kernel).eqns
+        or any(_asks_for_position(inner, mapping, grid_axis) for inner in interpreter.jaxprs_in(equation))
+        for equation in interpreter.equations_of(kernel)
     )

@@ -18,9 +18,11 @@ import numpy as np
 from jax import lax
 
 from anybatch.jaxprs.graph import Node, Value
+from anybatch.jaxprs.primitives import SCATTER_ADD
+from anybatch.reading.coupling import NotRowwise
 from anybatch.reading.evaluation import FullBatch, constant_value
 from anybatch.reading.reader import Reader, RuleResult
-from anybatch.reading.states import INVARIANT, SUMMED, Batched, NotRowwise, State
+from anybatch.reading.states import INVARIANT, SUMMED, Batched, State
 
 _numbers = itertools.count(1)
 
@@ -132,7 +134,7 @@ def put_back(reader: Reader, node: Node, states: Sequence[State]) -> RuleResult:
     assert isinstance(indices, Batched)
     target, vectors, values = node.inputs
     each = _rows_per_target(reader, vectors, indices, target)
-    adds = node.name in ("scatter-add", "scatter_add")
+    adds = node.name in SCATTER_ADD
     place = Batched(0, 1, indices.inner // each, indices.points or 0)
     windows = tuple(range(1, target.ndim))
     fits = (

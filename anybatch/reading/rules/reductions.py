@@ -9,11 +9,12 @@ from typing import Any
 from jax import lax
 
 from anybatch.jaxprs.graph import Node
+from anybatch.reading.coupling import Coupling, NotRowwise
 from anybatch.reading.reader import Fact, Reader, RuleResult, rule
 from anybatch.reading.rules import ordering
 from anybatch.reading.rules.elementwise import all_sums
 from anybatch.reading.rules.shapes import takes_of, without
-from anybatch.reading.states import INVARIANT, NOT_LINEAR, SUMMED, Batched, NotRowwise, State, only_rows, refuse_sums
+from anybatch.reading.states import INVARIANT, SUMMED, Batched, State, only_rows, refuse_sums
 
 
 def _reduced_axes(node: Node) -> list[int]:
@@ -38,7 +39,7 @@ def _psum(reader: Reader, node: Node, states: Sequence[State]) -> RuleResult:
     if SUMMED in states:
         if all_sums(reader, node.inputs, states):
             return RuleResult([SUMMED] * len(node.outputs))
-        raise NotRowwise(NOT_LINEAR)
+        raise NotRowwise(Coupling.NOT_LINEAR)
     rows = only_rows(states)
     state = SUMMED if rows.axis in axes else rows.at(without(axes, rows.axis))
     return RuleResult([state] * len(node.outputs), takes_of(rows, states))

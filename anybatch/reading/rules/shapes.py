@@ -5,20 +5,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from anybatch.jaxprs.graph import Node
+from anybatch.reading.coupling import Coupling, NotRowwise
 from anybatch.reading.positions import reshaped
 from anybatch.reading.reader import Reader, RuleResult, rule
 from anybatch.reading.rules.elementwise import all_sums
-from anybatch.reading.states import (
-    FED_BACK,
-    INVARIANT,
-    SUMMED,
-    Batched,
-    NotRowwise,
-    State,
-    only_rows,
-    refuse_sums,
-    replaced,
-)
+from anybatch.reading.states import INVARIANT, SUMMED, Batched, State, only_rows, refuse_sums, replaced
 
 
 def takes_of(rows: Batched, states: Sequence[State]) -> list[Batched | None]:
@@ -137,7 +128,7 @@ def _join_sums(reader: Reader, node: Node, states: Sequence[State]) -> RuleResul
     if all_sums(reader, node.inputs, states):
         return RuleResult([SUMMED])
     if any(isinstance(state, Batched) for state in states):
-        raise NotRowwise(FED_BACK)
+        raise NotRowwise(Coupling.FED_BACK)
     raise NotRowwise("it joins a sum over the batch with other values")
 
 
