@@ -5,19 +5,27 @@ BIN := $(VENV)/bin
 PYVERSION := $(shell $(PYTHON) -c 'import sys; print("%d%d" % sys.version_info[:2])' 2>/dev/null)
 LOCK := requirements/py$(PYVERSION).txt
 JOBS ?= auto
-MARKERS ?= not slow
 STAMP := $(VENV)/.ready
 
-.PHONY: demo test test-slow lint format bench docs setup lock clean
+.PHONY: demo test test-full test-slow test-jax lint format bench docs setup lock clean
 
 demo: $(STAMP)
 	$(BIN)/anybatch demo
 
+PYTEST = $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
+
+# Every promise; then what CI runs beside it; what takes hours; and what must hold on every JAX.
 test: $(STAMP)
-	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "$(MARKERS)" $(TESTS)
+	$(PYTEST) -m "not full and not slow" $(TESTS)
+
+test-full: $(STAMP)
+	$(PYTEST) -m "full and not slow" $(TESTS)
 
 test-slow: $(STAMP)
-	$(BIN)/python -m pytest -n $(JOBS) -m slow
+	$(PYTEST) -m slow $(TESTS)
+
+test-jax: $(STAMP)
+	$(PYTEST) -m "every_jax and not full and not slow" $(TESTS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

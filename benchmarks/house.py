@@ -20,7 +20,9 @@ def complexity(function: ast.AST) -> int:
         node = nodes.pop()
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
             continue
-        if isinstance(node, (ast.If, ast.IfExp, ast.For, ast.While, ast.ExceptHandler, ast.comprehension, ast.match_case)):
+        if isinstance(
+            node, (ast.If, ast.IfExp, ast.For, ast.While, ast.ExceptHandler, ast.comprehension, ast.match_case)
+        ):
             total += 1
         elif isinstance(node, ast.BoolOp):
             total += len(node.values) - 1
@@ -54,7 +56,9 @@ def measure(root: pathlib.Path) -> dict[str, str]:
     trees = {name[path]: ast.parse(path.read_text()) for path in paths}
     lines = {name[path]: len(path.read_text().splitlines()) for path in paths}
     code = {name[path] for path in paths if path.name != "__init__.py"}
-    importers = collections.Counter(other for each, tree in trees.items() for other in imported(tree, set(trees)) - {each})
+    importers = collections.Counter(
+        other for each, tree in trees.items() for other in imported(tree, set(trees)) - {each}
+    )
     functions = [
         (f"{module}.{node.name}", node)
         for module, tree in trees.items()
@@ -63,7 +67,9 @@ def measure(root: pathlib.Path) -> dict[str, str]:
     ]
     public = {"__init__"}
     wide = [(num_parameters(node), each) for each, node in functions if num_parameters(node) > 8]
-    hidden = [each for each in wide if each[1].rpartition(".")[2].startswith("_") or each[1].endswith(("__init__", ".of"))]
+    hidden = [
+        each for each in wide if each[1].rpartition(".")[2].startswith("_") or each[1].endswith(("__init__", ".of"))
+    ]
     winding = sorted(((complexity(node), each) for each, node in functions), reverse=True)
     tests = [path for path in (root / "tests").rglob("*.py")]
     return {
@@ -73,7 +79,8 @@ def measure(root: pathlib.Path) -> dict[str, str]:
         "modules under 100 lines": str(sum(lines[each] < 100 for each in code)),
         "longest module; median": f"{max(lines.values())}; {statistics.median(lines[each] for each in code):g}",
         "functions with more than 8 parameters": f"{len(wide)}, {len(hidden)} of them private (up to {max(wide)[0]})",
-        "functions of complexity over 15": f"{sum(found > 15 for found, _ in winding)} (up to {winding[0][0]}, {winding[0][1]})",
+        "functions of complexity over 15": f"{sum(found > 15 for found, _ in winding)} (up to {winding[0][0]}: "
+        f"{winding[0][1]})",
         "test files; folders": f"{len([path for path in tests if path.name.startswith('test_')])}; "
         f"{len({path.parent for path in tests})}",
     }

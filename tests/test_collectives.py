@@ -17,6 +17,8 @@ from jax.sharding import PartitionSpec as P
 from anybatch.collectives import KINDS, Collective, Traffic, collectives_of
 from anybatch.errors import InputError
 
+pytestmark = pytest.mark.every_jax
+
 X = jax.ShapeDtypeStruct((8, 4), jnp.float32)
 ROW = 4 * 4  # bytes of what one device has of X
 SPREAD = P("data")

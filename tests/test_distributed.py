@@ -163,7 +163,7 @@ while True: float(total(x))
     assert other.seconds - failed.seconds < 3 + 5
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 def test_slurm_is_found(tmp_path):
     port = str(launch.free_port())
 
@@ -177,7 +177,7 @@ def test_slurm_is_found(tmp_path):
         assert each.status == 0
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 def test_a_port_in_use_is_an_error(tmp_path):
     body = """
     import socket

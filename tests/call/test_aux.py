@@ -8,6 +8,8 @@ import pytest
 
 import anybatch as ab
 
+pytestmark = pytest.mark.every_jax
+
 X = jnp.arange(1.0, 12.0)  # 11 examples
 
 

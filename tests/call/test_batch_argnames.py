@@ -13,6 +13,8 @@ from per_example.test_factors import assert_close
 import anybatch as ab
 from anybatch import privacy
 
+pytestmark = pytest.mark.every_jax
+
 W = jnp.array([1.0, -2.0, 0.5])
 X = jnp.linspace(-1, 2, 24).reshape(8, 3)
 Y = jnp.linspace(3, -1, 8)

@@ -15,6 +15,8 @@ import pytest
 
 import anybatch as ab
 
+pytestmark = pytest.mark.every_jax
+
 
 @contextlib.contextmanager
 def counted_compilations():

@@ -6,6 +6,8 @@ import pytest
 
 import anybatch as ab
 
+pytestmark = pytest.mark.every_jax
+
 
 def shallow(params, batch):
     hidden = jnp.tanh(batch["x"] @ params["first"])

@@ -19,6 +19,8 @@ from jax.sharding import PartitionSpec as P
 import anybatch as ab
 from anybatch import privacy
 
+pytestmark = pytest.mark.every_jax
+
 
 @pytest.fixture(autouse=True)
 def defaults(model_defaults):

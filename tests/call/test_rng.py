@@ -7,6 +7,8 @@ import pytest
 
 import anybatch as ab
 
+pytestmark = pytest.mark.every_jax
+
 
 def dropout_loss(w, x, key):
     keep = jax.random.bernoulli(key, 0.5, x.shape)

@@ -127,7 +127,7 @@ def test_the_processes_end_with_the_launcher(script, number, status):
         launcher.stdout.close()
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 def test_the_timeout_ends_even_those_that_ignore_it(script):
     path = script("import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)" + WAIT)
     started = time.monotonic()
@@ -138,7 +138,7 @@ def test_the_timeout_ends_even_those_that_ignore_it(script):
     assert time.monotonic() - started < 20
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 def test_nobody_reads_any_more(script):
     path = script("import time\nfor turn in range(600): print(turn, flush=True); time.sleep(0.1)")
     launcher = subprocess.Popen(command(path), stdout=subprocess.PIPE, start_new_session=True)
@@ -253,7 +253,7 @@ def test_if_the_system_starts_no_more_those_that_run_are_ended(script, monkeypat
     )
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 @pytest.mark.parametrize(
     "options, outcome",
     [

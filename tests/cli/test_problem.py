@@ -16,8 +16,6 @@ from anybatch.cli import main as cli
 from anybatch.cli.problem import load_problem
 from anybatch.report import Report
 
-pytestmark = pytest.mark.thorough
-
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):

@@ -30,7 +30,7 @@ def start(folder, *arguments):
     )
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 def test_the_demo_is_readable_when_piped(tmp_path):
     process = start(tmp_path, "demo", "--steps", "12")
     said, errors = process.communicate(timeout=300)
@@ -61,7 +61,7 @@ def stopped(folder, number):
     return said, "".join([*lines, errors])
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_a_run_that_is_stopped_goes_on(tmp_path):
     (tmp_path / "run.toml").write_text(SETTINGS)
     said, errors = stopped(tmp_path, signal.SIGTERM)

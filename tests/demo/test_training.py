@@ -25,8 +25,6 @@ from anybatch.training import checkpoint_folder
 from anybatch.training.batches import open_source
 from anybatch.training.checkpoints import Checkpoints
 
-pytestmark = pytest.mark.thorough  # what it tests does not depend on the version of JAX
-
 SHAPE = GPT(vocabulary=11, context=6, layers=2, heads=2, width=8)
 LOSS, LOGITS = jax.jit(SHAPE.loss), jax.jit(SHAPE.logits)
 TOKENS = np.random.default_rng(0).integers(0, 11, (12, 7)).astype(np.int32)

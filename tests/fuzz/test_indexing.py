@@ -15,6 +15,8 @@ from jax import lax
 
 import anybatch as ab
 
+pytestmark = pytest.mark.every_jax
+
 WIDTH = 3
 
 

@@ -33,7 +33,7 @@ def check(seeds, value_and_grad=None):
 
 
 @pytest.mark.parametrize(
-    "part", [part if part < 1 else pytest.param(part, marks=pytest.mark.thorough) for part in range(4)]
+    "part", [part if part < 1 else pytest.param(part, marks=pytest.mark.slow) for part in range(4)]
 )
 def test_random_programs(part):
     first = FIRST_SEED + part * PROGRAMS_PER_TEST
@@ -53,8 +53,8 @@ def test_some_programs_have_blocks_of_a_model():
     assert sum(any(step.name == "block_of_a_model" for step in program.steps) for program in programs) >= 5
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize("devices", [pytest.param(2, marks=pytest.mark.slow), 3])
+@pytest.mark.slow
+@pytest.mark.parametrize("devices", [2, 3])
 def test_random_programs_over_a_mesh(devices):
     """Of 2 to 7 examples, so that most are uneven, and some devices have none."""
     first = FIRST_SEED + 900_000 + devices * PROGRAMS_PER_TEST

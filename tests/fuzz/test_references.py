@@ -17,6 +17,8 @@ import anybatch as ab
 from anybatch.gradients import declared, references, split_passes
 from anybatch.jaxprs import in_place, interpreter, tracing, versions
 
+pytestmark = pytest.mark.every_jax
+
 PROGRAMS_PER_TEST = 20
 MOST_PROGRAMS = 600
 

@@ -9,8 +9,6 @@ from jax.sharding import PartitionSpec as P
 
 import anybatch as ab
 
-pytestmark = pytest.mark.thorough
-
 EXAMPLES = 22
 
 
@@ -80,7 +78,7 @@ def decayed(params, batch):
 
 
 # Sizes that no number of devices divides: microbatches are then of consecutive examples, in every reading.
-@pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.thorough), 3, 11])
+@pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.full), 3, 11])
 @pytest.mark.parametrize("options", [{}, {"reduction": "mean"}], ids=["read", "declared"])
 @pytest.mark.parametrize("loss", [meshes.mean, decayed], ids=lambda loss: loss.__name__)
 def test_statistics_of_a_mean(float64, loss, options, size):
@@ -112,7 +110,7 @@ WEIGHTED = [
 ]
 
 
-@pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.thorough), 3])
+@pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.full), 3])
 @pytest.mark.parametrize("loss, options", WEIGHTED, ids=lambda each: getattr(each, "__name__", ""))
 def test_statistics_of_a_weighted_mean(float64, loss, options, size):
     """Microbatches count by their weights, and those without any do not count."""
@@ -194,9 +192,7 @@ def test_a_function_of_a_mean_has_its_noise_scale(float64):
 LOSSES = [meshes.mean, meshes.masked, meshes.rmse, meshes.dropped, meshes.looked_up, decayed, masked_pair]
 
 
-@pytest.mark.parametrize(
-    "loss", [*LOSSES[:2], *(pytest.param(loss, marks=pytest.mark.thorough) for loss in LOSSES[2:])]
-)
+@pytest.mark.parametrize("loss", [*LOSSES[:2], *(pytest.param(loss, marks=pytest.mark.full) for loss in LOSSES[2:])])
 def test_value_and_gradient_are_those_of_value_and_grad(float64, loss):
     params, batch = meshes.parameters(), batch_of()
     options = {"microbatch_size": 4, "reduction": "weighted" if loss is masked_pair else "infer"}
@@ -206,6 +202,7 @@ def test_value_and_gradient_are_those_of_value_and_grad(float64, loss):
     assert isinstance(noise, ab.NoiseScale) and noise.steps == 1
 
 
+@pytest.mark.slow
 def test_aux_and_narrow_parameters():
     """aux is that of the batch; gradients in bfloat16 are measured before they are rounded."""
     params, batch = meshes.parameters(dtype=np.float32), meshes.examples(EXAMPLES, np.float32)
@@ -221,6 +218,7 @@ def test_aux_and_narrow_parameters():
         np.testing.assert_allclose(told(noise), told(expected), rtol=0.05)
 
 
+@pytest.mark.slow
 def test_a_weight_with_a_gradient(float64):
     """The gradient of a ratio counts, not that of its total."""
 
@@ -401,7 +399,7 @@ def test_exact_of_sums_and_weights(float64):
     np.testing.assert_allclose(told(exact), oracle_of_weights(params, batch, 1), rtol=1e-9)
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 def test_exact_does_not_depend_on_the_microbatches(float64):
     """And what is not exact does: the control."""
     params, batch = meshes.parameters(), batch_of()
@@ -411,7 +409,7 @@ def test_exact_does_not_depend_on_the_microbatches(float64):
     assert abs(others[0][2] / others[1][2] - 1) > 0.01
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 def test_exact_with_aux_and_keys():
     def dropped(params, batch, key):
         rows = meshes.outputs_of(params, batch) * jax.random.bernoulli(key, 0.5, (len(batch["x"]), 4)).astype("float32")
@@ -436,7 +434,7 @@ def test_exact_on_a_mesh():
 
 
 @pytest.mark.parametrize(
-    "loss, options", [(meshes.mean, {}), pytest.param(*WEIGHTED[0], marks=pytest.mark.thorough), WEIGHTED[1]]
+    "loss, options", [(meshes.mean, {}), pytest.param(*WEIGHTED[0], marks=pytest.mark.full), WEIGHTED[1]]
 )
 def test_the_same_on_1_2_and_8_devices(float64, loss, options):
     params, batch = meshes.parameters(), batch_of(48)
@@ -458,7 +456,7 @@ def test_the_squares_join_the_one_reduction():
 
 
 @pytest.mark.parametrize(
-    "axes, number", [pytest.param((8,), 45, marks=pytest.mark.thorough), ((2, 2), 25), ((4,), 3)], ids=str
+    "axes, number", [pytest.param((8,), 45, marks=pytest.mark.full), ((2, 2), 25), ((4,), 3)], ids=str
 )
 def test_uneven_examples_and_axes_of_the_model(float64, axes, number):
     params, batch = meshes.parameters(), batch_of(number)
@@ -468,7 +466,7 @@ def test_uneven_examples_and_axes_of_the_model(float64, axes, number):
     assert meshes.worst((value, grad), jax.value_and_grad(meshes.mean)(params, batch)) < 1e-12
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 def test_sharded_parameters_and_reproducible_sums(float64):
     params, batch = meshes.parameters(), batch_of(48)
     expected = oracle_of_mean(meshes.mean, params, batch, 3)
@@ -504,7 +502,7 @@ def test_a_loss_that_does_not_say_what_microbatches_count_is_refused(loss, size)
         noise_of(loss, params, batch, microbatch_size=size)
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 def test_a_learned_factor_can_be_declared(float64):
     """As the message says: the same loss, declared."""
 
@@ -591,7 +589,7 @@ def test_a_plan_for_a_gradient_alone_is_not_one_for_its_noise():
         ab.noise_scale(loss, memory=needed + w.nbytes // 16)(w, x)
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 def test_vmap_over_models():
     params = jax.tree.map(lambda leaf: jnp.stack([leaf, 2 * leaf]), meshes.parameters(dtype=np.float32))
     batch = meshes.examples(EXAMPLES, np.float32)

@@ -15,6 +15,8 @@ from anybatch.call.memory import memory_budget
 from anybatch.jaxprs import versions
 from anybatch.reading import evaluation
 
+pytestmark = pytest.mark.every_jax
+
 
 def layers(params, x):
     for weights in params:

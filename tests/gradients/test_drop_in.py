@@ -14,6 +14,8 @@ from jax.sharding import PartitionSpec as P
 
 import anybatch as ab
 
+pytestmark = pytest.mark.every_jax
+
 X = jnp.arange(1.0, 7.0)
 
 

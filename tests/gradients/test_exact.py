@@ -9,8 +9,6 @@ from cases.losses import LOSSES
 
 import anybatch as ab
 
-pytestmark = pytest.mark.thorough
-
 SIZES = [1, 5, 6, 12, *(pytest.param(size, marks=pytest.mark.slow) for size in (2, 3, 11, 13, None))]
 
 

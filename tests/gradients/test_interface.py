@@ -9,6 +9,8 @@ from jax.sharding import PartitionSpec as P
 
 import anybatch as ab
 
+pytestmark = pytest.mark.every_jax
+
 
 def loss(w, x):
     return jnp.mean(jnp.tanh(x * w) ** 2)

@@ -11,6 +11,8 @@ import anybatch as ab
 from anybatch.gradients import references
 from anybatch.jaxprs import tracing
 
+pytestmark = pytest.mark.every_jax
+
 W = jax.random.uniform(jax.random.key(0), (3, 3), minval=0.5, maxval=1.5)
 X = jax.random.uniform(jax.random.key(1), (8, 3), minval=0.5, maxval=1.5)
 
@@ -135,7 +137,7 @@ AS_VALUES["custom_vjp"] = lambda w, x: jnp.mean(x @ twice_backwards(w))
 ALL = {**PLAIN, **IN_PLACE, **AS_VALUES}
 
 
-@pytest.mark.parametrize("microbatch_size", [2, pytest.param(3, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("microbatch_size", [2, pytest.param(3, marks=pytest.mark.full)])
 @pytest.mark.parametrize("name", [name for name, loss in ALL.items() if loss is not None])
 def test_gradient_equals_full_batch_gradient(name, microbatch_size):
     def loss(w, x):  # a mean over examples, whatever the function does with the parameter

@@ -19,6 +19,8 @@ import anybatch as ab
 from anybatch.gradients import references
 from anybatch.jaxprs import versions
 
+pytestmark = pytest.mark.every_jax
+
 WIDTH, STACKED = 3, 2
 
 

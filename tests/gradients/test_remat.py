@@ -11,8 +11,6 @@ from cases.zoo import ZOO
 import anybatch as ab
 from anybatch.call.options import POLICIES
 
-pytestmark = pytest.mark.thorough
-
 SOME = (
     "gpt_scanned",
     "two_towers",

@@ -6,8 +6,6 @@ import re
 import jax
 import pytest
 
-pytestmark = pytest.mark.thorough
-
 ROOT = pathlib.Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 

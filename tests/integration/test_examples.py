@@ -53,7 +53,7 @@ def _begin(name):
     return f"{launch if name == 'many_processes' else 'python '}examples/{name}.py"
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 def test_gpt_plans_and_learns(tmp_path):
     small = ("--batch", 64, "--memory", "16MiB", "--width", 32, "--layers", 1, "--steps", 4)
     text = ended_well(python(FOLDER / "gpt_huge_batch.py", *small), tmp_path)
@@ -62,7 +62,7 @@ def test_gpt_plans_and_learns(tmp_path):
     assert last < first - 0.5
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 def test_clip_finds_two_passes_and_the_gradient_of_the_full_batch(tmp_path):
     small = ("--batch", 128, "--microbatch", 16, "--width", 16, "--steps", 30)
     text = ended_well(python(FOLDER / "clip_two_passes.py", *small), tmp_path)
@@ -72,7 +72,7 @@ def test_clip_finds_two_passes_and_the_gradient_of_the_full_batch(tmp_path):
     assert number(r"([\d.]+)% after", text) > 5 * number(r"([\d.]+)% before", text)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_digits_spend_what_was_asked_for_and_are_learned(tmp_path):
     pytest.importorskip("sklearn")
     command = python(FOLDER / "dp_sgd_digits.py", "--batch", 128, "--epsilon", 8, "--steps")
@@ -85,7 +85,7 @@ def test_digits_spend_what_was_asked_for_and_are_learned(tmp_path):
     assert "begin anew with another folder" in other.stderr
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_many_processes_stop_together_and_go_on_in_one_with_the_same_bits(tmp_path):
     small = ("--steps", 30, "--batch", 256, "--width", 32, "--folder")
     expected = bits(ended_well(launched(2, 2, *small, tmp_path / "whole"), tmp_path))

@@ -34,7 +34,7 @@ def model_defaults_for_all():
         yield
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 def test_a_batch_of_512_in_a_small_budget_has_the_loss_curve_of_the_full_batch():
     full, at_once = curve(512, microbatch_size=None)
     within, taken = curve(512, memory=BUDGET)

@@ -11,6 +11,8 @@ import pytest
 from anybatch.collectives import Traffic, collectives_of
 from anybatch.jaxprs.hlo import UnreadableProgramError
 
+pytestmark = pytest.mark.every_jax
+
 GPU = """HloModule jit_step, is_scheduled=true, num_partitions=8
 
 %add (a: f32[], b: f32[]) -> f32[] {

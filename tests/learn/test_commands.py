@@ -211,7 +211,8 @@ def test_json_is_alone_though_there_is_something_to_say(progress, monkeypatch, c
 
 
 def test_the_help_has_the_schema_and_the_doctor_pays_for_nothing():
-    program = "import sys, anybatch.cli.main; print(*sorted(name for name in sys.modules if 'learn' in name or 'rich' in name))"
+    names = "sorted(name for name in sys.modules if 'learn' in name or 'rich' in name)"
+    program = f"import sys, anybatch.cli.main; print(*{names})"
     loaded = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout.split()
     assert "anybatch.cli.learn" in loaded
     assert not {"anybatch.learn.terminal.commands", "anybatch.learn.grading", "rich.markdown"} & set(loaded)

@@ -11,6 +11,8 @@ from anybatch.learn.grading import grade
 from anybatch.learn.runner.submissions import Runner
 from anybatch.learn.terminal.development import examine
 
+pytestmark = pytest.mark.every_jax
+
 COURSE = Course.builtin()
 SEEDS = 1  # `anybatch learn dev check` takes three
 

@@ -25,7 +25,7 @@ def marked(table, is_first):
     parameters = []
     for name, files in table.items():
         for place, (how, found) in enumerate(files.items()):
-            marks = pytest.mark.thorough if place % EVERY == 0 else pytest.mark.slow
+            marks = pytest.mark.full if place % EVERY == 0 else pytest.mark.slow
             parameters.append(
                 pytest.param(name, found, id=f"{name}: {how}", marks=[] if is_first(name, place, how) else [marks])
             )

@@ -31,7 +31,7 @@ import anybatch as ab
 
 EXACT = 1e-12
 
-pytestmark = pytest.mark.usefixtures("float64")
+pytestmark = [pytest.mark.usefixtures("float64"), pytest.mark.every_jax]
 
 
 @functools.cache
@@ -39,7 +39,7 @@ def full_batch(loss, number, has_aux=False):
     return jax.value_and_grad(loss, has_aux=has_aux)(parameters(), examples(number))
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 @pytest.mark.parametrize("devices", [1, 2, 8])
 @pytest.mark.parametrize("loss", [*ONE_PASS, *TWO_PASSES], ids=lambda loss: loss.__name__)
 def test_it_is_the_gradient_of_the_full_batch(loss, devices):
@@ -81,7 +81,7 @@ def test_examples_need_not_divide_the_devices(loss, number):
         assert worst(call(parameters(), examples(number)), full_batch(loss, number)) < EXACT
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 @pytest.mark.parametrize("loss", [*ONE_PASS, *TWO_PASSES], ids=lambda loss: loss.__name__)
 @pytest.mark.parametrize(
     ("number", "size"), [(29, 3), *(pytest.param(*each, marks=pytest.mark.slow) for each in ((29, None), (5, 1)))]

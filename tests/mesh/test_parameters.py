@@ -25,7 +25,7 @@ SPECS = {
 }
 SHAPES = {"data": (8,), "data and model": (4, 2), "both in one": (4, 2), "model": (4, 2)}
 
-pytestmark = [pytest.mark.usefixtures("float64"), pytest.mark.thorough]
+pytestmark = pytest.mark.usefixtures("float64")
 
 
 @functools.cache
@@ -55,7 +55,7 @@ def test_gradients_are_exact_and_lie_as_the_parameters_do(loss, over, reduce):
             assert grad.sharding.is_equivalent_to(params[name].sharding, grad.ndim)
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 @pytest.mark.parametrize("reduce", ["once", "each"])
 @pytest.mark.parametrize("declared", ["mean", "weighted"])
 def test_declared_reductions(declared, reduce):
@@ -124,6 +124,7 @@ def test_without_specs_under_jit_axes_of_the_model_are_left_alone():
     assert "all-gather" not in found.by_kind
 
 
+@pytest.mark.slow
 def test_several_axes_for_the_examples():
     mesh = mesh_of(2, 4, names=("replica", "shard"))
     for axes in (("replica", "shard"), ("shard", "replica")):
@@ -142,8 +143,9 @@ def fused(params, batch):
     return jnp.sum(losses * batch["mask"]) / jnp.sum(batch["mask"]), {"rows": rows, "count": jnp.sum(batch["label"])}
 
 
-@pytest.mark.parametrize("number", [29, 32, 3])
-@pytest.mark.parametrize("size", [2, None])
+@pytest.mark.parametrize(
+    "size, number", [pytest.param(2, 29, marks=pytest.mark.slow), (2, 32), (2, 3), (None, 29), (None, 32), (None, 3)]
+)
 def test_uneven_examples_where_the_model_exchanges_too(number, size):
     """All devices must come to every collective, those too that have an example less."""
     mesh, params = placed("model")

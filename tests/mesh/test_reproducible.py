@@ -25,8 +25,6 @@ import anybatch as ab
 
 NUMBER, SIZE = 128, 4
 
-pytestmark = pytest.mark.thorough
-
 
 def softmaxed(params, batch):
     """With divisions that XLA likes to rewrite."""

@@ -24,7 +24,7 @@ import anybatch as ab
 
 EXACT = 1e-12
 
-pytestmark = [pytest.mark.usefixtures("float64"), pytest.mark.thorough]
+pytestmark = pytest.mark.usefixtures("float64")
 
 
 @functools.cache

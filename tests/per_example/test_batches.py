@@ -14,6 +14,8 @@ from per_example.test_factors import assert_close
 import anybatch as ab
 from anybatch.gradients import head_budget
 
+pytestmark = pytest.mark.every_jax
+
 FUNCTIONS = {
     "per_example_grads": ab.per_example_grads,
     "per_example_norms": ab.per_example_norms,

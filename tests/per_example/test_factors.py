@@ -10,6 +10,8 @@ import anybatch as ab
 from anybatch.jaxprs import versions
 from anybatch.per_example import choice
 
+pytestmark = pytest.mark.every_jax
+
 
 @pytest.fixture(params=["gram", pytest.param("direct", marks=pytest.mark.slow)])
 def preferred(request, monkeypatch):

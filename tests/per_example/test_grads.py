@@ -13,6 +13,8 @@ from per_example.test_factors import assert_close, cancelling, cancelling_batch
 import anybatch as ab
 from anybatch.per_example import choice
 
+pytestmark = pytest.mark.every_jax
+
 CASE = next(case for case in CASES if case.name == "dense_over_tokens")
 METHODS = (pytest.param("vmap", marks=pytest.mark.slow), "factored")
 
@@ -28,9 +30,7 @@ def problem(dtype="float64", number=7):
 
 
 @pytest.mark.parametrize("method", ["vmap", "factored"])
-@pytest.mark.parametrize(
-    "size", [3, *(pytest.param(size, marks=pytest.mark.thorough) for size in (1, None, 9, "auto"))]
-)
+@pytest.mark.parametrize("size", [3, *(pytest.param(size, marks=pytest.mark.full) for size in (1, None, 9, "auto"))])
 def test_results_do_not_depend_on_the_microbatches(float64, method, size):
     params, batch, grads, norms, clip_norm = problem()
     options = {"method": method, "microbatch_size": size}
@@ -280,6 +280,7 @@ def conspiring(rest=6, tokens=64, inputs=256, outputs=1024):
     return {"x": jnp.asarray(x, jnp.bfloat16), "s": jnp.asarray(s, jnp.bfloat16)}
 
 
+@pytest.mark.slow
 def test_roundings_that_conspire_do_not_exceed_a_strict_bound():
     def loss(w, example):
         made = (example["x"] @ w.astype(jnp.bfloat16)).astype(jnp.float32)

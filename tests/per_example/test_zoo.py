@@ -10,11 +10,9 @@ from per_example.test_factors import assert_close
 import anybatch as ab
 from anybatch.per_example import choice
 
-pytestmark = pytest.mark.thorough
-
 # Those with a way of their own to a gradient; the others are more of the same.
 TELLING = {
-    *("gpt_scanned", "lstm_of_unequal_lengths", "mixture_of_experts", "nnx_model", "equinox_model"),
+    "equinox_model",
     *("resnet_with_batch_norm", "nnx_model_with_batch_norm", "two_towers", "q_learning", "proximal_policy"),
 }
 

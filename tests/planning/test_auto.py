@@ -49,7 +49,7 @@ def test_auto_is_the_default_and_gives_the_gradient_of_the_full_batch(case, tran
     [
         (network, 509, "infer", jax.jit),
         (scanned, 512, "infer", lambda fun: fun),
-        (contrastive, 256, "infer", jax.jit),
+        pytest.param(contrastive, 256, "infer", jax.jit, marks=pytest.mark.slow),
         (totals, 512, "weighted", lambda fun: fun),
     ],
 )

@@ -14,8 +14,6 @@ from cases.planned import network, problem, scanned
 import anybatch as ab
 from anybatch.planning import planner, store
 
-pytestmark = pytest.mark.thorough
-
 MEMORY = 900 * 1024
 
 

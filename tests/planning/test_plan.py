@@ -17,8 +17,6 @@ from anybatch.planning.candidates import Search
 from anybatch.planning.measure import Bytes, Workbench
 from anybatch.planning.strategy import Strategy
 
-pytestmark = pytest.mark.thorough
-
 KIB = 1024
 
 
@@ -34,7 +32,10 @@ def between(share, loss, params, batch):
 
 
 @pytest.mark.parametrize("share", [0.1, 0.6, 1.5])
-@pytest.mark.parametrize("loss, examples", [(network, 512), (network, 509), (scanned, 512), (contrastive, 256)])
+@pytest.mark.parametrize(
+    "loss, examples",
+    [(network, 512), (network, 509), (scanned, 512), pytest.param(contrastive, 256, marks=pytest.mark.full)],
+)
 def test_the_chosen_plan_never_exceeds_its_budget(loss, examples, share):
     params, batch = problem(examples)
     budget = between(share, loss, params, batch)

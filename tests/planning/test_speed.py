@@ -9,8 +9,6 @@ from anybatch.planning.candidates import AS_FAST, Search
 from anybatch.planning.measure import Workbench
 from anybatch.planning.strategy import Strategy
 
-pytestmark = pytest.mark.thorough
-
 # Milliseconds by microbatch size: one that was measured with a GPT, one that saturates, one with a valley.
 KNEE = {64: 139, 32: 134, 16: 132, 11: 133, 8: 138, 6: 143, 4: 149, 3: 165, 2: 182, 1: 245}
 FLAT = {64: 100, 32: 100.4, 16: 100.6, 11: 100.8, 8: 101, 6: 104, 4: 109, 3: 115, 2: 120, 1: 150}

@@ -13,8 +13,6 @@ from scipy import optimize, stats
 from anybatch import privacy
 from anybatch.errors import InputError
 
-pytestmark = pytest.mark.thorough
-
 # (examples, batch size, noise, epochs, delta, epsilon) by Rényi divergences.
 # tensorflow_privacy/privacy/analysis/compute_dp_sgd_privacy_test.py, test_compute_dp_sgd_privacy.
 PUBLISHED_RDP = [
@@ -53,9 +51,10 @@ def test_epsilon_of_the_mnist_tutorial(noise, epochs, published):
     assert 0.8 * published < privacy.epsilon(**spent, accountant="rdp") < published
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 @pytest.mark.parametrize(
-    "rate, steps, sensitivity, published", [(0.01, 1, 1, 0.67379294682), (0.001, 25, 6, 3.20956502598)]
+    "rate, steps, sensitivity, published",
+    [(0.01, 1, 1, 0.67379294682), pytest.param(0.001, 25, 6, 3.20956502598, marks=pytest.mark.slow)],
 )
 def test_noise_is_the_published_one(rate, steps, sensitivity, published):
     """dp_accounting/pld/accountant_test.py, test_get_smallest_subsampled_gaussian_noise: epsilon 1, delta 1e-5."""
@@ -63,7 +62,7 @@ def test_noise_is_the_published_one(rate, steps, sensitivity, published):
     assert published / sensitivity * (1 - 1e-6) <= noise <= published / sensitivity * (1 + 2e-4)
 
 
-@pytest.mark.parametrize("accountant", ["rdp", pytest.param("pld", marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("accountant", ["rdp", pytest.param("pld", marks=pytest.mark.full)])
 @pytest.mark.parametrize("budget", [0.5, 4.0])
 def test_what_is_calibrated_stays_within_its_budget(accountant, budget):
     run = {"delta": 1e-6, "sampling_rate": 0.02, "steps": 2000, "accountant": accountant}

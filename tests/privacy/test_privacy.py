@@ -17,8 +17,6 @@ from anybatch import privacy
 
 WIDTH = 5
 
-pytestmark = pytest.mark.thorough
-
 
 def loss(params, example):
     hidden = jnp.tanh(example["x"] @ params["w"])
@@ -335,7 +333,7 @@ def test_a_step_is_clipping_noise_and_the_optimizer():
     assert int(state.steps) == 1
 
 
-@pytest.mark.parametrize("compiled", [True, pytest.param(False, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("compiled", [True, pytest.param(False, marks=pytest.mark.full)])
 def test_the_noise_of_a_step_has_the_claimed_deviation(compiled):
     """All examples are padding, so that nothing but noise is left."""
     params = {"w": jnp.zeros((200, 300)), "b": jnp.zeros(())}
@@ -372,7 +370,7 @@ def test_epsilon_of_a_run():
 
 @pytest.mark.parametrize(
     "way",
-    ["compiled", *(pytest.param(way, marks=pytest.mark.thorough) for way in ("traced in each call", "inside jit"))],
+    ["compiled", *(pytest.param(way, marks=pytest.mark.full) for way in ("traced in each call", "inside jit"))],
 )
 def test_steps_are_the_same_however_they_are_compiled(way):
     """And none compiles twice: the sizes of Poisson samples differ, those of their arrays do not."""
@@ -470,7 +468,7 @@ def test_gradients_of_several_arguments_are_clipped_together():
 # Many devices -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("compiled", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_noise_is_the_same_on_any_number_of_devices(compiled):
     """Padding alone, so that the gradient is the noise; and with examples, it is added once."""
     params, batch, key = parameters(), examples(16), jax.random.key(21)
@@ -495,8 +493,8 @@ def test_noise_is_the_same_on_any_number_of_devices(compiled):
         assert distance(gradient, jax.tree.map(jnp.add, clipped, noises[0])) < 1e-6
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.full
+@pytest.mark.parametrize("compiled", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_steps_over_a_mesh(compiled):
     data, key = examples(40), jax.random.key(22)
     ends = []
@@ -509,7 +507,7 @@ def test_steps_over_a_mesh(compiled):
     assert distance(*ends) < 1e-5
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 @pytest.mark.parametrize("where", ["parameters", "batch"])
 def test_arrays_that_lie_elsewhere_are_put_on_the_mesh(where):
     mesh, elsewhere = mesh_of(4), jax.devices()[5]

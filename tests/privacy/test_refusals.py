@@ -15,8 +15,6 @@ from jax.sharding import PartitionSpec as P
 from anybatch import privacy
 from anybatch.errors import CoupledError, InputError
 
-pytestmark = pytest.mark.thorough
-
 USUAL = {"clip_norm": 1.0, "noise_multiplier": 1.0, "expected_batch_size": 4, "num_examples": 20, "microbatch_size": 3}
 
 

@@ -13,6 +13,8 @@ from jax.interpreters import ad, mlir
 import anybatch as ab
 from anybatch.reading.reader import RULES
 
+pytestmark = pytest.mark.every_jax
+
 X = np.linspace(-1.0, 1.0, 6 * 4 * 3).reshape(6, 4, 3)
 
 

@@ -8,6 +8,8 @@ from cases.read_losses import INFERRED, NUM_EXAMPLES
 
 import anybatch as ab
 
+pytestmark = pytest.mark.every_jax
+
 SIZES = [1, 4, 5]
 BY_NAME = {case.name: case for case in INFERRED}
 
@@ -32,7 +34,7 @@ def microbatched(case, microbatch_size):
 @pytest.mark.parametrize(
     "case",
     [
-        pytest.param(case, id=case.name, marks=[] if position % 3 == 0 else pytest.mark.thorough)
+        pytest.param(case, id=case.name, marks=[] if position % 3 == 0 else pytest.mark.full)
         for position, case in enumerate(INFERRED)
     ],
 )

@@ -13,6 +13,8 @@ from jax import lax
 
 import anybatch as ab
 
+pytestmark = pytest.mark.every_jax
+
 X = np.sin(np.arange(12.0)).reshape(4, 3).astype(np.float32)
 W = np.array([0.7, -1.2, 2.1], np.float32)
 

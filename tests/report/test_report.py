@@ -22,8 +22,6 @@ import anybatch as ab
 from anybatch.report import Report
 from anybatch.report.figures import Series, column, smoothed, thinned
 
-pytestmark = pytest.mark.thorough  # what it tests does not depend on the version of JAX
-
 FIGURES = [
     "loss",
     "noise_scale",

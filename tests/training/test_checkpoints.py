@@ -29,6 +29,8 @@ from anybatch.training import checkpoint_folder
 from anybatch.training.checkpoint_folder import CheckpointFolder
 from anybatch.training.checkpoints import CheckpointError, Checkpoints
 
+pytestmark = pytest.mark.every_jax
+
 
 @pytest.fixture
 def mesh():
@@ -714,7 +716,7 @@ def test_the_folder_is_one_of_orbax(tmp_path):
     assert restored["record"]["record"] == {"a": 1}
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 def test_several_processes(tmp_path):
     body = f"""\
     distributed.initialize()

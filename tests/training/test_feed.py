@@ -20,8 +20,6 @@ from anybatch.errors import InputError
 from anybatch.training.batches import Batches, open_source
 from anybatch.training.feed import Feed, to_device
 
-pytestmark = pytest.mark.thorough  # what it tests does not depend on the version of JAX
-
 SHAPE = (64, 64)
 
 

@@ -44,8 +44,8 @@ def uninterrupted(tmp_path_factory):
     return finish(tmp_path_factory.mktemp("whole"))
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.full
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_twenty_signals_at_random_moments_leave_the_same_bits(tmp_path, uninterrupted, seed):
     """Ten of them here, ten with the other seed, which is among the long ones: SIGTERM, Ctrl-C and SIGKILL."""
     generator = random.Random(seed)

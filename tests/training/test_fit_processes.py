@@ -23,7 +23,7 @@ def fit(batches, **options):
 """
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 def test_the_run_ends_for_all_when_the_batches_of_one_process_do(tmp_path):
     """Otherwise the others would wait for it without an end."""
     body = """
@@ -37,7 +37,7 @@ def test_the_run_ends_for_all_when_the_batches_of_one_process_do(tmp_path):
         assert "4 ['The batches of process 0 have ended, and the others have more" in ended.output
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 def test_each_process_goes_on_where_it_stood(tmp_path):
     """Each has another seed, so that none can go on where another stood."""
     body = """

@@ -17,8 +17,6 @@ from anybatch.errors import InputError
 from anybatch.training import checkpoint_folder, progress
 from anybatch.training.log import Log, LogError, read_log
 
-pytestmark = pytest.mark.thorough  # what it tests does not depend on the version of JAX
-
 SUFFIXES = ["csv", "jsonl"]
 
 ROWS = [

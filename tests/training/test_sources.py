@@ -15,8 +15,6 @@ import pytest
 from anybatch.errors import InputError
 from anybatch.training.batches import Batches, check_same_kind, open_source
 
-pytestmark = pytest.mark.thorough  # what it tests does not depend on the version of JAX
-
 ROWS = np.arange(20, dtype=np.float32).reshape(10, 2)
 
 

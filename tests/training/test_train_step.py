@@ -13,6 +13,8 @@ import pytest
 
 import anybatch as ab
 
+pytestmark = pytest.mark.every_jax
+
 
 @pytest.fixture(autouse=True)
 def optax_defaults():

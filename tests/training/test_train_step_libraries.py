@@ -16,6 +16,8 @@ from flax.training import train_state
 
 import anybatch as ab
 
+pytestmark = pytest.mark.every_jax
+
 
 @pytest.fixture(autouse=True)
 def defaults(model_defaults):

@@ -11,9 +11,6 @@ from anybatch.jaxprs import in_place
 from anybatch.verification import diagnosis
 from anybatch.verification.verify import verify
 
-pytestmark = pytest.mark.thorough
-
-
 # Diagnoses: declarations.
 
 

@@ -13,9 +13,6 @@ from anybatch.verification.comparison import Trial, difference
 from anybatch.verification.verify import verify
 from anybatch.verification.widening import WideLoss, widened
 
-pytestmark = pytest.mark.thorough
-
-
 # Diagnoses: dtypes.
 
 

@@ -13,9 +13,6 @@ from anybatch.verification import comparison
 from anybatch.verification.comparison import LeafDifference
 from anybatch.verification.verify import DifferentGradientError, RouteCheck, Verification, verify
 
-pytestmark = pytest.mark.thorough
-
-
 # Routes that agree.
 
 
