@@ -100,7 +100,7 @@ def _across_data(split: Split) -> Iterator[Blame]:
     for node in split.graph.nodes:
         outcome = reader.outcomes.get(node)
         first = [value for value in node.outputs if value in reader.computed_first]
-        first += [] if outcome is None else outcome.whole
+        first += [] if outcome is None else outcome.in_full
         if node in mine and any(reader.uses_batch[value] for value in first):
             yield coupling.blame(node, "each example uses what it computes from the data of all of them")
 

@@ -1,11 +1,8 @@
-"""Values that are known before anything runs: built from constants and counters alone.
+"""Computes values of a graph: for the full batch, or for the examples of one microbatch.
 
-Rows of data at given positions, where a loss selects rows from its batch: `x[::2]`, `x[1:]`, `jnp.roll(x, 1, 0)`.
-
-Such data is known before the first microbatch. Its rows for one microbatch are looked up where they came from, so that
-no copy is made of all of it.
-
-Computes values of a graph: at the full batch, or for the examples of one microbatch.
+`FullBatch` evaluates the equations as they are. `Microbatch` evaluates them as their rules say. `Lookup` computes rows
+of data that a loss selects from its batch, as `x[::2]` and `jnp.roll(x, 1, 0)` do, without a copy of all rows.
+`constant_value` computes values that depend on neither the batch nor the parameters, while the loss is read.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -24,74 +21,257 @@ from anybatch.reading.coupling import Coupling, RuleFailed, failure_of
 from anybatch.reading.reader import Reader, RuleResult
 from anybatch.reading.states import INVARIANT, SUMMED, Batched, State, replaced, take_rows
 
-_MAX_SIZE = 1 << 22
-_MAX_CONSTANT_DEPTH = 60
-
-
-def constant_value(
-    reader: Reader, value: Value, given: Mapping[Value, Any] | None = None
-) -> np.ndarray[Any, Any] | None:
-    """The value, if it depends on neither the batch nor the parameters but on what is `given`; or None."""
-    known: dict[Value, Any] = dict(given or {})
-
-    def evaluate(value: Value, depth: int) -> Any:
-        if value.is_constant:
-            return None if isinstance(value.known, jax.core.Tracer) else value.known
-        if value in known:
-            return known[value]
-        node = value.node
-        if value.hint is not None:
-            return value.hint
-        if node is None or depth > _MAX_CONSTANT_DEPTH or value.size > _MAX_SIZE:
-            return None
-        if node.name not in ELEMENTWISE | MOVES:
-            return None
-        operands = [evaluate(operand, depth + 1) for operand in node.inputs]
-        if any(operand is None for operand in operands):
-            return None
-        with jax.ensure_compile_time_eval():
-            known.update(zip(node.outputs, node(operands), strict=True))
-        return known[value]
-
-    if value.size > _MAX_SIZE or value.is_key:
-        return None
-    try:
-        found = evaluate(value, 0)
-        return None if found is None else np.asarray(found)
-    except Exception:  # what cannot be evaluated ahead of time, as in a shard_map without jit, is simply not known
-        return None
-
-
+_MAX_DEPTH = 60  # operations that an invariant value is followed back through, in search of rows that are cheap
 _MAX_STEPS = 200  # operations that the rows of one value are followed back through, before all of it is computed
 _MAX_PARTS = 4  # of a concatenation: rows of every part are looked up, and most of them dropped
+_MAX_SIZE = 1 << 22  # elements of a constant that is computed while the loss is read
+_MAX_CONSTANT_DEPTH = 60  # operations that such a constant is computed by
+
+
+class FullBatch:
+    """Computes values for the full batch, each when it is first asked for.
+
+    Args:
+      known: the values that are given: the inputs, and for the head also the frontier.
+      draw: where to note which random numbers are drawn.
+    """
+
+    def __init__(self, known: Mapping[Value, Any], draw: positions.Draw | None = None) -> None:
+        self.known, self.draw = dict(known), draw
+
+    def __getitem__(self, value: Value) -> Any:
+        if value.is_constant:
+            return value.known
+        if value not in self.known:
+            self._compute(value)
+        return self.known[value]
+
+    def _compute(self, wanted: Value) -> None:
+        nodes: dict[int, Node] = {}
+        pending = [wanted]
+        while pending:
+            value = pending.pop()
+            if value.is_constant or value in self.known:
+                continue
+            if value.node is None:
+                raise KeyError("an input that was not given")
+            if value.node.index not in nodes:
+                nodes[value.node.index] = value.node
+                pending.extend(value.node.inputs)
+        for index in sorted(nodes):
+            self.run(nodes[index])
+
+    def run(self, node: Node) -> None:
+        """Computes one node."""
+        if self.draw is not None and node.name == "random_bits":
+            self.draw.note(node, self.draw.for_full_batch)
+        for output, result in zip(node.outputs, node([self[value] for value in node.inputs]), strict=True):
+            self.known.setdefault(output, result)
+
+
+class Microbatch:
+    """Computes the values of the prefix for `size` examples from `start`.
+
+    Args:
+      reader: the states of the values.
+      start: the index in the batch of the first example. It may be traced.
+      size: the number of examples.
+      known: the inputs. Batched ones have the rows of these examples only.
+      full: values of the full batch: batched inputs, and values that were computed before.
+      draw: how to draw random numbers of which only some rows are needed.
+      runs: the number of runs of consecutive examples that the microbatch is made of; `start` is in the first.
+      selection: the rows that count as examples, if they are not those of the batch; see `Fact`.
+      looks_up: whether `full` holds the full batch, so that selected rows can be looked up in it.
+    """
+
+    def __init__(
+        self,
+        reader: Reader,
+        start: Any,
+        size: int,
+        known: Mapping[Value, Any],
+        full: Mapping[Value, Any],
+        draw: "positions.Draw",
+        runs: int = 1,
+        selection: int | None = None,
+        looks_up: bool = False,
+    ) -> None:
+        self.selection, self.num_examples = selection, reader.count(selection)
+        self.reader, self.start, self.size, self.draw, self.runs = reader, start, size, draw, runs
+        self.known = dict(known)
+        invariant = {value: array for value, array in known.items() if reader.state(value) == INVARIANT}
+        self.full_batch = FullBatch({**invariant, **full}, draw)
+        self._rows: dict[tuple[Value, Batched], Any] = {}
+        self._in_full: Collection[Value] = ()
+        self._depth = 0
+        self._lookup = Lookup(self.full_batch) if looks_up else None
+
+    def nested(self, reader: Reader, operands: Sequence[Any], states: Sequence[State], start: Any = None) -> list[Any]:
+        """The results of a nested function, in the given states.
+
+        A function with a custom derivative must not close over tracers, so it gets `start` as an argument.
+        """
+        inner = Microbatch(
+            reader,
+            self.start if start is None else start,
+            self.size,
+            dict(zip(reader.graph.inputs, operands, strict=True)),
+            {},
+            self.draw,
+            self.runs,
+        )
+        inner.run(reader.graph.outputs)
+        return [inner.as_state(output, state) for output, state in zip(reader.graph.outputs, states, strict=True)]
+
+    def run(self, wanted: Sequence[Value]) -> None:
+        """Computes the wanted values. Invariant ones are computed when they are first used."""
+        nodes: dict[int, Node] = {}
+        pending = list(wanted)
+        for node in self.reader.graph.nodes:
+            outcome = self.reader.outcomes.get(node)
+            if node.has_effects and outcome is not None and outcome.selection == self.selection:
+                nodes[node.index] = node
+                pending.extend(operand for operand in node.inputs if operand not in outcome.in_full)
+        while pending:
+            value = pending.pop()
+            if value.is_constant or value in self.known or value.node is None or value.node.index in nodes:
+                continue
+            if self.reader.top and self.reader.state(value) == INVARIANT:
+                continue
+            if value in self.reader.cut_later:
+                self.known[value] = self._rows_known_first(value)
+                continue
+            nodes[value.node.index] = value.node
+            outcome = self.reader.outcomes.get(value.node)
+            pending.extend(
+                operand for operand in value.node.inputs if outcome is None or operand not in outcome.in_full
+            )
+        for index in sorted(nodes):
+            self._run_node(nodes[index])
+
+    def _run_node(self, node: Node) -> None:
+        outcome = self.reader.outcomes.get(node)
+        if outcome is None:
+            return
+        self._in_full = outcome.in_full
+        try:
+            results = self._results(node, outcome)
+        except (AnybatchError, jax.errors.JaxRuntimeError, FloatingPointError):
+            raise
+        except Exception as error:
+            why = failure_of(node.name, error)
+            raise RuleFailed(coupling.blame(node, why, Coupling.RULE_FAILED)) from error
+        self._in_full = ()
+        for output, result in zip(node.outputs, results, strict=True):
+            self.known[output] = result
+            if self.reader.state(output) == INVARIANT:  # the counter of a loop, for example
+                self.full_batch.known[output] = result
+
+    def _results(self, node: Node, outcome: RuleResult) -> list[Any]:
+        if outcome.run is not None:
+            return outcome.run(self)
+        takes = outcome.takes or [None] * len(node.inputs)
+        operands = [self.value(operand, rows) for operand, rows in zip(node.inputs, takes, strict=True)]
+        return node(operands, None if outcome.params is None else outcome.params(self.size))
+
+    def value(self, value: Value, rows: Batched | None = None) -> Any:
+        """A value for these examples. If it is invariant: all of it, or, with `rows`, the rows of these examples."""
+        if self.reader.state(value) == INVARIANT or value in self._in_full:
+            return self.full_batch[value] if rows is None else self.rows(value, rows)
+        return self.known[value]
+
+    def as_state(self, value: Value, state: State) -> Any:
+        """A value for these examples, in the state that all branches have in common."""
+        own = self.reader.state(value)
+        if own == state:
+            return self.value(value)
+        if own == INVARIANT and isinstance(state, Batched):
+            return self.rows(value, state)
+        if own == INVARIANT and state == SUMMED:
+            return jnp.zeros(value.shape, value.dtype)
+        raise AssertionError(f"{own} is not {state}")
+
+    def rows(self, value: Value, rows: Batched) -> Any:
+        """The rows of these examples, of an invariant value. Where possible, the other rows are not computed."""
+        if value.ndim == 0:
+            return self.full_batch[value]
+        key = (value, rows)
+        if key not in self._rows:
+            if value.shape[rows.axis] != rows.length(self.num_examples):
+                raise AssertionError(f"{value} has no {rows}")
+            direct = None
+            node = None if value.is_constant or value in self.full_batch.known else value.node
+            if node is not None and self._depth < _MAX_DEPTH:
+                self._depth += 1
+                direct = positions.compute_rows(self, node, value, rows)
+                self._depth -= 1
+            self._rows[key] = self.cut(self.full_batch[value], rows) if direct is None else direct
+        return self._rows[key]
+
+    def cut(self, array: Any, rows: State) -> Any:
+        """The rows of these examples, of an array of the full batch."""
+        assert isinstance(rows, Batched)
+        return take_rows(jnp.asarray(array), rows, self.num_examples, self.start, self.size, self.runs)
+
+    def _rows_known_first(self, value: Value) -> Any:
+        """The rows of these examples, of a value that is computed from data before the first microbatch.
+
+        Rows that are selected from the data by their positions are looked up in the data, without a copy of all rows.
+        """
+        rows, selected = self.reader.state(value), None
+        assert isinstance(rows, Batched)
+        if self._lookup is not None:
+            numbers = self.numbers(lax.iota(jnp.int32, rows.length(self.size)), rows.inner)
+            selected = self._lookup.rows(value, numbers, rows.axis)
+        return self.cut(self.full_batch[value], rows) if selected is None else selected
+
+    # A row has a number in the batch, and a number in this microbatch. There are `inner` rows for each example.
+
+    def numbers(self, counted: Any, inner: int) -> Any:
+        """The numbers in the batch of rows with the given numbers in this microbatch."""
+        own, all_of_run = self._run_lengths(counted.dtype, inner)
+        first = jnp.asarray(self.start).astype(counted.dtype) * counted.dtype.type(inner)
+        return counted // own * all_of_run + first + counted % own
+
+    def counted(self, numbers: Any, inner: int) -> Any:
+        """The numbers in this microbatch of its rows with the given numbers in the batch."""
+        first = jnp.asarray(self.start).astype(numbers.dtype) * numbers.dtype.type(inner)
+        if self.runs == 1:
+            return numbers - first
+        own, all_of_run = self._run_lengths(numbers.dtype, inner)
+        return numbers // all_of_run * own + numbers % all_of_run - first
+
+    def _run_lengths(self, dtype: Any, inner: int) -> tuple[Any, Any]:
+        own, everyone = self.size // self.runs, self.num_examples // self.runs
+        return dtype.type(own * inner), dtype.type(everyone * inner)
 
 
 class Lookup:
-    """Looks up rows of data.
+    """Computes rows of data at given positions, from rows of the operands where that is possible.
 
     Args:
-      known: values at the full batch: `known[value]` computes one, and `known.known` holds those that are there.
+      known: the values of the full batch.
     """
 
-    def __init__(self, known: Any) -> None:
+    def __init__(self, known: FullBatch) -> None:
         self._known = known
         self._found: dict[tuple[Value, int, int], tuple[Any, Any]] = {}
         self._depth = self._steps = 0
 
     def rows(self, value: Value, numbers: Any, axis: int) -> Any:
-        """The rows of a value along an axis, or None if they can only be taken from the whole computed value.
+        """The rows of a value along an axis, or None if all rows must be computed first.
 
         Args:
-          value: the value, of data alone.
+          value: the value, which depends on data alone.
           numbers: the numbers of the rows, all of them within the value.
           axis: the axis of the rows.
         """
         if self._depth == 0:
             self._steps = 0
         key = (value, id(numbers), axis)
-        if key not in self._found:  # with the numbers, which must live as long as their identity is a key
+        if key not in self._found:  # keeps the numbers alive, whose id is part of the key
             self._steps += 1
-            # Rows of neighbours are looked up at other numbers: many steps of such a program double each time.
+            # Each shift asks for rows at new numbers: the steps of a program with many shifts grow exponentially.
             if value.is_key or self._steps > _MAX_STEPS:
                 return None
             self._depth += 1
@@ -107,7 +287,7 @@ class Lookup:
         return found
 
     def _rows_of(self, node: Node, value: Value, numbers: Any, axis: int) -> Any:
-        """The rows of what a node computes, from those of its operands."""
+        """The rows of a result of a node, from rows of its operands."""
         params = node.params
         if node.name == "slice":
             first, stride = params["start_indices"][axis], params["strides"][axis] if params["strides"] else 1
@@ -146,7 +326,7 @@ class Lookup:
         at = [self._known[start] for start in starts]
         start = jnp.asarray(at[axis])
         if start.dtype.itemsize < numbers.dtype.itemsize:
-            start = start.astype(numbers.dtype)  # a narrow one may not hold the last start
+            start = start.astype(numbers.dtype)  # a narrow dtype may not hold the last start
         first = jnp.clip(start, 0, source.shape[axis] - sizes[axis]).astype(numbers.dtype)
         found = self.rows(source, first + numbers, axis)
         at[axis] = jnp.zeros((), jnp.result_type(at[axis]))
@@ -183,14 +363,14 @@ class Lookup:
         return joined
 
     def _gathered(self, node: Node, numbers: Any, axis: int) -> Any:
-        """The rows that an array of indices looks up, along the axis of these indices."""
+        """The rows of a gather, along an axis of its indices."""
         source, indices = node.inputs
         dimensions = node.params["dimension_numbers"]
         looked_up = [dimension for dimension in range(node.outputs[0].ndim) if dimension not in dimensions.offset_dims]
         if axis not in looked_up or dimensions.start_indices_batching_dims:
             return None
         if source not in self._known.known:
-            return None  # any row of the source may be asked for, so that it must be in memory already
+            return None  # any row of the source may be needed, so it must be in memory already
         mine = self.rows(indices, numbers, looked_up.index(axis))
         if mine is None:
             mine = jnp.take(jnp.asarray(self._known[indices]), numbers, looked_up.index(axis), mode="clip")
@@ -198,7 +378,7 @@ class Lookup:
 
 
 def _sliced(node: Node, found: Any, axis: int) -> Any:
-    """What a slice does along the other axes."""
+    """A slice along the other axes only, of rows that are already sliced."""
     params = dict(node.params)
     for name, number in (("start_indices", 0), ("limit_indices", found.shape[axis]), ("strides", 1)):
         if params[name] is not None:
@@ -207,224 +387,39 @@ def _sliced(node: Node, found: Any, axis: int) -> Any:
 
 
 def _along(flags: Any, axis: int, like: Any) -> Any:
-    """Flags of rows, in the shape of an array with these rows."""
+    """Flags of rows, broadcast to the shape of an array with these rows."""
     return lax.broadcast_in_dim(flags, like.shape, [axis])
 
 
-_MAX_DEPTH = 60  # operations that a whole value is followed back through, in search of rows that are cheap
+def constant_value(
+    reader: Reader, value: Value, given: Mapping[Value, Any] | None = None
+) -> np.ndarray[Any, Any] | None:
+    """The value, if it is computed from constants and `given` values alone; otherwise None."""
+    known: dict[Value, Any] = dict(given or {})
 
-
-class FullBatch:
-    """Computes values at the full batch, each when it is first asked for.
-
-    Args:
-      known: values that are given: the inputs, and for the head also what the microbatches made.
-      draw: where to note which random numbers are drawn.
-    """
-
-    def __init__(self, known: Mapping[Value, Any], draw: positions.Draw | None = None) -> None:
-        self.known, self.draw = dict(known), draw
-
-    def __getitem__(self, value: Value) -> Any:
+    def evaluate(value: Value, depth: int) -> Any:
         if value.is_constant:
-            return value.known
-        if value not in self.known:
-            self._compute(value)
-        return self.known[value]
+            return None if isinstance(value.known, jax.core.Tracer) else value.known
+        if value in known:
+            return known[value]
+        node = value.node
+        if value.hint is not None:
+            return value.hint
+        if node is None or depth > _MAX_CONSTANT_DEPTH or value.size > _MAX_SIZE:
+            return None
+        if node.name not in ELEMENTWISE | MOVES:
+            return None
+        operands = [evaluate(operand, depth + 1) for operand in node.inputs]
+        if any(operand is None for operand in operands):
+            return None
+        with jax.ensure_compile_time_eval():
+            known.update(zip(node.outputs, node(operands), strict=True))
+        return known[value]
 
-    def _compute(self, wanted: Value) -> None:
-        nodes: dict[int, Node] = {}
-        pending = [wanted]
-        while pending:
-            value = pending.pop()
-            if value.is_constant or value in self.known:
-                continue
-            if value.node is None:
-                raise KeyError("an input that was not given")
-            if value.node.index not in nodes:
-                nodes[value.node.index] = value.node
-                pending.extend(value.node.inputs)
-        for index in sorted(nodes):
-            self.run(nodes[index])
-
-    def run(self, node: Node) -> None:
-        """Computes one node, whose operands are known."""
-        if self.draw is not None and node.name == "random_bits":
-            self.draw.note(node, self.draw.at_once)
-        for output, result in zip(node.outputs, node([self[value] for value in node.inputs]), strict=True):
-            self.known.setdefault(output, result)
-
-
-class Microbatch:
-    """Computes the values of the prefix for `size` examples from `start`.
-
-    Args:
-      reader: the states of the values.
-      start: the index in the batch of the first example, which may be known at run time only.
-      size: the number of examples.
-      known: values of the inputs: for those with rows, the rows of these examples.
-      whole: values at the full batch: of inputs with rows, and of what was computed before.
-      draw: how to draw random numbers of which only some rows are needed.
-      runs: of how many runs of consecutive examples it is made; `start` is in the first.
-      selection: the rows that are counted as examples, if not those of the batch; see `Fact`.
-      looks_up: whether `whole` holds the full batch, so that selected rows can be read from it.
-    """
-
-    def __init__(
-        self,
-        reader: Reader,
-        start: Any,
-        size: int,
-        known: Mapping[Value, Any],
-        whole: Mapping[Value, Any],
-        draw: "positions.Draw",
-        runs: int = 1,
-        selection: int | None = None,
-        looks_up: bool = False,
-    ) -> None:
-        self.selection, self.num_examples = selection, reader.count(selection)
-        self.reader, self.start, self.size, self.draw, self.runs = reader, start, size, draw, runs
-        self.known = dict(known)
-        wholes = {value: array for value, array in known.items() if reader.state(value) == INVARIANT}
-        self.whole = FullBatch({**wholes, **whole}, draw)
-        self._rows: dict[tuple[Value, Batched], Any] = {}
-        self._read_whole: Collection[Value] = ()
-        self._depth = 0
-        self._lookup = Lookup(self.whole) if looks_up else None
-
-    def nested(self, reader: Reader, operands: Sequence[Any], states: Sequence[State], start: Any = None) -> list[Any]:
-        """The results of a nested function, in the given states.
-
-        A function with derivatives of its own must not close over what is traced: it gets `start` as an argument.
-        """
-        inner = Microbatch(
-            reader,
-            self.start if start is None else start,
-            self.size,
-            dict(zip(reader.graph.inputs, operands, strict=True)),
-            {},
-            self.draw,
-            self.runs,
-        )
-        inner.run(reader.graph.outputs)
-        return [inner.as_state(output, state) for output, state in zip(reader.graph.outputs, states, strict=True)]
-
-    def run(self, wanted: Sequence[Value]) -> None:
-        """Computes the values wanted, except whole ones, which are computed when they are first used."""
-        nodes: dict[int, Node] = {}
-        pending = list(wanted)
-        for node in self.reader.graph.nodes:
-            outcome = self.reader.outcomes.get(node)
-            if node.has_effects and outcome is not None and outcome.selection == self.selection:
-                nodes[node.index] = node
-                pending.extend(operand for operand in node.inputs if operand not in outcome.whole)
-        while pending:
-            value = pending.pop()
-            if value.is_constant or value in self.known or value.node is None or value.node.index in nodes:
-                continue
-            if self.reader.top and self.reader.state(value) == INVARIANT:
-                continue
-            if value in self.reader.cut_later:
-                self.known[value] = self._rows_known_first(value)
-                continue
-            nodes[value.node.index] = value.node
-            outcome = self.reader.outcomes.get(value.node)
-            pending.extend(operand for operand in value.node.inputs if outcome is None or operand not in outcome.whole)
-        for index in sorted(nodes):
-            self._run_node(nodes[index])
-
-    def _run_node(self, node: Node) -> None:
-        outcome = self.reader.outcomes.get(node)
-        if outcome is None:
-            return
-        self._read_whole = outcome.whole
-        try:
-            results = self._results(node, outcome)
-        except (AnybatchError, jax.errors.JaxRuntimeError, FloatingPointError):
-            raise
-        except Exception as error:
-            why = failure_of(node.name, error)
-            raise RuleFailed(coupling.blame(node, why, Coupling.RULE_FAILED)) from error
-        self._read_whole = ()
-        for output, result in zip(node.outputs, results, strict=True):
-            self.known[output] = result
-            if self.reader.state(output) == INVARIANT:  # the counter of a loop, for example
-                self.whole.known[output] = result
-
-    def _results(self, node: Node, outcome: RuleResult) -> list[Any]:
-        if outcome.run is not None:
-            return outcome.run(self)
-        takes = outcome.takes or [None] * len(node.inputs)
-        operands = [self.value(operand, rows) for operand, rows in zip(node.inputs, takes, strict=True)]
-        return node(operands, None if outcome.params is None else outcome.params(self.size))
-
-    def value(self, value: Value, rows: Batched | None = None) -> Any:
-        """A value for these examples. Of a whole one, all of it, or the given rows of these examples."""
-        if self.reader.state(value) == INVARIANT or value in self._read_whole:
-            return self.whole[value] if rows is None else self.rows(value, rows)
-        return self.known[value]
-
-    def as_state(self, value: Value, state: State) -> Any:
-        """A value for these examples, in a state that joins its own with those of other branches."""
-        own = self.reader.state(value)
-        if own == state:
-            return self.value(value)
-        if own == INVARIANT and isinstance(state, Batched):
-            return self.rows(value, state)
-        if own == INVARIANT and state == SUMMED:
-            return jnp.zeros(value.shape, value.dtype)
-        raise AssertionError(f"{own} is not {state}")
-
-    def rows(self, value: Value, rows: Batched) -> Any:
-        """The rows of these examples of a whole value, where possible without computing all of it."""
-        if value.ndim == 0:
-            return self.whole[value]
-        key = (value, rows)
-        if key not in self._rows:
-            if value.shape[rows.axis] != rows.length(self.num_examples):
-                raise AssertionError(f"{value} has no {rows}")
-            direct = None
-            node = None if value.is_constant or value in self.whole.known else value.node
-            if node is not None and self._depth < _MAX_DEPTH:
-                self._depth += 1
-                direct = positions.compute_rows(self, node, value, rows)
-                self._depth -= 1
-            self._rows[key] = self.cut(self.whole[value], rows) if direct is None else direct
-        return self._rows[key]
-
-    def cut(self, array: Any, rows: State) -> Any:
-        """The rows of these examples of an array that has those of the full batch."""
-        assert isinstance(rows, Batched)
-        return take_rows(jnp.asarray(array), rows, self.num_examples, self.start, self.size, self.runs)
-
-    def _rows_known_first(self, value: Value) -> Any:
-        """The rows of these examples of what is computed from data before the first microbatch.
-
-        Rows that are selected from the data by their position are taken from the data, so that no copy is made of all.
-        """
-        rows, selected = self.reader.state(value), None
-        assert isinstance(rows, Batched)
-        if self._lookup is not None:
-            numbers = self.numbers(lax.iota(jnp.int32, rows.length(self.size)), rows.inner)
-            selected = self._lookup.rows(value, numbers, rows.axis)
-        return self.cut(self.whole[value], rows) if selected is None else selected
-
-    # Rows of the batch by their number, and rows of this microbatch: `inner` of them for each example.
-
-    def numbers(self, counted: Any, inner: int) -> Any:
-        """The numbers in the batch of rows that are counted here; with several blocks, through all of them."""
-        own, all_of_run = self._run_lengths(counted.dtype, inner)
-        first = jnp.asarray(self.start).astype(counted.dtype) * counted.dtype.type(inner)
-        return counted // own * all_of_run + first + counted % own
-
-    def counted(self, numbers: Any, inner: int) -> Any:
-        """The reverse, for rows that are of this microbatch."""
-        first = jnp.asarray(self.start).astype(numbers.dtype) * numbers.dtype.type(inner)
-        if self.runs == 1:
-            return numbers - first
-        own, all_of_run = self._run_lengths(numbers.dtype, inner)
-        return numbers // all_of_run * own + numbers % all_of_run - first
-
-    def _run_lengths(self, dtype: Any, inner: int) -> tuple[Any, Any]:
-        own, everyone = self.size // self.runs, self.num_examples // self.runs
-        return dtype.type(own * inner), dtype.type(everyone * inner)
+    if value.size > _MAX_SIZE or value.is_key:
+        return None
+    try:
+        found = evaluate(value, 0)
+        return None if found is None else np.asarray(found)
+    except Exception:  # it cannot be evaluated ahead of time, for example in a shard_map without jit
+        return None

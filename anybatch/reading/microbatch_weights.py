@@ -1,7 +1,7 @@
-"""What the microbatches of a loss that was read count: examples, or the weight of a weighted mean.
+"""The weights of the microbatches of a loss that was read: their examples, or the weight of a weighted mean.
 
-The noise in a gradient is told from microbatches, each by what it counts. That is known for a mean or a sum over the
-examples, for a function of one such mean, and for a ratio of sums whose denominator is a count of data.
+The noise scale is estimated from the gradients of microbatches, each with its weight. The weight is known for a mean or
+a sum over the examples, for a function of one such mean, and for a ratio of sums whose denominator counts data.
 """
 
 import dataclasses
@@ -30,13 +30,13 @@ _DECLARE = (
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class MicrobatchWeights:
-    """What a microbatch counts: its examples, or a weight."""
+    """The weight of a microbatch: the number of its examples, or a sum over them."""
 
     weight: Value | None = None  # a sum over the examples, of data alone
-    split: Split | None = None  # in which it is one
+    split: Split | None = None  # the split that has it
 
     def of_microbatch(self, inputs: Sequence[Any], start: Any, size: int, origin: Any, runs: int) -> Any:
-        """How much a microbatch counts; the arguments are those of `Split.prefix`."""
+        """The weight of one microbatch. The arguments are those of `Split.prefix`."""
         if self.weight is None or self.split is None:
             return size
         (weight,) = self.split.prefix(inputs, None, [], start, size, [self.weight], origin, runs)
@@ -44,15 +44,15 @@ class MicrobatchWeights:
 
 
 def microbatch_weights(split: Split, later: Split) -> MicrobatchWeights:
-    """What the microbatches of a loss count.
+    """The weights of the microbatches of a loss.
 
     Args:
-      split: the loss, as its gradient is computed.
+      split: the loss, split as its gradient is computed.
       later: the loss, split so that sums of data alone are left to the microbatches.
 
     Raises:
       CoupledError: for a loss that looks across examples.
-      InputError: for one whose microbatches are known to count neither examples nor one weight.
+      InputError: for a loss whose microbatches have no known weight.
     """
     loss = later.graph.outputs[0]
     if _couples(split):
@@ -97,7 +97,7 @@ def _unknown(split: Split, what: str) -> InputError:
 
 
 def _known_first(split: Split, loss: Value) -> Iterator[Value]:
-    """What the loss is computed from that is itself computed before the first microbatch."""
+    """The values known before the first microbatch that the loss depends on."""
     for node in ancestors(loss):
         for value in (*node.inputs, *node.outputs):
             if not value.is_constant and value in split.reader.computed_first:
@@ -105,7 +105,7 @@ def _known_first(split: Split, loss: Value) -> Iterator[Value]:
 
 
 def _reached(split: Split, loss: Value) -> list[Value]:
-    """The values of the frontier that the loss is computed from."""
+    """The values of the frontier that the loss depends on."""
     frontier = set(split.frontier)
     found: list[Value] = []
     seen: set[Value] = set()
@@ -123,7 +123,7 @@ def _reached(split: Split, loss: Value) -> list[Value]:
 
 
 def _own_gradient_varies(split: Split) -> bool:
-    """Whether the head adds to the gradient of the parameters something that depends on the examples."""
+    """Whether the head itself has a gradient of the parameters that depends on the examples."""
     types = [value.type for value in split.graph.inputs]
     known = [value.type for value in split.known_first]
     frontier = [value.type for value in split.frontier]
@@ -145,7 +145,7 @@ def _own_gradient_varies(split: Split) -> bool:
 
 
 def _is_ratio(split: Split, loss: Value, total: Value, weight: Value) -> bool:
-    """Whether the loss is `total / weight`, but for constant factors, terms without examples, and a weight near 0."""
+    """Whether the loss is `total / weight`, up to constant factors, terms without examples, and a least weight."""
     if weight.size != 1 or split.reader.state(weight) != SUMMED:
         return False
     product = _follow(split, loss)
@@ -160,7 +160,7 @@ def _is_ratio(split: Split, loss: Value, total: Value, weight: Value) -> bool:
 
 
 def _follow(split: Split, value: Value) -> Value:
-    """Back through constant factors, casts and terms without examples, to where two values of examples meet."""
+    """Follows a value back through constant factors, casts and terms without examples."""
     frontier = set(split.frontier)
     while not value.is_constant and value not in frontier and value.node is not None:
         node = value.node
@@ -175,7 +175,7 @@ def _follow(split: Split, value: Value) -> Value:
 
 
 def _power(split: Split, value: Value, weight: Value) -> int | None:
-    """1 if a value grows as the weight does, -1 if its inverse does; tried out on large weights."""
+    """1 if a value is proportional to the weight, -1 if its inverse is; tested on large weights. Otherwise None."""
     at: list[float] = []
     for number in (64, 128, 1024):
         given = np.full(weight.shape, number, weight.dtype)

@@ -1,8 +1,8 @@
-"""The rows of a microbatch, of values that are laid out along the batch but do not come from it.
+"""Computes the rows of a microbatch, of values that have N rows but do not depend on the batch.
 
-`arange(N)`, a constant of N rows, random bits of shape (N, ...): a microbatch takes its own rows of them. Where
-the value is computed, this asks for those rows only: positions count from the first example of the microbatch,
-and random bits are drawn at their own counters, so that they are the bits of the full batch.
+Such values are `arange(N)`, a constant of N rows, or random bits of shape (N, ...). Only the rows of the microbatch are
+computed: positions count from its first example, and random bits are drawn at the counters that they have in the full
+batch, so that they are the same bits.
 """
 
 import dataclasses
@@ -23,31 +23,31 @@ from anybatch.reading.states import Batched, replaced
 
 @dataclasses.dataclass(frozen=True)
 class Draw:
-    """How random numbers of a generator that cannot be cut may be drawn.
+    """How to draw random numbers of a generator that cannot draw some rows only.
 
-    `fresh`: a microbatch draws its own, which are equal in distribution to those of the full batch. Numbers that
-    are drawn so must not be drawn for the whole batch as well: the two would not be the same.
+    If `fresh`, each microbatch draws its own numbers, which are equal in distribution to those of the full batch. The
+    same node must then not be drawn for the full batch as well: the two draws would differ.
     """
 
     fresh: bool = False
-    in_parts: set[Node] = dataclasses.field(default_factory=set)
-    at_once: set[Node] = dataclasses.field(default_factory=set)
+    per_microbatch: set[Node] = dataclasses.field(default_factory=set)
+    for_full_batch: set[Node] = dataclasses.field(default_factory=set)
 
     def note(self, node: Node, drawn: set[Node]) -> None:
-        """Notes how a node is drawn, and raises if it is drawn in both ways."""
+        """Adds a node to one of the two sets, and raises if it is in both."""
         drawn.add(node)
-        if node in self.in_parts and node in self.at_once:
+        if node in self.per_microbatch and node in self.for_full_batch:
             place = source.locate(node)
             raise InputError(
-                "Random numbers that each microbatch draws for itself must not be used for the whole batch as well",
+                "Random numbers that each microbatch draws for itself must not be used for the full batch as well",
                 given=f"such numbers at {place.file}:{place.line}",
-                remedy='Use a key of the default generator, jax.random.key(0, impl="threefry2x32"), of which a '
+                remedy='Use a key of the default generator, jax.random.key(0, impl="threefry2x32"), with which a '
                 "microbatch draws exactly the numbers of the full batch.",
             )
 
 
 def compute_rows(microbatch: Any, node: Node, value: Value, rows: Batched) -> Any:
-    """The rows of a microbatch of what `node` computes, or None if it must be computed at the full batch first."""
+    """The rows of a microbatch, of a result of `node`; None if all rows must be computed first."""
     axis, length = rows.axis, rows.length(microbatch.size)
     name, params = node.name, node.params
     if name == "iota":
@@ -57,14 +57,14 @@ def compute_rows(microbatch: Any, node: Node, value: Value, rows: Batched) -> An
         dimensions = list(params["broadcast_dimensions"])
         smaller = {**params, "shape": replaced(params["shape"], axis, length)}
         if axis not in dimensions or operand.shape[dimensions.index(axis)] == 1:
-            return node([microbatch.whole[operand]], smaller)[0]
+            return node([microbatch.full_batch[operand]], smaller)[0]
         return node([microbatch.rows(operand, rows.at(dimensions.index(axis)))], smaller)[0]
     if name in ELEMENTWISE and all(operand.ndim in (0, value.ndim) for operand in node.inputs):
         full = value.shape[axis]
         operands = [
             microbatch.rows(operand, rows)
             if operand.ndim and operand.shape[axis] == full
-            else microbatch.whole[operand]
+            else microbatch.full_batch[operand]
             for operand in node.inputs
         ]
         return node(operands)[0]
@@ -92,8 +92,8 @@ def compute_rows(microbatch: Any, node: Node, value: Value, rows: Batched) -> An
 
 
 def reshaped(old: tuple[int, ...], new: tuple[int, ...], rows: Batched, num_examples: int) -> Batched | None:
-    """Where the rows of an array are after a reshape, or None if it splits the index of the examples."""
-    before = math.prod(old[: rows.axis]) * rows.outer  # blocks of whole batches that lie before one another
+    """The rows of an array after a reshape, or None if the reshape splits the axis of the examples."""
+    before = math.prod(old[: rows.axis]) * rows.outer  # blocks of N examples, one after the other
     passed = 1
     for axis, size in enumerate(new):
         if before % passed == 0 and size > 0 and size % (before // passed * num_examples) == 0:
@@ -115,7 +115,7 @@ def _iota(microbatch: Any, node: Node, rows: Batched) -> Any:
     counted = node([], smaller)[0]
     if microbatch.runs == 1:
         return counted + jnp.asarray(microbatch.start * rows.inner).astype(counted.dtype)
-    wide = lax.broadcasted_iota(jnp.int32, smaller["shape"], axis)  # a narrow one may not hold the lengths
+    wide = lax.broadcasted_iota(jnp.int32, smaller["shape"], axis)  # a narrow dtype may not hold the lengths
     return microbatch.numbers(wide, rows.inner).astype(counted.dtype)
 
 
@@ -123,34 +123,34 @@ def _random(microbatch: Any, node: Node, value: Value, rows: Batched) -> Any:
     (keys,) = node.inputs
     if rows.axis < keys.ndim and (node.name != "random_wrap" or rows.axis < keys.ndim - 1):
         if node.name == "random_bits" and not avals.is_threefry(keys.dtype):
-            return None  # under vmap, the hardware's generator draws for all keys from the first
+            return None  # under vmap, the hardware's generator draws for all keys from the first one
         return node([microbatch.rows(keys, rows)])[0]  # a key for each row
     if node.name in ("random_wrap", "random_unwrap"):
         return None
     if avals.draws_by_counter(keys.dtype):
         return _drawn_by_counter(microbatch, node, value, rows)
     if node.name == "random_split" or keys.ndim or avals.is_threefry(keys.dtype):
-        return None  # drawn at once, and cut
+        return None  # drawn for the full batch, and then sliced
     if not microbatch.draw.fresh:
         place = source.locate(node)
         raise InputError(
             "Random numbers of a microbatch must be those that the full batch would draw",
-            given=f"a key of the generator {keys.dtype}, whose numbers cannot be drawn in part, at "
+            given=f"a key of the generator {keys.dtype}, which cannot draw some rows only, at "
             f"{place.file}:{place.line}",
             remedy='Use a key of the default generator, jax.random.key(0, impl="threefry2x32"); or let each microbatch '
             "draw its own, which are equal in distribution: name the argument with the key, e.g. rng_argnums=2.",
         )
-    microbatch.draw.note(node, microbatch.draw.in_parts)
-    fresh = jax.random.fold_in(microbatch.whole[keys], microbatch.start)
+    microbatch.draw.note(node, microbatch.draw.per_microbatch)
+    fresh = jax.random.fold_in(microbatch.full_batch[keys], microbatch.start)
     smaller = replaced(node.params["shape"], rows.axis, rows.length(microbatch.size))
     return node([fresh], {**node.params, "shape": smaller})[0]
 
 
 def _drawn_by_counter(microbatch: Any, node: Node, value: Value, rows: Batched) -> Any:
-    """The bits of the rows, by the counters that they have in the draw of the full batch.
+    """The random bits of the rows, from the counters that they have in the draw of the full batch.
 
-    The threefry generator numbers the elements of a draw and mixes each number with the key. Numbers are of 64
-    bits, in two halves.
+    The threefry generator numbers the elements of a draw and mixes each number with the key. The numbers have 64 bits,
+    as two halves.
     """
     axis = rows.axis
     local = replaced(value.shape, axis, rows.length(microbatch.size))
@@ -158,7 +158,7 @@ def _drawn_by_counter(microbatch: Any, node: Node, value: Value, rows: Batched) 
     index = microbatch.numbers(lax.iota(jnp.uint32, local[axis]), rows.inner)
     low, high = jnp.zeros(local, jnp.uint32), jnp.zeros(local, jnp.uint32)
     keys = node.inputs[0]
-    for dimension, size in list(enumerate(value.shape))[keys.ndim :]:  # each key has a draw of its own
+    for dimension, size in list(enumerate(value.shape))[keys.ndim :]:  # each key has its own draw
         position = index if dimension == axis else lax.iota(jnp.uint32, size)
         stride = math.prod(value.shape[dimension + 1 :])
         step_low, step_high = _times(position, stride)
@@ -166,7 +166,7 @@ def _drawn_by_counter(microbatch: Any, node: Node, value: Value, rows: Batched) 
         total = low + step_low
         high = high + step_high + (total < low).astype(jnp.uint32)
         low = total
-    key = microbatch.whole[keys]
+    key = microbatch.full_batch[keys]
     data = jax.random.key_data(key)
     key_0, key_1 = (lax.broadcast_in_dim(data[..., half], local, range(keys.ndim)) for half in (0, 1))
     bits_0, bits_1 = avals.threefry2x32(key_0, key_1, high, low)
@@ -182,7 +182,7 @@ def _drawn_by_counter(microbatch: Any, node: Node, value: Value, rows: Batched) 
 def _times(position: jax.Array, stride: int) -> tuple[jax.Array, jax.Array]:
     """`position * stride` in 64 bits, as (low, high) halves, by products of 16 bits.
 
-    64-bit integers are not always enabled, and `lax.mulhi` does not compile for a batch that is spread over devices.
+    64-bit integers are not always enabled, and `lax.mulhi` does not compile for a batch that is sharded over devices.
     """
     half, mask = np.uint32(16), np.uint32(0xFFFF)
     stride_low, stride_high = np.uint32(stride & 0xFFFFFFFF), np.uint32(stride >> 32)

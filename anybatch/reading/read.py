@@ -1,6 +1,7 @@
-"""Reads a loss that was traced at the full batch, and splits it into a prefix and a head.
+"""Reads a loss: `ab.read` for users, and `split_loss` for the code that computes gradients.
 
-`read`: how a loss uses its examples, found in the program itself.
+Both trace the loss at the full batch, give every value of its jaxpr a state (`reader.py`), and split it into a prefix
+and a head (`split.py`).
 """
 
 import dataclasses
@@ -24,17 +25,17 @@ from anybatch.reading.rules import RULEBOOK
 from anybatch.reading.split import Seeds, Split
 from anybatch.reading.states import INVARIANT, Batched
 
-_MAX_HINT = 1 << 20  # elements of an array that is looked at before anything runs
+_MAX_HINT = 1 << 20  # elements of a closed-over array whose numbers are looked at while the loss is read
 
-# Prints, and the names of mesh axes, which are noted as effects too.
+# Prints; and the names of mesh axes, which JAX counts as effects too.
 _HARMLESS_EFFECTS = ("DebugEffect", "OrderedDebugEffect", "NamedAxisEffect")
 
 
 def split_loss_in_one_pass(loss: TracedLoss, consts: Sequence[Any], **options: Any) -> Split:
-    """Like `split_loss`, but nothing is summed before the microbatches if one pass over them is enough all the same.
+    """Like `split_loss`, but leaves sums of data to the microbatches if one pass over them is still enough.
 
-    On many devices a sum is an exchange. The sum of a mask can join that of the gradients, unless examples are
-    divided by it.
+    On many devices each sum is a collective. The sum of a mask can be part of the one that sums the gradients, unless
+    examples are divided by it.
     """
     split = split_loss(loss, consts, **options, sums_data_later=True)
     if split.seeds != Seeds.BETWEEN and not split.head_couples:
@@ -51,15 +52,15 @@ def split_loss(
     may_select: bool = False,
     failed: Mapping[str, str] | None = None,
 ) -> Split:
-    """Reads a loss that was traced at the full batch, and splits it.
+    """Reads a loss that was traced at the full batch, and splits it into a prefix and a head.
 
     Args:
       loss: the loss.
-      consts: what it closes over; arrays among them that are known already help.
-      fresh_draws: whether a microbatch may draw its own random numbers, where it cannot draw those of the batch.
+      consts: the arrays that it closes over. Those with known numbers tell the reading more.
+      fresh_draws: whether a microbatch may draw its own random numbers, where it cannot draw those of the full batch.
       sums_data_later: whether sums of data alone are left to the microbatches.
       may_select: whether rows that the loss selects from its data may have a loop of their own.
-      failed: primitives whose rules are not to be used, and why.
+      failed: primitives whose rules must not be used, and why.
     """
     wrt, batch, keys, rest = loss.types
     moving = [Fact(INVARIANT, True, jax.dtypes.issubdtype(leaf.dtype, np.inexact)) for leaf in wrt]
@@ -95,13 +96,13 @@ def split_loss(
             continue
         split = Split(loss, reader, Draw(fresh_draws))
         if any(isinstance(state, Batched) and not state.in_batch_order for state in split.states):
-            may_reorder = False  # what is sorted does not stay among those who know the order
+            may_reorder = False  # sorted rows reach the head, which needs them in the order of the full batch
             continue
         return split
 
 
 def _multiplies_groups(jaxpr: Any) -> bool:
-    """Whether there is a product of sorted groups in it, at any depth: what sorting in microbatches is for."""
+    """Whether a jaxpr has, at any depth, a product of sorted groups. Only then may microbatches sort their own rows."""
     return any(
         equation.primitive.name == "ragged_dot_general" or any(map(_multiplies_groups, interpreter.jaxprs_in(equation)))
         for equation in interpreter.equations_of(jaxpr)
@@ -130,10 +131,9 @@ def read(
     rng_argnums: int | tuple[int, ...] = (),
     **kwargs: Any,
 ) -> Reading:
-    """How a loss uses its examples: what `value_and_grad` finds out before it chooses its passes.
+    """How a loss uses its examples, as `value_and_grad` reads it before it computes anything.
 
-    The loss is traced, as under `jit`, and nothing is computed. Arguments may be arrays or
-    `jax.ShapeDtypeStruct`.
+    The loss is traced, as under `jit`, and not computed. Arguments may be arrays or `jax.ShapeDtypeStruct`.
 
     >>> import jax.numpy as jnp, anybatch as ab
     >>> def loss(w, batch):
@@ -144,17 +144,17 @@ def read(
 
     Args:
       fun: the loss, as for `value_and_grad`.
-      *args: its arguments.
+      *args: the positional arguments of `fun`.
       argnums: which positional arguments are differentiated.
       has_aux: whether `fun` returns a pair `(loss, aux)`.
-      batch_argnums: which arguments carry the batch, as for `value_and_grad`.
-      batch_argnames: names of further ones.
-      rng_argnums: which positional arguments are PRNG keys of which each microbatch may draw its own numbers, if
-        it cannot draw those of the full batch.
+      batch_argnums: which positional arguments carry the batch, as for `value_and_grad`.
+      batch_argnames: the names of keyword arguments that carry the batch.
+      rng_argnums: which positional arguments are PRNG keys. With such a key, a microbatch may draw its own numbers
+        where it cannot draw those of the full batch.
       **kwargs: keyword arguments of `fun`.
 
     Raises:
-      InputError: for arguments that cannot be worked with, or a loss that cannot be read.
+      InputError: for invalid arguments, or a loss that cannot be read.
     """
     roles = Roles.of(
         argnums=argnums, batch_argnums=batch_argnums, rng_argnums=rng_argnums, batch_argnames=batch_argnames
@@ -175,7 +175,7 @@ def read(
         seen_whole = tuple(leaf.name for leaf, _, _ in arguments.unnamed_rows())
         reading = dataclasses.replace(report(split), seen_whole=seen_whole)
         if reading.randomness is Randomness.IN_DISTRIBUTION:
-            # Says now what a call would say: that these numbers cannot be drawn in part.
+            # Raises now what a call would raise, if these numbers cannot be drawn per microbatch.
             types = [[value.type for value in values] for values in (split.graph.inputs, split.frontier)]
             for selection, positions in split.selections.items():
                 wanted = [split.frontier[position] for position in positions]

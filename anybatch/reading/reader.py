@@ -1,6 +1,8 @@
-"""Follows the batch axis through a graph, node by node, and gives every value its state.
+"""Follows the batch axis through a graph and gives every value its state.
 
-The table of rules: for each primitive, how it treats the batch axis.
+`Reader` visits the nodes in order. For each it looks up the rule of its primitive in a `Rulebook`; the rule returns the
+states of the results, or raises `NotRowwise`, which makes the node part of the head. `RULES` is the table of rules, and
+the modules in `rules/` fill it with `@rule("name")`.
 """
 
 import dataclasses
@@ -18,14 +20,14 @@ from anybatch.reading import coupling
 from anybatch.reading.coupling import Blame, Coupling, NotRowwise, failure_of
 from anybatch.reading.states import INVARIANT, SUMMED, Batched, Head, State
 
-# A selection of few rows, such as anchors, is read as a whole value: at most so many, and a small part of the batch.
+# A selection of few rows, such as anchors, is read as invariant: at most 16 rows, and at most this share of the batch.
 FEW_ROWS, SMALL_PART = 16, 1 / 16
 
-MAX_UNROLLED = 64  # steps of a loop that may be unrolled to find the one that brings examples together
+MAX_UNROLLED = 64  # iterations of a scan that may be unrolled to find the one that combines examples
 
 
 class NeedsInlining(Exception):
-    """Raised to start over with a checkpoint looked into, or a loop unrolled."""
+    """Raised to read the loss again, with a checkpoint inlined or a scan unrolled."""
 
     def __init__(self, equation: Any, function: Any) -> None:
         super().__init__()
@@ -34,18 +36,18 @@ class NeedsInlining(Exception):
 
 @dataclasses.dataclass
 class RuleResult:
-    """What a rule found out about a node.
+    """What a rule returns for a node.
 
     Args:
-      states: those of its outputs.
-      takes: for each operand that is whole, the rows of it that a microbatch takes; None: all of it.
-      params: the parameters of the equation at a number of examples, where they hold shapes.
-      run: computes the node in a microbatch, where that is not the same equation with other parameters.
-      scales: whether its derivative is linear in the cotangent; that of a custom_vjp may not be.
-      nested: the readings of the functions inside it.
-      whole: operands with rows that are read whole, which their values allow.
-      reorders: whether it sorts rows, or looks up sorted ones, so that the order of its results is its own affair.
-      selection: the selection of its operands with rows, see `Fact`.
+      states: the states of its outputs.
+      takes: for each invariant operand, the rows of it that a microbatch takes; None: all of it.
+      params: a function from the number of examples to the parameters of the equation, if these hold shapes.
+      run: computes the node for a microbatch, if that is not the same equation with other parameters.
+      scales: whether its derivative is linear in the cotangent. That of a custom_vjp may not be.
+      nested: the readers of the functions inside it.
+      in_full: batched operands of which a microbatch reads all rows. They are computed before the first microbatch.
+      reorders: whether it sorts rows or looks up sorted ones, so that the rule itself has checked their order.
+      selection: the selection of its batched operands, see `Fact`.
     """
 
     states: Sequence[State]
@@ -54,7 +56,7 @@ class RuleResult:
     run: Callable[[Any], list[Any]] | None = None
     scales: bool = True
     nested: Sequence["Reader"] = ()
-    whole: frozenset[Value] = frozenset()
+    in_full: frozenset[Value] = frozenset()
     reorders: bool = False
     selection: int | None = None
 
@@ -64,12 +66,12 @@ class Fact:
     """What is known of a value.
 
     Args:
-      state: how it follows from microbatches, see `states`.
-      moves: whether it depends on what the gradient is taken with respect to.
-      has_gradient: whether it has a gradient.
+      state: its state, see `states`.
+      moves: whether it depends on the differentiated arguments.
+      has_gradient: whether a gradient flows through it: it moves, is inexact, and no `stop_gradient` is in between.
       is_zero: whether it is known to be zero.
-      selection: which rows the value has or sums over. None: the examples of the batch. An integer M: the M rows that
-        the loss selected from its data, as by `x[::2]`. Values with different M are computed in different loops.
+      selection: which rows the value has or sums over. None: the examples of the batch. An integer M: M rows that the
+        loss selected from its data, for example by `x[::2]`. Values with different M are computed in different loops.
     """
 
     state: State
@@ -81,7 +83,7 @@ class Fact:
 
 @dataclasses.dataclass(frozen=True)
 class Rulebook:
-    """How to read each primitive, by its name; and whether the backward pass of a node can be taken in parts."""
+    """The rule of each primitive, by its name; and whether the backward pass of a node can run per microbatch."""
 
     rules: dict[str, Callable[["Reader", Node, Sequence[State]], RuleResult]]
     has_linear_backward: Callable[["Reader", Node], bool]
@@ -94,15 +96,15 @@ class Reader:
       graph: the function.
       num_examples: the size of the batch that it was traced at.
       facts: what is known of its inputs.
-      rulebook: how to read each primitive.
-      top: whether this is the loss itself, or a function nested in it, which must be row-wise throughout.
-      may_reorder: whether examples may be sorted, each microbatch for itself.
-      sums_data_later: whether a sum over the batch of data alone is left to the microbatches, as all other sums are,
-        rather than computed before the first one.
-      reads_derivatives: whether functions with derivatives of their own are differentiated here; if not, their
-        derivatives are read when an outer `grad` asks for them.
+      rulebook: the rules.
+      top: True for the loss itself; False for a function nested in it, all of which must run per microbatch.
+      may_reorder: whether a microbatch may sort its own examples where the loss sorts those of the batch.
+      sums_data_later: whether sums of data alone are added up over the microbatches, as all other sums are. If not,
+        they are computed before the first microbatch.
+      reads_derivatives: whether functions with custom derivatives are differentiated here. If not, their derivatives
+        are read when an outer `grad` asks for them.
       may_select: whether rows that are selected from the data may have a loop of their own.
-      failed: primitives that could not be computed as their rules say, and why. They are taken to mix examples.
+      failed: primitives that could not be computed as their rules say, and why. They are taken to couple examples.
     """
 
     def __init__(
@@ -125,20 +127,20 @@ class Reader:
         self.reads_derivatives = reads_derivatives
         self.graph, self.rulebook, self.top = graph, rulebook, top
         self.batch_size = num_examples
-        self.num_examples = num_examples  # while a rule is applied, those of the selection at hand
+        self.num_examples = num_examples  # while a rule is applied, the number of rows of the selection at hand
         self.facts = dict(zip(graph.inputs, facts, strict=True))
         self.uses_batch = {value: fact.state != INVARIANT for value, fact in self.facts.items()}
         self.may_reorder = may_reorder
-        self.sorted_by: dict[int, Value] = {}  # the keys of each order
-        self.pointers: dict[tuple[int, int | None], Value] = {}  # the positions that a sort itself makes
+        self.sorted_by: dict[int, Value] = {}  # the sort keys of each order
+        self.pointers: dict[tuple[int, int | None], Value] = {}  # the positions that a sort returns
         self.outcomes: dict[Node, RuleResult] = {}
         self._zeros: dict[Value, bool] = {}
         self.blames: list[Blame] = []
-        self.rearranged: dict[Node, Blame] = {}  # selects, sorts or shifts rows of data alone
-        self.kept_whole: dict[Value, Blame] = {}  # selections that are computed with at full size
-        self.computed_first: set[Value] = set()  # from data alone, once, before the first microbatch
-        self.cut_later: set[Value] = set()  # those of them that then are cut into rows like the batch itself
-        self.hoisted: list[Node] = []  # of parameters alone, with a derivative that cannot be taken in parts
+        self.rearranged: dict[Node, Blame] = {}  # lines that select, sort or shift rows of data alone
+        self.kept_in_full: dict[Value, Blame] = {}  # selections that every microbatch reads in full
+        self.computed_first: set[Value] = set()  # from data alone, before the first microbatch
+        self.cut_later: set[Value] = set()  # those of them whose rows are then sliced like the batch itself
+        self.hoisted: list[Node] = []  # of parameters alone, with a derivative that cannot run per microbatch
         for node in graph.nodes:
             self._visit(node)
 
@@ -149,25 +151,25 @@ class Reader:
         return INVARIANT if value.is_constant else self.facts[value].state
 
     def moves(self, value: Value) -> bool:
-        """Whether it depends on what the gradient is taken with respect to."""
+        """Whether a value depends on the differentiated arguments."""
         return not value.is_constant and self.facts[value].moves
 
     def has_gradient(self, value: Value) -> bool:
         return not value.is_constant and self.facts[value].has_gradient
 
     def selection(self, value: Value) -> int | None:
-        """Which rows a value has, as `Fact` says."""
+        """The selection of a value, see `Fact`."""
         return None if value.is_constant else self.facts[value].selection
 
     def count(self, selection: int | None) -> int:
-        """The number of examples, or of the rows that are selected from them."""
+        """The number of examples, or of rows selected from them."""
         return self.batch_size if selection is None else selection
 
     def output_states(self) -> list[State]:
         return [self.state(value) for value in self.graph.outputs]
 
     def nested(self, node: Node, jaxpr: Any, facts: Sequence[Fact], reads_derivatives: bool | None = None) -> "Reader":
-        """Reads a function inside a node. It must be row-wise throughout."""
+        """Reads a function inside a node. All of it must run per microbatch."""
         if reads_derivatives is None:
             reads_derivatives = self.reads_derivatives
         options: dict[str, Any] = {"may_reorder": self.may_reorder, "reads_derivatives": reads_derivatives}
@@ -177,7 +179,7 @@ class Reader:
 
     @property
     def scales(self) -> bool:
-        """Whether every derivative in it is linear in the cotangent."""
+        """Whether all derivatives in the graph are linear in the cotangent."""
         return all(outcome.scales for outcome in self.outcomes.values())
 
     def _visit(self, node: Node) -> None:
@@ -190,7 +192,7 @@ class Reader:
             found: list[State] = [INVARIANT] * len(node.outputs)
             if has_gradient:
                 self._hoist_if_needed(node)
-            self._follow_kept_whole(node, moves)
+            self._follow_kept_in_full(node, moves)
         else:
             try:
                 outcome = self._apply_rule(node, states, moves)
@@ -206,44 +208,44 @@ class Reader:
             self.uses_batch[output] = uses_batch
 
     def _is_computed_first(self, state: State, states: Sequence[State]) -> bool:
-        """Whether data alone in some state must, or had better, be known before the first microbatch."""
+        """Whether a value of data alone in this state is computed before the first microbatch."""
         if not self.sums_data_later:
             return state == SUMMED or isinstance(state, Head)
-        # What is computed from sums alone can wait, as they do.
+        # A function of sums alone can wait until the sums are there.
         return isinstance(state, Head) and state.couples
 
     def _apply_rule(self, node: Node, states: Sequence[State], moves: bool) -> RuleResult:
         if any(isinstance(state, Head) for state in states):
             has_rows = any(isinstance(state, Batched) for state in states)
-            raise NotRowwise(Coupling.FED_BACK if has_rows else "it depends on values of the whole batch")
+            raise NotRowwise(Coupling.FED_BACK if has_rows else "it depends on values of the full batch")
         if node.name in self.failed:
             raise NotRowwise(self.failed[node.name], reason=Coupling.RULE_FAILED)
         rule = self.rulebook.rules.get(node.name)
         if rule is None:
             raise NotRowwise(
-                f"there is no rule for the primitive {node.name!r}, so that it must be taken to mix examples",
+                f"there is no rule for the primitive {node.name!r}, so it must be taken to couple examples",
                 reason=Coupling.NO_RULE,
             )
         try:
             outcome = self._guarded(rule, node, states)
         except NotRowwise:
-            selected = self._read_data_whole(rule, node, states, moves, selected_only=True)
-            with_data_whole = selected or self._read_data_whole(rule, node, states, moves)
-            if with_data_whole is None:
+            selected = self._read_data_in_full(rule, node, states, moves, selected_only=True)
+            with_data_in_full = selected or self._read_data_in_full(rule, node, states, moves)
+            if with_data_in_full is None:
                 raise
-            outcome = with_data_whole
+            outcome = with_data_in_full
         if self.top and moves and not all(state == INVARIANT for state in outcome.states):
             live = [state for output, state in zip(node.outputs, outcome.states, strict=True) if self._is_live(output)]
             if INVARIANT in live:
-                raise NotRowwise("one equation returns values of the examples beside values of the parameters alone")
+                raise NotRowwise("one equation returns both values of the examples and values of the parameters alone")
         return outcome
 
-    def _read_data_whole(
+    def _read_data_in_full(
         self, rule: Any, node: Node, states: Sequence[State], moves: bool, *, selected_only: bool = False
     ) -> RuleResult | None:
-        """Reads operands that are data alone as whole values: they can be computed before the first microbatch.
+        """Reads operands of data alone as invariant. They are computed before the first microbatch, for all examples.
 
-        With `selected_only`, only those that have rows of a selection.
+        With `selected_only`, only those with rows of a selection.
         """
         data = [
             isinstance(state, Batched)
@@ -253,15 +255,15 @@ class Reader:
         ]
         if not (self.top and (moves or selected_only) and any(data)):
             return None
-        as_whole = [INVARIANT if whole else state for whole, state in zip(data, states, strict=True)]
-        if all(state == INVARIANT for state in as_whole):
+        as_invariant = [INVARIANT if is_data else state for is_data, state in zip(data, states, strict=True)]
+        if all(state == INVARIANT for state in as_invariant):
             return None
         try:
-            outcome = self._guarded(rule, node, as_whole)
+            outcome = self._guarded(rule, node, as_invariant)
         except NotRowwise:
             return None
-        outcome.whole = frozenset(value for value, whole in zip(node.inputs, data, strict=True) if whole)
-        self.computed_first |= outcome.whole
+        outcome.in_full = frozenset(value for value, is_data in zip(node.inputs, data, strict=True) if is_data)
+        self.computed_first |= outcome.in_full
         return outcome
 
     def _guarded(self, rule: Any, node: Node, states: Sequence[State]) -> RuleResult:
@@ -271,7 +273,7 @@ class Reader:
             if state == SUMMED or isinstance(state, Batched)
         }
         if len(selections) > 1:
-            raise NotRowwise("it brings together rows that are selected from the batch in different ways")
+            raise NotRowwise("it combines rows that are selected from the batch in different ways")
         (selection,) = selections or {None}
         self.num_examples = self.count(selection)
         try:
@@ -281,7 +283,7 @@ class Reader:
             return outcome
         except (NotRowwise, NeedsInlining):
             raise
-        except Exception as error:  # a rule that fails must not become a gradient that is wrong
+        except Exception as error:  # a rule that fails must not lead to a wrong gradient
             why = failure_of(node.name, error)
             warn_of_failed_rule(coupling.blame(node, why, Coupling.RULE_FAILED))
             raise NotRowwise(why, reason=Coupling.RULE_FAILED) from error
@@ -289,16 +291,16 @@ class Reader:
             self.num_examples = self.batch_size
 
     def _refused(self, node: Node, states: Sequence[State], moves: bool, refusal: NotRowwise) -> list[State]:
-        """What cannot be done microbatch by microbatch belongs to the head."""
+        """The states of the outputs of a node that cannot run per microbatch: it belongs to the head."""
         coupled_before = any(isinstance(state, Head) and state.couples for state in states)
         couples = coupled_before or any(isinstance(state, Batched) for state in states)
         blame = refusal.blame
-        if blame is None or not blame.file:  # some equations inside others have no line of their own
+        if blame is None or not blame.file:  # some equations inside others have no source line
             blame = coupling.blame(node, refusal.why, refusal.reason)
         if not self.top:
             raise NotRowwise(refusal.why, reason=refusal.reason, blame=blame)
-        mixed = any(isinstance(state, Head) for state in states)
-        if refusal.unroll and moves and not mixed and _can_be_opened(node):
+        in_head = any(isinstance(state, Head) for state in states)
+        if refusal.unroll and moves and not in_head and _can_be_opened(node):
             raise NeedsInlining(node.equation, opened_function(node))
         if couples and not coupled_before:
             if moves:
@@ -310,7 +312,7 @@ class Reader:
     def _compute_first(
         self, output: Value, state: State, node: Node, operand_states: Sequence[State]
     ) -> tuple[State, int | None]:
-        """Data alone: computed before the first microbatch, at the full batch, and cut into rows if it has them."""
+        """The state of data alone that is computed before the first microbatch: batched if its rows can be sliced."""
         self.computed_first.add(output)
         operands = zip(node.inputs, operand_states, strict=True)
         value, rows = next(((value, rows) for value, rows in operands if isinstance(rows, Batched)), (None, None))
@@ -323,21 +325,23 @@ class Reader:
         if length <= max(1, min(FEW_ROWS, SMALL_PART * self.batch_size)):
             return INVARIANT, None
         if length != self.batch_size and not self.may_select:
-            self.kept_whole[output] = self.rearranged.get(node) or coupling.blame(node, "it selects rows of the batch")
+            self.kept_in_full[output] = self.rearranged.get(node) or coupling.blame(
+                node, "it selects rows of the batch"
+            )
             return INVARIANT, None
         self.cut_later.add(output)
         return Batched(rows.axis), None if length == self.batch_size else length
 
-    def _follow_kept_whole(self, node: Node, moves: bool) -> None:
-        """Blames a selection of the batch that parameters meet as a whole."""
-        blame = next((self.kept_whole[value] for value in node.inputs if value in self.kept_whole), None)
+    def _follow_kept_in_full(self, node: Node, moves: bool) -> None:
+        """Blames a selection of the batch that every microbatch reads in full, where parameters meet it."""
+        blame = next((self.kept_in_full[value] for value in node.inputs if value in self.kept_in_full), None)
         if blame is not None and moves:
             self.blames.append(blame)
         elif blame is not None:
-            self.kept_whole.update(dict.fromkeys(node.outputs, blame))
+            self.kept_in_full.update(dict.fromkeys(node.outputs, blame))
 
     def _hoist_if_needed(self, node: Node) -> None:
-        """A custom backward pass of parameters alone that is not linear must see the whole gradient, once."""
+        """Hoists a node of parameters alone if its backward pass is not linear: it needs the sum of all gradients."""
         if self.rulebook.has_linear_backward(self, node):
             return
         if not self.top:
@@ -349,7 +353,7 @@ class Reader:
         return id(value) in self.graph.live
 
     def is_zero(self, value: Value) -> bool:
-        """Whether a whole value is known to be zero everywhere."""
+        """Whether an invariant value is known to be zero everywhere."""
         seen: set[Value] = set()
         pending = [value]
         while pending:  # without recursion: a loss may add up thousands of terms
@@ -366,7 +370,7 @@ class Reader:
         return True
 
     def _zero_if(self, value: Value) -> Sequence[Value] | None:
-        """The values that make this one zero if all of them are zero; None if it is not known to be zero."""
+        """Values that make this one zero if all of them are zero; None if this one is not known to be zero."""
         known = value.known if value.is_constant else value.hint
         if known is not None:
             is_zero = not value.is_key and isinstance(known, (np.ndarray, jax.Array)) and not np.any(np.asarray(known))
@@ -382,18 +386,18 @@ class Reader:
 
 
 def warn_of_failed_rule(blame: Blame) -> None:
-    """Says that a rule failed, and what became of it."""
+    """Warns that a rule failed, and says what is done instead."""
     warnings.warn(
         f"A rule of anybatch failed at {blame}.\nThe gradient is exact all the same. From that line on, the loss is "
-        "computed from the whole batch at once, which takes more memory. Please report it with the loss, or correct "
-        "the rule if you registered it yourself.",
+        "computed from the full batch, which takes more memory. Please report it with the loss, or correct the rule if "
+        "you registered it yourself.",
         RuleFailedWarning,
         stacklevel=user_stacklevel(),
     )
 
 
 def _check_order(node: Node, states: Sequence[State], outcome: RuleResult) -> None:
-    """Rows that are sorted must stay as they are sorted, and positions of rows must not become numbers."""
+    """Checks that sorted rows stay in their order, and that positions of rows are not used as numbers."""
     special = {state.at(0) for state in states if isinstance(state, Batched) and not state.in_batch_order}
     if not special or outcome.reorders:
         return
@@ -423,10 +427,10 @@ RULES: dict[str, Rule] = {}
 
 
 def rule(*names: str) -> Callable[[Rule], Rule]:
-    """Enters a function in the table, for the primitives of these names.
+    """Adds the decorated function to the table, as the rule of the primitives of these names.
 
-    It is called with the states of the operands, not all of which are whole and none of which is mixed. It
-    returns the states of the outputs, or raises `NotRowwise`.
+    A rule is called with the states of the operands. At least one of them is batched or summed, and none is a head. It
+    returns a `RuleResult`, or raises `NotRowwise`.
     """
 
     def enter(function: Rule) -> Rule:

@@ -75,7 +75,7 @@ class Randomness(enum.StrEnum):
 
 @dataclasses.dataclass(frozen=True)
 class Frontier:
-    """A value that the microbatches make and the head uses: a sum that is added up, or rows that are gathered."""
+    """A value that the microbatches compute and the head uses: a sum that is added up, or rows that are gathered."""
 
     how: str  # "sum" or "rows"
     shape: tuple[int, ...]
@@ -92,25 +92,25 @@ class Frontier:
 
 @dataclasses.dataclass(frozen=True)
 class Reading:
-    """How a loss uses its examples, found in the program itself.
+    """How a loss uses its examples, as read from its jaxpr.
 
     Args:
       form: what the loss is over its examples, such as a mean, a ratio of sums, or coupled.
-      separable: whether the gradient needs nothing but sums over the examples.
-      passes: over the batch, 1 or 2.
+      separable: whether the gradient needs only sums over the examples.
+      passes: the number of passes over the batch, 1 or 2.
       stochastic: whether the loss draws random numbers.
       randomness: "none", "exact" (a microbatch draws its rows of what the full batch would draw), or
         "in distribution" (it draws its own). The values are those of `Randomness`.
-      frontier: what is added up or gathered for the head, which is computed once.
-      blame: the lines that look across examples, the first of them first.
+      frontier: the values that are added up or gathered for the head, which is computed once.
+      blame: the lines that look across examples, in the order of the program.
       rearranged: the lines that select, sort or shift rows of the data before the parameters meet them. The gradient is
         still exact. A row that the model sees may come from several examples, or from padding.
       num_examples: the size of the batch.
-      head_bytes: what the head computes from the whole batch at once, about.
-      activation_bytes: what the whole loss computes from the batch, about.
-      seen_whole: arguments that have a row for each example and are not part of the batch: every microbatch sees all of
-        their rows. Empty unless `anybatch.read` has looked.
-      layers_in_head: whether layers of the model are among what is computed from the whole batch at once.
+      head_bytes: about how many bytes the head computes, from the full batch.
+      activation_bytes: about how many bytes the loss computes from the batch in all.
+      seen_whole: arguments that have a row for each example but are not part of the batch, so that every microbatch
+        sees all of their rows. Only `anybatch.read` looks for them.
+      layers_in_head: whether layers of the model are computed from the full batch.
     """
 
     form: LossForm
@@ -143,13 +143,13 @@ class Reading:
                 f'Teach it: anybatch.register_rule("{first.primitive}", rule). Or declare how the loss uses its '
                 'examples: reduction="mean", "sum" or "weighted".'
             )
-        exact = "As it is, the gradient is exact, and everything after that line runs on the whole batch at once."
+        exact = "As it is, the gradient is exact, and everything after that line runs on the full batch."
         refuse = "" if self.is_norm_over_batch else ' on_coupled="error" refuses such a loss.'
         return f"{exact} {self.remedy}".rstrip() + refuse
 
     @property
     def remedy(self) -> str:
-        """How such a loss can be written to take less memory, as far as the line says it."""
+        """How to write such a loss so that it takes less memory; empty if the line does not tell."""
         if self.is_norm_over_batch:
             return (
                 "If the line is a norm over the batch, as BatchNorm in training is, GroupNorm or LayerNorm "
@@ -165,7 +165,7 @@ class Reading:
 
     @property
     def is_norm_over_batch(self) -> bool:
-        """Whether the first line that looks across examples may be a BatchNorm: by its name, or by what follows it."""
+        """Whether the first line that looks across examples may be a BatchNorm: by its name, or layers after it."""
         if not self.blame or self.blame[0].reason is not Coupling.FED_BACK:
             return False
         names = f"{self.blame[0].inside} {self.blame[0].function}".lower().replace("_", "")
@@ -173,11 +173,11 @@ class Reading:
 
     @property
     def how(self) -> str:
-        """What is done with the microbatches, in words."""
+        """The passes over the microbatches, in words."""
         if self.passes == 2:
             return "two passes over the microbatches"
         if not self.separable:
-            return "each microbatch is computed once, then the coupled part once for the whole batch"
+            return "each microbatch is computed once, then the coupled part once for the full batch"
         return "one pass over the microbatches"
 
     def __str__(self) -> str:
@@ -196,7 +196,7 @@ class Reading:
                 lines.append(f"  and {len(self.blame) - _MAX_SHOWN} more")
             share = round(100 * self.head_bytes / max(self.activation_bytes, 1))
             lines.append(
-                f"computes for the whole batch at once: about {readable(self.head_bytes)}, {share}% of all activations"
+                f"computes for the full batch: about {readable(self.head_bytes)}, {share}% of all activations"
                 ", and as much again or more for its gradient"
             )
             lines.append(self.advice)
@@ -217,7 +217,7 @@ class Reading:
             for item in self.frontier
         )
         table = f"<table><tr><th>made</th><th>what</th><th>bytes</th><th>where</th></tr>{rows}</table>" if rows else ""
-        # What is indented in the text belongs to the line before it.
+        # A line that is indented in the text belongs to the line before it.
         rest = ""
         for line in self._lines()[len(self.frontier) :]:
             text = html.escape(line.strip())
@@ -226,14 +226,14 @@ class Reading:
 
 
 def report(split: Split) -> Reading:
-    """What was read."""
+    """The `Reading` of a loss that was split."""
     draws = _generators(split.loss.traced.jaxpr)
     of_draws = Randomness.EXACT if all(name == "key<fry>" for name in draws) else Randomness.IN_DISTRIBUTION
     gathers = any(isinstance(split.states[position], Batched) for position in split.differentiated)
     loss = split.reader.state(split.graph.outputs[0])
     return Reading(
         form=form_of(split),
-        separable=not gathers and not (isinstance(loss, Head) and loss.couples) and not split.reader.kept_whole,
+        separable=not gathers and not (isinstance(loss, Head) and loss.couples) and not split.reader.kept_in_full,
         passes=2 if split.seeds == Seeds.BETWEEN else 1,
         stochastic=bool(draws),
         randomness=of_draws if draws else Randomness.NONE,
@@ -241,7 +241,7 @@ def report(split: Split) -> Reading:
         blame=tuple(dict.fromkeys(split.reader.blames)),
         rearranged=tuple(dict.fromkeys(split.reader.rearranged.values())),
         num_examples=split.loss.num_examples,
-        head_bytes=sum(_bytes(node, split) for node in split.whole_batch_nodes),
+        head_bytes=sum(_bytes(node, split) for node in split.full_batch_nodes),
         activation_bytes=sum(_bytes(node, split) for node in split.graph.nodes),
         layers_in_head=split.head_has_layers,
     )
@@ -254,7 +254,7 @@ def _frontier(split: Split, value: Value) -> Frontier:
 
 
 def _bytes(node: Node, split: Split) -> int:
-    """About what a node writes to memory for the whole batch."""
+    """About how many bytes a node writes to memory for the full batch."""
     if not any(split.reader.uses_batch[output] for output in node.outputs) or node.name in FUSED:
         return 0
     if node.name == "scan":
@@ -265,7 +265,7 @@ def _bytes(node: Node, split: Split) -> int:
 
 
 def _generators(jaxpr: Any) -> set[str]:
-    """The kinds of keys that random numbers are drawn from, at any depth."""
+    """The dtypes of the keys that random numbers are drawn from, at any depth."""
     found: set[str] = set()
     for equation in interpreter.equations_of(jaxpr):
         if equation.primitive.name in RANDOM_DRAWS:
@@ -324,7 +324,7 @@ class _Forms:
         return dataclasses.replace(form, words=f"{words}, plus a term of the parameters", adds_parameters=True)
 
     def _terms(self, value: Value) -> Iterator[Value]:
-        """What a value adds up, through factors and casts. Without recursion: a loss may add up thousands of terms."""
+        """The terms that a value adds up, through factors and casts. Without recursion: there may be thousands."""
         seen: set[Value] = set()
         pending = [value]
         while pending:
@@ -361,7 +361,7 @@ class _Forms:
         return LossForm(LossKind.FUNCTION, f"function of {sums} {self.examples}")
 
     def _of_sum(self, value: Value) -> LossForm:
-        """A sum: is it divided by a number that grows with the batch, or by one that the batch itself gives?"""
+        """A sum; or a mean, if it is divided by the number of examples; or a ratio, if by a value of the batch."""
         pending, divided, over = [value], False, self._over(value)
         selection = self.reader.selection(value)
         count = self.reader.count(selection)

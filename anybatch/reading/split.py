@@ -1,11 +1,12 @@
-"""A loss in two: the prefix, which runs microbatch by microbatch, and the head, which runs once.
+"""Splits a loss into a prefix, which runs per microbatch, and a head, which runs once.
 
     outputs = head(frontier, parameters)
 
-The frontier is where they meet: sums over the batch, and rows of it that the head needs all at once.
+The frontier is what the prefix computes for the head: sums over the batch, and rows of all examples.
 """
 
 import dataclasses
+import enum
 import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -24,19 +25,18 @@ from anybatch.reading.positions import Draw
 from anybatch.reading.reader import Reader
 from anybatch.reading.states import INVARIANT, SUMMED, Batched, Head, State, take_rows
 
-# Too costly to do for the whole batch at once only because it is done before the first microbatch.
+# Too costly to compute for the full batch. Rows of data that need these are computed per microbatch, and gathered.
 _HEAVY = frozenset("dot_general conv_general_dilated scan while cond pallas_call ragged_dot_general".split())
-
-
+# The head can do these after gathering, so that the rows before them are gathered.
 _MOVES = frozenset("transpose reshape squeeze broadcast_in_dim copy".split())
 
 
-class Seeds:
-    """How the gradient of the head with respect to the frontier becomes known."""
+class Seeds(enum.Enum):
+    """When the gradient of the head with respect to the frontier, the seeds of the prefix's backward pass, is known."""
 
     NONE = "none"  # there is none: the loss does not depend on the parameters through the batch
     BEFORE = "before"  # it does not depend on the frontier: one pass
-    AFTER = "after"  # it is one number, by which the gradient of the frontier's one number is scaled: one pass
+    AFTER = "after"  # the frontier is one number, whose gradient is scaled by it at the end: one pass
     BETWEEN = "between"  # it depends on the frontier: two passes
 
 
@@ -58,13 +58,13 @@ class Split:
 
     @property
     def batch_positions(self) -> range:
-        """Where the examples are among the inputs."""
+        """The positions of the batch among the inputs."""
         first = self.num_consts + len(self.loss.types.wrt)
         return range(first, first + len(self.loss.types.batch))
 
     @functools.cached_property
     def head_nodes(self) -> list[Node]:
-        """The nodes that are computed once, from the whole batch."""
+        """The nodes that are computed once, from the full batch."""
         return [node for node in self.graph.nodes if self._is_in_head(node)]
 
     def _is_in_head(self, node: Node) -> bool:
@@ -79,13 +79,16 @@ class Split:
         return any(isinstance(state, Head) and state.couples for state in states)
 
     @functools.cached_property
-    def whole_batch_nodes(self) -> list[Node]:
-        """All nodes that run on the whole batch at once.
+    def full_batch_nodes(self) -> list[Node]:
+        """All nodes that run on the full batch.
 
-        Those of the head, those before the first microbatch, and those of parameters and of data that is known by then.
+        These are the nodes of the head, those that are computed before the first microbatch, and those that compute
+        with parameters and with data that is known by then.
         """
         gathered = set(self.gathered_first)
-        found: dict[Node, None] = dict.fromkeys([*self.head_nodes, *filter(self._is_whole, self.graph.nodes)])
+        found: dict[Node, None] = dict.fromkeys(
+            [*self.head_nodes, *filter(self._combines_full_batch, self.graph.nodes)]
+        )
         pending = list(self.known_first)
         while pending:
             value = pending.pop()
@@ -96,8 +99,8 @@ class Split:
                 pending.extend(value.node.inputs)
         return list(found)
 
-    def _is_whole(self, node: Node) -> bool:
-        """Whether parameters meet the data of the whole batch in a node that belongs to no microbatch."""
+    def _combines_full_batch(self, node: Node) -> bool:
+        """Whether parameters meet data of the full batch in a node outside of the microbatches."""
         return any(
             self.reader.state(output) == INVARIANT and self.reader.moves(output) and self.reader.uses_batch[output]
             for output in node.outputs
@@ -105,7 +108,7 @@ class Split:
 
     @functools.cached_property
     def head_has_layers(self) -> bool:
-        """Whether layers of the model run on the whole batch at once: products of the batch with parameters."""
+        """Whether layers of the model run on the full batch: products of the batch with parameters."""
 
         def is_layer(node: Node) -> bool:
             batch = [not value.is_constant and self.reader.uses_batch[value] for value in node.inputs]
@@ -115,11 +118,11 @@ class Split:
             ]
             return node.name in _HEAVY and any(batch) and any(parameters)
 
-        return any(map(is_layer, self.whole_batch_nodes))
+        return any(map(is_layer, self.full_batch_nodes))
 
     @functools.cached_property
     def frontier(self) -> list[Value]:
-        """What the microbatches make: sums that are added up, and rows that are put together."""
+        """The values that the prefix computes for the head: sums that are added up, and rows that are gathered."""
         found: dict[Value, None] = {}
         used = [*self.graph.outputs, *(value for node in self.head_nodes for value in node.inputs)]
         for value in used:
@@ -133,7 +136,7 @@ class Split:
         return [value for value in found if not self._follows_from(value, found)]
 
     def _before_moves(self, value: Value) -> Value:
-        """The value that rows are a transpose, a reshape or the like of: that is gathered, and moved in the head."""
+        """The value before transposes, reshapes and the like, which is gathered: the head then moves its elements."""
         while value.node is not None and value.node.name in _MOVES and value not in self.reader.cut_later:
             (operand, *others) = value.node.inputs
             if others or not isinstance(self.reader.state(operand), Batched) or operand.num_bytes > value.num_bytes:
@@ -142,7 +145,7 @@ class Split:
         return value
 
     def _follows_from(self, value: Value, found: Mapping[Value, None]) -> bool:
-        """Whether rows need not be gathered, since the head can compute them from others at next to no cost."""
+        """Whether the head can cheaply compute these rows from others, so that they need not be gathered."""
         node = value.node
         if node is None or not isinstance(self.reader.state(value), Batched) or node.name not in ELEMENTWISE:
             return False
@@ -150,17 +153,17 @@ class Split:
 
     @functools.cached_property
     def selections(self) -> dict[int | None, list[int]]:
-        """Which values of the frontier are made in one loop: their positions, by the rows that they are made of."""
+        """The positions of the values of the frontier, by their selection. Each selection has its own loop."""
         found: dict[int | None, list[int]] = {}
         for position, value in enumerate(self.frontier):
             found.setdefault(self.reader.selection(value), []).append(position)
         for node, outcome in self.reader.outcomes.items():
-            if node.has_effects:  # a print is meant to happen, whether or not its loop makes anything else
+            if node.has_effects:  # a print must happen, even if its loop computes nothing else
                 found.setdefault(outcome.selection, [])
         return found
 
     def selected_first(self, selection: int) -> dict[int, Batched]:
-        """Which of the values known first are rows of a selection, by their positions, and how these lie in them."""
+        """The positions and the states of those values known first that have rows of a selection."""
         states = [self.reader.state(value) for value in self.known_first]
         return {
             position: state
@@ -175,7 +178,7 @@ class Split:
 
     @functools.cached_property
     def differentiated(self) -> list[int]:
-        """Which values of the frontier have a gradient that reaches the loss."""
+        """The positions of those values of the frontier that have a gradient and that the loss depends on."""
         frontier = set(self.frontier)
         reached: set[Value] = set()
         pending = [self.graph.outputs[0]]
@@ -194,18 +197,18 @@ class Split:
 
     @functools.cached_property
     def hoisted(self) -> list[Value]:
-        """Values of parameters alone that are computed and differentiated once, not in every microbatch."""
+        """Values of parameters alone that are computed and differentiated once, not per microbatch."""
         return [output for node in self.reader.hoisted for output in node.outputs if self.reader.has_gradient(output)]
 
     @functools.cached_property
     def known_first(self) -> list[Value]:
-        """What is computed from data alone, before the first microbatch, or given: it is needed whole."""
+        """Values of data alone, for all examples, that are computed before the first microbatch, or inputs."""
         values = [*self.graph.inputs, *(value for node in self.graph.nodes for value in node.outputs)]
         return [value for value in values if value in self.reader.computed_first]
 
     @functools.cached_property
     def gathered_first(self) -> list[Value]:
-        """Rows of data alone that the values known first are made of, and that are themselves costly to compute."""
+        """Costly rows of data alone that the values known first are computed from. They are computed per microbatch."""
         found: dict[Value, None] = {}
         seen: set[Value] = set()
         pending = list(self.known_first)
@@ -235,8 +238,8 @@ class Split:
         )
 
     @functools.cached_property
-    def seeds(self) -> str:
-        """When the gradient with respect to the frontier becomes known, one of `Seeds`."""
+    def seeds(self) -> Seeds:
+        """When the gradient with respect to the frontier is known."""
         if not self.differentiated:
             return Seeds.NONE
         if not self._seeds_depend_on_frontier():
@@ -250,9 +253,9 @@ class Split:
     def _may_scale_later(self, value: Value) -> bool:
         """Whether the gradient of a sum may be computed first, and multiplied by a factor at the end.
 
-        Not if it is complex, with a gradient in two directions; nor if a backward pass is not linear; nor with float16,
-        in which an undivided gradient can overflow; nor if, inside the user's `shard_map`, JAX adds up over the devices
-        gradients that have different factors.
+        It may not if the sum is complex, which has a gradient in two directions; if a backward pass is not linear; with
+        float16, in which an undivided gradient can overflow; or inside the user's `shard_map` if JAX adds up gradients
+        over devices that have different factors.
         """
         axes = avals.varying_axes(value.aval)
         uneven = any(axes - avals.varying_axes(jax.typeof(leaf)) for leaf in self.loss.types.wrt)
@@ -278,14 +281,14 @@ class Split:
         traced, _ = tracing.trace(seeds, *types, *first, *frontier)
         return any(any(traced.inputs_used_by(position)[sum(counts) :]) for position in range(len(self.differentiated)))
 
-    # Evaluation. Inputs are flat: what the loss closes over, then its arrays by role.
+    # Evaluation. The inputs are flat: the arrays that the loss closes over, then its arguments by role.
 
     def inputs(self, consts: Sequence[Any], arrays: Arrays) -> list[Any]:
         """The inputs of the graph."""
         return [*consts, *jax.tree.leaves(arrays)]
 
     def compute_first(self, inputs: Sequence[Any], gathered: Sequence[Any]) -> list[Any]:
-        """The values known first, at the full batch."""
+        """The values known first."""
         given = {
             value: array for value, array in zip(self.graph.inputs, inputs, strict=True) if not self.reader.moves(value)
         }
@@ -293,7 +296,7 @@ class Split:
         return [full[value] for value in self.known_first]
 
     def compute_hoisted(self, inputs: Sequence[Any], known: Sequence[Any]) -> list[Any]:
-        """The hoisted values, as a function of the parameters among the inputs."""
+        """The hoisted values."""
         full = FullBatch({**self._given(inputs), **dict(zip(self.known_first, known, strict=True))}, self.draw)
         return [full[value] for value in self.hoisted]
 
@@ -313,24 +316,24 @@ class Split:
         """Values of the prefix for `size` examples.
 
         Args:
-          inputs: those of the graph.
-          known: the values known first, None before they are.
+          inputs: the inputs of the graph.
+          known: the values known first; None before they are computed.
           hoisted: the hoisted values.
-          start: the first of these examples, among those that the inputs have.
-          size: their number.
-          wanted: which values.
-          origin: the index in the batch of the first example that the inputs have, if they have not all of them.
-          runs: of how many runs of examples they are made.
-          selection: the rows that are counted as examples, if not those of the batch.
-          selected: the values of `known` that have such rows, cut to those of a part; empty if all rows are here.
+          start: the index of the first of these examples in the inputs.
+          size: the number of examples.
+          wanted: the values to compute.
+          origin: the index in the batch of the inputs' first example, if the inputs are a shard of the batch.
+          runs: the number of runs of consecutive examples that they are made of.
+          selection: the rows that count as examples, if they are not those of the batch.
+          selected: the values of `known` that have such rows, of this shard; empty if all rows are here.
         """
-        whole: dict[Value, Any] = dict(zip(self.known_first if known is not None else [], known or [], strict=True))
-        whole.update(zip(self.hoisted if hoisted else [], hoisted, strict=True))
+        full: dict[Value, Any] = dict(zip(self.known_first if known is not None else [], known or [], strict=True))
+        full.update(zip(self.hoisted if hoisted else [], hoisted, strict=True))
         mine: dict[Value, Any] = {}
         for value, array in zip(self.graph.inputs, inputs, strict=True):
             state = self.reader.state(value)
             if isinstance(state, Batched) and origin is None:
-                whole[value] = array
+                full[value] = array
             mine[value] = array
         if selection is None:
             taken = take([inputs[position] for position in self.batch_positions], start, size, runs)
@@ -341,7 +344,7 @@ class Split:
                 mine[self.known_first[position]] = take_rows(array, rows, number, start, size)
         index = start if origin is None else origin + start
         microbatch = Microbatch(
-            self.reader, index, size, mine, whole, self.draw, runs, selection, looks_up=origin is None
+            self.reader, index, size, mine, full, self.draw, runs, selection, looks_up=origin is None
         )
         microbatch.run(wanted)
         return [jnp.asarray(microbatch.value(value)) for value in wanted]
@@ -354,7 +357,7 @@ class Split:
         frontier: Sequence[Any],
         num_outputs: int | None = None,
     ) -> list[Any]:
-        """The outputs of the loss, from the frontier of the whole batch; `known` is None before those are known."""
+        """The outputs of the loss, from the frontier of the full batch. `known` is None before it is computed."""
         given = self._given(inputs)
         given.update(zip(self.known_first if known is not None else [], known or [], strict=True))
         given.update(zip(self.hoisted if hoisted else [], hoisted, strict=True))
@@ -372,7 +375,7 @@ class Split:
 
 
 def ancestors(value: Value) -> set[Node]:
-    """All nodes that a value is computed by."""
+    """All nodes that a value depends on."""
     found: set[Node] = set()
     pending = [value]
     while pending:

@@ -1,14 +1,14 @@
-"""What a value of the full batch is to a microbatch: the four states of the reading.
+"""The state of a value relative to the batch axis: invariant, batched, summed or head.
 
-Every value in a loss has one. It says how the value at the full batch comes about from evaluations of the same
-equations at the size of a microbatch:
+Every value in a loss has a state. It says how to get the value of the full batch when the same equations are evaluated
+for one microbatch at a time:
 
-  Whole   the same in every microbatch: it does not depend on the examples, but may depend on parameters.
-  Rows    a row for each example, computed from that example and from whole values only: concatenate them.
-  Sum     additive over the examples: add up those of the microbatches.
-  Mixed   anything else. It is computed once, from the whole batch.
+  Invariant   the same in every microbatch. It does not depend on the examples; it may depend on parameters.
+  Batched     rows for each example, computed from that example and from invariant values: concatenate them.
+  Summed      a sum over the examples: add up the values of the microbatches.
+  Head        anything else. It is computed once, from the full batch.
 
-The first three make up the prefix of a loss, which runs microbatch by microbatch; the mixed values are its head.
+Invariant, batched and summed values make up the prefix of a loss, which runs per microbatch. The others are its head.
 """
 
 import dataclasses
@@ -27,19 +27,19 @@ class Invariant:
     """The same in every microbatch."""
 
     def __str__(self) -> str:
-        return "whole"
+        return "invariant"
 
 
 @dataclasses.dataclass(frozen=True)
 class Batched:
-    """A row for each example along `axis`, which may be a merged one: `outer` blocks of N examples of `inner` rows.
+    """Rows for each example along `axis`. The axis may be merged with others: it has `outer` x N x `inner` rows.
 
-    Activations of shape (N, T, D) reshaped to (N * T, D) have inner=T; two views of a batch, one after the other
-    in an array of 2 * N rows, have outer=2.
+    Activations of shape (N, T, D) reshaped to (N * T, D) have inner=T. Two views of a batch, one after the other in an
+    array of 2 * N rows, have outer=2.
 
-    Rows may be sorted, as those of tokens are by the expert that they are for. A microbatch then has an order of its
-    own: `order` is the number of the sort, and 0 is the order of the batch. Values may also be positions of rows
-    in an array of some order: `points` is its number. These are worth nothing but to look rows up.
+    Rows may be sorted, for example tokens by their expert. A microbatch sorts its own rows, so its order differs from
+    that of the full batch. `order` is the number of the sort; 0 is the order of the batch. Values may also be positions
+    of rows in an array of some order, whose number is `points`. Such values may only be used to look rows up.
     """
 
     axis: int
@@ -54,11 +54,11 @@ class Batched:
 
     @property
     def in_batch_order(self) -> bool:
-        """Whether it is neither sorted nor made of positions, as nearly everything."""
+        """True if the rows are in the order of the batch and are not positions, which is the common case."""
         return self.order == 0 and self.points is None
 
     def length(self, num_examples: int) -> int:
-        """The size of the axis for that many examples."""
+        """The size of the axis for this number of examples."""
         return self.outer * num_examples * self.inner
 
     def __str__(self) -> str:
@@ -68,15 +68,15 @@ class Batched:
 
 @dataclasses.dataclass(frozen=True)
 class Summed:
-    """Additive over the examples."""
+    """A sum over the examples."""
 
     def __str__(self) -> str:
-        return "sum"
+        return "a sum"
 
 
 @dataclasses.dataclass(frozen=True)
 class Head:
-    """A function of the whole batch. It `couples` if it is one of rows, and not of sums alone."""
+    """A function of the full batch. It `couples` the examples if it is a function of rows, and not only of sums."""
 
     couples: bool
 
@@ -100,11 +100,11 @@ def join(one: State, other: State, one_is_zero: bool = False, other_is_zero: boo
         return SUMMED
     if other == SUMMED and one == INVARIANT and one_is_zero:
         return SUMMED
-    raise NotRowwise(f"a loop or a branch makes the same value {one} here and {other} there")
+    raise NotRowwise(f"in a loop or a branch the same value is once {one} and once {other}")
 
 
-def only_rows(states: Sequence[State]) -> Batched:
-    """The rows that several operands have in common."""
+def common_rows(states: Sequence[State]) -> Batched:
+    """The state of the batched operands, which must have the same one."""
     rows = [state for state in states if isinstance(state, Batched)]
     for other in rows[1:]:
         if other != rows[0]:
@@ -113,7 +113,7 @@ def only_rows(states: Sequence[State]) -> Batched:
 
 
 def refuse_sums(states: Sequence[State]) -> None:
-    """For rules that are not linear: a sum over the batch is not what they can work on."""
+    """Raises `NotRowwise` if an operand is summed. For rules of operations that are not linear."""
     if SUMMED in states:
         raise NotRowwise(
             Coupling.FED_BACK if any(isinstance(state, Batched) for state in states) else Coupling.NOT_LINEAR
@@ -121,7 +121,7 @@ def refuse_sums(states: Sequence[State]) -> None:
 
 
 def take_rows(array: jax.Array, rows: Batched, num_examples: int, start: Any, size: int, runs: int = 1) -> jax.Array:
-    """The rows of `size` examples from `start`, of an array of the full batch; or of that many in runs."""
+    """The rows of `size` examples from `start`, of an array of the full batch. `runs` is as in `Microbatch`."""
     axis, outer, inner = rows.axis, rows.outer * runs, rows.inner
     num_examples, size = num_examples // runs, size // runs
     if outer == 1:
@@ -135,15 +135,15 @@ def take_rows(array: jax.Array, rows: Batched, num_examples: int, start: Any, si
 def put_rows(
     stacked: jax.Array | None, last: jax.Array | None, rows: Batched, size: int, remainder: int, runs: int = 1
 ) -> jax.Array:
-    """The array of the full batch, from those of its microbatches.
+    """The array of the full batch, from the arrays of its microbatches.
 
     Args:
-      stacked: the arrays of the whole microbatches, numbered along axis 0.
-      last: that of the ragged last one, if there is one.
+      stacked: the arrays of the complete microbatches, stacked along axis 0.
+      last: the array of the ragged last microbatch, if there is one.
       rows: where the examples are in the array of a microbatch.
-      size: the number of examples in a whole microbatch.
-      remainder: and in the ragged last one.
-      runs: of how many runs of examples each is made.
+      size: the number of examples in a complete microbatch.
+      remainder: the number of examples in the ragged last one.
+      runs: the number of runs of consecutive examples in each.
     """
     axis, outer, inner = rows.axis, rows.outer * runs, rows.inner
     size, remainder = size // runs, remainder // runs
@@ -160,5 +160,5 @@ def put_rows(
 
 
 def replaced(sizes: Sequence[int], position: int, size: int) -> tuple[int, ...]:
-    """`sizes` with another one at `position`."""
+    """`sizes` with `size` at `position`."""
     return (*sizes[:position], size, *sizes[position + 1 :])

@@ -90,18 +90,24 @@ REFUSALS = {
     "the largest example is a sum": ("reduce_max reduce_min", a_sum_if(lambda found: kinds(found) == {"Batched"})),
     "the product of the examples is a sum": ("reduce_prod", a_sum_if(lambda found: kinds(found) == {"Batched"})),
     "a product of sums is a sum": ("mul", a_sum_if(lambda found: kinds(found) == {"Summed"})),
-    "a sum plus a whole value is a sum": ("add sub", a_sum_if(lambda found: kinds(found) == {"Summed", "Invariant"})),
-    "a whole value over a sum is a sum": ("div", a_sum_if(lambda found: kinds(found) == {"Summed", "Invariant"})),
+    "a sum plus an invariant value is a sum": (
+        "add sub",
+        a_sum_if(lambda found: kinds(found) == {"Summed", "Invariant"}),
+    ),
+    "an invariant value over a sum is a sum": ("div", a_sum_if(lambda found: kinds(found) == {"Summed", "Invariant"})),
     "any function of a sum is a sum": (
         "tanh sin cos exp log sqrt abs max integer_pow square logistic",
         a_sum_if(lambda found: kinds(found) <= {"Summed", "Invariant"}),
     ),
     "a padded sum is a sum": ("pad", a_sum_if(lambda found: found[0] == SUMMED)),
-    "a sum beside a whole value is a sum": (
+    "a sum beside an invariant value is a sum": (
         "concatenate",
         a_sum_if(lambda found: kinds(found) == {"Summed", "Invariant"}),
     ),
-    "a sum or a whole value is a sum": ("select_n", a_sum_if(lambda found: kinds(found) == {"Summed", "Invariant"})),
+    "a sum or an invariant value is a sum": (
+        "select_n",
+        a_sum_if(lambda found: kinds(found) == {"Summed", "Invariant"}),
+    ),
     "a sum fed back to the rows": (
         "add sub mul div",
         lambda reader, node, found: (
@@ -221,7 +227,7 @@ def drawn_as_if_alone(right):
             return right(microbatch, node, value, rows)
         axis = rows.axis - node.inputs[0].ndim
         shape = states.replaced(node.params["shape"], axis, rows.length(microbatch.size))
-        return node([microbatch.whole[node.inputs[0]]], {**node.params, "shape": shape})[0]
+        return node([microbatch.full_batch[node.inputs[0]]], {**node.params, "shape": shape})[0]
 
     return local
 

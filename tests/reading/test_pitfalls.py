@@ -115,7 +115,7 @@ def test_numbers_that_are_drawn_in_parts_are_not_drawn_at_once_as_well():
         return jnp.sum((x @ w) * noise.sum(1)) - jnp.sum((x @ w) * jnp.cumsum(noise, 1)[:, -1])
 
     args = (W.astype(np.float32), X.astype(np.float32))
-    with pytest.raises(ab.InputError, match="must not be used for the whole batch as well"):
+    with pytest.raises(ab.InputError, match="must not be used for the full batch as well"):
         ab.value_and_grad(loss, microbatch_size=2, rng_argnums=2)(*args, jax.random.key(0, impl="rbg"))
     assert_exact(loss, *args, jax.random.key(0), rtol=1e-4)  # of the default generator they are the same
 
@@ -306,7 +306,7 @@ def test_a_rule_that_fails_is_told_and_the_gradient_is_exact(rule, loss, monkeyp
         assert_exact(loss, W, 0.1 * X)
     message = str(caught[0].message)
     assert f"{__file__}:{inspect.getsourcelines(loss)[1] + 1} in {loss.__name__}" in message
-    assert "gradient is exact" in message and "whole batch at once" in message and "report it" in message
+    assert "gradient is exact" in message and "computed from the full batch" in message and "report it" in message
 
 
 def test_a_rule_that_fails_is_an_error_where_coupling_is(monkeypatch, float64):

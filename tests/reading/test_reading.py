@@ -146,7 +146,7 @@ def test_a_loss_that_couples_examples_is_never_said_to_take_one_pass():
 
     reading = ab.read(loss, W, BATCH)
     assert (reading.kind, reading.passes) == ("couples examples", 1)
-    how = "each microbatch is computed once, then the coupled part once for the whole batch"
+    how = "each microbatch is computed once, then the coupled part once for the full batch"
     assert str(reading).startswith(f"couples examples: {how}\n") and how in reading._repr_html_()
     for text in (str(reading), reading._repr_html_()):
         assert "one pass" not in text and "it takes the max over the examples" in text

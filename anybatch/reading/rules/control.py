@@ -1,4 +1,4 @@
-"""Checkpoints, branches and loops: the functions inside them must be row-wise themselves."""
+"""Rules of checkpoints, branches and loops. All of the functions inside them must run per microbatch."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -14,11 +14,11 @@ from anybatch.jaxprs.primitives import REMAT
 from anybatch.reading.coupling import NotRowwise
 from anybatch.reading.reader import Fact, Reader, RuleResult, rule
 from anybatch.reading.rules.derivatives import contains_custom_vjp
-from anybatch.reading.states import INVARIANT, SUMMED, Batched, State, join, only_rows
+from anybatch.reading.states import INVARIANT, SUMMED, Batched, State, common_rows, join
 
 
 def _facts(reader: Reader, node: Node, states: Sequence[State]) -> list[Fact]:
-    """What is known of the operands of a node, as the function inside it sees them."""
+    """The facts about the operands of a node, for the function inside it."""
     return [
         dataclasses.replace(reader.fact(value), state=state, is_zero=False)
         for value, state in zip(node.inputs, states, strict=True)
@@ -53,9 +53,9 @@ def _branches(reader: Reader, node: Node, states: Sequence[State]) -> RuleResult
 
 
 def _branches_of_this_machine(node: Node) -> list[int]:
-    """The branches of `lax.platform_dependent` that can be taken here; all of them, if it is another branching.
+    """The branches of `lax.platform_dependent` for the platforms of this process; all branches of any other `cond`.
 
-    `jnp.diagonal` has one for kernels of Mosaic, which masks and sums, and one for all else, which looks up.
+    `jnp.diagonal` for example has a branch for Mosaic, which masks and sums, and one for other platforms, a lookup.
     """
     branches = node.params.get("branches_platforms") or [None] * len(node.params["branches"])
     available, named = versions.platforms(), {name for names in branches for name in names or ()}
@@ -68,7 +68,7 @@ def _branches_of_this_machine(node: Node) -> list[int]:
 
 
 def _some_branches(reader: Reader, node: Node, states: Sequence[State], numbers: Sequence[int]) -> RuleResult:
-    """Reads the branches of these numbers. The others are branches of other platforms."""
+    """Reads the branches of these numbers. The others are for other platforms."""
     facts = _facts(reader, node, states)[1:]
     inners = {number: reader.nested(node, node.params["branches"][number], facts) for number in numbers}
     first, *others = inners.values()
@@ -83,7 +83,7 @@ def _some_branches(reader: Reader, node: Node, states: Sequence[State], numbers:
         index, *operands = (microbatch.value(value) for value in node.inputs)
         if not others:
             return microbatch.nested(first, operands, found)
-        # Branches of other platforms compute the same as those of this one.
+        # Branches for other platforms compute the same.
         chosen = [inners.get(number, first) for number in range(len(node.params["branches"]))]
         branches = [lambda *args, inner=inner: microbatch.nested(inner, args, found) for inner in chosen]
         return lax.switch(jnp.asarray(index).astype(jnp.int32), branches, *operands)
@@ -94,7 +94,7 @@ def _some_branches(reader: Reader, node: Node, states: Sequence[State], numbers:
 
 
 def _refuse_orders(states: Sequence[State]) -> None:
-    """Rows that one step or branch has sorted are not in the order of the next."""
+    """Raises for sorted rows: the next iteration, or another branch, has another order."""
     if any(isinstance(state, Batched) and not state.in_batch_order for state in states):
         raise NotRowwise("it carries examples on that were sorted across the batch")
 
@@ -118,7 +118,7 @@ def _while(reader: Reader, node: Node, states: Sequence[State]) -> RuleResult:
             break
         carry = after
     else:
-        raise NotRowwise("what the loop carries changes its nature from step to step")
+        raise NotRowwise("the state of what the loop carries changes from one iteration to the next")
     found = [fact.state for fact in carry]
     _refuse_orders(found)
     takes = [*[None] * split[1], *(state if isinstance(state, Batched) else None for state in found)]
@@ -135,7 +135,7 @@ def _while(reader: Reader, node: Node, states: Sequence[State]) -> RuleResult:
 
 
 def _joined(before: Fact, after: Fact) -> Fact:
-    """What is known of a carried value, before and after a step."""
+    """The fact about a carried value that holds both before and after an iteration."""
     zero = before.is_zero and after.is_zero
     state = join(before.state, after.state, before.is_zero, after.is_zero)
     return Fact(state, before.moves or after.moves, before.has_gradient or after.has_gradient, zero)
@@ -159,7 +159,7 @@ def _scan(reader: Reader, node: Node, states: Sequence[State]) -> RuleResult:
     ]
     carry = initial
     for _ in range(8 + 3 * num_carry):
-        # A carry that starts from zero is taken to stay zero until a step says otherwise.
+        # A carry that starts from zero is taken to stay zero until an iteration changes it.
         body = reader.nested(node, params["jaxpr"], [*facts[:num_consts], *carry, *scanned])
         after = [
             _joined(fact, dataclasses.replace(body.fact(output), is_zero=body.is_zero(output)))
@@ -170,9 +170,9 @@ def _scan(reader: Reader, node: Node, states: Sequence[State]) -> RuleResult:
             break
         carry = after
     else:
-        raise NotRowwise("what the loop carries changes its nature from step to step")
+        raise NotRowwise("the state of what the loop carries changes from one iteration to the next")
     for fact, start in zip(carry, initial, strict=True):
-        # Otherwise it would be added once for each microbatch.
+        # Its start would be added once for each microbatch.
         if fact.state == SUMMED and start.state == INVARIANT and not start.is_zero:
             raise NotRowwise("it adds a sum over the batch to a value that does not start from zero")
     carried = [fact.state for fact in carry]
@@ -187,7 +187,7 @@ def _scan(reader: Reader, node: Node, states: Sequence[State]) -> RuleResult:
 
     def run(microbatch: Any) -> list[Any]:
         operands = [microbatch.value(value, rows) for value, rows in zip(node.inputs, takes, strict=True)]
-        # The start of a sum that is zero: as it is, once for each microbatch.
+        # A sum starts from zero in each microbatch.
         consts, start, arrays = operands[:num_consts], operands[num_consts:first], operands[first:]
 
         def step(carry: Any, slices: Any) -> tuple[Any, Any]:
@@ -202,11 +202,11 @@ def _scan(reader: Reader, node: Node, states: Sequence[State]) -> RuleResult:
 
 
 def _scan_over_examples(reader: Reader, node: Node, states: Sequence[State]) -> RuleResult:
-    """`lax.map` over the examples, or a scan in which each step sees one example and adds to sums."""
+    """`lax.map` over the examples, or a scan whose iterations see one example each and add to sums."""
     params = node.params
     num_consts, num_carry = interpreter.scan_counts(params)
     first = num_consts + num_carry
-    rows = only_rows(states[first:])
+    rows = common_rows(states[first:])
     if rows.axis != 0 or rows.outer != 1 or any(state != INVARIANT for state in states[:first]):
         raise NotRowwise("it goes over the examples with other values of the batch at hand", unroll=False)
     graph = Graph(params["jaxpr"])
@@ -236,14 +236,14 @@ def _scan_over_examples(reader: Reader, node: Node, states: Sequence[State]) -> 
 
 
 def _carried_over_examples(graph: Graph, number: int, before: Value, reader: Reader, start: Value) -> State:
-    """The state of what is carried from example to example: unchanged, or a sum that each of them adds to."""
+    """The state of a value carried from example to example: invariant if none changes it, summed if each adds to it."""
     after = graph.outputs[number]
     if after is before:
         return INVARIANT
     uses = [(node, value) for node in graph.nodes for value in node.inputs]
     is_output = [sum(output is value for output in graph.outputs) for value in (before, after)]
     if is_output == [0, 1] and not any(value is after for _, value in uses) and reader.is_zero(start):
-        # A weak zero is cast to what it is already, before or after the addition.
+        # A weakly typed zero is cast to the dtype that it has, before or after the addition.
         while after.node is not None and _is_cast_to_itself(after.node):
             after = after.node.inputs[0]
         added, node = before, _only_user(uses, before)

@@ -1,4 +1,4 @@
-"""Functions with a derivative of their own: the derivative must keep the examples apart as well."""
+"""Rules of functions with a custom derivative. The derivative must run per microbatch, too."""
 
 import dataclasses
 import functools
@@ -21,7 +21,7 @@ Part = TypeVar("Part")
 
 
 def contains_custom_vjp(node_or_equation: Any) -> bool:
-    """Whether a backward pass that somebody wrote is in it, at any depth."""
+    """Whether an equation has a custom_vjp inside, at any depth."""
     equation = getattr(node_or_equation, "equation", node_or_equation)
     return any(
         inner.primitive.name in CUSTOM_VJP or contains_custom_vjp(inner)
@@ -31,7 +31,7 @@ def contains_custom_vjp(node_or_equation: Any) -> bool:
 
 
 def has_linear_backward(reader: Reader, node: Node) -> bool:
-    """Whether the gradient of a sum of cotangents is the sum of their gradients, as it is unless somebody wrote it."""
+    """Whether the backward pass of a node is linear in the cotangents. It is, unless a custom_vjp is not."""
     if node.name not in CUSTOM_VJP and not contains_custom_vjp(node):
         return True
     differentiated = [
@@ -52,7 +52,7 @@ def _replace(values: Sequence[Any], positions: Sequence[int], new: Sequence[Any]
 
 
 class _Passes:
-    """The forward and the backward pass of a node, as JAX makes them, traced at the full batch."""
+    """The forward and the backward pass of a node, as JAX derives them, traced at the full batch."""
 
     def __init__(self, node: Node, differentiated: Sequence[int], results: Sequence[int]) -> None:
         self.node = node
@@ -75,7 +75,7 @@ class _Passes:
         self.num_residuals, self.num_outputs = len(residuals), len(outputs)
 
     def is_linear(self, reader: Reader) -> bool:
-        """Whether the backward pass is linear in the cotangents. The rules for sums are those of linear maps."""
+        """Whether the backward pass is linear in the cotangents: summed cotangents must have summed results."""
         facts = [*[Fact(INVARIANT, True)] * self.num_residuals, *[Fact(SUMMED, True)] * self.num_outputs]
         try:
             inner = reader.nested(self.node, self.backward, facts)
@@ -95,24 +95,24 @@ def _must_have(inner: Reader, found: Sequence[State], wanted: Sequence[State], w
 
 
 def _read_part(reader: Reader, node: Node, jaxpr: Any, states: Sequence[State]) -> Reader:
-    """Reads a part of a function with derivatives of its own: the function, or what was written as its derivative."""
+    """Reads a function with a custom derivative, or that derivative."""
     return reader.nested(node, jaxpr, [Fact(state, True) for state in states], reads_derivatives=False)
 
 
 def _read_primal(reader: Reader, node: Node, states: Sequence[State]) -> tuple[Reader, bool, list[int], list[int]]:
-    """The function itself; whether its derivative is needed; by which operands, and of which results."""
+    """Reads the function itself; whether its derivative is needed; with respect to which operands, of which results."""
     refuse_sums(states)
     primal = _read_part(reader, node, node.params["call_jaxpr"], states)
     inexact = [position for position, value in enumerate(node.inputs) if value.is_inexact]
     moving = [position for position in inexact if reader.has_gradient(node.inputs[position])]
     results = [position for position, value in enumerate(node.outputs) if value.is_inexact]
     needed = reader.reads_derivatives and bool(moving and results)
-    # Of a derivative that is not needed now, an outer `grad` may ask by any operand: a second one, or by the batch.
+    # If the derivative is not needed now, an outer `grad` may ask for it with respect to any operand.
     return primal, needed, moving if needed else inexact, results
 
 
 def _read_when_asked(read: Callable[[], Part], node: Node, needed: bool) -> Callable[[], Part]:
-    """Reads a derivative now if it is needed, or else when JAX asks for it. Some rules contain themselves."""
+    """Reads a derivative now if it is needed, or else when JAX asks for it: some derivatives contain themselves."""
     cached = functools.cache(read)
     if needed:
         cached()
@@ -123,7 +123,7 @@ def _read_when_asked(read: Callable[[], Part], node: Node, needed: bool) -> Call
             return cached()
         except NotRowwise as refusal:
             raise InputError(
-                "To be differentiated once more, a function with derivatives of its own must keep examples apart",
+                "To be differentiated once more, a function with a custom derivative must keep examples apart",
                 given=str(coupling.blame(node, refusal.why)),
                 remedy='Declare how the loss uses its examples: reduction="mean", "sum" or "weighted".',
             ) from None
@@ -143,13 +143,15 @@ def _custom_jvp(reader: Reader, node: Node, states: Sequence[State]) -> RuleResu
             return [outputs[position] for position in results]
 
         outputs, pushed = jax.jvp(of_moving, tuple(operands[position] for position in moving), tuple(tangents))
-        return _replace(node(operands), results, outputs), pushed  # the outputs are the rule's own, as under jax.grad
+        return _replace(
+            node(operands), results, outputs
+        ), pushed  # the outputs are those of the custom rule, as under jax.grad
 
     def read() -> Reader:
         types = [value.type for value in node.inputs]
         traced = jax.make_jaxpr(jvp)(types, [types[position] for position in moving])
         tangent = _read_part(reader, node, traced, [*states, *(states[position] for position in moving)])
-        _must_have(tangent, tangent.output_states(), goal, "the derivative that was written for it mixes examples")
+        _must_have(tangent, tangent.output_states(), goal, "its custom derivative combines examples")
         return tangent
 
     tangent = _read_when_asked(read, node, needed)
@@ -185,7 +187,7 @@ def _of_backward(refusal: NotRowwise, why: str) -> NotRowwise:
 
 
 class _Derivative(NamedTuple):
-    """The passes of a custom_vjp, read."""
+    """The readers of the passes of a custom_vjp."""
 
     forward: Reader
     backward: Reader
@@ -205,11 +207,11 @@ def _custom_vjp(reader: Reader, node: Node, states: Sequence[State]) -> RuleResu
         passes = _Passes(node, moving, results)
         forward = _read_part(reader, node, passes.forward, states)
         saved = forward.output_states()[passes.num_outputs :]
-        _must_have(forward, forward.output_states(), outputs, "the forward pass that was written for it mixes examples")
-        # The cotangent of rows has rows. That of a sum is the same for every microbatch, and that of a whole value is
-        # made of what each microbatch contributes.
+        _must_have(forward, forward.output_states(), outputs, "its custom forward pass combines examples")
+        # The cotangent of a batched value is batched. That of a sum is the same for every microbatch. That of an
+        # invariant value is the sum of what each microbatch contributes.
         seeds = [state if isinstance(state, Batched) else INVARIANT if state == SUMMED else SUMMED for state in outputs]
-        why = "the backward pass that was written for it mixes examples"
+        why = "its custom backward pass combines examples"
         try:
             backward = _read_part(reader, node, passes.backward, [*saved, *seeds])
         except NotRowwise as refusal:

@@ -1,7 +1,4 @@
-"""Operations that work on each element by itself.
-
-Random numbers from keys that differ from example to example.
-"""
+"""Rules of elementwise operations, and of random numbers that are drawn from a key for each example."""
 
 from collections.abc import Sequence
 
@@ -14,7 +11,7 @@ from anybatch.jaxprs.graph import Node, Value
 from anybatch.jaxprs.primitives import ELEMENTWISE
 from anybatch.reading.coupling import Coupling, NotRowwise
 from anybatch.reading.reader import Reader, RuleResult, rule
-from anybatch.reading.states import INVARIANT, SUMMED, Batched, State, only_rows, refuse_sums
+from anybatch.reading.states import INVARIANT, SUMMED, Batched, State, common_rows, refuse_sums
 
 # Linear in their one operand.
 LINEAR = frozenset("neg real imag copy copy_p name stop_gradient sharding_constraint sharding_hint pvary pcast".split())
@@ -22,10 +19,10 @@ LINEAR = frozenset("neg real imag copy copy_p name stop_gradient sharding_constr
 
 @rule(*ELEMENTWISE)
 def elementwise(reader: Reader, node: Node, states: Sequence[State]) -> RuleResult:
-    """Rows stay rows; a sum stays one only if the operation is linear in it."""
+    """Batched operands have a batched result. Summed ones have a summed result if the operation is linear in them."""
     if SUMMED in states:
         return _of_sums(reader, node, states)
-    rows = only_rows(states)
+    rows = common_rows(states)
     output = node.outputs[0]
     size = output.shape[rows.axis]
     takes: list[Batched | None] = []
@@ -48,7 +45,7 @@ def _of_sums(reader: Reader, node: Node, states: Sequence[State]) -> RuleResult:
 
 
 def _is_linear(reader: Reader, node: Node, states: Sequence[State]) -> bool:
-    """Whether the outputs are additive in those operands that are sums."""
+    """Whether the outputs are additive in the summed operands."""
     name = node.name
     if name in LINEAR:
         return True
@@ -66,7 +63,7 @@ def _is_linear(reader: Reader, node: Node, states: Sequence[State]) -> bool:
 
 
 def all_sums(reader: Reader, values: Sequence[Value], states: Sequence[State]) -> bool:
-    """Whether every value is a sum. Zeros are one too: the sum of nothing."""
+    """Whether every value is summed. Zeros count as summed."""
     return all(
         state == SUMMED or (state == INVARIANT and reader.is_zero(value))
         for value, state in zip(values, states, strict=True)
@@ -74,10 +71,10 @@ def all_sums(reader: Reader, values: Sequence[Value], states: Sequence[State]) -
 
 
 def _keeps_precision(old: Value, new: Value) -> bool:
-    """Whether a cast of a sum may be done before adding up: not if it rounds or wraps around, which is done once."""
+    """Whether a sum may be cast before it is added up over the microbatches: the cast must not round."""
     bits = [jnp.dtype(value.dtype).itemsize for value in (old, new)]
     if all(jax.dtypes.issubdtype(value.dtype, np.integer) for value in (old, new)):
-        return bits[1] <= bits[0]  # whole numbers that get narrower wrap around alike, before and after
+        return bits[1] <= bits[0]  # integers that get narrower wrap around to the same result, before and after
     if not old.is_inexact or not new.is_inexact:
         return False
     is_complex = [jax.dtypes.issubdtype(value.dtype, np.complexfloating) for value in (old, new)]
@@ -91,31 +88,31 @@ def _bitcast(reader: Reader, node: Node, states: Sequence[State]) -> RuleResult:
     refuse_sums(states)
     if node.outputs[0].shape != node.inputs[0].shape:
         raise NotRowwise("it changes the shape while it changes the type")
-    return RuleResult([only_rows(states)])
+    return RuleResult([common_rows(states)])
 
 
 @rule("debug_callback", "debug_print")
 def _debug(reader: Reader, node: Node, states: Sequence[State]) -> RuleResult:
-    return RuleResult([])  # a print in a microbatch shows what the microbatch has
+    return RuleResult([])  # each microbatch prints its own values
 
 
 @rule("random_bits", "random_split")
 def _draw(reader: Reader, node: Node, states: Sequence[State]) -> RuleResult:
     refuse_sums(states)
     _refuse_other_generators(node)
-    return RuleResult([only_rows(states)])
+    return RuleResult([common_rows(states)])
 
 
 def _refuse_other_generators(node: Node) -> None:
     if not avals.is_threefry(node.inputs[0].dtype):
-        # Under vmap, the hardware's generator draws for all keys at once, from the first of them.
+        # Under vmap, the hardware's generator draws for all keys from the first one.
         raise NotRowwise(f"numbers from several keys of the generator {node.inputs[0].dtype} depend on one another")
 
 
 @rule("random_wrap")
 def _wrap(reader: Reader, node: Node, states: Sequence[State]) -> RuleResult:
     refuse_sums(states)
-    rows = only_rows(states)
+    rows = common_rows(states)
     if rows.axis >= node.outputs[0].ndim:
         raise NotRowwise("it makes one key from several examples")
     return RuleResult([rows])
@@ -124,13 +121,13 @@ def _wrap(reader: Reader, node: Node, states: Sequence[State]) -> RuleResult:
 @rule("random_unwrap", "random_seed")
 def _unwrap(reader: Reader, node: Node, states: Sequence[State]) -> RuleResult:
     refuse_sums(states)
-    return RuleResult([only_rows(states)])
+    return RuleResult([common_rows(states)])
 
 
 @rule("threefry2x32")
 def _threefry(reader: Reader, node: Node, states: Sequence[State]) -> RuleResult:
     refuse_sums(states)
-    rows = only_rows(states)
+    rows = common_rows(states)
     size = node.outputs[0].shape[rows.axis]
     if any(value.ndim not in (0, node.outputs[0].ndim) for value in node.inputs):
         raise NotRowwise("it changes the rank of an operand")
@@ -141,7 +138,7 @@ def _threefry(reader: Reader, node: Node, states: Sequence[State]) -> RuleResult
 @rule("random_gamma")
 def _gamma(reader: Reader, node: Node, states: Sequence[State]) -> RuleResult:
     refuse_sums(states)
-    rows = only_rows(states)
+    rows = common_rows(states)
     keys, alphas = node.inputs
     _refuse_other_generators(node)
     if rows.axis >= keys.ndim or keys.shape != alphas.shape:

@@ -1,4 +1,4 @@
-"""Operations that look elements up or put them somewhere, by index."""
+"""Rules of gathers, scatters and dynamic slices."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,7 +14,7 @@ from anybatch.reading.reader import Reader, RuleResult, rule
 from anybatch.reading.rules import ordering
 from anybatch.reading.rules.elementwise import all_sums
 from anybatch.reading.rules.shapes import takes_of
-from anybatch.reading.states import INVARIANT, SUMMED, Batched, State, only_rows, refuse_sums, replaced
+from anybatch.reading.states import INVARIANT, SUMMED, Batched, State, common_rows, refuse_sums, replaced
 
 
 @rule("dynamic_slice")
@@ -23,7 +23,7 @@ def _dynamic_slice(reader: Reader, node: Node, states: Sequence[State]) -> RuleR
         raise NotRowwise("where it slices depends on the batch")
     if states[0] == SUMMED:
         return RuleResult([SUMMED])
-    rows, sizes = only_rows(states), node.params["slice_sizes"]
+    rows, sizes = common_rows(states), node.params["slice_sizes"]
     if sizes[rows.axis] != node.inputs[0].shape[rows.axis]:
         raise NotRowwise("it takes some of the examples")
     return RuleResult(
@@ -36,7 +36,7 @@ def _dynamic_update_slice(reader: Reader, node: Node, states: Sequence[State]) -
     if any(state != INVARIANT for state in states[2:]):
         raise NotRowwise("where it writes depends on the batch")
     refuse_sums(states)
-    rows = only_rows(states)
+    rows = common_rows(states)
     if node.inputs[0].shape[rows.axis] != node.inputs[1].shape[rows.axis]:
         raise NotRowwise("it overwrites some of the examples")
     return RuleResult([rows], [*takes_of(rows, states[:2]), *[None] * len(states[2:])])
@@ -45,7 +45,7 @@ def _dynamic_update_slice(reader: Reader, node: Node, states: Sequence[State]) -
 def own_row_axis(reader: Reader, indices: Value, column: int, length: int) -> int | None:
     """The axis of `indices` along which that column of the index vectors counts 0, 1, 2, ... up to `length`.
 
-    So that `logits[arange(N), labels]` is seen to take from each example's own row.
+    With it `logits[arange(N), labels]` is recognised: each example looks up in its own row.
     """
     value, node = indices, indices.node
     while node is not None and node.name in ("convert_element_type", "copy"):
@@ -72,7 +72,7 @@ def own_row_axis(reader: Reader, indices: Value, column: int, length: int) -> in
 
 
 def _counted_from_here(indices: Any, column: int, microbatch: Any, inner: int) -> Any:
-    """Index vectors with that column counted from the first row of a microbatch."""
+    """Index vectors in which that column is a row number in the microbatch, not in the batch."""
     is_column = np.arange(indices.shape[-1]) == column
     return jnp.where(jnp.broadcast_to(is_column, indices.shape), microbatch.counted(indices, inner), indices)
 
@@ -131,7 +131,7 @@ def _gather_from_rows(
         if index_axis is not None and indices in (INVARIANT, operand.at(index_axis)):
             rows, batched = operand.at(index_axis), None
             if index_axis in numbers.start_indices_batching_dims:
-                # Its row of the operand is that of its number along the batching axis, too: a diagonal.
+                # The same index along the batching axis, too: a diagonal.
                 pair = list(numbers.start_indices_batching_dims).index(index_axis)
                 batched = operand.at(numbers.operand_batching_dims[pair])
 
@@ -167,7 +167,7 @@ def _scatter(reader: Reader, node: Node, states: Sequence[State]) -> RuleResult:
 
 
 def _update_axes(node: Node) -> list[int]:
-    """The axes of the updates that go with those of the indices."""
+    """The axes of the updates that correspond to those of the indices."""
     windows = node.params["dimension_numbers"].update_window_dims
     return [axis for axis in range(node.inputs[2].ndim) if axis not in windows]
 
@@ -188,7 +188,7 @@ def _batched(reader: Reader, node: Node, states: Sequence[State]) -> RuleResult 
 
 
 def _in_windows(reader: Reader, node: Node, states: Sequence[State]) -> RuleResult | None:
-    """Updates that are written as wide as the batch: `x.at[:, 3].set(...)`."""
+    """Updates of all examples at the same place: `x.at[:, 3].set(...)`."""
     operand, indices, updates = states
     numbers = node.params["dimension_numbers"]
     if indices != INVARIANT:
@@ -216,7 +216,7 @@ def _into_own_rows(reader: Reader, node: Node, states: Sequence[State]) -> RuleR
     """Each example writes into its own row: `x.at[arange(N), labels].set(...)`."""
     numbers, update_axes = node.params["dimension_numbers"], _update_axes(node)
     target, vectors, _ = node.inputs
-    rows = only_rows([state.at(0) if isinstance(state, Batched) else state for state in states])
+    rows = common_rows([state.at(0) if isinstance(state, Batched) else state for state in states])
     if rows.outer != 1:
         return None
     columns = list(numbers.scatter_dims_to_operand_dims)
@@ -241,7 +241,7 @@ def _into_own_rows(reader: Reader, node: Node, states: Sequence[State]) -> RuleR
 
 
 def _into_segments(reader: Reader, node: Node, states: Sequence[State]) -> RuleResult | None:
-    """Examples add to segments, which start from zero: a sum."""
+    """Examples add to segments that start from zero: the result is summed."""
     operand, indices, updates = states
     if node.name not in SCATTER_ADD or operand != INVARIANT or not reader.is_zero(node.inputs[0]):
         return None
@@ -256,7 +256,7 @@ def _into_segments(reader: Reader, node: Node, states: Sequence[State]) -> RuleR
     batched = node.params["dimension_numbers"].scatter_indices_batching_dims
     if index_axis >= node.inputs[1].ndim - 1 or index_axis in batched:
         return None
-    rows = only_rows([state.at(0) if isinstance(state, Batched) else state for state in states])
+    rows = common_rows([state.at(0) if isinstance(state, Batched) else state for state in states])
     axes = (index_axis, update_axes[index_axis])
     if not _are_at((indices, updates), rows, axes):
         return None

@@ -1,4 +1,4 @@
-"""Kernels that models call on accelerators: cuDNN's attention, and Pallas."""
+"""Rules of kernels for accelerators: cuDNN's attention, and Pallas."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -8,7 +8,7 @@ from anybatch.jaxprs import interpreter
 from anybatch.jaxprs.graph import Node
 from anybatch.reading.coupling import NotRowwise
 from anybatch.reading.reader import Reader, RuleResult, rule
-from anybatch.reading.states import INVARIANT, SUMMED, Batched, State, only_rows, refuse_sums, replaced
+from anybatch.reading.states import INVARIANT, SUMMED, Batched, State, common_rows, refuse_sums, replaced
 
 _NUM_FORWARD_OPERANDS = 10  # query, key, value, bias, lengths, offsets and page tables
 
@@ -23,21 +23,21 @@ def _cudnn_forward(reader: Reader, node: Node, states: Sequence[State]) -> RuleR
 def _cudnn_backward(reader: Reader, node: Node, states: Sequence[State]) -> RuleResult:
     rows, takes = _cudnn_operands(reader, node, states)
     found: list[State] = [rows] * len(node.outputs)
-    if len(found) > 3:  # of a bias: one for each example, or one that they share
+    if len(found) > 3:  # the gradient of a bias: batched if each example has a bias, summed if they share one
         found[3] = rows if states[3] == rows or takes[3] is not None else SUMMED
     return RuleResult(found, takes)
 
 
 def _cudnn_operands(reader: Reader, node: Node, states: Sequence[State]) -> tuple[Batched, list[Batched | None]]:
-    """The examples are along axis 0 of every operand, but for those that are absent or shared."""
+    """The state of the operands, with the examples along axis 0, and what a microbatch takes of invariant ones."""
     refuse_sums(states)
-    rows = only_rows(states)
+    rows = common_rows(states)
     if rows.axis != 0:
         raise NotRowwise("it attends from one example to another")
     if node.params["dropout_rate"]:
         raise NotRowwise("cuDNN draws its dropout by the position in the batch: apply dropout outside the kernel")
     if node.params.get("score_mod") is not None:
-        raise NotRowwise("it changes the scores by a function of its own")
+        raise NotRowwise("it changes the scores by a user's function")
     page_tables = node.inputs[8:_NUM_FORWARD_OPERANDS]
     if any(value.ndim > 1 for value in page_tables):
         raise NotRowwise("its keys and values are in pages that examples share")
@@ -50,12 +50,12 @@ def _cudnn_operands(reader: Reader, node: Node, states: Sequence[State]) -> tupl
 
 @rule("pallas_call")
 def _pallas(reader: Reader, node: Node, states: Sequence[State]) -> RuleResult:
-    """A kernel that runs over a grid, one axis of which counts the examples, each in a block of its own."""
+    """A kernel over a grid with an axis for the examples, where each example has its own block."""
     refuse_sums(states)
     params, mapping = node.params, node.params["grid_mapping"]
     simple = (
         not mapping.num_index_operands
-        and not mapping.scratch_avals  # what a step leaves there, the next may find
+        and not mapping.scratch_avals  # the next step may read what one step writes there
         and not params.get("input_output_aliases")
         and all(isinstance(size, int) for size in mapping.grid)
         and len(mapping.block_mappings) == len(node.inputs) + len(node.outputs)
@@ -63,7 +63,7 @@ def _pallas(reader: Reader, node: Node, states: Sequence[State]) -> RuleResult:
     if not simple:
         raise NotRowwise("it is a kernel whose steps may depend on one another")
     blocks = [*mapping.block_mappings]
-    grid_axis, rows = None, only_rows([state.at(0) if isinstance(state, Batched) else state for state in states])
+    grid_axis, rows = None, common_rows([state.at(0) if isinstance(state, Batched) else state for state in states])
     for block, operand in zip(blocks, states, strict=False):
         if isinstance(operand, Batched):
             mine = _grid_axis(block, operand.axis)
@@ -112,7 +112,7 @@ def _block_size(block: Any, axis: int) -> int:
 
 
 def _grid_axis(block: Any, axis: int) -> int | None:
-    """The axis of the grid that counts the blocks along `axis`, if they are of one row each."""
+    """The axis of the grid that counts the blocks along `axis`, if each block has one row."""
     jaxpr = interpreter.opened(block.index_map_jaxpr)
     index = jaxpr.outvars[axis]
     if _block_size(block, axis) != 1 or interpreter.is_literal(index) or index not in jaxpr.invars:
@@ -121,7 +121,7 @@ def _grid_axis(block: Any, axis: int) -> int | None:
 
 
 def _axis_along_grid(block: Any, grid_axis: int) -> int | None:
-    """The axis of an array along which an axis of the grid counts rows; None: it has no part in finding the block."""
+    """The axis of an array along which an axis of the grid counts rows; None if blocks do not depend on it."""
     jaxpr = interpreter.opened(block.index_map_jaxpr)
     counter = jaxpr.invars[grid_axis]
     if any(operand is counter for equation in jaxpr.eqns for operand in equation.invars):
@@ -135,9 +135,9 @@ def _axis_along_grid(block: Any, grid_axis: int) -> int | None:
 
 
 def _asks_for_position(kernel: Any, mapping: Any, grid_axis: int) -> bool:
-    """Whether the kernel looks at the index of its example, or at the number of examples."""
+    """Whether the kernel reads the index of its example, or the number of examples."""
     if grid_axis in mapping.vmapped_dims:
-        return False  # it was written for one example
+        return False  # vmap added the axis: the kernel was written for one example
     axis = grid_axis - sum(hidden < grid_axis for hidden in mapping.vmapped_dims)
     return any(
         (equation.primitive.name in ("program_id", "num_programs") and equation.params["axis"] == axis)

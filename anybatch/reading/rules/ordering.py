@@ -1,11 +1,11 @@
-"""Examples that are sorted across the batch, and put back: how a mixture of experts groups its tokens.
+"""Rules for examples that are sorted across the batch and put back, as a mixture of experts does with its tokens.
 
     order = argsort(experts)                         # the tokens, by the expert that they are for
     y = ragged_dot(x[order], weights, group_sizes)   # each group of them times the matrix of its expert
     y = y[argsort(order)]                            # back in the order of the batch
 
-A microbatch that sorts its own tokens comes to the same result for each of them, though its order is another. So
-rows may be sorted if whatever happens to them before they are put back does not depend on where they are.
+A microbatch that sorts its own tokens gets the same result for each of them, although its order differs. So rows may
+be sorted if nothing that happens to them before they are put back depends on their position.
 """
 
 import itertools
@@ -28,7 +28,7 @@ _numbers = itertools.count(1)
 
 
 def sort_rows(reader: Reader, node: Node, states: Sequence[State]) -> RuleResult:
-    """A sort of the examples by one key, which carries along their positions or other values of theirs."""
+    """A sort of the examples by one key, together with their positions or other values of theirs."""
     rows = states[0]
     simple = (
         reader.may_reorder
@@ -77,7 +77,7 @@ def _new_order(reader: Reader, node: Node, rows: Batched, counts: Sequence[int])
 
 
 def _inverse_order(reader: Reader, node: Node, rows: Batched, counts: Sequence[int]) -> list[State]:
-    """Sorting the positions that a sort made: where each row went."""
+    """Sorting the positions that a sort returned gives the position to which each row went."""
     length = rows.length(reader.num_examples)
     base = reader.pointers.get((rows.order, rows.points))
     is_permutation = base is not None and _is(
@@ -92,7 +92,7 @@ def _inverse_order(reader: Reader, node: Node, rows: Batched, counts: Sequence[i
 
 
 def _rows_per_target(reader: Reader, indices: Value, rows: Batched, target: Value) -> int:
-    """How many positions point at each row of `target`, one after the other: `order // 2` points at each twice."""
+    """The number of positions that point at each row of `target`; with `order // 2` it is 2."""
     length = rows.length(reader.num_examples)
     base = reader.pointers.get((rows.order, rows.points))
     each, rest = divmod(length, target.shape[0])
@@ -105,7 +105,7 @@ def _rows_per_target(reader: Reader, indices: Value, rows: Batched, target: Valu
 
 
 def look_up(reader: Reader, node: Node, states: Sequence[State]) -> RuleResult:
-    """A gather by positions that a sort made."""
+    """A gather by the positions that a sort returned."""
     operand, indices = states
     numbers, params = node.params["dimension_numbers"], node.params
     assert isinstance(indices, Batched)
@@ -128,7 +128,7 @@ def look_up(reader: Reader, node: Node, states: Sequence[State]) -> RuleResult:
 
 
 def put_back(reader: Reader, node: Node, states: Sequence[State]) -> RuleResult:
-    """A scatter to positions that a sort made: each row into its own place, or several of them added up there."""
+    """A scatter to the positions that a sort returned: each row to its own place, or several added up in one place."""
     operand, indices, updates = states
     numbers = node.params["dimension_numbers"]
     assert isinstance(indices, Batched)
@@ -153,7 +153,7 @@ def put_back(reader: Reader, node: Node, states: Sequence[State]) -> RuleResult:
 
 
 def multiply_groups(reader: Reader, node: Node, states: Sequence[State]) -> RuleResult:
-    """A product of sorted rows, group by group, if the groups are those that the rows were sorted by."""
+    """A product of sorted rows in groups. The groups must be those that the rows were sorted by."""
     numbers = node.params["ragged_dot_dimension_numbers"]
     rows, weights, sizes = states
     fits = (
@@ -177,7 +177,7 @@ def multiply_groups(reader: Reader, node: Node, states: Sequence[State]) -> Rule
 
 
 def _is_below(keys: Value, num_groups: int) -> bool:
-    """Whether keys are known to name groups that there are: they were chosen from so many, as by `top_k`."""
+    """Whether the keys are known to be below `num_groups`: they are positions along an axis, as from `top_k`."""
     node = keys.node
     while node is not None and node.name in ("reshape", "squeeze", "convert_element_type", "copy", "slice"):
         node = node.inputs[0].node
@@ -188,7 +188,7 @@ def _is_below(keys: Value, num_groups: int) -> bool:
 
 
 def _counts(keys: Value, sizes: Value, num_groups: int, length: int) -> bool:
-    """Whether `sizes` counts how often each key occurs. Tried on keys that tell: all alike, each in turn, at random."""
+    """Whether `sizes` counts how often each key occurs. Tested with keys that are equal, in turn, and random."""
     random = np.random.default_rng(0)
     trials = [np.full(length, group) for group in {0, num_groups // 2, num_groups - 1}]
     trials += [np.arange(length) % num_groups, np.sort(random.integers(0, num_groups, length))]
@@ -201,7 +201,7 @@ def _counts(keys: Value, sizes: Value, num_groups: int, length: int) -> bool:
                 _is(FullBatch({keys: jnp.asarray(trial, keys.dtype)})[sizes], np.bincount(trial, minlength=num_groups))
                 for trial in trials
             )
-    except KeyError:  # it depends on something else as well
+    except KeyError:  # the sizes depend on something else as well
         return False
 
 

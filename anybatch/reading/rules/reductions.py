@@ -1,7 +1,4 @@
-"""Operations that run along axes: sums and other reductions, products of matrices, convolutions, sorting.
-
-Linear algebra and transforms: matrices on the last two axes, a matrix for each example.
-"""
+"""Rules of operations along axes: reductions, sorting, products of matrices, convolutions, windows, linear algebra."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -14,7 +11,7 @@ from anybatch.reading.reader import Fact, Reader, RuleResult, rule
 from anybatch.reading.rules import ordering
 from anybatch.reading.rules.elementwise import all_sums
 from anybatch.reading.rules.shapes import takes_of, without
-from anybatch.reading.states import INVARIANT, SUMMED, Batched, State, only_rows, refuse_sums
+from anybatch.reading.states import INVARIANT, SUMMED, Batched, State, common_rows, refuse_sums
 
 
 def _reduced_axes(node: Node) -> list[int]:
@@ -26,13 +23,13 @@ def _reduced_axes(node: Node) -> list[int]:
 def _sum(reader: Reader, node: Node, states: Sequence[State]) -> RuleResult:
     if states[0] == SUMMED:
         return RuleResult([SUMMED])
-    rows, axes = only_rows(states), _reduced_axes(node)
+    rows, axes = common_rows(states), _reduced_axes(node)
     return RuleResult([SUMMED if rows.axis in axes else rows.at(without(axes, rows.axis))])
 
 
 @rule("psum")
 def _psum(reader: Reader, node: Node, states: Sequence[State]) -> RuleResult:
-    """`vmap` with an axis name leaves sums over positions, here; those over a mesh are the head's, once a step."""
+    """`vmap` with an axis name turns a psum into one over positions. One over mesh axes belongs to the head."""
     axes = node.params["axes"]
     if any(not isinstance(axis, int) for axis in axes) or node.params.get("axis_index_groups") is not None:
         raise NotRowwise("it adds up over the devices of a mesh")
@@ -40,7 +37,7 @@ def _psum(reader: Reader, node: Node, states: Sequence[State]) -> RuleResult:
         if all_sums(reader, node.inputs, states):
             return RuleResult([SUMMED] * len(node.outputs))
         raise NotRowwise(Coupling.NOT_LINEAR)
-    rows = only_rows(states)
+    rows = common_rows(states)
     state = SUMMED if rows.axis in axes else rows.at(without(axes, rows.axis))
     return RuleResult([state] * len(node.outputs), takes_of(rows, states))
 
@@ -50,7 +47,7 @@ def _psum(reader: Reader, node: Node, states: Sequence[State]) -> RuleResult:
 )
 def _reduction(reader: Reader, node: Node, states: Sequence[State]) -> RuleResult:
     refuse_sums(states)
-    rows, axes = only_rows(states), _reduced_axes(node)
+    rows, axes = common_rows(states), _reduced_axes(node)
     num_operands = len(node.inputs) // 2 if node.name == "reduce" else len(node.inputs)
     if any(state != INVARIANT for state in states[num_operands:]):
         raise NotRowwise("it starts a reduction from a value of the batch")
@@ -67,7 +64,7 @@ def _cumulative(reader: Reader, node: Node, states: Sequence[State]) -> RuleResu
     if states[0] == SUMMED and node.name == "cumsum":
         return RuleResult([SUMMED])
     refuse_sums(states)
-    rows = only_rows(states)
+    rows = common_rows(states)
     if node.params["axis"] == rows.axis:
         raise NotRowwise("it runs from one example to the next")
     return RuleResult([rows])
@@ -76,7 +73,7 @@ def _cumulative(reader: Reader, node: Node, states: Sequence[State]) -> RuleResu
 @rule("sort")
 def _sort(reader: Reader, node: Node, states: Sequence[State]) -> RuleResult:
     refuse_sums(states)
-    rows = only_rows(states)
+    rows = common_rows(states)
     if node.params["dimension"] == rows.axis:
         return ordering.sort_rows(reader, node, states)
     return RuleResult([rows] * len(node.outputs), takes_of(rows, states))
@@ -85,7 +82,7 @@ def _sort(reader: Reader, node: Node, states: Sequence[State]) -> RuleResult:
 @rule("top_k", "approx_top_k")
 def _top_k(reader: Reader, node: Node, states: Sequence[State]) -> RuleResult:
     refuse_sums(states)
-    rows = only_rows(states)
+    rows = common_rows(states)
     axis = node.params.get("axis", node.params.get("reduction_dimension", -1)) % node.inputs[0].ndim
     if axis == rows.axis:
         raise NotRowwise("it picks the largest of the examples")
@@ -105,7 +102,7 @@ def _dot(reader: Reader, node: Node, states: Sequence[State]) -> RuleResult:
     ]
 
     def role(side: int, axis: int) -> tuple[str, int]:
-        """What the batch axis of an operand is to the product, and which of its kind."""
+        """The role of an axis in the product, and its position in the result or among the axes of that role."""
         if axis in contracted[side]:
             return "contracted", list(contracted[side]).index(axis)
         if axis in batched[side]:
@@ -131,13 +128,13 @@ def _dot(reader: Reader, node: Node, states: Sequence[State]) -> RuleResult:
 
 @rule("ragged_dot_general")
 def _ragged_dot(reader: Reader, node: Node, states: Sequence[State]) -> RuleResult:
-    """Rows of groups of examples, times a matrix for each group."""
+    """A product of rows in groups, with a matrix for each group."""
     numbers = node.params["ragged_dot_dimension_numbers"]
     if states[2] == SUMMED:
         return ordering.multiply_groups(reader, node, states)
     (_, (batched_lhs, batched_rhs)) = numbers.dot_dimension_numbers
     refuse_sums(states)
-    rows = only_rows([state.at(0) if isinstance(state, Batched) else state for state in states])
+    rows = common_rows([state.at(0) if isinstance(state, Batched) else state for state in states])
     group_sizes = node.inputs[2]
     for position, (lhs_axis, rhs_axis) in enumerate(zip(batched_lhs, batched_rhs, strict=True)):
         axes = (lhs_axis, rhs_axis, position if group_sizes.ndim > 1 else None)
@@ -165,7 +162,7 @@ def _convolution(reader: Reader, node: Node, states: Sequence[State]) -> RuleRes
 
 
 def _grouped_convolution(reader: Reader, node: Node, states: Sequence[State]) -> RuleResult:
-    """A kernel for each example: `vmap` makes the examples groups of channels, example-major."""
+    """A kernel for each example: `vmap` makes the examples groups of channels, the example first."""
     numbers, params = node.params["dimension_numbers"], node.params
     image, kernel = states
     image_axis, kernel_axis = numbers.lhs_spec[1], numbers.rhs_spec[0]
@@ -196,7 +193,7 @@ def _window(reader: Reader, node: Node, states: Sequence[State]) -> RuleResult:
     if node.name == "reduce_window_sum" and states[0] == SUMMED:
         return RuleResult([SUMMED])
     refuse_sums(states)
-    rows, params, num_operands = only_rows(states), node.params, len(node.outputs)
+    rows, params, num_operands = common_rows(states), node.params, len(node.outputs)
     if any(state != INVARIANT for state in states[num_operands:]):
         raise NotRowwise("it starts a reduction from a value of the batch")
     one = [params[name][rows.axis] for name in ("window_dimensions", "window_strides", "base_dilation")]
@@ -208,9 +205,9 @@ def _window(reader: Reader, node: Node, states: Sequence[State]) -> RuleResult:
 
 @rule("select_and_gather_add", "select_and_scatter_add")
 def _pooling_gradient(reader: Reader, node: Node, states: Sequence[State]) -> RuleResult:
-    """The derivatives of pooling, which a loss contains that takes a gradient itself."""
+    """The derivatives of pooling, in a loss that itself takes a gradient."""
     refuse_sums(states)
-    rows, params = only_rows(states), node.params
+    rows, params = common_rows(states), node.params
     if params["window_dimensions"][rows.axis] != 1 or params["window_strides"][rows.axis] != 1:
         raise NotRowwise("its window covers several examples")
     if tuple(params["padding"][rows.axis]) != (0, 0):
@@ -218,7 +215,7 @@ def _pooling_gradient(reader: Reader, node: Node, states: Sequence[State]) -> Ru
     return RuleResult([rows], takes_of(rows, states))
 
 
-# How many of its last axes an operation works along; two unless named here.
+# The number of last axes of each operand that an operation works along; two unless it is named here.
 _CORE_AXES = {"lu_pivots_to_permutation": (1,), "tridiagonal_solve": (1, 1, 1, 2), "householder_product": (2, 1)}
 
 
@@ -227,7 +224,7 @@ _CORE_AXES = {"lu_pivots_to_permutation": (1,), "tridiagonal_solve": (1, 1, 1, 2
 @rule("cholesky_update", "symmetric_product")
 def _matrices(reader: Reader, node: Node, states: Sequence[State]) -> RuleResult:
     refuse_sums(states)
-    rows = only_rows(states)
+    rows = common_rows(states)
     core = _CORE_AXES.get(node.name, (2,) * len(node.inputs))
     for value, axes in zip(node.inputs, core, strict=False):
         if rows.axis >= value.ndim - axes:
@@ -239,7 +236,7 @@ def _matrices(reader: Reader, node: Node, states: Sequence[State]) -> RuleResult
 
 @rule("triangular_solve")
 def _triangular_solve(reader: Reader, node: Node, states: Sequence[State]) -> RuleResult:
-    """One matrix for all examples, which are the columns of the right-hand side; or a matrix for each."""
+    """One matrix for all examples, which are columns of the right-hand side; or a matrix for each example."""
     matrix, side = states
     free = node.inputs[1].ndim - (1 if node.params["left_side"] else 2)
     if matrix == INVARIANT and isinstance(side, Batched) and side.axis == free:
@@ -253,7 +250,7 @@ def _triangular_solve(reader: Reader, node: Node, states: Sequence[State]) -> Ru
 def _fft(reader: Reader, node: Node, states: Sequence[State]) -> RuleResult:
     if states[0] == SUMMED:
         return RuleResult([SUMMED])
-    rows = only_rows(states)
+    rows = common_rows(states)
     if rows.axis >= node.inputs[0].ndim - len(node.params["fft_lengths"]):
         raise NotRowwise("it transforms along the batch")
     return RuleResult([rows])
@@ -261,17 +258,17 @@ def _fft(reader: Reader, node: Node, states: Sequence[State]) -> RuleResult:
 
 @rule("custom_linear_solve")
 def _linear_solve(reader: Reader, node: Node, states: Sequence[State]) -> RuleResult:
-    """A solver that is given as functions: each of them must keep the examples apart."""
+    """A solver that is given as functions. Each of them must run per microbatch."""
     refuse_sums(states)
     lengths, jaxprs = node.params["const_lengths"], node.params["jaxprs"]
     num_consts = sum(lengths)
-    sides, rows = node.inputs[num_consts:], only_rows(states)
+    sides, rows = node.inputs[num_consts:], common_rows(states)
     found = list(states[num_consts:])
     for position, (value, state) in enumerate(zip(sides, found, strict=True)):
         if state == INVARIANT and value.ndim > rows.axis and value.shape[rows.axis] == rows.length(reader.num_examples):
             found[position] = rows
         elif state not in (INVARIANT, rows):
-            raise NotRowwise("it solves for several examples at once")
+            raise NotRowwise("it solves for several examples together")
     parts: dict[str, tuple[Reader, int, int]] = {}
     first = 0
     for name in ("matvec", "vecmat", "solve", "transpose_solve"):
@@ -283,10 +280,10 @@ def _linear_solve(reader: Reader, node: Node, states: Sequence[State]) -> RuleRe
             ]
             inner = reader.nested(node, jaxpr, [*consts, *(Fact(state, True, True) for state in found)])
             if len(inner.graph.outputs) != len(sides):
-                raise NotRowwise("it solves with results beside the solution")
+                raise NotRowwise("its solver returns more than the solution")
             for got, goal in zip(inner.output_states(), found, strict=True):
                 if got != goal and not (got == INVARIANT and isinstance(goal, Batched)):
-                    raise NotRowwise("it solves for several examples at once")
+                    raise NotRowwise("it solves for several examples together")
             parts[name] = (inner, first, length)
         first += length
 

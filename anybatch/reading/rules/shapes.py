@@ -1,4 +1,4 @@
-"""Operations that move elements about without looking at them."""
+"""Rules of operations that move elements: reshape, transpose, slice, concatenate and the like."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -9,16 +9,16 @@ from anybatch.reading.coupling import Coupling, NotRowwise
 from anybatch.reading.positions import reshaped
 from anybatch.reading.reader import Reader, RuleResult, rule
 from anybatch.reading.rules.elementwise import all_sums
-from anybatch.reading.states import INVARIANT, SUMMED, Batched, State, only_rows, refuse_sums, replaced
+from anybatch.reading.states import INVARIANT, SUMMED, Batched, State, common_rows, refuse_sums, replaced
 
 
 def takes_of(rows: Batched, states: Sequence[State]) -> list[Batched | None]:
-    """For operands of the same shape along the batch: whole ones give their rows."""
+    """What a microbatch takes of each operand, if all have the batch axis: of invariant ones, its rows."""
     return [rows if state == INVARIANT else None for state in states]
 
 
 def without(axes: Sequence[int], axis: int) -> int:
-    """Where `axis` is when `axes` are gone."""
+    """The position of `axis` after `axes` are removed."""
     return axis - sum(gone < axis for gone in axes)
 
 
@@ -26,7 +26,7 @@ def without(axes: Sequence[int], axis: int) -> int:
 def _broadcast(reader: Reader, node: Node, states: Sequence[State]) -> RuleResult:
     if states[0] == SUMMED:
         return RuleResult([SUMMED])
-    rows = only_rows(states[:1])
+    rows = common_rows(states[:1])
     axis, shape = node.params["broadcast_dimensions"][rows.axis], node.params["shape"]
     if len(node.inputs) > 1 or shape[axis] != node.inputs[0].shape[rows.axis]:
         raise NotRowwise("it repeats one example for others")
@@ -40,7 +40,7 @@ def _broadcast(reader: Reader, node: Node, states: Sequence[State]) -> RuleResul
 def _reshape(reader: Reader, node: Node, states: Sequence[State]) -> RuleResult:
     if states[0] == SUMMED:
         return RuleResult([SUMMED])
-    shape, new, before = node.inputs[0].shape, node.params["new_sizes"], only_rows(states[:1])
+    shape, new, before = node.inputs[0].shape, node.params["new_sizes"], common_rows(states[:1])
     order = node.params.get("dimensions") or range(len(shape))  # it may transpose first
     transposed = tuple(shape[axis] for axis in order)
     rows = reshaped(transposed, new, before.at(list(order).index(before.axis)), reader.num_examples)
@@ -55,7 +55,7 @@ def _reshape(reader: Reader, node: Node, states: Sequence[State]) -> RuleResult:
 def _transpose(reader: Reader, node: Node, states: Sequence[State]) -> RuleResult:
     if states[0] == SUMMED:
         return RuleResult([SUMMED])
-    rows = only_rows(states)
+    rows = common_rows(states)
     return RuleResult([rows.at(list(node.params["permutation"]).index(rows.axis))])
 
 
@@ -63,7 +63,7 @@ def _transpose(reader: Reader, node: Node, states: Sequence[State]) -> RuleResul
 def _squeeze(reader: Reader, node: Node, states: Sequence[State]) -> RuleResult:
     if states[0] == SUMMED:
         return RuleResult([SUMMED])
-    rows = only_rows(states)
+    rows = common_rows(states)
     gone = [axis % node.inputs[0].ndim for axis in node.params["dimensions"]]
     if rows.axis in gone:
         raise NotRowwise("it drops the batch axis, which happens to have one example")
@@ -74,7 +74,7 @@ def _squeeze(reader: Reader, node: Node, states: Sequence[State]) -> RuleResult:
 def _rev(reader: Reader, node: Node, states: Sequence[State]) -> RuleResult:
     if states[0] == SUMMED:
         return RuleResult([SUMMED])
-    rows = only_rows(states)
+    rows = common_rows(states)
     if rows.axis in node.params["dimensions"]:
         raise NotRowwise("it reverses the order of the examples")
     return RuleResult([rows])
@@ -84,7 +84,7 @@ def _rev(reader: Reader, node: Node, states: Sequence[State]) -> RuleResult:
 def _tile(reader: Reader, node: Node, states: Sequence[State]) -> RuleResult:
     if states[0] == SUMMED:
         return RuleResult([SUMMED])
-    rows = only_rows(states)
+    rows = common_rows(states)
     return RuleResult([dataclasses.replace(rows, outer=rows.outer * node.params["reps"][rows.axis])])
 
 
@@ -96,7 +96,7 @@ def _concatenate(reader: Reader, node: Node, states: Sequence[State]) -> RuleRes
     all_rows = [state for state in states if isinstance(state, Batched)]
     first = all_rows[0]
     if first.axis != dimension:
-        rows = only_rows(states)
+        rows = common_rows(states)
         return RuleResult([rows], takes_of(rows, states))
     if any(rows.axis != dimension or rows.inner != first.inner for rows in all_rows):
         raise NotRowwise("it joins examples along different axes")
@@ -120,7 +120,7 @@ def _concatenate(reader: Reader, node: Node, states: Sequence[State]) -> RuleRes
 def _stack(reader: Reader, node: Node, states: Sequence[State]) -> RuleResult:
     if SUMMED in states:
         return _join_sums(reader, node, states)
-    rows = only_rows(states)
+    rows = common_rows(states)
     return RuleResult([rows.at(rows.axis + (node.params["axis"] <= rows.axis))], takes_of(rows, states))
 
 
@@ -148,7 +148,7 @@ def _pad(reader: Reader, node: Node, states: Sequence[State]) -> RuleResult:
 def _slice(reader: Reader, node: Node, states: Sequence[State]) -> RuleResult:
     if states[0] == SUMMED:
         return RuleResult([SUMMED])
-    rows, params = only_rows(states), node.params
+    rows, params = common_rows(states), node.params
     axis, block = rows.axis, reader.num_examples * rows.inner
     first, limit = params["start_indices"][axis], params["limit_indices"][axis]
     stride = params["strides"][axis] if params["strides"] else 1
@@ -167,7 +167,7 @@ def _slice(reader: Reader, node: Node, states: Sequence[State]) -> RuleResult:
 def _split(reader: Reader, node: Node, states: Sequence[State]) -> RuleResult:
     if states[0] == SUMMED:
         return RuleResult([SUMMED] * len(node.outputs))
-    rows, params = only_rows(states), node.params
+    rows, params = common_rows(states), node.params
     if params["axis"] != rows.axis:
         return RuleResult([rows] * len(node.outputs))
     block = reader.num_examples * rows.inner
@@ -183,7 +183,7 @@ def _split(reader: Reader, node: Node, states: Sequence[State]) -> RuleResult:
 def _unstack(reader: Reader, node: Node, states: Sequence[State]) -> RuleResult:
     if states[0] == SUMMED:
         return RuleResult([SUMMED] * len(node.outputs))
-    rows, axis = only_rows(states), node.params["axis"]
+    rows, axis = common_rows(states), node.params["axis"]
     if axis == rows.axis:
         raise NotRowwise("it takes the examples apart")
     return RuleResult([rows.at(rows.axis - (axis < rows.axis))] * len(node.outputs))
