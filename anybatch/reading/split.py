@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from anybatch.call.arguments import Arrays
 from anybatch.call.loss import TracedLoss
-from anybatch.call.microbatches import take
+from anybatch.call.microbatches import slice_examples
 from anybatch.jaxprs import avals, tracing
 from anybatch.jaxprs.graph import ELEMENTWISE, Graph, Node, Value
 from anybatch.reading.evaluation import FullBatch, Microbatch
@@ -332,7 +332,7 @@ class Split:
                 whole[value] = array
             mine[value] = array
         if selection is None:
-            taken = take([inputs[position] for position in self.batch_positions], start, size, runs)
+            taken = slice_examples([inputs[position] for position in self.batch_positions], start, size, runs)
             mine.update(zip((self.graph.inputs[position] for position in self.batch_positions), taken, strict=True))
         elif selected:
             for (position, rows), array in zip(self.selected_first(selection).items(), selected, strict=True):
