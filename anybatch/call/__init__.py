@@ -1,5 +1,5 @@
-"""What every call shares: its options, arguments, traced loss, microbatches, memory figures and compiled programs.
+"""What every call shares: options, arguments, models, the traced loss, microbatches, memory and compiled programs.
 
-Open `options.py` first (what a user may ask for), then `arguments.py` (which argument is differentiated, which is the
-batch) and `loss.py` (the user's function, traced). A new option of `value_and_grad` begins in `options.py`.
+Open `options.py` first: it lists everything a user can ask for, and a new option begins there. Then read `arguments.py`
+(which argument is differentiated, and which is the batch) and `loss.py` (the user's function, traced).
 """

@@ -1,4 +1,7 @@
-"""The arguments of one call, sorted by what they are to the gradient."""
+"""The arguments of one call, sorted by role: differentiated, batch, PRNG keys, everything else.
+
+`Roles` says which argument has which role. `Roles.sort` checks the arguments of a call and returns `Arguments`.
+"""
 
 import dataclasses
 import functools
@@ -17,16 +20,16 @@ from anybatch.jaxprs import avals
 
 
 class Arrays(NamedTuple):
-    """The array leaves of a call, by role. A pytree, so that a compiled program can take it whole."""
+    """The array leaves of a call, by role. It is a pytree, and so can be an argument of a compiled program."""
 
-    wrt: list[Any]  # what the gradient is taken with respect to
+    wrt: list[Any]  # differentiated
     batch: list[Any]  # examples along axis 0
-    keys: list[Any]  # PRNG keys, made fresh for each microbatch
-    rest: list[Any]  # arrays that every microbatch sees alike
+    keys: list[Any]  # PRNG keys, of which each microbatch gets new ones
+    rest: list[Any]  # everything else: the same for every microbatch
 
 
 class _Nameless:
-    """A step on the way to a leaf that the name of the leaf does not show."""
+    """A key in the path of a leaf that does not appear in the leaf's name."""
 
     def __str__(self) -> str:
         return ""
@@ -34,12 +37,12 @@ class _Nameless:
 
 @jax.tree_util.register_pytree_with_keys_class
 @dataclasses.dataclass(frozen=True, eq=False)
-class Parts:
-    """An argument that is differentiated in part.
+class PartlyTrained:
+    """An argument of which only some leaves are differentiated, such as a model.
 
     Args:
-      trained: what is differentiated: the gradient has this tree.
-      rest: what the loss needs beside it.
+      trained: the differentiated leaves. The gradient has this tree.
+      rest: the other leaves.
     """
 
     trained: Any
@@ -50,7 +53,7 @@ class Parts:
         return ((_Nameless(), self.trained), (_Nameless(), self.rest)), None
 
     @classmethod
-    def tree_unflatten(cls, _: None, parts: Sequence[Any]) -> "Parts":
+    def tree_unflatten(cls, _: None, parts: Sequence[Any]) -> "PartlyTrained":
         """For JAX."""
         return cls(*parts)
 
@@ -60,17 +63,17 @@ ROLES = ("argnums", "batch_argnums", "rng_argnums", "batch_argnames")  # the opt
 
 @dataclasses.dataclass(frozen=True)
 class Roles:
-    """Which arguments are differentiated, which carry the batch, which are PRNG keys."""
+    """Which arguments are differentiated, which hold the batch, and which are PRNG keys."""
 
     argnums: int | tuple[int, ...]
     batch_argnums: tuple[int, ...]
     rng_argnums: tuple[int, ...]
     batch_argnames: tuple[str, ...] = ()
-    filters: tuple[Any, ...] = ()  # for each of argnums, which variables of a model of NNX; None for its parameters
+    filters: tuple[Any, ...] = ()  # for each of argnums, an NNX filter, or None for nnx.Param
 
     @classmethod
     def of(cls, *, argnums: Any, batch_argnums: Any, rng_argnums: Any, batch_argnames: Any = ()) -> "Roles":
-        """Checks what can be checked before a call."""
+        """The roles that a user chose. Checks what needs no call."""
         several = argnums if isinstance(argnums, (tuple, list)) else (argnums,)
         filters = tuple(each.filter if _is_diff_state(each) else None for each in several)
         plain = type(several)(each.argnum if _is_diff_state(each) else each for each in several)
@@ -83,11 +86,11 @@ class Roles:
             batch_argnames=names,
             filters=filters if any(each is not None for each in filters) else (),
         )
-        _must_not_overlap(_as_given(roles))
+        _must_not_overlap(_positions_by_option(roles))
         return roles
 
     def sort(self, fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> "Arguments":
-        """Sorts the arguments of one call of `fun`, and checks them."""
+        """Checks the arguments of a call of `fun`, and sorts their leaves by role."""
         call = _Call(fun, args, kwargs)
         if not call.has_batch(self):
             raise InputError(
@@ -95,59 +98,60 @@ class Roles:
                 given=f"{self._batch_options} and a call with ({', '.join(call.names)})",
                 remedy=call.with_batch(),
             )
-        places = {name: call.places(name, given) for name, given in _as_given(self).items()}
-        _must_not_overlap(places)
-        named = tuple(place for place in call.named(self.batch_argnames) if place not in places["batch_argnums"])
-        _must_not_overlap({**places, "batch_argnames": named})
-        places["batch_argnums"] += named
-        role_of = {place: _ROLES[name] for name, given in places.items() for place in given}
+        slots = {name: call.slots(name, positions) for name, positions in _positions_by_option(self).items()}
+        _must_not_overlap(slots)
+        named = tuple(slot for slot in call.named(self.batch_argnames) if slot not in slots["batch_argnums"])
+        _must_not_overlap({**slots, "batch_argnames": named})
+        slots["batch_argnums"] += named
+        role_of = {slot: _ROLES[name] for name, chosen in slots.items() for slot in chosen}
 
         leaves: list[_Leaf] = []
-        for place in places["argnums"]:  # in the order given, which is the order of the gradients
-            leaves += call.leaves(place, "wrt")
-        for place in (*range(len(args)), *sorted(kwargs)):
-            if role_of.get(place) != "wrt":
-                leaves += call.leaves(place, role_of.get(place, "rest"))
+        for slot in slots["argnums"]:  # in the user's order, which is that of the gradients
+            leaves += call.leaves(slot, "wrt")
+        for slot in (*range(len(args)), *sorted(kwargs)):
+            if role_of.get(slot) != "wrt":
+                leaves += call.leaves(slot, role_of.get(slot, "rest"))
 
-        call.refuse_batch_elsewhere(places["batch_argnums"], set(role_of), self._batch_options)
+        call.refuse_batch_elsewhere(slots["batch_argnums"], set(role_of), self._batch_options)
         rows = [(leaf.name, leaf.value) for leaf in leaves if leaf.role == "batch"]
         try:
             num_examples = batch.count_examples(rows, self._batch_options)
         except InputError as error:
-            more = call.other_ways(places["argnums"], places["batch_argnums"], rows)
+            more = call.suggestions(slots["argnums"], slots["batch_argnums"], rows)
             raise InputError(error.must, given=error.given, remedy=" ".join([error.remedy, *more])) from None
         for leaf in leaves:
             _check(leaf)
-        wrt_trees = [call.tree(place) for place in places["argnums"]]
+        wrt_trees = [call.tree(slot) for slot in slots["argnums"]]
         return Arguments(args, kwargs, leaves, num_examples, wrt_trees, isinstance(self.argnums, tuple))
 
     @property
     def wrt(self) -> dict[int, Any]:
-        """What is differentiated: positions, each with a filter of NNX or None."""
-        positions = _as_given(self)["argnums"]
+        """The positions of the differentiated arguments, each with an NNX filter or None."""
+        positions = _positions_by_option(self)["argnums"]
         return dict(zip(positions, self.filters or (None,) * len(positions), strict=True))
 
     @property
     def _batch_options(self) -> str:
-        """What the batch is named by, as it was given."""
+        """The options that point at the batch, as an error message shows them."""
         plain = {"batch_argnums": self.batch_argnums, "batch_argnames": self.batch_argnames}
-        return " and ".join(f"{name}={_plain(given)!r}" for name, given in plain.items() if given)
+        return " and ".join(f"{name}={_unpack_single(value)!r}" for name, value in plain.items() if value)
 
 
 _ROLES = {"argnums": "wrt", "batch_argnums": "batch", "rng_argnums": "keys"}
 
-Position: TypeAlias = int | str  # of an argument: its position, or its name if it is passed by keyword
+# Which argument of a call: its position, or its name if it is passed by keyword.
+Slot: TypeAlias = int | str
 
 
 class _Leaf(NamedTuple):
-    place: Position  # of its argument
+    slot: Slot  # the argument that it belongs to
     name: str
     value: Any
     role: str
 
 
 class _Call:
-    """The arguments of one call, by their places."""
+    """The arguments of one call, by slot."""
 
     def __init__(self, fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.fun, self.args, self.kwargs = fun, args, kwargs
@@ -163,19 +167,22 @@ class _Call:
         ]
 
     def has_batch(self, roles: Roles) -> bool:
-        """Whether there may be a batch: named as such, or another argument than those differentiated and the keys."""
+        """True if the options name a batch, or an argument is left that is neither differentiated nor a key."""
         if roles.batch_argnames or any(self._find("batch_argnums", position) for position in roles.batch_argnums):
             return True
-        taken = len(_as_given(roles)["argnums"]) + len(roles.rng_argnums)
+        taken = len(_positions_by_option(roles)["argnums"]) + len(roles.rng_argnums)
         return len(self.args) > taken or any(map(is_array, jax.tree.leaves(self.kwargs)))
 
     @property
     def names(self) -> list[str]:
-        """Those of the positional arguments."""
+        """The names of the positional arguments."""
         return [self._name(position) for position in range(len(self.args))]
 
     def with_batch(self, *, only_if_seen: bool = False) -> str:
-        """How to write a loss that closes over its batch; if `only_if_seen`, nothing unless it closes over arrays."""
+        """Advice for a loss that closes over its batch: make it an argument.
+
+        With `only_if_seen`, the advice is empty unless the loss does close over arrays.
+        """
         arrays = _closed_over(self.fun)
         if only_if_seen and not arrays:
             return ""
@@ -186,86 +193,87 @@ class _Call:
         if_so = f"The loss closes over {seen}. If that is its batch" if seen else "If the loss closes over its batch"
         return (
             f"{if_so}, make it an argument: def loss({signature}): ..., with "
-            f"batch_argnums={_plain(tuple(range(first, first + len(added))))}, called with ({signature})."
+            f"batch_argnums={_unpack_single(tuple(range(first, first + len(added))))}, called with ({signature})."
         )
 
-    def other_ways(
-        self, wrt: Sequence[Position], batch_places: Sequence[Position], rows: Sequence[tuple[str, Any]]
+    def suggestions(
+        self, wrt: Sequence[Slot], batch_slots: Sequence[Slot], rows: Sequence[tuple[str, Any]]
     ) -> list[str]:
-        """What may have been meant by a call whose batch cannot be one: it is closed over, or comes first."""
-        ways = []
+        """Advice for a call with an impossible batch: the loss may close over it, or the arguments may be swapped."""
+        suggestions = []
         if rows and all(is_key(leaf) for _, leaf in rows):
-            ways.append(self.with_batch())
+            suggestions.append(self.with_batch())
         elif not any(is_array(leaf) and leaf.ndim for _, leaf in rows):
-            ways.append(self.with_batch(only_if_seen=True))
-        ways = [way for way in ways if way]
+            suggestions.append(self.with_batch(only_if_seen=True))
+        suggestions = [suggestion for suggestion in suggestions if suggestion]
         counts = {leaf.shape[0] for _, leaf in rows if is_array(leaf) and leaf.ndim}
-        if not ways and len(counts) != 1 and len(wrt) == len(batch_places) == 1 and self._has_rows(wrt[0]):
-            ways.append(
+        if not suggestions and len(counts) != 1 and len(wrt) == len(batch_slots) == 1 and self._has_rows(wrt[0]):
+            suggestions.append(
                 "If parameters and batch are in the wrong order, swap them, or pass "
-                f"argnums={batch_places[0]}, batch_argnums={wrt[0]}."
+                f"argnums={batch_slots[0]}, batch_argnums={wrt[0]}."
             )
-        return ways
+        return suggestions
 
-    def refuse_batch_elsewhere(self, batch_places: Sequence[Position], taken: set[Position], options: str) -> None:
-        """Refuses a batch that cannot be one, as random streams cannot, where another argument by position can.
+    def refuse_batch_elsewhere(self, batch_slots: Sequence[Slot], taken: set[Slot], options: str) -> None:
+        """Raises if the options point at an argument that cannot be a batch, such as random streams, and another can.
 
         Args:
-          batch_places: of the arguments that were named.
-          taken: the places of all arguments that were named.
-          options: which named the batch, for a message.
+          batch_slots: the arguments that the options point at.
+          taken: all arguments that have a role.
+          options: the options that point at the batch, for the message.
         """
-        if not batch_places or any(self._may_be_batch(place) for place in batch_places):
+        if not batch_slots or any(self._may_be_batch(slot) for slot in batch_slots):
             return
-        others = [place for place in range(len(self.args)) if place not in taken and self._has_rows(place)]
+        others = [slot for slot in range(len(self.args)) if slot not in taken and self._has_rows(slot)]
         if others:
-            seen = [f"{name} = {describe(leaf)}" for name, leaf in self._named(batch_places[0])]
+            seen = [f"{name} = {describe(leaf)}" for name, leaf in self._named(batch_slots[0])]
             raise InputError(
                 "The batch must be the argument whose arrays have a row for each example",
                 given=f"{options}, which has {', '.join(seen[:3]) or 'no arrays'}" + (", ..." if len(seen) > 3 else ""),
-                remedy=f"Pass batch_argnums={_plain(tuple(others))}: {', '.join(map(self._name, others))}.",
+                remedy=f"Pass batch_argnums={_unpack_single(tuple(others))}: {', '.join(map(self._name, others))}.",
             )
 
-    def _named(self, place: Position) -> list[tuple[str, Any]]:
-        return named_leaves(place if isinstance(place, str) else self._name(place), self[place])
+    def _named(self, slot: Slot) -> list[tuple[str, Any]]:
+        return named_leaves(slot if isinstance(slot, str) else self._name(slot), self[slot])
 
-    def _may_be_batch(self, place: Position) -> bool:
-        return not isinstance(self[place], Parts) and any(np.ndim(leaf) for leaf in jax.tree.leaves(self[place]))
+    def _may_be_batch(self, slot: Slot) -> bool:
+        return not isinstance(self[slot], PartlyTrained) and any(np.ndim(leaf) for leaf in jax.tree.leaves(self[slot]))
 
-    def _has_rows(self, place: Position) -> bool:
-        leaves = jax.tree.leaves(self[place])
-        if isinstance(self[place], Parts) or not leaves or not all(map(is_array, leaves)):
+    def _has_rows(self, slot: Slot) -> bool:
+        leaves = jax.tree.leaves(self[slot])
+        if isinstance(self[slot], PartlyTrained) or not leaves or not all(map(is_array, leaves)):
             return False
         return len({leaf.shape[:1] for leaf in leaves}) == 1 and leaves[0].ndim > 0
 
-    def __getitem__(self, place: Position) -> Any:
-        return self.kwargs[place] if isinstance(place, str) else self.args[place]
+    def __getitem__(self, slot: Slot) -> Any:
+        return self.kwargs[slot] if isinstance(slot, str) else self.args[slot]
 
-    def leaves(self, place: Position, role: str) -> list[_Leaf]:
-        """The leaves of an argument, with the names that a message shows."""
-        name = place if isinstance(place, str) else self._name(place)
-        argument = self[place]
-        if role == "wrt" and isinstance(argument, Parts):
-            trained = [_Leaf(place, path, leaf, role) for path, leaf in named_leaves(name, argument.trained)]
-            return trained + [_Leaf(place, path, leaf, "rest") for path, leaf in named_leaves(name, argument.rest)]
-        return [_Leaf(place, path, leaf, role) for path, leaf in named_leaves(name, argument)]
+    def leaves(self, slot: Slot, role: str) -> list[_Leaf]:
+        """The leaves of an argument, with the names that error messages show."""
+        name = slot if isinstance(slot, str) else self._name(slot)
+        argument = self[slot]
+        if role == "wrt" and isinstance(argument, PartlyTrained):
+            trained = [_Leaf(slot, path, leaf, role) for path, leaf in named_leaves(name, argument.trained)]
+            return trained + [_Leaf(slot, path, leaf, "rest") for path, leaf in named_leaves(name, argument.rest)]
+        return [_Leaf(slot, path, leaf, role) for path, leaf in named_leaves(name, argument)]
 
-    def tree(self, place: Position) -> Any:
+    def tree(self, slot: Slot) -> Any:
         """The tree of the gradient with respect to an argument."""
-        argument = self[place]
-        return jax.tree.structure(argument.trained if isinstance(argument, Parts) else argument)
+        argument = self[slot]
+        return jax.tree.structure(argument.trained if isinstance(argument, PartlyTrained) else argument)
 
-    def places(self, option: str, positions: tuple[int, ...]) -> tuple[Position, ...]:
-        """Where the arguments at these positions of the signature are.
+    def slots(self, option: str, positions: tuple[int, ...]) -> tuple[Slot, ...]:
+        """The slots of the arguments at these positions of the signature.
 
         Raises:
-          InputError: for an argument that was not passed; as in JAX, what is differentiated is passed by position.
+          InputError: for an argument that was not passed, or a differentiated one that was passed by keyword. JAX does
+            not allow that either.
         """
-        return tuple(self._place(option, position) for position in positions)
+        return tuple(self._slot(option, position) for position in positions)
 
-    def named(self, names: tuple[str, ...]) -> tuple[Position, ...]:
-        """Where the arguments of these names are. One that was left out, for its default, is nowhere."""
-        found: list[Position] = []
+    def named(self, names: tuple[str, ...]) -> tuple[Slot, ...]:
+        """The slots of the arguments with these names. An argument that was left at its default has none."""
+        found: list[Slot] = []
         for name in names:
             if name in self.kwargs:
                 found.append(name)
@@ -279,7 +287,7 @@ class _Call:
                 )
         return tuple(found)
 
-    def _find(self, option: str, position: int) -> tuple[Position, ...]:
+    def _find(self, option: str, position: int) -> tuple[Slot, ...]:
         number = len(self.args)
         if -number <= position < number:
             return (position % number,)
@@ -287,9 +295,9 @@ class _Call:
             return (self._positional[position],)
         return ()
 
-    def _place(self, option: str, position: int) -> Position:
-        for place in self._find(option, position):
-            return place
+    def _slot(self, option: str, position: int) -> Slot:
+        for slot in self._find(option, position):
+            return slot
         number = len(self.args)
         choices = f", or choose {option} from 0 to {number - 1}" if number > 1 else ""
         raise InputError(
@@ -297,7 +305,7 @@ class _Call:
             given=f"{option}={position}",
             remedy=f"Pass that argument by position, not by keyword{choices}."
             + (
-                " Where the whole batch is passed by keyword, name it: batch_argnums=(), batch_argnames=..."
+                " If all of the batch is passed by keyword, name it: batch_argnums=(), batch_argnames=..."
                 if option == "batch_argnums" and self.kwargs
                 else ""
             ),
@@ -309,7 +317,7 @@ class _Call:
 
 @dataclasses.dataclass(frozen=True)
 class Arguments:
-    """One call: its arrays by role, and the way back to what the user's function expects."""
+    """The arguments of one call: their leaves by role, and how to call the user's function with other arrays."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -320,13 +328,15 @@ class Arguments:
 
     @property
     def arrays(self) -> Arrays:
-        """The array leaves. Python numbers, strings and the like are not among them: they stay constants."""
+        """The array leaves by role. Python numbers and strings are constants of the program, and not among them."""
         return Arrays(*([leaf.value for leaf in self.arrays_of(role)] for role in Arrays._fields))
 
     def types(self, num_examples: int | None, *, bare: bool = False) -> Arrays:
-        """The types of the array leaves, with that many examples in the batch; `bare`, wherever they lie.
+        """The types of the array leaves.
 
-        None stands for one example by itself, without the axis of the batch.
+        Args:
+          num_examples: the number of examples in the batch; None for one example without the batch axis.
+          bare: whether to leave out their shardings.
         """
         types = jax.tree.map(avals.bare if bare else jax.typeof, self.arrays)
         kept = Arrays(*([avals.abstract(aval) for aval in leaves] for leaves in types))
@@ -335,73 +345,73 @@ class Arguments:
         return kept._replace(batch=[avals.abstract(aval, num_examples) for aval in types.batch])
 
     def call(self, fun: Callable[..., Any], arrays: Arrays) -> Any:
-        """Calls the user's function with other arrays in the places of those given."""
+        """Calls the user's function with these arrays instead of those of the call."""
         supply = {role: iter(getattr(arrays, role)) for role in Arrays._fields}
-        values: dict[Position, list[Any]] = {}
+        values: dict[Slot, list[Any]] = {}
         for leaf in self.leaves:
             value = next(supply[leaf.role]) if _is_dynamic(leaf) else leaf.value
-            values.setdefault(leaf.place, []).append(value)
+            values.setdefault(leaf.slot, []).append(value)
 
-        def filled(place: Position, argument: Any) -> Any:
-            return jax.tree.unflatten(jax.tree.structure(argument), values.get(place, []))
+        def filled(slot: Slot, argument: Any) -> Any:
+            return jax.tree.unflatten(jax.tree.structure(argument), values.get(slot, []))
 
         args = [filled(position, argument) for position, argument in enumerate(self.args)]
         return fun(*args, **{name: filled(name, argument) for name, argument in self.kwargs.items()})
 
     def refuse_unnamed_rows(self, who: str) -> None:
-        """Refuses an array that is not named as part of the batch, but has as many rows as the batch has examples.
+        """Raises if an array that is not in the batch has as many rows as the batch has examples.
 
-        Keyword arguments are looked at, and positional arguments that are themselves an array. A tree by position is
-        not: parameters that are not differentiated may have as many rows by chance.
+        It looks at keyword arguments, and at positional arguments that are a single array. It ignores positional
+        arguments that are a tree: parameters that are not differentiated may have that many rows by chance.
 
         Args:
-          who: what would see all of its rows, "example" or "microbatch".
+          who: "example" or "microbatch", each of which would see all rows of the array.
         """
         for leaf, option, bound in self.unnamed_rows():
             raise InputError(
-                "An array with as many rows as the batch has examples must be part of the batch, or of the loss",
-                given=f"{leaf.name} = {describe(leaf.value)} for {self.num_examples} examples, of which every {who} "
-                "would see all rows",
-                remedy=f"Pass {option} for one row to each example. If every {who} is to see all rows, close over it"
+                "An array with as many rows as the batch has examples must be part of the batch, or closed over",
+                given=f"{leaf.name} = {describe(leaf.value)} for {self.num_examples} examples; every {who} would see "
+                "all of its rows",
+                remedy=f"Pass {option} to give each example its row. If every {who} should see all rows, close over it"
                 + (f": functools.partial(loss, {bound}=...)." if bound.isidentifier() else "."),
             )
 
     def unnamed_rows(self) -> Iterator[tuple[_Leaf, str, str]]:
-        """The arrays that have as many rows as the batch has examples, and are not named as part of it.
+        """The arrays with as many rows as the batch has examples that are not in the batch.
 
         Yields:
-          The leaf, the option that would name it, and the name of the argument.
+          The leaf, the option that would make it part of the batch, and the name of its argument.
         """
         for leaf in self.leaves if self.num_examples > 1 else ():
             if leaf.role != "rest" or not is_array(leaf.value) or leaf.value.shape[:1] != (self.num_examples,):
                 continue
-            if self.is_in_parts(leaf):  # rows of a model are no examples
+            if self.is_of_model(leaf):  # the rows of a weight are not examples
                 continue
-            if isinstance(leaf.place, str):
-                yield leaf, f'batch_argnames="{leaf.place}"', leaf.place
-            elif leaf.value is self.args[leaf.place] and not is_key(leaf.value):
-                positions = {each.place for each in self.leaves if each.role == "batch" and isinstance(each.place, int)}
-                yield leaf, f"batch_argnums={(*sorted(positions), leaf.place)}", leaf.name
+            if isinstance(leaf.slot, str):
+                yield leaf, f'batch_argnames="{leaf.slot}"', leaf.slot
+            elif leaf.value is self.args[leaf.slot] and not is_key(leaf.value):
+                positions = {each.slot for each in self.leaves if each.role == "batch" and isinstance(each.slot, int)}
+                yield leaf, f"batch_argnums={(*sorted(positions), leaf.slot)}", leaf.name
 
     def as_gradient(self, leaves: Sequence[Any]) -> Any:
-        """The leaves of the gradient in the tree that `jax.grad` returns them in."""
+        """The gradient as `jax.grad` returns it, from its leaves."""
         trees, start = [], 0
         for tree in self.wrt_trees:
             trees.append(jax.tree.unflatten(tree, leaves[start : start + tree.num_leaves]))
             start += tree.num_leaves
         return tuple(trees) if self.wrt_is_tuple else trees[0]
 
-    def is_in_parts(self, leaf: _Leaf) -> bool:
-        """Whether a leaf is of an argument that is differentiated in part: of a model."""
-        return isinstance(self.kwargs[leaf.place] if isinstance(leaf.place, str) else self.args[leaf.place], Parts)
+    def is_of_model(self, leaf: _Leaf) -> bool:
+        """True if the leaf belongs to an argument of which only some leaves are differentiated: a model."""
+        return isinstance(self.kwargs[leaf.slot] if isinstance(leaf.slot, str) else self.args[leaf.slot], PartlyTrained)
 
     def arrays_of(self, role: str) -> list[_Leaf]:
-        """The leaves of a role that are arrays, in the order of `arrays`."""
+        """The array leaves of a role, in the order of `arrays`."""
         return [leaf for leaf in self.leaves if leaf.role == role and _is_dynamic(leaf)]
 
 
 def takes_batch(fun: Callable[..., Any]) -> bool:
-    """Whether a loss can be called with parameters and a batch, as far as its signature says."""
+    """True if the signature of a loss allows two positional arguments: parameters and a batch."""
     try:
         signature = inspect.signature(fun)
     except (TypeError, ValueError):
@@ -414,7 +424,7 @@ def takes_batch(fun: Callable[..., Any]) -> bool:
 
 
 def _closed_over(fun: Callable[..., Any]) -> dict[str, Any]:
-    """The arrays with at least one axis that a function refers to without being given them, by their names."""
+    """The arrays with at least one axis that a function closes over or reads from its module, by name."""
     named: dict[str, Any] = {}
     while isinstance(fun, functools.partial):
         named, fun = {**fun.keywords, **named}, fun.func
@@ -436,7 +446,7 @@ def _check(leaf: _Leaf) -> None:
             "Gradients are taken with respect to arrays of floating-point or complex numbers",
             given=f"{leaf.name} = {describe(leaf.value)}",
             remedy="Cast it, e.g. x.astype(jnp.float32), or take its argument out of argnums "
-            "(split integers and settings off the parameters and pass them as another argument).",
+            "(pass integers and configuration as a separate argument).",
         )
     if leaf.role == "keys" and not is_key(leaf.value):
         raise InputError(
@@ -452,18 +462,18 @@ def _is_inexact(value: Any) -> bool:
     return isinstance(value, (float, complex))
 
 
-def _as_given(roles: Roles) -> dict[str, tuple[int, ...]]:
+def _positions_by_option(roles: Roles) -> dict[str, tuple[int, ...]]:
     wrt = roles.argnums if isinstance(roles.argnums, tuple) else (roles.argnums,)
     return {"argnums": wrt, "batch_argnums": roles.batch_argnums, "rng_argnums": roles.rng_argnums}
 
 
 def _is_diff_state(argnum: Any) -> bool:
-    """Whether it is an `nnx.DiffState`: a position, and a filter of variables."""
+    """True for an `nnx.DiffState`: a position and a filter of variables."""
     return hasattr(argnum, "argnum") and hasattr(argnum, "filter")
 
 
-def _positions(name: str, given: Any, *, may_be_empty: bool = False) -> tuple[int, ...]:
-    several = tuple(given) if isinstance(given, (tuple, list)) else (given,)
+def _positions(name: str, value: Any, *, may_be_empty: bool = False) -> tuple[int, ...]:
+    several = tuple(value) if isinstance(value, (tuple, list)) else (value,)
     try:
         positions = tuple(operator.index(position) for position in several)
     except TypeError:
@@ -473,38 +483,38 @@ def _positions(name: str, given: Any, *, may_be_empty: bool = False) -> tuple[in
     ):
         raise InputError(
             f"{name} must be the position of an argument, or a tuple of positions",
-            given=f"{name}={given!r}",
+            given=f"{name}={value!r}",
             remedy=f"Pass an int or a tuple of ints, e.g. {name}=1 or {name}=(1, 2).",
         )
     return positions
 
 
-def _names(option: str, given: Any) -> tuple[str, ...]:
-    several = tuple(given) if isinstance(given, (tuple, list)) else (given,)
+def _names(option: str, value: Any) -> tuple[str, ...]:
+    several = tuple(value) if isinstance(value, (tuple, list)) else (value,)
     if not all(isinstance(name, str) for name in several):
         raise InputError(
             f"{option} must be the name of an argument, or a tuple of names",
-            given=f"{option}={given!r}",
+            given=f"{option}={value!r}",
             remedy=f'Pass a str or a tuple of them, e.g. {option}="y" or {option}=("x", "y").',
         )
     return several
 
 
-def _plain(given: tuple[Any, ...]) -> Any:
-    return given[0] if len(given) == 1 else given
+def _unpack_single(value: tuple[Any, ...]) -> Any:
+    return value[0] if len(value) == 1 else value
 
 
-def _must_not_overlap(places: Mapping[str, Sequence[Position]]) -> None:
-    owner: dict[Position, str] = {}
-    for name, given in places.items():
-        for place in given:
-            if place in owner:
+def _must_not_overlap(slots: Mapping[str, Sequence[Slot]]) -> None:
+    owner: dict[Slot, str] = {}
+    for name, chosen in slots.items():
+        for slot in chosen:
+            if slot in owner:
                 raise InputError(
                     "argnums, batch_argnums and rng_argnums must not overlap",
-                    given=(f"position {place}" if isinstance(place, int) else f"argument {place!r}")
-                    + f" in {owner[place]}"
-                    + (" twice" if owner[place] == name else f" and in {name}"),
-                    remedy="An argument is differentiated, or cut into microbatches, or a PRNG key: "
+                    given=(f"position {slot}" if isinstance(slot, int) else f"argument {slot!r}")
+                    + f" in {owner[slot]}"
+                    + (" twice" if owner[slot] == name else f" and in {name}"),
+                    remedy="An argument is differentiated, or is divided into microbatches, or is a PRNG key: "
                     "e.g. value_and_grad(loss, argnums=0, batch_argnums=1, rng_argnums=2).",
                 )
-            owner[place] = name
+            owner[slot] = name

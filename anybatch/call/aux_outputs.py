@@ -1,4 +1,4 @@
-"""How the aux outputs of the microbatches combine into those of the batch."""
+"""How the aux leaves of the microbatches are combined into those of the full batch, for a declared reduction."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ REDUCTIONS = ("stack", "mean", "sum", "last")
 
 @dataclasses.dataclass(frozen=True)
 class Combination:
-    """What becomes of one output of the microbatches: "rows" along `axis`, or one of `REDUCTIONS`."""
+    """How one output of the microbatches is combined: as "rows" along `axis`, or by one of `REDUCTIONS`."""
 
     kind: str
     axis: int = 0
@@ -25,11 +25,11 @@ class Combination:
 @jax.tree_util.register_pytree_node_class
 @dataclasses.dataclass(frozen=True, eq=False)
 class NewState:
-    """The part of aux that is the state of a model after a call: running averages, counts of random streams.
+    """The aux leaves that are the state of a model after a call: running averages, counts of random streams.
 
     Args:
-      values: a tree of arrays.
-      about: what was known of them when the loss was traced; it can be compared.
+      values: a pytree of arrays.
+      about: static information from tracing the loss. It must support `==`.
     """
 
     values: Any
@@ -45,15 +45,15 @@ class NewState:
         return cls(values[0], about)
 
 
-def check_new_state(loss: TracedLoss, whole_batch: TracedLoss) -> None:
-    """Checks that the state of a model after a microbatch is that after the batch, as a count of calls is.
+def check_new_state(loss: TracedLoss, full_batch: TracedLoss) -> None:
+    """Checks that a microbatch leaves a model in the same state as the full batch does: it may count calls, say.
 
     Args:
-      loss: of a microbatch.
-      whole_batch: of all examples.
+      loss: the loss of a microbatch.
+      full_batch: the loss of all examples.
 
     Raises:
-      InputError: if it is computed from the examples, or from their number: each microbatch would leave its own.
+      InputError: if the state depends on the examples or on their number, so that each microbatch has another one.
     """
     aux = jax.tree.unflatten(loss.aux_tree, range(loss.aux_tree.num_leaves))
     nodes = jax.tree.leaves(aux, is_leaf=lambda node: isinstance(node, NewState))
@@ -63,24 +63,24 @@ def check_new_state(loss: TracedLoss, whole_batch: TracedLoss) -> None:
         named = _named_variables(state.values) if is_nnx else named_leaves("model_state", state.values)
         for name, position in named:
             output = loss.num_heads + position
-            is_known = loss.aux_tree == whole_batch.aux_tree
-            texts = [each.traced.text_of(output) for each in (loss, whole_batch)] if is_known else ["", "other"]
+            is_known = loss.aux_tree == full_batch.aux_tree
+            texts = [each.traced.text_of(output) for each in (loss, full_batch)] if is_known else ["", "other"]
             if any(loss.traced.inputs_used_by(output)[first : first + count]) or texts[0] != texts[1]:
                 raise InputError(
                     "With a declared reduction, the state of a model must not depend on the batch: each microbatch "
-                    "would compute another one",
+                    "would compute a different one",
                     given=f"{name} = {_type(loss.aux_avals[position][1])}, such as a running average",
-                    remedy='Leave reduction out: reduction="infer" computes it from the whole batch. Or return it as '
+                    remedy='Leave reduction out: reduction="infer" computes it from the full batch. Or return it as '
                     + (FROM_A_MODEL_IN_THE_LOSS if is_nnx else 'aux, without has_state, with aux_reduction="mean".'),
                 )
 
 
 def _named_variables(values: dict[str, Any]) -> list[tuple[str, Any]]:
-    """The leaves of variables of NNX, each by the name of its variable."""
+    """The leaves of NNX variables, each with the name of its variable."""
     return [(name, leaf) for name, value in values.items() for leaf in jax.tree.leaves(value)]
 
 
-# What lets a model of NNX keep the mean of what its microbatches leave.
+# Code for an error message: how to average the state of an NNX model over the microbatches.
 FROM_A_MODEL_IN_THE_LOSS = """aux, from a model that is made in the loss:
 graphdef, params, rest = nnx.split(model, nnx.Param, ...)
 def loss_of_params(params, batch):
@@ -91,21 +91,21 @@ fun = ab.value_and_grad(loss_of_params, has_aux=True, reduction="mean", aux_redu
 nnx.update(model, averages)"""
 
 
-def combine_aux(microbatch: TracedLoss, whole_batch: TracedLoss, aux_reduction: Any) -> list[Combination]:
-    """Decides for each aux leaf: rows are found out, the rest goes by `aux_reduction`.
+def combine_aux(microbatch: TracedLoss, full_batch: TracedLoss, aux_reduction: Any) -> list[Combination]:
+    """How to combine each aux leaf: leaves with a row for each example are recognised, others need `aux_reduction`.
 
-    A leaf has rows where one axis has the size of the microbatch at the microbatch, and the size of the
-    batch at the batch: two traces of the loss tell, so that no axis is mistaken for the batch because it
-    happens to have its length.
+    A leaf has rows if one of its axes has the size of the microbatch when the loss is traced for a microbatch, and the
+    size of the batch when it is traced for the batch. Comparing two traces avoids mistaking an axis for the batch axis
+    because it happens to have the same length.
 
     Raises:
-      InputError: where nothing says how a leaf combines, or what was said cannot be done.
+      InputError: if a leaf without rows has no reduction, or one that its dtype does not allow.
     """
-    _check_same_tree(microbatch, whole_batch)
+    _check_same_tree(microbatch, full_batch)
     declared = _declared_for_each_leaf(aux_reduction, microbatch.aux_tree)
     combinations = []
-    for (name, small), (_, large), reduction in zip(microbatch.aux_avals, whole_batch.aux_avals, declared, strict=True):
-        sizes = (microbatch.num_examples, whole_batch.num_examples)
+    for (name, small), (_, large), reduction in zip(microbatch.aux_avals, full_batch.aux_avals, declared, strict=True):
+        sizes = (microbatch.num_examples, full_batch.num_examples)
         if small.shape == large.shape:
             combinations.append(_by_declaration(name, small, reduction))
         elif (axis := _only_axis_that_grows(small.shape, large.shape, sizes)) is not None:
@@ -114,13 +114,13 @@ def combine_aux(microbatch: TracedLoss, whole_batch: TracedLoss, aux_reduction: 
             raise InputError(
                 "Every aux leaf must have a row for each example along one axis, or one shape for every batch",
                 given=f"{name}: {_type(small)} for {sizes[0]} examples and {_type(large)} for {sizes[1]}",
-                remedy="Return it with an axis of its own for the examples, or reduce it over them, or leave it out.",
+                remedy="Give it one axis of the number of examples, or reduce it over them, or leave it out.",
             )
     return combinations
 
 
 def check_remainder(microbatch: TracedLoss, remainder: TracedLoss, combinations: Sequence[Combination]) -> None:
-    """Checks that the ragged last microbatch has aux outputs that fit those of the others."""
+    """Checks that the aux leaves of the smaller last microbatch have the types of the others."""
     _check_same_tree(microbatch, remainder)
     for (name, small), (_, last), combination in zip(
         microbatch.aux_avals, remainder.aux_avals, combinations, strict=True
@@ -130,7 +130,7 @@ def check_remainder(microbatch: TracedLoss, remainder: TracedLoss, combinations:
             expected[combination.axis] = remainder.num_examples
         if list(last.shape) != expected or last.dtype != small.dtype:
             raise InputError(
-                "Every aux leaf must keep its type in the ragged last microbatch",
+                "Every aux leaf must have the same type in the smaller last microbatch",
                 given=f"{name}: {_type(small)} for {microbatch.num_examples} examples "
                 f"and {_type(last)} for {remainder.num_examples}",
                 remedy="Use a microbatch_size that divides the batch, or leave that leaf out of aux.",
@@ -138,7 +138,7 @@ def check_remainder(microbatch: TracedLoss, remainder: TracedLoss, combinations:
 
 
 def check_aux_reduction(aux_reduction: Any) -> None:
-    """Checks the names in `aux_reduction`, which can be done before any call."""
+    """Checks the names in `aux_reduction`. This needs no call."""
     for leaf in jax.tree.leaves(aux_reduction):
         if not isinstance(leaf, str) or leaf not in REDUCTIONS:
             raise InputError(
@@ -149,7 +149,7 @@ def check_aux_reduction(aux_reduction: Any) -> None:
 
 
 def _only_axis_that_grows(small: tuple[int, ...], large: tuple[int, ...], sizes: tuple[int, int]) -> int | None:
-    """The axis that has the one size in the one shape and the other in the other, if nothing else differs."""
+    """The one axis that differs between two shapes and has these sizes, or None."""
     if len(small) != len(large):
         return None
     grown = [axis for axis, pair in enumerate(zip(small, large, strict=True)) if pair[0] != pair[1]]
@@ -160,7 +160,7 @@ def _declared_for_each_leaf(aux_reduction: Any, aux_tree: Any) -> list[str | Non
     if aux_reduction is None:
         return [None] * aux_tree.num_leaves
 
-    # None is a tree without leaves to JAX; here it is a name, that of leaves which need none.
+    # To JAX, None is a tree without leaves. Here it stands for leaves that need no reduction.
     names = jax.tree.map(lambda name: name or "", aux_reduction, is_leaf=lambda name: name is None)
     try:
         aux = jax.tree.unflatten(aux_tree, [object()] * aux_tree.num_leaves)
@@ -177,9 +177,9 @@ def _declared_for_each_leaf(aux_reduction: Any, aux_tree: Any) -> list[str | Non
 def _by_declaration(name: str, aval: Any, reduction: str | None) -> Combination:
     if reduction is None:
         raise InputError(
-            "Every aux leaf that is not one row for each example needs an aux_reduction",
+            "Every aux leaf without a row for each example needs an aux_reduction",
             given=f"none for {name}, {_type(aval)}",
-            remedy="Say how the values of the microbatches combine: aux_reduction="
+            remedy="Say how to combine the values of the microbatches: aux_reduction="
             '"mean", "sum", "last" or "stack", for all leaves or as a tree like aux.',
         )
     kinds = {"mean": (np.inexact,), "sum": (np.inexact, np.integer)}.get(reduction)

@@ -1,4 +1,4 @@
-"""Every cache of the package: bounded, safe to use from several threads, and emptied by `clear_caches`."""
+"""The class of all caches in this process: bounded, thread-safe, and emptied by `clear_caches`."""
 
 import collections
 import threading
@@ -59,12 +59,13 @@ class Cache(Generic[V]):
 
 
 def clear_caches() -> None:
-    """Forgets everything that anybatch keeps in this process: compiled programs and chosen strategies.
+    """Empties the caches of anybatch in this process: compiled programs and chosen strategies.
 
-    The next call compiles and plans again. Plans on disk stay: they lie in the folder `ANYBATCH_CACHE`. The programs of
-    a `train_step` are dropped too; the strategies that it has chosen stay, so that a run goes on with the same bits.
+    The next call compiles and plans again. Plans on disk, in the folder `ANYBATCH_CACHE`, stay. A `train_step` also
+    loses its compiled programs, but keeps the strategies that it has chosen, so that a run continues with the same
+    bits.
 
-    `jax.clear_caches()` also drops our compiled programs. This function does not call it.
+    `jax.clear_caches()` drops the compiled programs of anybatch too. This function does not call it.
 
     >>> import anybatch as ab
     >>> ab.clear_caches()

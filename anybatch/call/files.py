@@ -1,4 +1,4 @@
-"""Files that are read if they are files, and written whole, never in the place of a file that is somebody else's."""
+"""Reads regular files, and writes files atomically without overwriting files that anybatch did not write."""
 
 import contextlib
 import errno
@@ -11,19 +11,19 @@ from collections.abc import Callable, Iterator
 
 from anybatch.errors import InputError
 
-# So many bytes at both ends of a file are enough to know it by, however long it is.
+# To recognise a file, this many bytes are read from its beginning and from its end.
 _ENDS = 2**16
 
 
 def read_regular(path: str | os.PathLike[str], most: int | None) -> bytes:
-    """The bytes of a regular file. Pipes and devices, which could block or never end, are refused.
+    """The bytes of a regular file. Pipes and devices are refused: reading them could block or never end.
 
     Args:
-      path: of the file. Links are followed.
-      most: the bytes that it may have; None for as many as there are.
+      path: the file. Links are followed.
+      most: the largest allowed number of bytes; None for no limit.
 
     Raises:
-      OSError: if it is not there, is no file, is longer, or cannot be read; `strerror` says which.
+      OSError: if the file does not exist, is not a regular file, is too long or cannot be read. `strerror` says which.
     """
     try:
         about = os.stat(path)
@@ -42,20 +42,20 @@ def read_regular(path: str | os.PathLike[str], most: int | None) -> bytes:
 def check_target(
     path: str | os.PathLike[str], *, must: str, given: str, is_ours: Callable[[bytes], bool]
 ) -> pathlib.Path:
-    """The file behind a path, links followed, that may be written: there is none, an empty one, or one of ours.
+    """The file that `path` points to, if it may be written: it does not exist, is empty, or was written by anybatch.
 
     Args:
-      path: where to write. `~` is the home folder.
-      must: the first part of the error.
+      path: where to write. Links are followed, and `~` is the home folder.
+      must: the first part of the error message.
       given: how the user named the path.
-      is_ours: whether a file is one that may be replaced, from its first and last bytes.
+      is_ours: takes the first and last bytes of a file, and returns True if it may be replaced.
 
     Raises:
-      InputError: if there is anything else, such as a text, a folder or a device.
+      InputError: if there is something else at `path`, such as a file of the user's, a folder or a device.
     """
     target = pathlib.Path(os.path.realpath(os.path.expanduser(path)))
     name = os.fspath(path)
-    if os.path.lexists(target) and not (target.is_file() and _may_go(target, is_ours)):
+    if os.path.lexists(target) and not (target.is_file() and _may_replace(target, is_ours)):
         raise InputError(
             must,
             given=f"{given}, which is something else",
@@ -64,8 +64,8 @@ def check_target(
     return target
 
 
-def _may_go(file: pathlib.Path, is_ours: Callable[[bytes], bool]) -> bool:
-    """Whether the file is empty or ours. False if it cannot be read."""
+def _may_replace(file: pathlib.Path, is_ours: Callable[[bytes], bool]) -> bool:
+    """True if the file is empty or ours. False if it cannot be read."""
     try:
         size = file.stat().st_size
         with file.open("rb") as opened:
@@ -79,7 +79,7 @@ def _may_go(file: pathlib.Path, is_ours: Callable[[bytes], bool]) -> bool:
 
 
 def check_writable(path: pathlib.Path, *, must: str, given: str) -> None:
-    """Raises if `write_whole` could not write there, as far as can be known before.
+    """Checks that `write_atomically` can write there, by creating an empty file beside it.
 
     Raises:
       InputError: if it cannot.
@@ -88,17 +88,17 @@ def check_writable(path: pathlib.Path, *, must: str, given: str) -> None:
         beside.touch()
 
 
-def write_whole(path: pathlib.Path, content: bytes, *, must: str, given: str) -> None:
-    """Writes a file, all of it or nothing: what is there is replaced in one moment, or stays as it is.
+def write_atomically(path: pathlib.Path, content: bytes, *, must: str, given: str) -> None:
+    """Writes a file atomically: an existing file is replaced in one step, or stays as it was.
 
     Args:
-      path: of the file. Links are followed.
-      content: of the file.
-      must: the first part of the error.
+      path: the file. Links are followed.
+      content: its new content.
+      must: the first part of the error message.
       given: how the user named the path.
 
     Raises:
-      InputError: if it cannot be written, as on a full disk.
+      InputError: if it cannot be written, e.g. because the disk is full.
     """
     target = pathlib.Path(os.path.realpath(path))
     with _beside(target, must, given) as beside:
@@ -113,7 +113,7 @@ def write_whole(path: pathlib.Path, content: bytes, *, must: str, given: str) ->
 
 @contextlib.contextmanager
 def _beside(target: pathlib.Path, must: str, given: str) -> Iterator[pathlib.Path]:
-    """A file with a name of its own, which is gone afterwards, whatever happens."""
+    """The path of a temporary file in the folder of `target`. It is removed at the end, even after an error."""
     beside = target.with_name(f".{target.name}.{os.getpid()}.new")
     try:
         try:
@@ -123,5 +123,7 @@ def _beside(target: pathlib.Path, must: str, given: str) -> Iterator[pathlib.Pat
                 beside.unlink(missing_ok=True)
     except OSError as error:
         raise InputError(
-            must, given=f"{given} ({error.strerror})", remedy="Make space, see to its permissions, or name another."
+            must,
+            given=f"{given} ({error.strerror})",
+            remedy="Free some space, check the permissions, or name another file.",
         ) from None

@@ -1,4 +1,4 @@
-"""The user's loss, traced at one number of examples and checked before any work is done."""
+"""The user's loss, traced for a given number of examples. What it returns is checked before any work is done."""
 
 import contextlib
 import dataclasses
@@ -17,10 +17,10 @@ from anybatch.jaxprs import avals, sharding_constraints, tracing
 
 @dataclasses.dataclass(frozen=True)
 class TracedLoss:
-    """A loss at `num_examples` examples: a function of arrays alone, with the user's Python left behind.
+    """The jaxpr of a loss for `num_examples` examples: a function of arrays, which no longer calls the user's Python.
 
-    Its outputs are flat: the loss (for a weighted loss: the total, then the weight), then the aux leaves. It
-    holds no arrays: those that the user's function closes over are its first argument.
+    It returns a flat list: the loss (for a weighted loss, the total and the weight), then the aux leaves. It holds no
+    arrays: those that the user's function closes over are its first argument.
     """
 
     traced: tracing.Traced
@@ -40,12 +40,12 @@ class TracedLoss:
 
     @property
     def aux_avals(self) -> list[tuple[str, Any]]:
-        """The types of the aux leaves, with their names."""
+        """The names and types of the aux leaves."""
         return list(zip(self.aux_names, self.out_avals[self.num_heads :], strict=True))
 
     @property
     def value_dtype(self) -> Any:
-        """The dtype of the loss; for a weighted one, that of `total / weight`."""
+        """The dtype of the loss; for a weighted loss, that of `total / weight`."""
         if self.num_heads == 1:
             return self.out_avals[0].dtype
         total, weight = (jax.ShapeDtypeStruct((), aval.dtype, weak_type=aval.weak_type) for aval in self.out_avals[:2])
@@ -54,19 +54,19 @@ class TracedLoss:
 
     @property
     def weight_is_inexact(self) -> bool:
-        """Whether there is a weight that could have a gradient; a count has none."""
+        """True if there is a weight with a floating-point dtype: an integer has no gradient."""
         return self.num_heads == 2 and jax.dtypes.issubdtype(self.out_avals[1].dtype, np.inexact)
 
     @property
     def weight_has_gradient(self) -> bool:
-        """Whether the weight of a weighted loss moves with what the gradient is taken with respect to."""
+        """True if the weight of a weighted loss has a gradient with respect to the differentiated arguments."""
         if not self.weight_is_inexact:
             return False
         num_wrt = len(self.types.wrt)
         if not any(self.traced.inputs_used_by(1)[:num_wrt]):
             return False
 
-        # The weight is computed from them; a stop_gradient or a comparison may still cut every path.
+        # The weight is computed from them. But a stop_gradient or a comparison may make its gradient zero.
         def push(tangents: list[Any], consts: list[Any], arrays: Arrays) -> Any:
             return jax.jvp(lambda wrt: self(consts, arrays._replace(wrt=wrt))[1], (arrays.wrt,), (tangents,))[1]
 
@@ -85,17 +85,23 @@ def trace_loss(
     on_mesh: tuple[Any, tuple[str, ...]] | None = None,
     failed: Callable[[Exception], None] = lambda error: None,
 ) -> tuple[TracedLoss, tuple[Any, ...]]:
-    """Traces `fun` at `num_examples` examples, and checks what it returns. Also returns what it closes over.
+    """Traces `fun` and checks what it returns.
 
-    None stands for one example by itself, without the axis of the batch.
+    Args:
+      fun: the loss.
+      arguments: its arguments.
+      num_examples: the number of examples to trace it for; None for one example without the batch axis.
+      weighted: whether it returns `(total, weight)`.
+      has_aux: whether it also returns aux.
+      on_mesh: a mesh, and its axes over which the batch is sharded. The traced program then has no shardings over these
+        axes, because it runs inside `shard_map`, on the examples of one device.
+      failed: called with an exception of the loss. It may raise an exception that explains more.
 
-    On a mesh, with axes that its examples are spread over, its program says nothing of where arrays lie: it is to run
-    on the examples of one device at a time.
-
-    `failed` is called with what the loss itself raises, and may raise something that says more.
+    Returns:
+      The traced loss, and the arrays that it closes over.
 
     Raises:
-      InputError: where the loss is not a scalar of real numbers, or not of the form that was declared.
+      InputError: if the loss is not a real scalar, or does not have the declared form.
     """
     types = arguments.types(num_examples, bare=on_mesh is not None)
     leaves, tree = jax.tree.flatten(types)
@@ -114,7 +120,7 @@ def trace_loss(
         traced, consts = (tracing.trace if on_mesh is None else _trace_anywhere)(flat_loss, *leaves)
     except Exception as error:
         if num_examples is None:
-            error.add_note("This happened in the loss for one example, which it sees without the axis of the batch.")
+            error.add_note("This happened in the loss for one example, which is passed without the batch axis.")
         elif num_examples != arguments.num_examples and not isinstance(error, InputError):
             error.add_note(
                 f"This happened in the loss for {num_examples} of the {arguments.num_examples} examples. A microbatch "
@@ -131,7 +137,7 @@ def trace_loss(
 
 
 def _trace_anywhere(fun: Callable[..., Any], *types: Any) -> tuple[tracing.Traced, tuple[Any, ...]]:
-    """Traces a function with no mesh around it; with the one that is, if the function needs it for its constraints."""
+    """Traces a function without the surrounding mesh, or with it if its sharding constraints need it."""
     if not jax.sharding.get_abstract_mesh().empty:
         with contextlib.suppress(Exception), jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
             return tracing.trace(fun, *types)
@@ -149,18 +155,17 @@ def _split(result: Any, weighted: bool, has_aux: bool) -> tuple[list[Any], Any]:
             'With reduction="weighted" the loss must return a pair (total, weight)',
             given=shown(loss),
             remedy="Return the sum over the examples and what to divide it by, e.g. "
-            "(jnp.sum(losses * mask), jnp.sum(mask))"
-            + (", aux beside it: ((total, weight), aux)." if has_aux else "."),
+            "(jnp.sum(losses * mask), jnp.sum(mask))" + (", with aux: ((total, weight), aux)." if has_aux else "."),
         )
     total = _scalar("The total of a weighted loss must be a scalar of real floating-point numbers", loss[0])
     return [total, _weight(loss[1])], aux
 
 
 def pair(result: Any) -> tuple[Any, Any]:
-    """The loss and aux, from what a loss with aux returns.
+    """The loss and aux that a loss with `has_aux=True` returned.
 
     Raises:
-      InputError: if that is no pair.
+      InputError: if it did not return a pair.
     """
     if not is_pair(result):
         raise InputError(
@@ -198,7 +203,7 @@ def _is_number(value: Any, kinds: tuple[Any, ...]) -> bool:
 
 
 def is_pair(value: Any) -> bool:
-    """Whether a loss returned two things."""
+    """True for a tuple or list of two elements."""
     return isinstance(value, (tuple, list)) and len(value) == 2
 
 
@@ -213,12 +218,12 @@ def _check_aux(named: Sequence[tuple[str, Any]]) -> None:
 
 
 def shown(value: Any) -> str:
-    """What a loss returned, as an error message shows it: types in the place of tracers."""
+    """How an error message shows what a loss returned: with types instead of tracers."""
     return f"{type(value).__name__} {jax.tree.map(_Shown, value)}" if not hasattr(value, "shape") else describe(value)
 
 
 class _Shown:
-    """Prints a leaf by its type, so that a message shows no tracers."""
+    """A leaf whose repr is its type."""
 
     def __init__(self, leaf: Any) -> None:
         self.text = describe(leaf)

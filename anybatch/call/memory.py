@@ -1,4 +1,4 @@
-"""How much memory there is, and how much a user allows."""
+"""The memory of a device: how much is free, and how much a user allows (`memory=`)."""
 
 import os
 import re
@@ -17,17 +17,18 @@ _UNITS = {"": 1, "B": 1} | {
 
 
 def memory_budget(memory: Any, left: int | None = None) -> int | None:
-    """The bytes that a user allows: a number, a text such as "16GiB" or "80%" of what is left, or None: all of it.
+    """The value of the option `memory=` in bytes.
 
     >>> memory_budget("16GiB") == 16 * 2**30
     True
 
     Args:
-      memory: what the user said.
-      left: the bytes that are left, if somebody knows better than `memory_left()`.
+      memory: a number of bytes, a text such as "16GiB", a percentage of the free memory such as "80%", or None for all
+        of the free memory.
+      left: the free bytes. By default, `memory_left()`.
 
     Returns:
-      None if nothing was said and nobody knows how much is left.
+      None if the answer depends on the free memory and that is not known.
     """
     if memory is None:
         return memory_left() if left is None else left
@@ -42,16 +43,19 @@ def memory_budget(memory: Any, left: int | None = None) -> int | None:
             if match[2] in _UNITS:
                 return int(float(match[1]) * _UNITS[match[2]])
     raise InputError(
-        "memory must be a number of bytes, a text with a unit, a percentage of what is left, or None",
+        "memory must be a number of bytes, a text with a unit, a percentage of the free memory, or None",
         given=f"memory={memory!r}",
         remedy='For example memory="16GiB", memory="80%" or memory=16 * 2**30.',
     )
 
 
 def memory_left(devices: Sequence[Any] = ()) -> int | None:
-    """The bytes that the fullest of some devices has left, or None if nobody knows. By default, of the default device.
+    """The free bytes of the device that has the least, or None if no device reports them.
 
     Devices that are simulated on the CPU share the memory of the host.
+
+    Args:
+      devices: the devices; by default, JAX's default device.
     """
     devices = list(devices) or [default_device()]
     left = [_limit(device)[1] for device in devices]
@@ -62,13 +66,13 @@ def memory_left(devices: Sequence[Any] = ()) -> int | None:
 
 
 def memory_limit(devices: Sequence[Any] = ()) -> int | None:
-    """The bytes that the smallest of some devices has in all, or None if nobody knows."""
+    """The total bytes of the smallest device, or None if no device reports them."""
     known = [limit for limit, _ in map(_limit, list(devices) or [default_device()]) if limit is not None]
     return min(known, default=None)
 
 
 def default_device() -> Any:
-    """The device that arrays go to, if nobody says otherwise."""
+    """The device on which JAX puts arrays by default."""
     config: Any = jax.config
     device = config.jax_default_device
     if isinstance(device, str):
@@ -77,7 +81,7 @@ def default_device() -> Any:
 
 
 def _limit(device: Any) -> tuple[int | None, int | None]:
-    """What a device has in all, and what it has left."""
+    """The total and the free bytes of a device."""
     stats = device.memory_stats() if device.platform != "cpu" else None
     if stats and "bytes_limit" in stats:
         return stats["bytes_limit"], stats["bytes_limit"] - stats.get("bytes_in_use", 0)
@@ -86,11 +90,13 @@ def _limit(device: Any) -> tuple[int | None, int | None]:
 
 def _host_memory() -> tuple[int | None, int | None]:
     total, left = _system_memory()
-    # A container may have less than the machine.
+    # A container may be allowed less than the machine has.
     for folder, limit_file, used_file in _CONTAINER_FILES:
         limit, used = _number(folder + limit_file), _number(folder + used_file)
         if limit is not None and used is not None and (total is None or limit < total):
-            used -= _found(folder + "memory.stat", "inactive_file").get("inactive_file", 0)  # files that can go
+            used -= _found(folder + "memory.stat", "inactive_file").get(
+                "inactive_file", 0
+            )  # cached files, which the kernel can drop
             total, left = limit, min(limit - used, limit if left is None else left)
     return total, left
 
@@ -110,7 +116,7 @@ def _number(path: str) -> int | None:
 
 
 def _found(path: str, *names: str) -> dict[str, int]:
-    """The numbers of some of the lines of a file that has a name and a number in each."""
+    """Reads lines of the form "name number" for these names."""
     try:
         with open(path) as lines:
             return {words[0]: int(words[1]) for words in map(str.split, lines) if words and words[0] in names}
@@ -130,7 +136,7 @@ def _system_memory() -> tuple[int | None, int | None]:
 
 
 def readable(num_bytes: int) -> str:
-    """A number of bytes for people.
+    """A number of bytes as a text with a unit.
 
     >>> readable(3 * 2**20)
     '3.0 MiB'

@@ -1,4 +1,4 @@
-"""Count, cut and reassemble a batch: the only code that reshapes one."""
+"""Divides a batch into microbatches and joins their results. No other module reshapes a batch."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -15,52 +15,55 @@ from anybatch.errors import InputError
 
 @dataclasses.dataclass(frozen=True)
 class Microbatches:
-    """Some examples as `whole` microbatches of `size` examples, and one of `remainder` at the end.
+    """How a batch is divided: `complete` microbatches of `size` examples, then a smaller one of `remainder` examples.
 
-    >>> cut = Cut(examples=11, size=4)
-    >>> cut.whole, cut.remainder, cut.microbatches
+    >>> microbatches = Microbatches(examples=11, size=4)
+    >>> microbatches.complete, microbatches.remainder, microbatches.number
     (2, 3, 3)
 
-    In several runs, of which each is a part of every microbatch, a batch that is spread over devices stays where it
-    is: a microbatch then has examples from all of them.
+    With `runs > 1`, a microbatch is not one slice of the batch but `runs` slices, at equal distances. If the batch is
+    sharded over that many devices, every microbatch then has examples of every device, and none has to be moved.
     """
 
     examples: int
     size: int
-    runs: int = 1  # of consecutive examples that a microbatch is made of, spread evenly over the batch
+    runs: int = 1  # the number of slices that a microbatch consists of
 
     @property
     def step(self) -> int:
-        """From the first example of a microbatch to the first of the next one."""
+        """The distance between the first examples of two consecutive microbatches."""
         return self.size // self.runs
 
     @property
     def last_start(self) -> int:
-        """The first example of the ragged last microbatch."""
-        return self.whole * self.step
+        """The first example of the smaller last microbatch."""
+        return self.complete * self.step
 
     @property
-    def whole(self) -> int:
+    def complete(self) -> int:
+        """The number of microbatches of `size` examples."""
         return self.examples // self.size
 
     @property
     def remainder(self) -> int:
+        """The number of examples of the last microbatch, if it is smaller than the others; otherwise 0."""
         return self.examples % self.size
 
     @property
-    def microbatches(self) -> int:
+    def number(self) -> int:
+        """The number of all microbatches."""
         return -(-self.examples // self.size)
 
 
 def count_examples(named_leaves: Sequence[tuple[str, Any]], where: str) -> int:
-    """The number of examples that every leaf of the batch has along axis 0.
+    """The number of examples: the size of axis 0, which all leaves of the batch must share.
 
     Args:
-      named_leaves: of the batch.
-      where: the options that name the batch, for a message.
+      named_leaves: the leaves of the batch and their names.
+      where: the options that point at the batch, for the error message.
 
     Raises:
-      InputError: where there is no array, a leaf without axis 0, or a disagreement; with a table of leaves.
+      InputError: if there is no leaf, a leaf has no axis 0, or the sizes differ. The message lists the leaves.
     """
     if not named_leaves:
         raise InputError(
@@ -84,57 +87,65 @@ def count_examples(named_leaves: Sequence[tuple[str, Any]], where: str) -> int:
 
 
 def _has_rows(leaf: Any) -> bool:
-    is_text = isinstance(leaf, np.ndarray) and leaf.dtype.kind in "OSUmM"  # which JAX has no arrays of
+    # JAX has no arrays of objects, strings or dates.
+    is_text = isinstance(leaf, np.ndarray) and leaf.dtype.kind in "OSUmM"
     return is_array(leaf) and leaf.ndim > 0 and not is_text
 
 
-def take(batch: Sequence[Any], start: Any, size: int, runs: int = 1) -> list[jax.Array]:
-    """`size` consecutive examples of every leaf, from `start`, which may be known at run time only; or that in runs.
+def slice_examples(batch: Sequence[Any], start: Any, size: int, runs: int = 1) -> list[jax.Array]:
+    """The `size` examples of a microbatch, from every leaf of the batch.
 
-    A slice of the batch where it lies: cutting it beforehand by `reshape` would copy a ragged batch.
+    They are sliced in the loop. A `reshape` of the batch before the loop would copy it if its size is no multiple of
+    the microbatch size.
+
+    Args:
+      batch: arrays with examples along axis 0.
+      start: the first example, an int or a traced integer.
+      size: the number of examples.
+      runs: as in `Microbatches`; each of the slices begins `start` examples into its part of the batch.
     """
-    # Tied to `start`, the batch changes with each turn of the loop, as far as XLA can see. Otherwise it may cast
-    # the whole batch before the loop, instead of these rows in it (on the CPU, bfloat16 to float32).
+    # The barrier makes the batch depend on `start`, so that XLA cannot hoist work on it out of the loop. Otherwise it
+    # may cast the full batch before the loop instead of these rows inside it (on the CPU, bfloat16 to float32).
     batch, start = lax.optimization_barrier((list(batch), start))
     if runs == 1:
         return [lax.dynamic_slice_in_dim(leaf, start, size) for leaf in batch]
     in_runs = [leaf.reshape(runs, leaf.shape[0] // runs, *leaf.shape[1:]) for leaf in batch]
-    taken = [lax.dynamic_slice_in_dim(leaf, start, size // runs, axis=1) for leaf in in_runs]
-    return [leaf.reshape(size, *leaf.shape[2:]) for leaf in taken]
+    slices = [lax.dynamic_slice_in_dim(leaf, start, size // runs, axis=1) for leaf in in_runs]
+    return [leaf.reshape(size, *leaf.shape[2:]) for leaf in slices]
 
 
-def first_start(cut: Microbatches, before: Sequence[Any]) -> tuple[jax.Array, list[Any]]:
-    """Where the loop over the microbatches starts, and what comes before it: the results of the ragged last one.
+def loop_start(microbatches: Microbatches, last_results: Sequence[Any]) -> tuple[jax.Array, list[Any]]:
+    """The first example of the loop over the complete microbatches, and the results of the smaller last microbatch.
 
-    A loop of a single turn is no loop to XLA, which may then hold the activations of both microbatches at a time. So
-    its start is made to wait for what comes before.
+    The last microbatch is computed before the loop. XLA unrolls a loop of one iteration, and may then hold the
+    activations of both microbatches at once. A barrier makes that iteration wait for the results.
     """
     start = jnp.zeros((), jnp.int32)
-    if cut.whole != 1 or not cut.remainder or not before:
-        return start, list(before)
-    return lax.optimization_barrier((start, list(before)))
+    if microbatches.complete != 1 or not microbatches.remainder or not last_results:
+        return start, list(last_results)
+    return lax.optimization_barrier((start, list(last_results)))
 
 
 def join_rows(stacked: jax.Array, last: jax.Array | None, axis: int, runs: int = 1) -> jax.Array:
-    """Rows of all microbatches in the order of the batch.
+    """Joins the rows of all microbatches, in the order of the batch.
 
     Args:
-      stacked: the rows of the whole microbatches, which are numbered along axis 0.
-      last: the rows of the ragged last one, if there is one.
-      axis: where the rows are, in the array of one microbatch.
-      runs: of how many runs of examples a microbatch is made.
+      stacked: the rows of the complete microbatches, stacked along axis 0.
+      last: the rows of the smaller last microbatch, or None.
+      axis: the axis of the rows, in the array of one microbatch.
+      runs: as in `Microbatches`.
     """
     if runs > 1:
 
         def in_runs(array: jax.Array) -> jax.Array:
-            """With an axis of its own for the runs, before those of the microbatches and the rows of one."""
+            """Moves the runs in front of the microbatches, to get (..., runs, microbatches * rows, ...)."""
             shape = array.shape
             split = array.reshape(*shape[: axis + 1], runs, shape[axis + 1] // runs, *shape[axis + 2 :])
             moved = jnp.moveaxis(split, 0, axis + 1)
             return moved.reshape(*moved.shape[: axis + 1], -1, *moved.shape[axis + 3 :])
 
-        parts = [in_runs(stacked)] if last is None else [in_runs(stacked), in_runs(last[None])]
-        joined = jnp.concatenate(parts, axis + 1)
+        pieces = [in_runs(stacked)] if last is None else [in_runs(stacked), in_runs(last[None])]
+        joined = jnp.concatenate(pieces, axis + 1)
         return joined.reshape(*joined.shape[:axis], -1, *joined.shape[axis + 2 :])
     number, *shape = stacked.shape
     shape[axis] *= number
@@ -142,7 +153,7 @@ def join_rows(stacked: jax.Array, last: jax.Array | None, axis: int, runs: int =
     return rows if last is None else jnp.concatenate([rows, last], axis)
 
 
-# Of a batch, in a message: as many lines, and what stands beside a leaf that cannot be one.
+# In the table of an error message: the largest number of lines, and the mark of a leaf that is wrong.
 MOST_LINES, MARK = 10, "  <- this one"
 
 

@@ -1,6 +1,6 @@
-"""The options of a gradient that is spread over a mesh.
+"""The options of `value_and_grad`, as frozen dataclasses. They are checked when a loss is wrapped, before any work.
 
-The options of a gradient, checked when the loss is wrapped and before any work is done.
+`Options` has all of them. `MeshOptions` has those of a mesh, and is what the folder `mesh` works with.
 """
 
 import dataclasses
@@ -20,84 +20,85 @@ from anybatch.call.checks import one_of
 from anybatch.call.memory import memory_budget
 from anybatch.errors import InputError
 
-EXAMPLE = 'jax.make_mesh((jax.device_count(),), ("data",), axis_types=(jax.sharding.AxisType.Auto,))'
+EXAMPLE_MESH = 'jax.make_mesh((jax.device_count(),), ("data",), axis_types=(jax.sharding.AxisType.Auto,))'
 
 
 @dataclasses.dataclass(frozen=True)
 class MeshOptions:
-    """A mesh, the axes over which examples are spread, and how gradients are added up."""
+    """A mesh, its axes over which the batch is sharded, and when gradients are summed over them."""
 
-    given: Mesh
+    user_mesh: Mesh
     axes: tuple[str, ...]
     reduce: str  # "once", "each" or "auto"
-    param_specs: Any  # a PartitionSpec or a tree of them, None where they are read from the arrays
+    param_specs: Any  # a PartitionSpec or a tree of them; None to read them from the arrays
+
+    @classmethod
+    def of(cls, mesh: Any, axis_name: Any, reduce: Any, param_specs: Any) -> Self | None:
+        """The checked options of a mesh, or None without a mesh.
+
+        Raises:
+          InputError: for a value that is not allowed.
+        """
+        if not isinstance(reduce, str) or reduce not in ("auto", "once", "each"):
+            raise InputError(
+                "reduce must be one of 'auto', 'once', 'each'",
+                given=f"reduce={reduce!r}",
+                remedy='Leave it out, or pass "once" for the least traffic or "each" for the least memory.',
+            )
+        if mesh is None:
+            if reduce != "auto" or param_specs is not None:
+                name, value = ("reduce", reduce) if reduce != "auto" else ("param_specs", param_specs)
+                raise InputError(
+                    f"{name} needs a mesh",
+                    given=f"{name}={value!r} and mesh=None",
+                    remedy=f"Pass mesh={EXAMPLE_MESH}, or leave {name} out.",
+                )
+            return None
+        if not isinstance(mesh, Mesh) or mesh.empty:
+            raise InputError(
+                "mesh must be a jax.sharding.Mesh with devices",
+                given=f"mesh={mesh!r}",
+                remedy=f"For example mesh={EXAMPLE_MESH}.",
+            )
+        axes = (axis_name,) if isinstance(axis_name, str) else axis_name
+        if not isinstance(axes, (tuple, list)) or not axes or not all(name in mesh.axis_names for name in axes):
+            raise InputError(
+                "axis_name must be an axis of the mesh, or a tuple of axes",
+                given=f"axis_name={axis_name!r} for a mesh with the axes {mesh.axis_names}",
+                remedy=f"For example axis_name={mesh.axis_names[0]!r}, or name the axis of the mesh {axis_name!r}.",
+            )
+        if len(set(axes)) != len(axes):
+            raise InputError(
+                "axis_name must not name an axis twice",
+                given=f"axis_name={axis_name!r}",
+                remedy=f"For example axis_name={tuple(dict.fromkeys(axes))!r}.",
+            )
+        _check_specs(param_specs, mesh)
+        return cls(mesh, tuple(axes), reduce, param_specs)
 
     @property
     def mesh(self) -> Mesh:
-        """The same devices, with axes that XLA spreads arrays over by itself, whatever those of the one given are."""
-        automatic = (AxisType.Auto,) * len(self.given.axis_names)
-        return Mesh(self.given.devices, self.given.axis_names, axis_types=automatic)
+        """The user's mesh with all axes automatic: XLA decides how arrays are sharded over them."""
+        automatic = (AxisType.Auto,) * len(self.user_mesh.axis_names)
+        return Mesh(self.user_mesh.devices, self.user_mesh.axis_names, axis_types=automatic)
 
     @property
     def is_explicit(self) -> bool:
-        return self.mesh != self.given
+        """True if the user's mesh has axes that are not automatic."""
+        return self.mesh != self.user_mesh
 
     @property
     def devices(self) -> int:
-        """The number of devices that have examples of their own."""
-        return math.prod(self.given.shape[name] for name in self.axes)
+        """The number of shards of the batch: the product of the sizes of `axes`."""
+        return math.prod(self.user_mesh.shape[name] for name in self.axes)
 
     def __str__(self) -> str:
-        axes = ", ".join(f"{name}: {size}" for name, size in self.given.shape.items())
+        axes = ", ".join(f"{name}: {size}" for name, size in self.user_mesh.shape.items())
         return f"mesh ({axes}), examples over {' and '.join(self.axes)}"
 
 
-def mesh_options(mesh: Any, axis_name: Any, reduce: Any, param_specs: Any) -> MeshOptions | None:
-    """Checks the options; None without a mesh.
-
-    Raises:
-      InputError: for what cannot be worked with.
-    """
-    if not isinstance(reduce, str) or reduce not in ("auto", "once", "each"):
-        raise InputError(
-            "reduce must be one of 'auto', 'once', 'each'",
-            given=f"reduce={reduce!r}",
-            remedy='Leave it out, or choose reduce="once" for the least traffic or reduce="each" for the least memory.',
-        )
-    if mesh is None:
-        if reduce != "auto" or param_specs is not None:
-            name, value = ("reduce", reduce) if reduce != "auto" else ("param_specs", param_specs)
-            raise InputError(
-                f"{name} goes with a mesh",
-                given=f"{name}={value!r} and mesh=None",
-                remedy=f"Pass mesh={EXAMPLE}, or leave {name} out.",
-            )
-        return None
-    if not isinstance(mesh, Mesh) or mesh.empty:
-        raise InputError(
-            "mesh must be a jax.sharding.Mesh with devices",
-            given=f"mesh={mesh!r}",
-            remedy=f"For example mesh={EXAMPLE}.",
-        )
-    axes = (axis_name,) if isinstance(axis_name, str) else axis_name
-    if not isinstance(axes, (tuple, list)) or not axes or not all(name in mesh.axis_names for name in axes):
-        raise InputError(
-            "axis_name must be an axis of the mesh, or a tuple of such",
-            given=f"axis_name={axis_name!r} for a mesh with the axes {mesh.axis_names}",
-            remedy=f"For example axis_name={mesh.axis_names[0]!r}, or name the axis of the mesh {axis_name!r}.",
-        )
-    if len(set(axes)) != len(axes):
-        raise InputError(
-            "axis_name must not name an axis twice",
-            given=f"axis_name={axis_name!r}",
-            remedy=f"For example axis_name={tuple(dict.fromkeys(axes))!r}.",
-        )
-    _check_specs(param_specs, mesh)
-    return MeshOptions(mesh, tuple(axes), reduce, param_specs)
-
-
 def is_spec(value: Any) -> bool:
-    """Whether a value says how one array is spread."""
+    """True for a leaf of `param_specs`: the sharding of one array, or None."""
     return value is None or isinstance(value, (PartitionSpec, NamedSharding))
 
 
@@ -115,7 +116,7 @@ def _check_specs(param_specs: Any, mesh: Mesh) -> None:
 
 REDUCTIONS = ("infer", "sum", "mean", "weighted")
 
-# What a backward pass keeps of the forward pass, from most to least; the rest is computed again. They are JAX's own.
+# Policies of `jax.checkpoint`, from the one that keeps the most activations to the one that keeps the fewest.
 POLICIES = ("dots_saveable", "dots_with_no_batch_dims_saveable", "nothing_saveable")
 
 
@@ -123,8 +124,8 @@ POLICIES = ("dots_saveable", "dots_with_no_batch_dims_saveable", "nothing_saveab
 class Options:
     """The options of `value_and_grad`, with their defaults. `Options.of` checks them.
 
-    A new option is a field here, a check in `_checked` if it needs one, and an argument of `value_and_grad` with its
-    documentation. `plan`, `explain`, `grad`, `noise_scale` and `train_step` take it by themselves.
+    To add an option, add a field here, a check in `_checked` if it needs one, and a documented argument of
+    `value_and_grad`. `plan`, `explain`, `grad`, `noise_scale` and `train_step` accept it without further changes.
     """
 
     argnums: Any = 0
@@ -148,8 +149,8 @@ class Options:
     noise: bool = False  # whether to also estimate the gradient noise; set by `noise_scale` and `train_step`
 
     @classmethod
-    def of(cls, fun: Callable[..., Any], /, **given: Any) -> Self:
-        """The options that a user gave for the loss `fun`, checked.
+    def of(cls, fun: Callable[..., Any], /, **options: Any) -> Self:
+        """The checked options of a user for the loss `fun`.
 
         Raises:
           InputError: for a value that is not allowed.
@@ -161,10 +162,10 @@ class Options:
                 given=f"fun={fun!r}",
                 remedy="Pass the function itself, not its result: value_and_grad(loss)(params, batch).",
             )
-        unknown = [name for name in given if name not in cls.__dataclass_fields__]
+        unknown = [name for name in options if name not in cls.__dataclass_fields__]
         if unknown:
             raise TypeError(f"got an unexpected keyword argument {unknown[0]!r}")
-        return cls(**given)._checked()
+        return cls(**options)._checked()
 
     @functools.cached_property
     def roles(self) -> Roles:
@@ -177,36 +178,38 @@ class Options:
         )
 
     @functools.cached_property
-    def over(self) -> MeshOptions | None:
-        """The mesh and how it is used; None without a mesh."""
-        return mesh_options(self.mesh, self.axis_name, self.reduce, self.param_specs)
+    def mesh_options(self) -> MeshOptions | None:
+        """The options that concern the mesh; None without a mesh."""
+        return MeshOptions.of(self.mesh, self.axis_name, self.reduce, self.param_specs)
 
     @property
     def weighted(self) -> bool:
+        """True if the loss returns `(total, weight)`."""
         return self.reduction == "weighted"
 
     @property
     def stacks_aux(self) -> bool:
+        """True if an aux leaf is stacked over the microbatches."""
         return self.has_aux and "stack" in jax.tree.leaves(self.aux_reduction)
 
     @property
     def aux_of_microbatches(self) -> bool:
-        """True if aux has leaves that belong to single microbatches."""
+        """True if aux depends on how the batch is divided: a leaf is stacked, or is that of the last microbatch."""
         return self.has_aux and bool({"stack", "last"} & set(jax.tree.leaves(self.aux_reduction)))
 
     @property
     def fixed_remat(self) -> str | None:
-        """The remat policy where nothing is planned: "auto" is for plans only."""
+        """The remat policy of a call that is not planned: "auto" is for plans only."""
         return None if self.remat == "auto" else self.remat
 
     @property
     def fixed_reduce(self) -> str:
-        """When gradients are added up over a mesh where nothing is planned: once, unless the user said otherwise."""
-        return "each" if self.over is not None and self.over.reduce == "each" else "once"
+        """The value of `reduce` for a call that is not planned: "once", unless the user chose "each"."""
+        return "each" if self.mesh_options is not None and self.mesh_options.reduce == "each" else "once"
 
     def _checked(self) -> Self:
-        """These options, with values in one form. Raises an InputError for values that are not allowed."""
-        assert self.roles  # raises for arguments that cannot be found or that have two roles
+        """These options with normalised values. Raises an InputError for values that are not allowed."""
+        assert self.roles  # raises for positions that are not integers or have two roles
         one_of("reduction", self.reduction, REDUCTIONS)
         one_of("on_coupled", self.on_coupled, ("exact", "error"))
         one_of("objective", self.objective, ("memory", "speed"))
@@ -216,8 +219,8 @@ class Options:
         self._check_aux(size)
         dtype = _accumulator_dtype(self.accumulator_dtype)
         if self.memory is not None:
-            memory_budget(self.memory)  # raises for what no budget can be
-        _ = self.over  # raises for what cannot be used
+            memory_budget(self.memory)  # raises for a value that is not allowed
+        _ = self.mesh_options  # raises for a value that is not allowed
         _check_reproducible(self.reproducible, size, self.reduce)
         _check_noise(self.noise, self.reduce)
         return dataclasses.replace(self, microbatch_size=size, accumulator_dtype=dtype)
@@ -228,22 +231,22 @@ class Options:
             return
         if not self.has_aux:
             raise InputError(
-                "aux_reduction goes with has_aux=True",
+                "aux_reduction needs has_aux=True",
                 given=f"aux_reduction={self.aux_reduction!r} and has_aux={self.has_aux!r}",
                 remedy="Pass has_aux=True for a loss that returns (loss, aux), or leave aux_reduction out.",
             )
         if self.reduction == "infer" and size is not None:
             raise InputError(
-                "aux_reduction goes with a declared reduction",
+                "aux_reduction needs a declared reduction",
                 given=f'aux_reduction={self.aux_reduction!r} and reduction="infer"',
-                remedy="Leave it out: aux is read from the loss, and every leaf is that of the full batch. To combine "
-                'those of the microbatches otherwise, declare reduction="mean", "sum" or "weighted" too.',
+                remedy='Leave it out: with reduction="infer" every aux leaf equals that of the full batch. To combine '
+                'the leaves of the microbatches yourself, also declare reduction="mean", "sum" or "weighted".',
             )
         if size == "auto" and {"stack", "last"} & set(jax.tree.leaves(self.aux_reduction)):
             raise InputError(
-                "aux that depends on the microbatches needs a microbatch_size",
+                'aux_reduction="stack" or "last" needs a microbatch_size, on which the result depends',
                 given=f'aux_reduction={self.aux_reduction!r} and microbatch_size="auto"',
-                remedy='Pass the number of examples at a time, e.g. microbatch_size=8, or combine by "mean" or "sum".',
+                remedy='Pass the number of examples at a time, e.g. microbatch_size=8, or use "mean" or "sum".',
             )
 
 
@@ -256,14 +259,14 @@ def _check_reproducible(reproducible: Any, size: Any, reduce: Any) -> None:
         )
     if reproducible and not isinstance(size, int):
         raise InputError(
-            "reproducible=True needs a microbatch_size: the bits are those of its microbatches",
+            "reproducible=True needs a microbatch_size, on which the bits of the result depend",
             given=f"microbatch_size={size!r}",
             remedy="Pass the number of examples that a device takes at a time, e.g. microbatch_size=8.",
         )
     if reproducible and reduce == "each":
         raise InputError(
-            'reproducible=True goes with reduce="once"',
-            given='reduce="each", which adds up over the devices in every microbatch',
+            'reproducible=True needs reduce="once"',
+            given='reduce="each", which sums over the devices in every microbatch',
             remedy="Leave reduce out.",
         )
 
@@ -271,36 +274,36 @@ def _check_reproducible(reproducible: Any, size: Any, reduce: Any) -> None:
 def _check_noise(noise: bool, reduce: Any) -> None:
     if noise and reduce == "each":
         raise InputError(
-            'The noise scale goes with reduce="once": it needs the gradient of each microbatch on its own device',
-            given='reduce="each", which adds up over the devices in every microbatch',
+            'The noise scale needs reduce="once", which keeps the gradient of each microbatch on its device',
+            given='reduce="each", which sums over the devices in every microbatch',
             remedy="Leave reduce out, or pass exact=True.",
         )
 
 
-def _microbatch_size(given: Any) -> Any:
-    if given is None or (isinstance(given, str) and given == "auto"):
-        return given
+def _microbatch_size(value: Any) -> Any:
+    if value is None or (isinstance(value, str) and value == "auto"):
+        return value
     try:
-        size = 0 if isinstance(given, bool) else operator.index(given)
+        size = 0 if isinstance(value, bool) else operator.index(value)
     except TypeError:
         size = 0
     if size < 1:
         raise InputError(
             'microbatch_size must be a whole number of at least 1, None or "auto"',
-            given=f"microbatch_size={given!r}",
+            given=f"microbatch_size={value!r}",
             remedy="Pass the number of examples at a time, e.g. microbatch_size=8, or None for the full batch.",
         )
     return size
 
 
-def _accumulator_dtype(given: Any) -> Any:
+def _accumulator_dtype(value: Any) -> Any:
     try:
-        if given is None or jax.dtypes.issubdtype(jnp.dtype(given), jnp.floating):
-            return given if given is None else jax.dtypes.canonicalize_dtype(given)
+        if value is None or jax.dtypes.issubdtype(jnp.dtype(value), jnp.floating):
+            return value if value is None else jax.dtypes.canonicalize_dtype(value)
     except TypeError:
         pass
     raise InputError(
         "accumulator_dtype must be a floating-point dtype or None",
-        given=f"accumulator_dtype={given!r}",
+        given=f"accumulator_dtype={value!r}",
         remedy="Use accumulator_dtype=jnp.float32, or None to sum each gradient in its own dtype.",
     )

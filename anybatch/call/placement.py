@@ -1,4 +1,4 @@
-"""Where arrays lie, and what that means for a program on one of the devices."""
+"""The devices and shardings of arrays, and compiling a function for the devices that its arguments are on."""
 
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -11,12 +11,12 @@ from anybatch.jaxprs import avals, versions
 
 
 def is_placed(leaf: Any) -> bool:
-    """Whether an array lies somewhere, rather than being traced or on the host."""
+    """True for an array on devices, as opposed to a tracer or a NumPy array."""
     return isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer)
 
 
 def devices_of(leaves: Iterable[Any]) -> list[Any]:
-    """The devices of this process that arrays lie on, or will by their types; none if they do not say."""
+    """The local devices of some arrays, or of the mesh in their types. Empty if they name no devices."""
     leaves = list(leaves)
     found: set[Any] = {device for leaf in leaves if is_placed(leaf) for device in leaf.sharding.device_set}
     mesh = mesh_of(leaves)
@@ -26,13 +26,13 @@ def devices_of(leaves: Iterable[Any]) -> list[Any]:
 
 
 def mesh_of(leaves: Iterable[Any]) -> Any:
-    """The mesh that the types of arrays speak of, or that we are inside of; it has no devices yet."""
+    """The abstract mesh in the types of arrays, or else the surrounding one. It has no devices."""
     meshes = [jax.typeof(leaf).sharding.mesh for leaf in leaves]
     return next((mesh for mesh in meshes if not mesh.empty), jax.sharding.get_abstract_mesh())
 
 
 def describe_placed(leaf: Any) -> str:
-    """The type of an array and, unless it lies on a single device, where it lies: the same in every process."""
+    """The type of an array, with its sharding if it is on several devices. The text is the same in every process."""
     aval = jax.typeof(leaf)
     if is_placed(leaf):
         sharding = leaf.sharding
@@ -41,27 +41,27 @@ def describe_placed(leaf: Any) -> str:
 
 
 def local_bytes(leaf: Any) -> int:
-    """The bytes of an array on one of the devices that it lies on; inside `vmap`, of all its copies."""
+    """The bytes of an array on one of its devices. Inside `vmap`, those of all copies."""
     aval = jax.typeof(leaf)
     shape = aval.shape
     if is_placed(leaf):
         shape = leaf.sharding.shard_shape(shape)
     else:
-        shape = tuple(-(-each // _parts(aval, axis)) for axis, each in enumerate(shape))
+        shape = tuple(-(-each // _num_shards(aval, axis)) for axis, each in enumerate(shape))
     is_key = jax.dtypes.issubdtype(aval.dtype, jax.dtypes.prng_key)
     return avals.vmapped_copies(leaf) * math.prod(shape) * (8 if is_key else np.dtype(aval.dtype).itemsize)
 
 
-def parts_of_rows(array: Any) -> int:
-    """Over how many devices the rows of an array are spread: where it lies, or as its type says."""
+def num_row_shards(array: Any) -> int:
+    """The number of shards of an array along axis 0, by its sharding or its type."""
     if is_placed(array):
         local = array.sharding.shard_shape(array.shape)
         return -(-array.shape[0] // local[0]) if local[0] else 1
-    return _parts(jax.typeof(array), 0)
+    return _num_shards(jax.typeof(array), 0)
 
 
-def _parts(aval: Any, axis: int) -> int:
-    """Over how many devices an axis of a type is spread, on a mesh with explicit axes."""
+def _num_shards(aval: Any, axis: int) -> int:
+    """The number of shards of an axis, by the sharding in a type. 1 if its mesh has no explicit axes."""
     mesh, spec = aval.sharding.mesh, aval.sharding.spec
     if mesh.empty or axis >= len(spec) or spec[axis] is None:
         return 1
@@ -70,17 +70,17 @@ def _parts(aval: Any, axis: int) -> int:
 
 
 def spec_on(leaf: Any, mesh: Any) -> Any:
-    """How an array is spread over a mesh: where it lies, or as its type says. None if it does not say."""
+    """The PartitionSpec of an array on a mesh, by its sharding or its type. None if neither tells."""
     sharding = leaf.sharding if is_placed(leaf) else jax.typeof(leaf).sharding
     if not is_placed(leaf) and not sharding.mesh.explicit_axes:
-        return None  # of automatic axes a type knows nothing: its spec is empty, however the array is spread
+        return None  # with automatic axes the spec in a type is empty, however the array is sharded
     if not isinstance(sharding, jax.sharding.NamedSharding) or sharding.mesh.empty:
         return None
     return sharding.spec if dict(sharding.mesh.shape) == dict(mesh.shape) else None
 
 
 def put(leaf: Any, mesh: Any, spec: Any) -> Any:
-    """An array on a mesh, spread by a spec; where it is already, if it is on these devices and spread so."""
+    """Puts an array on a mesh with this PartitionSpec, without a copy if it already has this sharding."""
     sharding = jax.sharding.NamedSharding(mesh, spec)
     if is_placed(leaf) and leaf.sharding.device_set == sharding.device_set:
         if leaf.sharding.is_equivalent_to(sharding, leaf.ndim):
@@ -91,12 +91,12 @@ def put(leaf: Any, mesh: Any, spec: Any) -> Any:
     if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         data = put(jax.random.key_data(leaf), mesh, jax.sharding.PartitionSpec(*spec, None))
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf))
-    host = np.asarray(leaf)  # every process has all of it
+    host = np.asarray(leaf)  # every process has the full array
     return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
 
 
 def compile_on_mesh(fun: Callable[..., list[Any]], types: Sequence[Any], abstract_mesh: Any) -> Any:
-    """Compiles a function of types that speak of a mesh, for devices of this machine."""
+    """Compiles a function whose arguments have shardings over an abstract mesh, for the devices of this machine."""
     mesh = _with_devices(abstract_mesh)
 
     def on_devices(each: Any) -> Any:
@@ -114,7 +114,7 @@ def compile_on_mesh(fun: Callable[..., list[Any]], types: Sequence[Any], abstrac
 
 
 def compile_in_vmap(fun: Callable[..., list[Any]], leaves: Sequence[Any], types: Sequence[Any]) -> Any:
-    """Compiles a function of arrays that are traced by `vmap`s around us, as many times as these will run it."""
+    """Compiles a function as the surrounding `vmap`s will run it: with the batch axes that they trace."""
     mapped = [avals.vmap_levels(leaf) for leaf in leaves]
     depths: dict[int, int] = {}
     for levels in mapped:
@@ -139,13 +139,13 @@ def _with_devices(abstract_mesh: Any) -> Any:
 
 
 def compile_in_shard_map(fun: Callable[..., list[Any]], types: Sequence[Any]) -> Any:
-    """Compiles a function of types as they are inside the `shard_map` around us, as one device will run it."""
+    """Compiles a function as one device will run it inside the surrounding `shard_map`."""
     abstract_mesh = jax.sharding.get_abstract_mesh()
     devices = np.asarray(jax.devices()[: abstract_mesh.size]).reshape(abstract_mesh.axis_sizes)
     mesh = jax.sharding.Mesh(devices, abstract_mesh.axis_names)
 
     def spec(varying: frozenset[str]) -> Any:
-        """An axis in front for the devices over which a value differs."""
+        """The spec of a value with a new leading axis, sharded over the mesh axes over which the value varies."""
         axes = tuple(name for name in mesh.axis_names if name in varying)
         return jax.sharding.PartitionSpec(axes) if axes else jax.sharding.PartitionSpec()
 

@@ -14,7 +14,7 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from anybatch import __version__
-from anybatch.call.files import check_target, write_whole
+from anybatch.call.files import check_target, write_atomically
 from anybatch.cli import doctor as examination
 from anybatch.cli.problem import load_problem
 from anybatch.errors import InputError
@@ -52,7 +52,7 @@ def explain(target: str, *, html: pathlib.Path | None, plot: pathlib.Path | None
         title = f'{_PAGE}{__version__}"><title>{escape_html(target)}</title>'
         content = f"{title}{_STYLE}{plan._repr_html_()}".encode("utf-8", errors="replace")
         must = "The page needs a file that can be written"
-        write_whole(_check_page(html), content, must=must, given=f"--html {html}")
+        write_atomically(_check_page(html), content, must=must, given=f"--html {html}")
     return plan.chosen is not None
 
 

@@ -24,7 +24,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from anybatch.call.files import read_regular, write_whole
+from anybatch.call.files import read_regular, write_atomically
 from anybatch.call.memory import readable
 from anybatch.demo.config import RunConfig, written
 from anybatch.demo.gpt import GPT, count
@@ -154,7 +154,7 @@ class RunFolder:
         settings = {"run": self._kind, "text_sha256": self._sum, **dataclasses.asdict(self.config)}
         for name, content in (("vocabulary", json.dumps(vocabulary)), ("settings", json.dumps(settings, indent=2))):
             must = "The folder of a run must be one that can be written"
-            write_whole(
+            write_atomically(
                 self.path / f"{name}.json", f"{content}\n".encode(), must=must, given=f"out = {str(self.path)!r}"
             )
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from anybatch.call.arguments import Arguments
-from anybatch.call.modules import opened
+from anybatch.call.models import partition_models
 from anybatch.call.options import Options
 from anybatch.errors import InputError
 from anybatch.gradients import squared_norms
@@ -289,7 +289,7 @@ def noise_scale(
     @functools.wraps(fun)
     def noise_scale_fun(*args: Any, **kwargs: Any) -> Any:
         _check_context()
-        call = opened(fun, checked.roles, has_aux, args, kwargs)
+        call = partition_models(fun, checked.roles, has_aux, args, kwargs)
         arguments = checked.roles.sort(call.fun, call.args, call.kwargs)
         value, aux, gradient, sums = compute(call.fun, call.options(checked), arguments)
         aux = call.close(aux, checked)
@@ -307,7 +307,7 @@ def _of_examples(fun: Callable[..., Any], argnums: Any, has_aux: bool, options: 
     @functools.wraps(fun)
     def noise_scale_fun(*args: Any, **kwargs: Any) -> Any:
         _check_context()
-        call = opened(fun, checked.roles, has_aux, args, kwargs, keeps_state=False)
+        call = partition_models(fun, checked.roles, has_aux, args, kwargs, keeps_state=False)
         arguments = checked.roles.sort(call.fun, call.args, call.kwargs)
         reduction = checked.reduction
         if reduction == "infer":

@@ -57,7 +57,7 @@ class Gradient:
         if options.reduction != "infer" and options.microbatch_size is not None:
             arguments.refuse_unnamed_rows("microbatch")
         self.examples = arguments.num_examples
-        self.shardings = None if options.over is None else CallShardings(options.over, arguments)
+        self.shardings = None if options.mesh_options is None else CallShardings(options.mesh_options, arguments)
         self.options = options
         self.arguments = arguments if self.shardings is None else self.shardings.arguments
         self._traced: dict[int, tuple[TracedLoss, Any]] = {}  # by the number of examples
@@ -145,7 +145,7 @@ class Gradient:
         """What microbatch sizes had better be multiples of: the devices that the examples are spread over."""
         if self.shardings is not None:
             return 1
-        parts = max((placement.parts_of_rows(leaf) for leaf in self.arguments.arrays.batch), default=1)
+        parts = max((placement.num_row_shards(leaf) for leaf in self.arguments.arrays.batch), default=1)
         return parts if self.examples % parts == 0 and self.examples else 1
 
     @functools.cached_property

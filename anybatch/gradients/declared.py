@@ -12,7 +12,7 @@ from jax import lax
 from anybatch.call.arguments import Arrays
 from anybatch.call.aux_outputs import Combination
 from anybatch.call.loss import TracedLoss
-from anybatch.call.microbatches import Microbatches, first_start, take
+from anybatch.call.microbatches import Microbatches, loop_start, slice_examples
 from anybatch.gradients import references, squared_norms
 from anybatch.gradients.outputs import Outputs, ratio, wide_dtype
 from anybatch.jaxprs import avals, in_place
@@ -191,7 +191,7 @@ def _accumulate(
         _, pullback, seeds = backward(microbatches.size, 0, in_place if mutate else None)
         return references.add(pullback, seeds, totals, mutate=mutate)
 
-    if microbatches.whole and references.reach_nested_functions(declared.loss.traced, written_in_place):
+    if microbatches.complete and references.reach_nested_functions(declared.loss.traced, written_in_place):
         types = [jax.typeof(leaf).update(dtype=dtype) for leaf, dtype in zip(wrt, wide, strict=True)]
         written_in_place = references.with_same_terms(add, types, written_in_place)
 
@@ -208,7 +208,7 @@ def _accumulate(
         if declared.divides_at_end and not outputs.weighted:
             start = [grad * (microbatches.remainder / microbatches.size) for grad in start]
         noise = with_square(noise, start, microbatches.remainder, last)
-    first_row, start = first_start(microbatches, start)
+    first_row, start = loop_start(microbatches, start)
     accumulators = [jax.new_ref(leaf) for leaf in start] if mutate else None
 
     def step(carry: Any, _: None) -> tuple[Any, list[Any]]:
@@ -223,8 +223,8 @@ def _accumulate(
         return (row + microbatches.step, outputs.add(sums, out), grads, noise), outputs.emitted(out)
 
     carry = (first_row, outputs.start(microbatches, last), [] if mutate else start, noise)
-    if microbatches.whole:
-        (_, sums, grads, noise), emitted = lax.scan(step, carry, length=microbatches.whole)
+    if microbatches.complete:
+        (_, sums, grads, noise), emitted = lax.scan(step, carry, length=microbatches.complete)
     else:
         _, sums, grads, noise = carry
         emitted = [jnp.zeros((0, *aval.shape), aval.dtype) for aval in outputs.emitted(declared.loss.out_avals)]
@@ -253,8 +253,8 @@ def _totals(declared: DeclaredLoss, shard: Shard, consts: Consts, arrays: Arrays
     sums = [avals.zeros_of(aval, dtype) for aval, dtype in zip(types, wide, strict=True)]
     if microbatches.remainder:
         sums = totals(microbatches.remainder, microbatches.last_start)
-    if microbatches.whole:
-        (_, sums), _ = lax.scan(step, (jnp.zeros((), jnp.int32), sums), length=microbatches.whole)
+    if microbatches.complete:
+        (_, sums), _ = lax.scan(step, (jnp.zeros((), jnp.int32), sums), length=microbatches.complete)
     return sums
 
 
@@ -268,4 +268,4 @@ def _ratio_of(total: Any, weight: Any) -> list[jax.Array]:
 def _microbatch(arrays: Arrays, shard: Shard, row: Any, size: int) -> Arrays:
     """The arrays that a microbatch sees: its own examples, and keys of its own."""
     keys = [jax.random.fold_in(key, shard.first + row) for key in arrays.keys]
-    return arrays._replace(batch=take(arrays.batch, row, size, shard.runs), keys=keys)
+    return arrays._replace(batch=slice_examples(arrays.batch, row, size, shard.runs), keys=keys)

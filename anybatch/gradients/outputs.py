@@ -105,7 +105,7 @@ class Outputs:
         """How the rows of the parts lie."""
 
         def microbatches(examples: int) -> int:
-            return Microbatches(examples, self.size).microbatches
+            return Microbatches(examples, self.size).number
 
         emitted = [how for how in self.combinations if how.kind not in CARRIED]
         return [

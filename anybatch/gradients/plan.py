@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from anybatch.call.modules import opened
+from anybatch.call.models import partition_models
 from anybatch.call.options import Options
 from anybatch.errors import InputError
 from anybatch.gradients.computation import Gradient
@@ -113,7 +113,7 @@ def _gradients_of(
         memory, objective = options.get("memory"), options.get("objective", "speed")
         return fun.to_plan(args, kwargs, memory=memory, objective=objective)
     checked = Options.of(fun, **options)
-    call = opened(fun, checked.roles, checked.has_aux, args, kwargs)
+    call = partition_models(fun, checked.roles, checked.has_aux, args, kwargs)
 
     def gradient(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Gradient:
         return Gradient(call.fun, call.options(checked), checked.roles.sort(call.fun, args, kwargs))

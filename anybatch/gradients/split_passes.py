@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from anybatch.call.arguments import Arrays
-from anybatch.call.microbatches import Microbatches, first_start
+from anybatch.call.microbatches import Microbatches, loop_start
 from anybatch.gradients import references, squared_norms
 from anybatch.gradients import remat as blocks
 from anybatch.gradients.outputs import wide_dtype
@@ -139,8 +139,8 @@ class Prefix:
 
     def _loop(self, step: Any, carry: Any) -> tuple[Any, list[Any]]:
         """`lax.scan` over the whole microbatches, if there are any."""
-        if self.microbatches.whole:
-            return lax.scan(step, carry, length=self.microbatches.whole)
+        if self.microbatches.complete:
+            return lax.scan(step, carry, length=self.microbatches.complete)
         return carry, [jnp.zeros((0, *aval.shape), aval.dtype) for aval in self._emitted(self.whole.out_avals)]
 
     def backward(self, seeds: Sequence[Any], *, mutate: bool, keeps_frontier: bool) -> tuple[list[Any], ...]:
@@ -187,7 +187,7 @@ class Prefix:
             _, pullback, mine = run(self.whole, 0, microbatches.size, in_place if mutate else None)
             return references.add(pullback, mine, totals, mutate=mutate)
 
-        if microbatches.whole and references.reach_nested_functions(self.whole, written_in_place):
+        if microbatches.complete and references.reach_nested_functions(self.whole, written_in_place):
             types = [jax.typeof(leaf).update(dtype=dtype) for leaf, dtype in zip(given.variables, wide, strict=True)]
             written_in_place = references.with_same_terms(add, types, written_in_place)
 
@@ -200,7 +200,7 @@ class Prefix:
                 last, pullback, mine = run(self.last, microbatches.last_start, microbatches.remainder)
                 (grads,) = pullback(mine)
             noise = self._with_square(noise, grads, microbatches.last_start, microbatches.remainder)
-        start, grads = first_start(microbatches, grads)
+        start, grads = loop_start(microbatches, grads)
         accumulators = [jax.new_ref(leaf) for leaf in grads] if mutate else None
 
         def step(carry: Any, _: None) -> tuple[Any, list[Any]]:
@@ -289,7 +289,7 @@ def gather_rows(split: Split, microbatches: Microbatches, given: PassInputs) -> 
     def step(start: Any, _: None) -> tuple[Any, list[Any]]:
         return start + microbatches.step, run(start, microbatches.size)
 
-    _, stacked = lax.scan(step, jnp.zeros((), jnp.int32), length=microbatches.whole)
+    _, stacked = lax.scan(step, jnp.zeros((), jnp.int32), length=microbatches.complete)
     states: list[Any] = [split.reader.state(value) for value in wanted]
     return [
         put_rows(*each, microbatches.size, microbatches.remainder, microbatches.runs)

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from anybatch.call.arguments import Arguments
-from anybatch.call.modules import opened
+from anybatch.call.models import partition_models
 from anybatch.call.options import Options
 from anybatch.call.programs import PROGRAMS
 from anybatch.gradients import head_budget
@@ -166,7 +166,7 @@ def value_and_grad(
 
     @functools.wraps(fun)
     def value_and_grad_fun(*args: Any, **kwargs: Any) -> Any:
-        call = opened(fun, options.roles, has_aux, args, kwargs)
+        call = partition_models(fun, options.roles, has_aux, args, kwargs)
         arguments = options.roles.sort(call.fun, call.args, call.kwargs)
         value, aux, gradient, _ = compute(call.fun, call.options(options), arguments)
         aux = call.close(aux, options)

@@ -101,7 +101,7 @@ class CallShardings:
 
     def with_specs(self, fun: Any, out: list[Any]) -> Any:
         """The same, with how each of its results is spread."""
-        axes = self.over.given.axis_names
+        axes = self.over.user_mesh.axis_names
 
         def run(*flat: Any) -> list[Any]:
             meshes = [jax.typeof(leaf).sharding.mesh for leaf in flat]
@@ -210,7 +210,7 @@ class CallShardings:
         if not self.is_eager or not self.over.is_explicit:
             return list(outputs)
         return [
-            jax.device_put(leaf, NamedSharding(self.over.given, leaf.sharding.spec))
+            jax.device_put(leaf, NamedSharding(self.over.user_mesh, leaf.sharding.spec))
             if isinstance(leaf.sharding, NamedSharding)
             else leaf
             for leaf in outputs
@@ -253,10 +253,10 @@ def _names(entry: Any) -> tuple[str, ...]:
 def _check_context(over: MeshOptions, is_eager: bool) -> None:
     """Inside the user's own `shard_map` over these axes there is nothing left to spread."""
     around = jax.sharding.get_abstract_mesh()
-    if not is_eager and not around.empty and dict(around.shape) != dict(over.given.shape):
+    if not is_eager and not around.empty and dict(around.shape) != dict(over.user_mesh.shape):
         raise InputError(
             "Under jit, mesh= must be the mesh that is set",
-            given=f"mesh={over.given} inside jax.set_mesh({around})",
+            given=f"mesh={over.user_mesh} inside jax.set_mesh({around})",
             remedy="Pass the mesh that is set, or call it outside of jax.set_mesh.",
         )
     taken = [name for name in over.axes if name in around.manual_axes]

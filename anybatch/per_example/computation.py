@@ -353,11 +353,11 @@ def _check_keys(arguments: Arguments) -> None:
                 remedy="Pass one of the default generator, jax.random.key(seed, impl='threefry2x32'): what others draw "
                 "for an example depends on those that it is computed together with.",
             )
-        if leaf.role == "rest" and _has_keys(leaf.value) and not arguments.is_in_parts(leaf):
+        if leaf.role == "rest" and _has_keys(leaf.value) and not arguments.is_of_model(leaf):
             _refuse_key(
                 leaf,
-                f"Pass rng_argnums={leaf.place}"
-                if isinstance(leaf.place, int)
+                f"Pass rng_argnums={leaf.slot}"
+                if isinstance(leaf.slot, int)
                 else "Pass the key by position, and name that position in rng_argnums",
             )
 
@@ -365,7 +365,7 @@ def _check_keys(arguments: Arguments) -> None:
 def _check_keys_of_models(arguments: Arguments, loss: TracedLoss) -> None:
     """Likewise for the keys in a model, which may not be used: a Dropout that is switched off has one."""
     rest = arguments.arrays_of("rest")
-    if not any(_has_keys(leaf.value) and arguments.is_in_parts(leaf) for leaf in rest):
+    if not any(_has_keys(leaf.value) and arguments.is_of_model(leaf) for leaf in rest):
         return
     outputs = [loss.traced.inputs_used_by(output) for output in range(len(loss.out_avals))]
     for leaf, *used in zip(rest, *(inputs[len(inputs) - len(rest) :] for inputs in outputs), strict=True):

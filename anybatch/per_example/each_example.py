@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from anybatch.call.arguments import Arrays
-from anybatch.call.microbatches import Microbatches, first_start, join_rows, take
+from anybatch.call.microbatches import Microbatches, join_rows, loop_start, slice_examples
 from anybatch.gradients.outputs import wide_dtype
 from anybatch.jaxprs import avals
 from anybatch.mesh.executor import BatchPass, Executor, OutputLayout, Shard
@@ -302,7 +302,7 @@ class EachExample:
             with jax.named_scope("anybatch_last_microbatch"):
                 last = self._unless_padding(shard, inputs, microbatches, sums, is_bad)
                 sums = last.sums
-        first_row, sums = first_start(microbatches, sums)
+        first_row, sums = loop_start(microbatches, sums)
 
         def step(carry: Any, _: None) -> tuple[Any, Any]:
             row, sums = carry
@@ -310,14 +310,14 @@ class EachExample:
                 found = self._microbatch(shard, inputs, microbatches.size, row, sums, is_bad)
             return (row + microbatches.step, found.sums), found._replace(sums=[])
 
-        if microbatches.whole == 0 and last is not None:
+        if microbatches.complete == 0 and last is not None:
             return last
         if inputs.is_padding is not None and self.skips_padding:
             sums, stacked = self._those_that_count(shard, inputs, microbatches, step, (first_row, sums))
-        elif microbatches.whole == 1 and last is None:
+        elif microbatches.complete == 1 and last is None:
             return self._microbatch(shard, inputs, microbatches.size, 0, sums, is_bad)
         else:
-            (_, sums), stacked = lax.scan(step, (first_row, sums), length=microbatches.whole)
+            (_, sums), stacked = lax.scan(step, (first_row, sums), length=microbatches.complete)
         end = None if last is None else last._replace(sums=[])
         ends = [None] * len(jax.tree.leaves(stacked)) if end is None else jax.tree.leaves(end)
         leaves, tree = jax.tree.flatten(stacked)
@@ -338,13 +338,13 @@ class EachExample:
         """
         first_row, sums = start
         assert inputs.is_padding is not None
-        padding = inputs.is_padding.reshape(shard.runs, -1)[:, : microbatches.whole * microbatches.step]
-        is_padding = padding.reshape(shard.runs, microbatches.whole, microbatches.step).all(axis=(0, 2))
+        padding = inputs.is_padding.reshape(shard.runs, -1)[:, : microbatches.complete * microbatches.step]
+        is_padding = padding.reshape(shard.runs, microbatches.complete, microbatches.step).all(axis=(0, 2))
         order, number = jnp.argsort(is_padding, stable=True).astype(jnp.int32), jnp.sum(~is_padding)
         types = jax.eval_shape(step, start, None)[1]
         rows = jax.tree.map(
             lambda each: _like_rows(
-                _zeros(jax.ShapeDtypeStruct((microbatches.whole, *each.shape), each.dtype)), inputs.arrays.batch
+                _zeros(jax.ShapeDtypeStruct((microbatches.complete, *each.shape), each.dtype)), inputs.arrays.batch
             ),
             types,
         )
@@ -373,7 +373,7 @@ class EachExample:
         def skip(sums: list[Any]) -> Found:
             return jax.tree.map(lambda each: _like_rows(_zeros(each), inputs.arrays.batch), types)._replace(sums=sums)
 
-        (mine,) = take([inputs.is_padding], microbatches.last_start, microbatches.remainder, shard.runs)
+        (mine,) = slice_examples([inputs.is_padding], microbatches.last_start, microbatches.remainder, shard.runs)
         return lax.cond(jnp.all(mine), skip, run, sums)
 
     def _microbatch(
@@ -386,7 +386,7 @@ class EachExample:
         if isinstance(row, _One):
             taken = [lax.dynamic_slice_in_dim(leaf, row.number, 1) for leaf in [*arrays.batch, numbers, *marks]]
         else:
-            taken = take([*arrays.batch, numbers, *marks], row, size, shard.runs)
+            taken = slice_examples([*arrays.batch, numbers, *marks], row, size, shard.runs)
         batch, (number, *own) = taken[: len(arrays.batch)], taken[len(arrays.batch) :]
         is_padding, was_bad = own.pop(0) if padding is not None else None, own.pop(0) if own else None
         if was_bad is not None and is_bad is not None:

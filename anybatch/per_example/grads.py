@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from anybatch.call.checks import one_of
-from anybatch.call.modules import Opened, opened
+from anybatch.call.models import PartitionedCall, partition_models
 from anybatch.errors import InputError
 from anybatch.per_example.computation import ExampleGradient, Results
 from anybatch.per_example.options import PerExampleOptions, Wants
@@ -41,10 +41,10 @@ class ExampleFunction:
         arguments = self.options.roles.sort(call.fun, call.args, call.kwargs)
         return ExampleGradient(call.fun, self.options, arguments, is_padding)
 
-    def opened(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Opened:
+    def opened(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> PartitionedCall:
         """One call, with models taken apart. What examples would change of them is refused."""
         options = self.options
-        return opened(self.fun, options.roles, options.has_aux, args, kwargs, keeps_state=False)
+        return partition_models(self.fun, options.roles, options.has_aux, args, kwargs, keeps_state=False)
 
     def planned(self, *, memory: Any, objective: Any) -> "ExampleFunction":
         """The same, with a microbatch size that is yet to be planned."""

@@ -11,7 +11,7 @@ import pathlib
 from collections.abc import Sequence
 from typing import Any
 
-from anybatch.call.files import check_target, write_whole
+from anybatch.call.files import check_target, write_atomically
 from anybatch.call.memory import readable
 from anybatch.errors import InputError
 from anybatch.planning.measure import Bytes
@@ -58,7 +58,7 @@ def save(figure: Any, path: str | os.PathLike[str]) -> None:
             remedy=f"For example plan.plot('plan.png') or 'plan.svg'. ({error})",
         ) from None
     must = "A plot needs a file that can be written"
-    write_whole(target, content.getvalue(), must=must, given=f"path={str(path)!r}")
+    write_atomically(target, content.getvalue(), must=must, given=f"path={str(path)!r}")
 
 
 def draw(plan: Any) -> Any:

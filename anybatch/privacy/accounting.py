@@ -7,8 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from anybatch.call.checks import constant, positive, probability, whole_number
+from anybatch.call.checks import whole_number
 from anybatch.errors import InputError
+from anybatch.privacy.numbers import constant, positive, probability
 
 ACCOUNTANTS = ("pld", "rdp")
 

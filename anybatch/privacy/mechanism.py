@@ -9,11 +9,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from anybatch.call.checks import positive, whole_number
+from anybatch.call.checks import whole_number
 from anybatch.errors import InputError
 from anybatch.per_example.clipping import clipped_grad
 from anybatch.privacy.keys import LEDGER
 from anybatch.privacy.noise import add_noise, at_least_float32, check_floating, check_key
+from anybatch.privacy.numbers import positive
 from anybatch.privacy.refusals import (
     check_batch_size,
     check_clip_norm,

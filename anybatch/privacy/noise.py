@@ -7,10 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from anybatch.call.checks import constant, describe, is_array, is_key, named_leaves
-from anybatch.call.modules import has_nnx
+from anybatch.call.checks import describe, is_array, is_key, named_leaves
+from anybatch.call.models import has_nnx
 from anybatch.errors import InputError
 from anybatch.jaxprs import avals
+from anybatch.privacy.numbers import constant
 
 # In float32, `jax.random.normal` never goes beyond 5.42, and near its ends it takes few different values: an output
 # beyond what one dataset can produce gives the other one away. The sum of four ends at 10.8, which no noise reaches.

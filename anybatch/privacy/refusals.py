@@ -6,9 +6,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from anybatch.call.checks import constant, describe, is_array, is_key, most_of, whole_number
+from anybatch.call.checks import describe, is_array, is_key, whole_number
 from anybatch.errors import InputError
 from anybatch.privacy.keys import is_at_hand
+from anybatch.privacy.numbers import constant, largest_sample
 from anybatch.privacy.sampling import PaddedBatch, rate_of
 
 # States of optimizers that collect the gradients of several calls.
@@ -190,7 +191,7 @@ def check_batch_size(
     if padding is None:
         return
     examples = size - int(padding.sum())
-    most = most_of(num_examples, sampling_rate, failure=1e-15)
+    most = largest_sample(num_examples, sampling_rate, failure=1e-15)
     if examples > most:
         raise InputError(
             "A batch must be a Poisson sample at the declared rate: larger batches spend more than is accounted for",

@@ -8,19 +8,11 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from anybatch.call.checks import (
-    describe,
-    is_array,
-    log_of_excess,
-    most_of,
-    named_leaves,
-    positive,
-    probability,
-    whole_number,
-)
+from anybatch.call.checks import describe, is_array, named_leaves, whole_number
 from anybatch.errors import InputError
 from anybatch.privacy.keys import LEDGER, value_of
 from anybatch.privacy.noise import check_key
+from anybatch.privacy.numbers import largest_sample, log_excess_probability, positive, probability
 
 # The probability that any draw of a whole run has more examples than there is room for.
 OVERFLOW = 1e-12
@@ -278,9 +270,9 @@ def poisson_batches(
             given=f"start={start} and steps={steps}",
             remedy="steps= counts those that were taken before, too.",
         )
-    smallest = most_of(num_examples, rate, failure=OVERFLOW / steps)
+    smallest = largest_sample(num_examples, rate, failure=OVERFLOW / steps)
     size = smallest if max_batch_size is None else whole_number("max_batch_size", max_batch_size, 1, example="512")
-    if size < smallest and log_of_excess(num_examples, rate, size) > math.log(OVERFLOW / steps):
+    if size < smallest and log_excess_probability(num_examples, rate, size) > math.log(OVERFLOW / steps):
         raise InputError(
             "max_batch_size must have room for every draw: leaving examples out would void the guarantee",
             given=f"max_batch_size={size} for {num_examples * rate:g} examples on average over {steps} steps",

@@ -14,7 +14,7 @@ import numpy as np
 
 from anybatch.call.arguments import Roles
 from anybatch.call.loss import TracedLoss, trace_loss
-from anybatch.call.modules import opened
+from anybatch.call.models import partition_models
 from anybatch.errors import InputError
 from anybatch.jaxprs import interpreter, source
 from anybatch.jaxprs.graph import Graph
@@ -159,7 +159,7 @@ def read(
     roles = Roles.of(
         argnums=argnums, batch_argnums=batch_argnums, rng_argnums=rng_argnums, batch_argnames=batch_argnames
     )
-    call = opened(fun, roles, has_aux, args, kwargs)
+    call = partition_models(fun, roles, has_aux, args, kwargs)
     fun, has_aux = call.fun, call.has_aux
     leaves, tree = jax.tree.flatten((call.args, call.kwargs))
     abstract = [position for position, leaf in enumerate(leaves) if isinstance(leaf, jax.ShapeDtypeStruct)]

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from anybatch.call.arguments import Arrays
 from anybatch.call.loss import TracedLoss
-from anybatch.call.microbatches import take
+from anybatch.call.microbatches import slice_examples
 from anybatch.jaxprs import avals, tracing
 from anybatch.jaxprs.graph import Graph, Node, Value
 from anybatch.jaxprs.primitives import ELEMENTWISE
@@ -336,7 +336,7 @@ class Split:
                 full[value] = array
             mine[value] = array
         if selection is None:
-            taken = take([inputs[position] for position in self.batch_positions], start, size, runs)
+            taken = slice_examples([inputs[position] for position in self.batch_positions], start, size, runs)
             mine.update(zip((self.graph.inputs[position] for position in self.batch_positions), taken, strict=True))
         elif selected:
             for (position, rows), array in zip(self.selected_first(selection).items(), selected, strict=True):

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from anybatch import __version__
-from anybatch.call.files import check_target, check_writable, write_whole
+from anybatch.call.files import check_target, check_writable, write_atomically
 from anybatch.call.memory import readable
 from anybatch.errors import InputError
 from anybatch.gradient_noise.noise_scale import NoiseScale
@@ -137,7 +137,7 @@ class Report:
         check_writable(target, **options)
         # Half of a pair of code units is no character; nobody could read it either.
         content = self.html().encode("utf-8", errors="replace")
-        write_whole(check_path(path), content, **options)
+        write_atomically(check_path(path), content, **options)
         return pathlib.Path(os.path.expanduser(path))
 
     @property

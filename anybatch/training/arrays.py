@@ -105,26 +105,26 @@ def put_batch(rows: Sequence[Any], over: MeshOptions | None, *, copy: bool = Fal
                     given=f"rows on the host and axis_name={over.axes}",
                     remedy="Put them together with jax.make_array_from_process_local_data first.",
                 )
-            together = iter(global_batch(local, over.given, over.axes[0]))
+            together = iter(global_batch(local, over.user_mesh, over.axes[0]))
             return [next(together) if any(row is each for each in local) else row for row in rows]
         return list(rows)
     return [_over_mesh(row, over) for row in rows]
 
 
 def _over_mesh(row: Any, over: MeshOptions) -> Any:
-    if placement.is_placed(row) and row.sharding.device_set == set(over.given.devices.flat):
+    if placement.is_placed(row) and row.sharding.device_set == set(over.user_mesh.devices.flat):
         return row
     shape = np.shape(row)
     is_even = bool(shape) and shape[0] > 0 and shape[0] % over.devices == 0
     spec = PartitionSpec(over.axes) if is_even else PartitionSpec()
-    sharding = NamedSharding(over.given, spec)
+    sharding = NamedSharding(over.user_mesh, spec)
     return jax.device_put(row, sharding) if isinstance(row, jax.Array) else to_device(row, sharding)
 
 
 def _on_mesh(array: Any, over: MeshOptions | None) -> Any:
-    if over is None or array.sharding.device_set == set(over.given.devices.flat):
+    if over is None or array.sharding.device_set == set(over.user_mesh.devices.flat):
         return array
-    return jax.device_put(array, NamedSharding(over.given, PartitionSpec()))
+    return jax.device_put(array, NamedSharding(over.user_mesh, PartitionSpec()))
 
 
 def _memory(array: Any) -> int:

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from anybatch.call.checks import describe, is_array, is_key, named_leaves
-from anybatch.call.modules import frozen, has_nnx, joined, trainable
+from anybatch.call.models import combined, frozen, has_nnx, trainable
 from anybatch.errors import InputError
 from anybatch.gradient_noise.noise_scale import NoiseScale
 
@@ -315,7 +315,7 @@ class OwnState:
         """
         trained = trainable(state.params)
         updates, opt_state = _update(optimizer, grads, state.opt_state, trained, extra)
-        params = joined(add_updates(trained, updates), frozen(state.params))
+        params = combined(add_updates(trained, updates), frozen(state.params))
         new = state.replace(params=params, opt_state=opt_state, **changes)
         counted = together(_chosen(good, apart(new)[0], arrays), apart(state)[1])
         one = jnp.ones((), jnp.int32)

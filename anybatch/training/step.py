@@ -15,7 +15,7 @@ import jax
 from anybatch.call.arguments import takes_batch
 from anybatch.call.caches import Cache
 from anybatch.call.memory import memory_budget, memory_left, readable
-from anybatch.call.modules import has_nnx, without_objects
+from anybatch.call.models import has_nnx, without_objects
 from anybatch.call.options import Options
 from anybatch.errors import InputError, NothingFitsError, TightMemoryWarning, user_stacklevel
 from anybatch.gradients.computation import Gradient
@@ -224,7 +224,7 @@ class TrainStep:
 
     def __init__(self, update: Update, *, tokens: Callable[[Any], int] | None, donate: bool) -> None:
         self._update, self._tokens, self._donate = update, tokens, donate
-        self._over, self._is_planned = update.options.over, update.options.microbatch_size == "auto"
+        self._over, self._is_planned = update.options.mesh_options, update.options.microbatch_size == "auto"
         # By what they were compiled for: programs, and the number of their examples.
         self._programs: Cache[tuple[Callable[..., Any], int]] = Cache(MOST_PROGRAMS, of_programs=True)
         self._ways: dict[str, Strategy] = {}  # that were decided, by the type of the batch

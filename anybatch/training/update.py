@@ -17,7 +17,7 @@ from anybatch.call.aux_outputs import NewState
 from anybatch.call.checks import describe, named_leaves
 from anybatch.call.loss import is_pair, shown
 from anybatch.call.memory import memory_budget
-from anybatch.call.modules import Opened, opened, with_objects
+from anybatch.call.models import PartitionedCall, partition_models, with_objects
 from anybatch.call.options import Options
 from anybatch.call.placement import local_bytes
 from anybatch.errors import InputError, user_stacklevel
@@ -88,7 +88,7 @@ class Update:
         """Whether the noise in the gradient is wanted."""
         return self.options.noise
 
-    def call(self, given: StepArguments) -> tuple[Any, Opened]:
+    def call(self, given: StepArguments) -> tuple[Any, PartitionedCall]:
         """The state, and the call of the loss: with the model, the batch, a key and the state of the model, if any."""
         state = given.kind.merged(given.arrays, given.about_state)
         model, key, wrt = given.kind.model_of(state)
@@ -109,7 +109,7 @@ class Update:
         has_aux = self.has_aux or self.has_state
         roles = Roles.of(argnums=0, batch_argnums=1, rng_argnums=())
         roles = dataclasses.replace(roles, filters=() if wrt is None else (wrt,))
-        return state, opened(fun, roles, has_aux, (model, batch, *others), kwargs, filters=True)
+        return state, partition_models(fun, roles, has_aux, (model, batch, *others), kwargs, filters=True)
 
     def _check_signature(self, kind: Any, keys: list[str], kwargs: dict[str, Any]) -> None:
         """Checks that the loss takes what a step passes, as far as its signature says."""
@@ -164,7 +164,7 @@ class Update:
                 )
         return value, (aux, NewState(after))
 
-    def options_of(self, call: Opened, **changes: Any) -> Options:
+    def options_of(self, call: PartitionedCall, **changes: Any) -> Options:
         """The options of the gradient of a call."""
         options = dataclasses.replace(self.options, **changes)
         if self.has_state:
@@ -223,7 +223,7 @@ class Update:
         return new_arrays, {"loss": value, "aux": aux, "gradient_norm": norm, "skipped": ~good, "noise": noise}
 
 
-def sorted_arguments(call: Opened, options: Options) -> Arguments:
+def sorted_arguments(call: PartitionedCall, options: Options) -> Arguments:
     """The arguments of the loss, sorted. The batch is the second, and has at least one example.
 
     Raises:
@@ -282,7 +282,7 @@ def _ways_to_call(signature: inspect.Signature, passed: list[str], kwargs: dict[
     )
 
 
-def _value_fn(call: Opened, options: Options) -> Callable[[Any], Any]:
+def _value_fn(call: PartitionedCall, options: Options) -> Callable[[Any], Any]:
     """The loss as a function of what is trained, for optimizers that search along a line: by microbatches, too."""
     options = dataclasses.replace(options, noise=False)
 
@@ -303,7 +303,7 @@ def _value_fn(call: Opened, options: Options) -> Callable[[Any], Any]:
     return value_fn
 
 
-def beside_gradient(given: StepArguments, call: Opened) -> int:
+def beside_gradient(given: StepArguments, call: PartitionedCall) -> int:
     """The bytes of a state on one device that its gradient does not see: what the optimizer keeps."""
     seen = {id(leaf) for leaf in jax.tree.leaves((call.args[0], call.args[2:], call.kwargs))}
     return sum(local_bytes(array) for array in given.arrays if id(array) not in seen)

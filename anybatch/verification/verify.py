@@ -13,7 +13,7 @@ import numpy as np
 
 from anybatch.call.arguments import ROLES, Arguments, Roles
 from anybatch.call.loss import trace_loss
-from anybatch.call.modules import opened
+from anybatch.call.models import partition_models
 from anybatch.errors import AnybatchError, InputError
 from anybatch.gradients.value_and_grad import value_and_grad
 from anybatch.verification import diagnosis
@@ -197,7 +197,7 @@ def verify(
     for mesh in (None, *several):  # checks them
         value_and_grad(fun, **options, microbatch_size=1, mesh=mesh, axis_name=axis_name)
     roles = Roles.of(**{name: options[name] for name in ROLES})
-    call = opened(fun, roles, has_aux, args, kwargs)
+    call = partition_models(fun, roles, has_aux, args, kwargs)
     fun, has_aux, args, kwargs = call.fun, call.has_aux, call.args, call.kwargs
     options |= {
         "argnums": roles.argnums,

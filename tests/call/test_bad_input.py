@@ -82,7 +82,7 @@ def test_argnums_that_are_no_positions(name, argnums):
 def test_overlapping_argnums(options, given):
     assert text_of(lambda: wrap(**options)) == (
         f"argnums, batch_argnums and rng_argnums must not overlap, got {given}.\n"
-        "An argument is differentiated, or cut into microbatches, or a PRNG key: "
+        "An argument is differentiated, or is divided into microbatches, or is a PRNG key: "
         "e.g. value_and_grad(loss, argnums=0, batch_argnums=1, rng_argnums=2)."
     )
 
@@ -249,7 +249,7 @@ def test_parameters_that_are_no_real_numbers(params, shown):
         "Gradients are taken with respect to arrays of floating-point or complex numbers, "
         f"got args[0]['w'] = {shown}.\n"
         "Cast it, e.g. x.astype(jnp.float32), or take its argument out of argnums "
-        "(split integers and settings off the parameters and pass them as another argument)."
+        "(pass integers and configuration as a separate argument)."
     )
 
 
@@ -314,9 +314,9 @@ def aux_error(aux, **options):
 
 def test_aux_that_nobody_said_how_to_combine():
     assert aux_error(lambda w, x: {"rows": x, "accuracy": jnp.mean(x)}) == (
-        "Every aux leaf that is not one row for each example needs an aux_reduction, "
+        "Every aux leaf without a row for each example needs an aux_reduction, "
         "got none for aux['accuracy'], float32[].\n"
-        'Say how the values of the microbatches combine: aux_reduction="mean", "sum", "last" or "stack", '
+        'Say how to combine the values of the microbatches: aux_reduction="mean", "sum", "last" or "stack", '
         "for all leaves or as a tree like aux."
     )
 
@@ -325,7 +325,7 @@ def test_aux_that_grows_with_the_batch_in_another_way():
     assert aux_error(lambda w, x: x[:, None] * x[None, :]) == (
         "Every aux leaf must have a row for each example along one axis, or one shape for every batch, "
         "got aux: float32[2,2] for 2 examples and float32[6,6] for 6.\n"
-        "Return it with an axis of its own for the examples, or reduce it over them, or leave it out."
+        "Give it one axis of the number of examples, or reduce it over them, or leave it out."
     )
 
 

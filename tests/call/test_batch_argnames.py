@@ -152,15 +152,15 @@ PER_EXAMPLE = [
 @pytest.mark.parametrize("wrap", PER_EXAMPLE)
 def test_a_keyword_with_a_row_for_each_example_is_not_guessed_about(wrap):
     text = (
-        "An array with as many rows as the batch has examples must be part of the batch, or of the loss, got "
-        "y = float32[8] for 8 examples, of which every example would see all rows.\n"
-        'Pass batch_argnames="y" for one row to each example. If every example is to see all rows, close over it: '
+        "An array with as many rows as the batch has examples must be part of the batch, or closed over, got "
+        "y = float32[8] for 8 examples; every example would see all of its rows.\n"
+        'Pass batch_argnames="y" to give each example its row. If every example should see all rows, close over it: '
         "functools.partial(loss, y=...)."
     )
     assert text_of(lambda: wrap(loss)(W, X, y=Y)) == text
     assert text_of(lambda: jax.jit(wrap(loss))(W, X, y=Y)) == text
     assert text_of(lambda: wrap(loss, mesh=mesh_of(2), microbatch_size=None)(W, X, y=Y)) == text
-    assert "Pass batch_argnums=(1, 2) for one row" in text_of(lambda: wrap(loss)(W, X, Y))
+    assert "Pass batch_argnums=(1, 2) to give each example its row" in text_of(lambda: wrap(loss)(W, X, Y))
     assert text_of(lambda: wrap(lambda *args: loss(*args))(W, X, Y)).endswith("see all rows, close over it.")
     assert text_of(lambda: ab.plan(wrap(loss), W, X, y=Y)) == text
     wrap(functools.partial(loss, y=Y))(W, X)  # the other way out
@@ -189,7 +189,7 @@ def test_what_is_no_part_of_the_batch_is_left_alone():
 def test_declared_reductions_do_not_broadcast_a_batch_by_keyword():
     declared = functools.partial(ab.value_and_grad, loss, reduction="mean")
     text = text_of(lambda: declared(microbatch_size=1)(W, X, y=Y))
-    assert "y = float32[8] for 8 examples, of which every microbatch would see all rows" in text
+    assert "y = float32[8] for 8 examples; every microbatch would see all of its rows" in text
     for size in (2, 8, "auto"):  # whether it is refused does not depend on the plan
         assert text_of(lambda size=size: declared(microbatch_size=size)(W, X, y=Y)) == text
     np.testing.assert_allclose(declared(microbatch_size=None)(W, X, y=Y)[1], EXPECTED[1], rtol=1e-6)

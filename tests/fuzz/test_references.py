@@ -136,12 +136,12 @@ def swap(monkeypatch):
 @mutation("the ragged last microbatch is forgotten")
 def forget(monkeypatch):
     for module in (declared, split_passes):
-        right = module.first_start
+        right = module.loop_start
 
         def forgetful(cut, grads, right=right):
             return right(cut, [jnp.zeros_like(grad) for grad in grads])
 
-        monkeypatch.setattr(module, "first_start", forgetful)
+        monkeypatch.setattr(module, "loop_start", forgetful)
 
 
 @mutation("an accumulator may reach nested functions twice", until=(0, 12))

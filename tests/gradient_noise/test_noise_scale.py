@@ -549,8 +549,8 @@ def test_under_jit_terms_that_do_not_make_up_the_loss_give_nan():
 @pytest.mark.parametrize(
     "options, message",
     [
-        ({"reduce": "each", "mesh": None}, "reduce goes with a mesh"),
-        ({"reduce": "each"}, 'The noise scale goes with reduce="once"'),
+        ({"reduce": "each", "mesh": None}, "reduce needs a mesh"),
+        ({"reduce": "each"}, 'The noise scale needs reduce="once"'),
         ({"exact": 1}, "exact must be True or False, got exact=1"),
     ],
 )

@@ -318,7 +318,7 @@ def test_a_loss_that_fails_either_way_raises_its_own_error():
     with pytest.raises(KeyError, match="missing") as caught:
         ab.per_example_norms(loss)(params, batch)
     assert caught.value.__notes__[-1] == (
-        "This happened in the loss for one example, which it sees without the axis of the batch."
+        "This happened in the loss for one example, which is passed without the batch axis."
     )
 
 

@@ -589,7 +589,9 @@ def test_what_is_no_path_is_refused_before_any_work(tmp_path, name, given):
         seen.append(1)
         yield data(8)
 
-    with pytest.raises(ab.InputError, match=f"{name} must be a path: a text, or a pathlib.Path, got {name}=") as caught:
+    with pytest.raises(
+        ab.InputError, match=f"{name} must be a path: a string, or a pathlib.Path, got {name}="
+    ) as caught:
         fitted(batches(), **{name: given, other: tmp_path / "other.csv"})
     assert f"For example {name}=" in str(caught.value)
     assert not seen and not list(tmp_path.iterdir())

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from anybatch.call.files import write_whole
+from anybatch.call.files import write_atomically
 from anybatch.errors import InputError
 from anybatch.learn.catalogue import COURSES, Course, Exercise
 from anybatch.learn.check import Verdict
@@ -268,7 +268,7 @@ def new(folder: pathlib.Path, name: str | None) -> bool:
         )
     _write_exercise(home, name, title)
     content = f'{catalogue}[[exercise]]\nfolder = "{home.name}"\ntitle = "{title}"\n'.encode()
-    write_whole(path, content, must="A course needs a folder that can be written", given=str(path))
+    write_atomically(path, content, must="A course needs a folder that can be written", given=str(path))
     print(f"{home} is a whole exercise. Edit its files, and prove it:")
     print(f"  anybatch learn dev check --course {folder} --exercise {number}")
     print(f"Try it as a learner does:\n  anybatch learn --course {folder} --at {number}")

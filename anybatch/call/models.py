@@ -1,7 +1,8 @@
-"""Models of Flax NNX and Equinox as arguments of a loss: what is differentiated of them, and the rest.
+"""Models of Flax NNX and Equinox as arguments of a loss.
 
-`opened` takes such models apart before a call is sorted, traced and planned, so that everything below sees plain trees
-of arrays; the loss is called with models again. Neither library is imported here: a model brings its library along.
+`partition_models` replaces each model by plain pytrees of arrays (`PartlyTrained`) before a call is sorted, traced and
+planned, and wraps the loss so that it gets models again. Neither library is imported here: whoever passes a model has
+imported its library.
 """
 
 import dataclasses
@@ -15,7 +16,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from anybatch.call.arguments import Parts, Roles
+from anybatch.call.arguments import PartlyTrained, Roles
 from anybatch.call.aux_outputs import NewState
 from anybatch.call.checks import is_array
 from anybatch.call.loss import pair
@@ -24,7 +25,7 @@ from anybatch.errors import InputError, user_stacklevel
 
 
 def trainable(params: Any) -> Any:
-    """The tree of the floating-point arrays among some parameters, with None in the place of everything else.
+    """The floating-point arrays of a pytree, with None in place of all other leaves.
 
     >>> trainable({"w": jnp.ones(2), "size": 3, "act": jax.nn.relu})
     {'act': None, 'size': None, 'w': Array([1., 1.], dtype=float32)}
@@ -33,12 +34,12 @@ def trainable(params: Any) -> Any:
 
 
 def frozen(params: Any) -> Any:
-    """The rest: everything that is not trained."""
+    """The other leaves of a pytree, with None in place of the floating-point arrays."""
     return jax.tree.map(lambda leaf: None if _is_trainable(leaf) else leaf, params)
 
 
-def joined(trained: Any, rest: Any) -> Any:
-    """The parameters, from `trainable` and `frozen`."""
+def combined(trained: Any, rest: Any) -> Any:
+    """The inverse of `trainable` and `frozen`."""
     return jax.tree.map(
         lambda one, other: other if one is None else one, trained, rest, is_leaf=lambda leaf: leaf is None
     )
@@ -50,16 +51,15 @@ def _is_trainable(leaf: Any) -> bool:
 
 
 @dataclasses.dataclass(frozen=True)
-class Opened:
-    """A call of a loss whose models are taken apart.
+class PartitionedCall:
+    """A call of a loss in which `PartlyTrained` trees of arrays replace the models.
 
     Args:
-      fun: the loss, which takes `Parts` in the place of models. If it may change models of NNX, it returns
-        `(loss, (aux, NewState))`.
+      fun: the loss, for such arguments. If it may change NNX models, it returns `(loss, (aux, NewState))`.
       args: its positional arguments.
       kwargs: its keyword arguments.
       has_aux: whether `fun` returns a pair.
-      objects: the models of NNX that it may change.
+      objects: the NNX models that it may change.
     """
 
     fun: Callable[..., Any]
@@ -68,30 +68,30 @@ class Opened:
     has_aux: bool
     objects: "_Objects | None" = None
 
-    def options(self, given: Options) -> Options:
-        """The options for `fun`, from those for the loss."""
-        declared = self.aux_reduction(given.reduction, given.aux_reduction)
-        return dataclasses.replace(given, has_aux=self.has_aux, aux_reduction=declared)
+    def options(self, options: Options) -> Options:
+        """The options for `fun`, from those for the user's loss."""
+        declared = self.aux_reduction(options.reduction, options.aux_reduction)
+        return dataclasses.replace(options, has_aux=self.has_aux, aux_reduction=declared)
 
     def aux_reduction(self, reduction: str, declared: Any) -> Any:
-        """How the aux of `fun` combines, if that of the loss does as declared."""
+        """The `aux_reduction` for `fun`, from that for the user's loss."""
         return declared if self.objects is None or reduction == "infer" else (declared, "last")
 
     def changes_attributes(self, aux: Any) -> bool:
-        """Whether the loss has changed what a model of NNX has beside its variables."""
+        """True if the loss has changed attributes of an NNX model that are not variables."""
         return self.objects is not None and aux[1].about.definition is not None
 
     def close(self, aux: Any, options: Options) -> Any:
-        """The aux of the loss. Models of NNX are changed in place, as the loss has changed those that it was given."""
+        """The aux of the user's loss. Also updates the caller's NNX models in place, as NNX does."""
         if self.objects is None:
             return aux
         aux, state = aux
         if state.about.streams and options.reduction != "infer" and options.microbatch_size is not None:
             warnings.warn(
                 f"The loss draws from a random stream of NNX ({', '.join(state.about.streams)}), and "
-                f'reduction="{options.reduction}" is declared: all microbatches see the same key and draw the same '
-                'numbers, such as one dropout mask. Leave reduction out: reduction="infer", the default, draws what '
-                "the whole batch would draw.",
+                f'reduction="{options.reduction}" is declared: all microbatches get the same key and draw the same '
+                'numbers, such as one dropout mask. Leave reduction out: reduction="infer", the default, draws the '
+                "numbers of the full batch.",
                 RuntimeWarning,
                 stacklevel=user_stacklevel(),
             )
@@ -99,7 +99,7 @@ class Opened:
         return aux
 
 
-def opened(
+def partition_models(
     fun: Callable[..., Any],
     roles: Roles,
     has_aux: bool,
@@ -108,48 +108,48 @@ def opened(
     *,
     keeps_state: bool = True,
     filters: bool = False,
-) -> Opened:
-    """Takes apart the models of NNX, and those of Equinox that are differentiated.
+) -> PartitionedCall:
+    """Replaces the NNX models of a call, and its differentiated Equinox models, by pytrees of arrays.
 
     Args:
       fun: the loss.
-      roles: what is differentiated.
+      roles: which arguments are differentiated.
       has_aux: whether the loss returns a pair `(loss, aux)`.
       args: its positional arguments.
       kwargs: its keyword arguments.
-      keeps_state: whether what the loss changes of a model of NNX is returned. Otherwise such a loss is refused.
-      filters: whether any tree may have leaves that are not differentiated, as a model of Equinox has.
+      keeps_state: whether to return the changes that the loss makes to NNX models. If not, such a loss is refused.
+      filters: whether to differentiate only the floating-point arrays of any tree, as of an Equinox model.
 
     Raises:
-      InputError: for an `nnx.DiffState` that points at something else. When `fun` is traced, for a loss that changes a
-        model of NNX where that is not wanted.
+      InputError: for an `nnx.DiffState` that points at an argument without an NNX model. Also, when the returned `fun`
+        is traced, for a loss that changes an NNX model although `keeps_state` is False.
     """
-    places = {position % len(args): wrt for position, wrt in roles.wrt.items() if -len(args) <= position < len(args)}
-    objects = _Objects(args, kwargs, places)
-    for place, wrt in places.items():
-        if wrt is not None and place not in objects.graphs and not isinstance(args[place], Parts):
+    wrt_slots = {position % len(args): wrt for position, wrt in roles.wrt.items() if -len(args) <= position < len(args)}
+    objects = _Objects(args, kwargs, wrt_slots)
+    for slot, wrt in wrt_slots.items():
+        if wrt is not None and slot not in objects.graphs and not isinstance(args[slot], PartlyTrained):
             raise InputError(
-                "nnx.DiffState says which variables of a model of NNX are differentiated",
-                given=f"nnx.DiffState({place}, ...) for an argument of type {type(args[place]).__name__}",
-                remedy=f"Pass argnums={place}.",
+                "nnx.DiffState must point at an argument with an NNX model",
+                given=f"nnx.DiffState({slot}, ...) for an argument of type {type(args[slot]).__name__}",
+                remedy=f"Pass argnums={slot}.",
             )
-    filtered = {place for place in set(places) - set(objects.graphs) if filters or _has_equinox(args[place])}
+    filtered = {slot for slot in set(wrt_slots) - set(objects.graphs) if filters or _has_equinox(args[slot])}
     if not filtered and not objects.graphs:
-        return Opened(fun, args, kwargs, has_aux)
+        return PartitionedCall(fun, args, kwargs, has_aux)
 
-    def part(place: int | str, argument: Any) -> Any:
-        if place in filtered:
-            return Parts(trainable(argument), frozen(argument))
-        return objects.parts.get(place, argument)
+    def partitioned(slot: int | str, argument: Any) -> Any:
+        if slot in filtered:
+            return PartlyTrained(trainable(argument), frozen(argument))
+        return objects.partitioned.get(slot, argument)
 
     @functools.wraps(fun)
-    def opened_fun(*args: Any, **kwargs: Any) -> Any:
-        whole, merged = objects.merged(args, kwargs) if objects.graphs else ({}, [])
-        watch = _Watch(merged) if whole else None
-        whole |= {place: joined(args[place].trained, args[place].rest) for place in filtered}
+    def plain_fun(*args: Any, **kwargs: Any) -> Any:
+        models, merged = objects.merged(args, kwargs) if objects.graphs else ({}, [])
+        watch = _Watch(merged) if models else None
+        models |= {slot: combined(args[slot].trained, args[slot].rest) for slot in filtered}
         result = fun(
-            *(whole.get(place, argument) for place, argument in enumerate(args)),
-            **{name: whole.get(name, argument) for name, argument in kwargs.items()},
+            *(models.get(slot, argument) for slot, argument in enumerate(args)),
+            **{name: models.get(name, argument) for name, argument in kwargs.items()},
         )
         if watch is None:
             return result
@@ -160,51 +160,51 @@ def opened(
         value, aux = pair(result) if has_aux else (result, None)
         return value, (aux, state)
 
-    apart = tuple(part(place, argument) for place, argument in enumerate(args))
-    by_name = {name: part(name, argument) for name, argument in kwargs.items()}
+    by_position = tuple(partitioned(slot, argument) for slot, argument in enumerate(args))
+    by_name = {name: partitioned(name, argument) for name, argument in kwargs.items()}
     if not objects.graphs or not keeps_state:
-        return Opened(opened_fun, apart, by_name, has_aux)
-    return Opened(opened_fun, apart, by_name, True, objects)
+        return PartitionedCall(plain_fun, by_position, by_name, has_aux)
+    return PartitionedCall(plain_fun, by_position, by_name, True, objects)
 
 
 def _has_equinox(argument: Any) -> bool:
     module = getattr(sys.modules.get("equinox"), "Module", None)
-    if module is None or isinstance(argument, Parts):  # which was opened before
+    if module is None or isinstance(argument, PartlyTrained):  # partitioned before
         return False
     nodes = jax.tree.leaves(argument, is_leaf=lambda node: isinstance(node, module))
     return any(isinstance(node, module) for node in nodes)
 
 
 def has_nnx(tree: Any) -> bool:
-    """Whether there is an object of NNX in a tree: a module, random streams, metrics."""
+    """True if a pytree contains an NNX object: a module, random streams, metrics."""
     return "flax.nnx" in sys.modules and bool(_objects_in(tree))
 
 
 @dataclasses.dataclass(frozen=True)
-class _Place:
-    """Stands for an object of NNX in a tree: its index among those of the tree."""
+class _ObjectIndex:
+    """Replaces an NNX object in a pytree: its index among the objects of the tree."""
 
     index: int
 
 
 def without_objects(tree: Any) -> tuple[Any, list[Any]]:
-    """A tree without its objects of NNX, for `with_objects`; and these, in order."""
+    """A pytree with its NNX objects replaced by placeholders, and the list of these objects."""
     objects: list[Any] = []
     if "flax.nnx" not in sys.modules:
         return tree, objects
 
-    def taken(leaf: Any) -> Any:
+    def replaced(leaf: Any) -> Any:
         if not _is_changeable(leaf):
             return leaf
         objects.append(leaf)
-        return _Place(len(objects) - 1)
+        return _ObjectIndex(len(objects) - 1)
 
-    return jax.tree.map(taken, tree, is_leaf=lambda node: _is_changeable(node) or _is_state(node)), objects
+    return jax.tree.map(replaced, tree, is_leaf=lambda node: _is_changeable(node) or _is_state(node)), objects
 
 
 def with_objects(tree: Any, objects: Sequence[Any]) -> Any:
-    """The tree that `without_objects` was given, with these objects."""
-    return jax.tree.map(lambda leaf: objects[leaf.index] if isinstance(leaf, _Place) else leaf, tree)
+    """The inverse of `without_objects`."""
+    return jax.tree.map(lambda leaf: objects[leaf.index] if isinstance(leaf, _ObjectIndex) else leaf, tree)
 
 
 def _nnx() -> Any:
@@ -212,85 +212,91 @@ def _nnx() -> Any:
 
 
 def _is_object(node: Any) -> bool:
-    """Whether NNX takes it by reference, so that a loss may change it."""
+    """True for an NNX object, which NNX passes by reference, so that a loss can change it."""
     return isinstance(node, _nnx().Pytree)
 
 
 def _is_changeable(node: Any) -> bool:
-    """Whether it is such an object, or a variable by itself."""
+    """True for an NNX object, or a variable outside of any object."""
     return isinstance(node, (_nnx().Pytree, _nnx().Variable))
 
 
 def _structure(tree: Any, is_object: Callable[[Any], bool]) -> Any:
-    """Of a tree in which objects are leaves, and so is every `nnx.State`."""
+    """The structure of a pytree in which objects and every `nnx.State` are leaves."""
     return jax.tree.structure(tree, is_leaf=lambda node: is_object(node) or _is_state(node))
 
 
 def _is_state(node: Any) -> bool:
-    """Whether it is an `nnx.State`, whose variables are values and no objects."""
+    """True for an `nnx.State`, whose variables are values, not objects."""
     return isinstance(node, _nnx().State)
 
 
 class _Graph(NamedTuple):
-    """An argument with objects of NNX in it."""
+    """The static description of an argument with NNX objects in it."""
 
-    tree: Any  # of the argument, in which an object is a leaf
-    definitions: tuple[Any, ...]  # None for leaves that are no objects
+    tree: Any  # the structure of the argument, with objects as leaves
+    definitions: tuple[Any, ...]  # a GraphDef for each object, None for other leaves
 
 
 class _Objects:
-    """The objects of NNX among the arguments of a call. References that they share are kept, as NNX keeps them."""
+    """The NNX objects among the arguments of a call. Variables that they share stay shared, as in NNX."""
 
-    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any], places: dict[int, Any]) -> None:
+    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any], wrt_slots: dict[int, Any]) -> None:
         self.graphs: dict[int | str, _Graph] = {}
-        self.parts: dict[int | str, Parts] = {}
+        self.partitioned: dict[int | str, PartlyTrained] = {}
         self._objects: list[Any] = []
         if "flax.nnx" not in sys.modules:
             return
         nnx = _nnx()
         with nnx.split_context() as context:
-            by_place: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
-            # What is differentiated comes first: a variable that other arguments share with it is differentiated.
-            for place, argument in sorted(by_place, key=lambda pair: pair[0] not in places):
-                # Variables without a module, where they are differentiated, are a tree of arrays.
+            by_slot: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
+            # Differentiated arguments come first: a variable that other arguments share with them is differentiated.
+            for slot, argument in sorted(by_slot, key=lambda pair: pair[0] not in wrt_slots):
+                # Differentiated variables without a module are just a tree of arrays.
                 has_modules = any(map(_is_object, _structure(argument, _is_object).flatten_up_to(argument)))
-                is_object = _is_changeable if place not in places or has_modules else _is_object
+                is_object = _is_changeable if slot not in wrt_slots or has_modules else _is_object
                 tree: Any = _structure(argument, is_object)
                 leaves = tree.flatten_up_to(argument)
                 if not any(map(is_object, leaves)):
                     continue
-                wrt = places.get(place) if isinstance(place, int) else None
-                filters = (nnx.Param if wrt is None else wrt, ...) if place in places else ()
+                wrt = wrt_slots.get(slot) if isinstance(slot, int) else None
+                filters = (nnx.Param if wrt is None else wrt, ...) if slot in wrt_slots else ()
                 split = [context.split(leaf, *filters) if is_object(leaf) else (None, leaf) for leaf in leaves]
-                states = [(*states, None)[:2] if place in places else (None, *states) for _, *states in split]
+                states = [(*states, None)[:2] if slot in wrt_slots else (None, *states) for _, *states in split]
                 trained, rest = zip(*states, strict=True)
-                self.graphs[place] = _Graph(tree, tuple(definition for definition, *_ in split))
-                self.parts[place] = Parts(tree.unflatten(trained) if place in places else None, list(rest))
+                self.graphs[slot] = _Graph(tree, tuple(definition for definition, *_ in split))
+                self.partitioned[slot] = PartlyTrained(
+                    tree.unflatten(trained) if slot in wrt_slots else None, list(rest)
+                )
                 self._objects += filter(is_object, leaves)
 
     def merged(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[dict[int | str, Any], list[Any]]:
-        """The arguments with objects in them, by their places, from their parts; and these objects."""
+        """The arguments with NNX objects in them, rebuilt from arrays, by slot; and the list of these objects."""
         found: dict[int | str, Any] = {}
         objects: list[Any] = []
         with _nnx().merge_context() as context:
-            for place, (tree, definitions) in self.graphs.items():
-                parts = kwargs[place] if isinstance(place, str) else args[place]
-                trained = [None] * len(definitions) if parts.trained is None else tree.flatten_up_to(parts.trained)
+            for slot, (tree, definitions) in self.graphs.items():
+                argument = kwargs[slot] if isinstance(slot, str) else args[slot]
+                trained = (
+                    [None] * len(definitions) if argument.trained is None else tree.flatten_up_to(argument.trained)
+                )
                 leaves = []
-                for definition, *states in zip(definitions, trained, parts.rest, strict=True):
-                    there = [state for state in states if state is not None]
-                    leaves.append(there[0] if definition is None else context.merge(definition, *there))
-                found[place] = tree.unflatten(leaves)
+                for definition, *states in zip(definitions, trained, argument.rest, strict=True):
+                    present = [state for state in states if state is not None]
+                    leaves.append(present[0] if definition is None else context.merge(definition, *present))
+                found[slot] = tree.unflatten(leaves)
                 objects += (
                     leaf for leaf, definition in zip(leaves, definitions, strict=True) if definition is not None
                 )
         return found, objects
 
     def update(self, state: NewState) -> None:
-        """Changes the objects that were given as a loss has changed the others."""
+        """Updates the caller's objects with the new state that the loss left."""
         nnx = _nnx()
         paths, definition, _, removed = state.about
-        if not paths and definition is None:  # under `vmap`, a model from outside may be used, and not changed
+        if (
+            not paths and definition is None
+        ):  # e.g. under `vmap`, where NNX allows reading a model from outside, not changing it
             return
         nnx.update(self._objects, nnx.from_flat_state({path: state.values[name] for name, path in paths}))
         if definition is not None:
@@ -299,16 +305,16 @@ class _Objects:
 
 
 class _About(NamedTuple):
-    """What is known of changes to objects when a loss was traced."""
+    """The changes that a loss makes to NNX objects, as far as tracing it shows them."""
 
-    paths: tuple[tuple[str, tuple[Any, ...]], ...]  # of variables that have other values, or are new, with their names
-    definition: Any  # of the objects, if it is another
+    paths: tuple[tuple[str, tuple[Any, ...]], ...]  # the names and paths of variables that are new or have new values
+    definition: Any  # the GraphDef of the objects if it has changed, otherwise None
     streams: tuple[str, ...]  # the names of the random streams that were drawn from
-    removed: frozenset[Any] = frozenset()  # the paths of variables that are gone
+    removed: frozenset[Any] = frozenset()  # the paths of variables that were removed
 
 
 class _Watch:
-    """Sees what a loss changes of the objects that it is called with."""
+    """Records how a loss changes the NNX objects that it is called with."""
 
     def __init__(self, objects: list[Any]) -> None:
         self._objects = objects
@@ -317,13 +323,13 @@ class _Watch:
         self._nodes = {path for path, node in _nnx().iter_graph(objects) if _is_object(node)}
 
     def new_state(self) -> NewState:
-        """The variables that have other values now, or are new; and the definition of the objects, if it is another."""
+        """The variables that are new or have new values, and the GraphDef of the objects if it has changed."""
         new = {}
         for path, value in _variables(self._objects):
             leaves, before = jax.tree.leaves(value), self._leaves.get(path)
             if before is None and len(path) > 1 and path[:-1] not in self._nodes:
                 raise InputError(
-                    "The loss may change variables of a model, and add some, but no modules",
+                    "The loss may change and add variables of a model, but must not add modules",
                     given=f"a loss that adds {_name(path)}",
                     remedy="Add the module before, where the model is made.",
                 )
@@ -333,7 +339,7 @@ class _Watch:
         named: dict[str, Any] = {}
         for path, value in new.items():
             name = _name(path)
-            named[repr(path) if name in named else name] = (path, value)  # names are for people, and may be alike
+            named[repr(path) if name in named else name] = (path, value)  # two paths may have the same name
         paths = tuple((name, path) for name, (path, _) in named.items())
         drawn = [value for value in new.values() if isinstance(value, _nnx().RngCount)]
         streams = tuple(sorted({getattr(count, "tag", "default") for count in drawn}))
@@ -343,7 +349,7 @@ class _Watch:
 
 
 def _name(path: tuple[Any, ...]) -> str:
-    """Of a variable: that of a second object begins with its number."""
+    """The name of a variable. In the second and later objects it begins with the object's number."""
     return ".".join(map(str, path if path[0] else path[1:])) or "a variable"
 
 
@@ -352,12 +358,12 @@ def _objects_in(tree: Any) -> list[Any]:
 
 
 def _variables(objects: list[Any]) -> Any:
-    """Pairs of a path, which begins with the position of the object, and a variable."""
+    """Pairs of a path, which begins with the index of the object, and a variable."""
     return _nnx().to_flat_state(_nnx().state(objects))
 
 
 def _follow(old: list[Any], new: list[Any]) -> None:
-    """Gives objects the attributes of others that are no variables, such as a flag that `model.train()` sets."""
+    """Copies attributes that are not variables, such as the flag that `model.train()` sets, from `new` to `old`."""
     nnx = _nnx()
     targets = dict(nnx.iter_graph(old))
     for path, node in nnx.iter_graph(new):
@@ -366,7 +372,7 @@ def _follow(old: list[Any], new: list[Any]) -> None:
             continue
         for name, value in vars(node).items():
             has_arrays = isinstance(value, nnx.Variable) or any(map(is_array, jax.tree.leaves(value)))
-            if name.startswith("_pytree__") or has_arrays or has_nnx(value):  # they are updated as variables are
+            if name.startswith("_pytree__") or has_arrays or has_nnx(value):  # updated like variables, not here
                 continue
             if name not in vars(target) or vars(target)[name] != value:
                 setattr(target, name, value)
@@ -375,7 +381,7 @@ def _follow(old: list[Any], new: list[Any]) -> None:
 
 
 def _reseeded(streams: Sequence[str]) -> str:
-    """The arguments of `nnx.reseed` that give each of these streams a key of its own, from one key."""
+    """The arguments of `nnx.reseed`, as code, that give each of these streams a different key."""
     if len(streams) == 1:
         return f"{streams[0]}=key"
     return ", ".join(f"{name}=jax.random.fold_in(key, {number})" for number, name in enumerate(streams))
@@ -397,11 +403,11 @@ def _refuse(state: NewState) -> None:
         else "ab.per_example_grads(loss_of_one)(params, batch)",
     ]
     if any(path[0] for _, path in paths):
-        code.append("Random streams or metrics that are arguments: make them in the loss, e.g. rngs = nnx.Rngs(key).")
+        code.append("Create random streams or metrics that are arguments in the loss, e.g. rngs = nnx.Rngs(key).")
     raise InputError(
         "Per-example functions need a loss that does not change the model",
         given="a loss that changes " + ", ".join(name for name, _ in paths),
-        remedy="Call model.eval() before, or make a model for each example"
+        remedy="Call model.eval() before, or create a model for each example"
         + (", which draws its own numbers:\n" if streams else ":\n")
         + "\n".join(code),
     )
