@@ -22,13 +22,6 @@ from anybatch import distributed
 from anybatch.call.checks import whole_number
 from anybatch.errors import InputError, NotAvailableError
 
-EXAMPLE = """\
-# hello.py
-import jax
-import anybatch as ab
-print(ab.distributed.initialize())
-print(jax.local_device_count(), "of", jax.device_count(), "devices")"""
-
 # Seconds from SIGTERM to SIGKILL: JAX takes the first for a notice, and goes on. Who asks for an end gives more, since
 # a run may have a state to save.
 _GRACE, _GRACE_WHEN_ASKED = 3.0, 10.0

@@ -266,7 +266,9 @@ def test_if_the_system_starts_no_more_those_that_run_are_ended(script, monkeypat
 def test_processes_share_the_gpus(script, options, outcome):
     path = script("import os; print(os.environ['CUDA_VISIBLE_DEVICES'])")
     gpus = ["0", "3", "5", "6", "7"]
-    program = f"from anybatch import launch; launch.visible_gpus = lambda _: {gpus}; launch.launch({path!r}, {options})"
+    program = (
+        f"from anybatch.cli import launch; launch.visible_gpus = lambda _: {gpus}; launch.launch({path!r}, {options})"
+    )
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     if isinstance(outcome, str):
         assert outcome in result.stderr
