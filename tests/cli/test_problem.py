@@ -104,8 +104,8 @@ def needs(argument): return argument
 @pytest.mark.parametrize(
     "target, message",
     [
-        ("mine", "A problem is named as package.module:function, got 'mine'."),
-        ("mine:", "A problem is named as package.module:function, got 'mine:'."),
+        ("mine", "A problem must be named as package.module:function, got 'mine'."),
+        ("mine:", "A problem must be named as package.module:function, got 'mine:'."),
         ("absent:problem", "The module of a problem must be in this folder, or installed, got absent."),
         ("absent.py:problem", "The file of a problem must exist, got absent.py."),
         ("mine:absent", "mine must have a function absent, got no such name.\nIt has fails, needs, nothing, pair"),
@@ -113,8 +113,14 @@ def needs(argument): return argument
         ("mine:nothing", "mine:nothing must return (loss, params, batch), got a NoneType."),
         ("mine:pair", "mine:pair must return (loss, params, batch), got 2 values (function, float)."),
         ("mine:swapped", "mine:swapped must return (loss, params, batch), and the loss must be a function, got a "),
-        ("mine:fails", "mine:fails must return a problem, got RuntimeError: no data here at "),
-        ("mine:needs", "mine:needs must return a problem, got TypeError: needs() missing 1 required"),
+        (
+            "mine:fails",
+            "mine:fails must return a problem when called without arguments, got RuntimeError: no data here at ",
+        ),
+        (
+            "mine:needs",
+            "mine:needs must return a problem when called without arguments, got TypeError: needs() missing 1 required",
+        ),
         ("broken:problem", "broken must import, got ZeroDivisionError: division by zero at "),
         ("typo:problem", "typo must import, got SyntaxError: "),
         ("unmet:problem", "unmet must import, got ModuleNotFoundError: No module named 'surely_not_there' at "),
