@@ -4,7 +4,7 @@ import sys
 
 
 def main() -> None:
-    """Runs the command line, or says which packages it needs."""
+    """Runs the command line. If one of its packages is missing, says how to install it."""
     try:
         from anybatch.cli import main as cli
     except ModuleNotFoundError as error:

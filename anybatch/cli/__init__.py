@@ -1,5 +1,5 @@
 """The command `anybatch`.
 
-Open `main.py` first: the arguments of every command. What a command does stands in a module beside it, which is
-imported when the command runs, so that `anybatch --help` imports no JAX. `learn.py` has the arguments of `anybatch learn`.
+Open `main.py` first: it declares the arguments of every command, and `learn.py` those of `anybatch learn`. Each command
+does its work in a module of its own, which is imported when the command runs, so that `anybatch --help` imports no JAX.
 """

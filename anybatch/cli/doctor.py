@@ -1,4 +1,4 @@
-"""`anybatch doctor`: what this machine has, and what is missing."""
+"""`anybatch doctor`: prints versions, devices, memory and the cache, and which packages are missing."""
 
 import importlib.metadata
 import os
@@ -8,6 +8,9 @@ import tempfile
 
 import jax
 import jax.numpy as jnp
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
 
 from anybatch import __version__
 from anybatch.call.checks import Finding
@@ -16,12 +19,12 @@ from anybatch.gradients.value_and_grad import value_and_grad
 from anybatch.jaxprs import versions
 from anybatch.planning import store
 
-# package -> the extra that brings it, and what for
+# package -> (the extra that installs it, what it is for)
 EXTRAS = {
     "optax": ("train", "optimizers"),
     "flax": ("train", "models"),
     "orbax-checkpoint": ("train", "checkpoints"),
-    "dp-accounting": ("privacy", "the privacy that was spent"),
+    "dp-accounting": ("privacy", "privacy accounting"),
     "typer": ("cli", "the command line"),
     "rich": ("cli", "tables and progress bars"),
     "matplotlib": ("cli", "plots"),
@@ -29,8 +32,20 @@ EXTRAS = {
 }
 
 
+def print_findings() -> bool:
+    """Prints all findings as a table. Returns True if nothing is wrong."""
+    findings = examine()
+    table = Table.grid(padding=(0, 2))
+    for finding in findings:
+        mark = "[green]ok[/green]" if finding.is_well else "[red]--[/red]"
+        remedy = f"\n[bold]{escape(finding.remedy)}[/bold]" if finding.remedy else ""
+        table.add_row(mark, finding.subject, escape(finding.text) + remedy)
+    Console(soft_wrap=True).print(table)
+    return all(finding.is_well for finding in findings)
+
+
 def examine() -> list[Finding]:
-    """Everything that the doctor looks at."""
+    """All findings: versions, devices, one test gradient, the cache of plans, optional packages."""
     return [*_versions(), *_devices(), _gradient(), _cache(), *_packages()]
 
 
@@ -56,36 +71,36 @@ def _devices() -> list[Finding]:
     has_gpu = any(pathlib.Path("/dev").glob("nvidia[0-9]*"))
     if has_gpu and all(device.platform == "cpu" for device in devices):
         findings.append(
-            Finding("device", "there is an NVIDIA GPU, and JAX does not see it", False, 'pip install "jax[cuda12]"')
+            Finding("device", "JAX does not see the NVIDIA GPU of this machine", False, 'pip install "jax[cuda12]"')
         )
     if os.environ.get("JAX_PLATFORMS"):
-        findings.append(Finding("device", f"as JAX_PLATFORMS={os.environ['JAX_PLATFORMS']} has it"))
+        findings.append(Finding("device", f"restricted by JAX_PLATFORMS={os.environ['JAX_PLATFORMS']}"))
     return findings
 
 
 def _gradient() -> Finding:
-    """One small gradient in microbatches, beside JAX's own."""
+    """Compares a small gradient, computed in microbatches, with `jax.grad`."""
     x = jnp.arange(12.0).reshape(6, 2)
     w = jnp.ones((2, 3))
 
     def loss(w: jax.Array, x: jax.Array) -> jax.Array:
         return jnp.mean(jnp.tanh(x @ w) ** 2)
 
-    difference = jnp.abs(value_and_grad(loss, microbatch_size=4)(w, x)[1] - jax.grad(loss)(w, x)).max()
-    is_well = bool(difference < 1e-5)
-    return Finding("gradient", f"in microbatches as at once, to {float(difference):.0e}", is_well)
+    difference = float(jnp.abs(value_and_grad(loss, microbatch_size=4)(w, x)[1] - jax.grad(loss)(w, x)).max())
+    text = f"microbatches and the full batch agree to {difference:.0e}"
+    return Finding("gradient", text, is_well=difference < 1e-5)
 
 
 def _cache() -> Finding:
     folder = store.folder()
     if folder is None:
-        return Finding("cache", "off: every process plans anew")
+        return Finding("cache", "off: every process makes its plans again")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as error:
-        return Finding("cache", f"{folder} cannot be written: {error.strerror}", False, "export ANYBATCH_CACHE=...")
+        return Finding("cache", f"{folder} is not writable: {error.strerror}", False, "export ANYBATCH_CACHE=...")
     return Finding("cache", f"{folder}, {len(list(folder.glob('*.json')))} plans")
 
 
@@ -96,6 +111,6 @@ def _packages() -> list[Finding]:
             findings.append(Finding(package, importlib.metadata.version(package)))
         except importlib.metadata.PackageNotFoundError:
             findings.append(
-                Finding(package, f"missing; it is for {purpose}", False, f'pip install "anybatch[{extra}]"')
+                Finding(package, f"missing; needed for {purpose}", False, f'pip install "anybatch[{extra}]"')
             )
     return findings

@@ -4,7 +4,6 @@ import os
 import pathlib
 from typing import Annotated, Any
 
-import jax
 import typer
 
 from anybatch.errors import NotAvailableError
@@ -40,6 +39,8 @@ def learn(
     if os.name != "posix":
         raise NotAvailableError("anybatch learn on Windows", remedy="Run it in WSL.")
     # References may draw with JAX: on the CPU, where checks run, whatever else this machine has.
+    import jax
+
     jax.config.update("jax_platforms", "cpu")
     context.obj = {"course": course, "folder": folder}
     if context.invoked_subcommand is not None:

@@ -1,4 +1,8 @@
-"""The command line: the arguments of every command. What a command does stands in a module of its own beside this."""
+"""The arguments and help texts of every command.
+
+The work is done by the modules beside this one and by `anybatch.demo`. Each is imported when its command runs, since
+nearly all of them import JAX, which takes over a second: `anybatch --help` must be quick.
+"""
 
 import enum
 import pathlib
@@ -11,10 +15,9 @@ import typer.core
 
 import anybatch
 from anybatch.cli import learn as learning
-from anybatch.cli.launch import EXAMPLE as SCRIPT
 from anybatch.cli.problem import EXAMPLE
 
-# Plain help: an example in it must come out as it was written, to be pasted.
+# Plain help, so that an example in it can be pasted as it is shown.
 app = typer.Typer(
     help="The exact gradient of any batch, on the memory you have.",
     no_args_is_help=True,
@@ -23,9 +26,16 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-_EXAMPLE = "\n\n\b\n" + EXAMPLE + "\n\n"
+_PROBLEM = f"\n\nThe function returns (loss, params, batch). You can paste this example:\n\n\b\n{EXAMPLE}\n\n"
 
-# module -> the extra that brings it
+_SCRIPT = """\
+# hello.py
+import jax
+import anybatch as ab
+print(ab.distributed.initialize())
+print(jax.local_device_count(), "of", jax.device_count(), "devices")"""
+
+# module -> the extra that installs it
 _EXTRAS = {"optax": "train", "flax": "train", "orbax": "train", "dp_accounting": "privacy"}
 _EXTRAS |= dict.fromkeys(("typer", "rich", "matplotlib", "jinja2"), "cli")
 
@@ -33,7 +43,7 @@ Target = Annotated[str, typer.Argument(help="package.module:function, or path/to
 
 
 class Objective(enum.StrEnum):
-    """What a plan is for."""
+    """What a plan minimises: time or memory."""
 
     speed = "speed"
     memory = "memory"
@@ -55,7 +65,7 @@ def _options(
 
 
 def _run(command: Callable[[], bool | int]) -> None:
-    """Runs a command; what is wrong with its input, or missing, is a message and not a traceback."""
+    """Runs a command and exits with its status. Input errors and missing packages print a message, not a traceback."""
     try:
         result = command()
     except (ImportError, anybatch.AnybatchError) as error:
@@ -66,7 +76,7 @@ def _run(command: Callable[[], bool | int]) -> None:
 
 
 def _way_out(error: ImportError) -> str:
-    """How to get the package that is missing, if one of our extras brings it."""
+    """The command that installs the missing package, if one of the extras has it."""
     module = (error.name or "").partition(".")[0]
     if not isinstance(error, ModuleNotFoundError) or module not in _EXTRAS:
         return ""
@@ -75,143 +85,146 @@ def _way_out(error: ImportError) -> str:
 
 @app.command()
 def demo(
-    gpu_size: Annotated[bool, typer.Option("--gpu-size", help="A GPT of 85 million parameters.")] = False,
-    memory: Annotated[str | None, typer.Option(help='What a step may take, e.g. "64MiB".')] = None,
-    steps: Annotated[int | None, typer.Option(min=1, help="How many to take.")] = None,
+    gpu_size: Annotated[bool, typer.Option("--gpu-size", help="Train a GPT of 85 million parameters.")] = False,
+    memory: Annotated[str | None, typer.Option(help='The memory of a step, e.g. "64MiB".')] = None,
+    steps: Annotated[int | None, typer.Option(min=1, help="The number of steps.")] = None,
     out: Annotated[str | None, typer.Option(help="The folder for checkpoints and the log.")] = None,
-    report: Annotated[str | None, typer.Option(help="Where the report goes.")] = None,
-    resume: Annotated[bool, typer.Option(help="Go on with one that was stopped, or begin anew.")] = True,
+    report: Annotated[str | None, typer.Option(help="The file for the report.")] = None,
+    resume: Annotated[bool, typer.Option(help="Continue a demo that was stopped, or start again.")] = True,
 ) -> None:
-    """Train a small GPT with a batch far beyond a memory budget: a minute on two cores."""
+    """Train a small GPT with a batch many times larger than fits the memory budget. Takes a minute on two cores."""
 
     def command() -> int:
-        from anybatch.demo import job as demonstration
+        from anybatch.demo.job import run_demo
 
-        return demonstration.run_demo(
-            gpu_size=gpu_size, memory=memory, steps=steps, out=out, report=report, resume=resume
-        )
+        return run_demo(gpu_size=gpu_size, memory=memory, steps=steps, out=out, report=report, resume=resume)
 
     _run(command)
 
 
 @app.command(
-    help="Train a GPT on a text of your own, as the demo does."
+    help="Train a GPT on your own text, like the demo."
     "\n\n\b\n    anybatch train --example > run.toml\n    anybatch train --config run.toml"
 )
 def train(
-    config: Annotated[pathlib.Path | None, typer.Option(help="The settings, in a file of TOML.")] = None,
-    resume: Annotated[bool, typer.Option(help="Go on with the run in its folder, or insist on a new one.")] = True,
-    example: Annotated[bool, typer.Option("--example", help="Print settings to begin with, and end.")] = False,
+    config: Annotated[pathlib.Path | None, typer.Option(help="A TOML file with the options of the run.")] = None,
+    resume: Annotated[bool, typer.Option(help="Continue the run in its folder, or require a new one.")] = True,
+    example: Annotated[bool, typer.Option("--example", help="Print a TOML file to start from, and exit.")] = False,
 ) -> None:
-    """Train a GPT on a text of your own."""
+    """Train a GPT on your own text."""
 
     def command() -> int:
-        from anybatch.demo.config import RunConfig
-        from anybatch.demo.config import example as example_settings
+        from anybatch.demo.config import RunConfig, example_config
 
         if example:
-            typer.echo(example_settings(), nl=False)
+            typer.echo(example_config(), nl=False)
             return 0
         if config is None:
             raise anybatch.InputError(
-                "A run needs its settings",
+                "A run needs a file with its options",
                 given="no --config",
                 remedy="anybatch train --example > run.toml, then: anybatch train --config run.toml",
             )
-        settings = RunConfig.read(config)
+        run_config = RunConfig.read(config)
         from anybatch.demo import job
 
-        return job.run(settings, command=f"anybatch train --config {shlex.quote(str(config))}", resume=resume)
+        return job.run(run_config, command=f"anybatch train --config {shlex.quote(str(config))}", resume=resume)
 
     _run(command)
 
 
 @app.command(
-    help="Show which way the gradient of a problem will be computed, among which, and why."
-    f"\n\nThe function returns (loss, params, batch); this works as pasted:{_EXAMPLE}"
+    help="Show how the gradient of a problem will be computed, with the other candidates and the reason for the choice."
+    f"{_PROBLEM}"
     "\b\n    anybatch explain train:problem --memory 12MiB"
 )
 def explain(
     problem: Target,
     memory: Annotated[
-        str | None, typer.Option(help='What the gradient may take: "16GiB", "80%" of what is left.')
+        str | None, typer.Option(help='The memory for the gradient: "16GiB", or "80%" of the free memory.')
     ] = None,
-    objective: Annotated[Objective, typer.Option(help="The fastest, or the leanest.")] = Objective.speed,
+    objective: Annotated[Objective, typer.Option(help="What to minimise: time or memory.")] = Objective.speed,
     remat: Annotated[
-        str | None, typer.Option(help='"auto" also tries jax.checkpoint; or the name of one of its policies.')
+        str | None, typer.Option(help='"auto" also tries jax.checkpoint. Or name one of its policies.')
     ] = None,
-    time: Annotated[bool, typer.Option(help="Time candidates on the device, or only compile them.")] = True,
-    html: Annotated[pathlib.Path | None, typer.Option(help="Write the table and the plot to this file, too.")] = None,
-    plot: Annotated[pathlib.Path | None, typer.Option(help="Write the plot to this file: .png, .svg, .pdf.")] = None,
+    time: Annotated[bool, typer.Option(help="Time the candidates on the device, or only compile them.")] = True,
+    html: Annotated[
+        pathlib.Path | None, typer.Option(help="Also write the table and the plot to this HTML file.")
+    ] = None,
+    plot: Annotated[
+        pathlib.Path | None, typer.Option(help="Also write the plot to this file: .png, .svg, .pdf.")
+    ] = None,
 ) -> None:
-    """Show the plan of a problem."""
+    """Show the plan for a problem."""
 
     def command() -> bool:
-        from anybatch.cli import commands
+        from anybatch.cli.explain import explain_problem
 
         options = {"memory": memory, "objective": objective.value, "remat": remat, "timed": time}
-        return commands.explain(problem, html=html, plot=plot, **options)
+        return explain_problem(problem, html=html, plot=plot, **options)
 
     _run(command)
 
 
 @app.command(
-    help="Compare every route with the gradient of the full batch, on your own loss."
-    f"\n\nThe function returns (loss, params, batch); this works as pasted:{_EXAMPLE}"
+    help="Compare the gradient in microbatches of several sizes with that of the full batch, on your own loss."
+    f"{_PROBLEM}"
     "\b\n    anybatch verify train:problem"
 )
 def verify(
     problem: Target,
-    size: Annotated[list[int] | None, typer.Option(min=1, help="A microbatch size to try; may be repeated.")] = None,
-    sample: Annotated[int | None, typer.Option(min=1, help="How many of the examples to use.")] = None,
+    size: Annotated[list[int] | None, typer.Option(min=1, help="A microbatch size to try. Can be repeated.")] = None,
+    sample: Annotated[int | None, typer.Option(min=1, help="Use only this many of the examples.")] = None,
 ) -> None:
-    """Compare every route with the gradient of the full batch."""
+    """Compare the gradient in microbatches with that of the full batch."""
 
     def command() -> bool:
-        from anybatch.cli import commands
+        from anybatch.cli.verify import verify_problem
 
-        return commands.verify(problem, microbatch_sizes=size or None, sample=sample)
+        return verify_problem(problem, microbatch_sizes=size or None, sample=sample)
 
     _run(command)
 
 
 @app.command()
 def doctor() -> None:
-    """Show versions, devices and memory, and what is missing."""
+    """Show versions, devices and memory, and which packages are missing."""
 
     def command() -> bool:
-        from anybatch.cli import commands
+        from anybatch.cli.doctor import print_findings
 
-        return commands.doctor()
+        return print_findings()
 
     _run(command)
 
 
 @app.command(
-    help="Try a script for many processes on this machine: start them, show their output, end all when one fails."
-    "\n\nOptions come before the script, and its own arguments after it; this works as pasted:"
-    f"\n\n\b\n{SCRIPT}\n\n"
+    help="Run a script in several processes on this machine. Shows their output, and ends all of them when one fails."
+    "\n\nPut options before the script, and the script's arguments after it. You can paste this example:"
+    f"\n\n\b\n{_SCRIPT}\n\n"
     "\b\n    anybatch launch --processes 2 --devices-per-process 4 hello.py",
     context_settings={"allow_interspersed_args": False, "ignore_unknown_options": True},
 )
 def launch(
     script: Annotated[str, typer.Argument(help="path/to/script.py, which calls anybatch.distributed.initialize().")],
-    arguments: Annotated[list[str] | None, typer.Argument(help="What the script finds in sys.argv.")] = None,
-    processes: Annotated[int, typer.Option(min=1, help="How many processes to start.")] = 2,
-    devices_per_process: Annotated[
-        int | None, typer.Option(min=1, help="GPUs for each process, or simulated devices where there are none.")
+    arguments: Annotated[
+        list[str] | None, typer.Argument(help="The arguments of the script, its sys.argv[1:].")
     ] = None,
-    timeout: Annotated[float | None, typer.Option(min=0, help="Seconds after which all of it is ended.")] = None,
+    processes: Annotated[int, typer.Option(min=1, help="The number of processes.")] = 2,
+    devices_per_process: Annotated[
+        int | None, typer.Option(min=1, help="GPUs for each process. On a machine without GPUs: simulated CPU devices.")
+    ] = None,
+    timeout: Annotated[float | None, typer.Option(min=0, help="End all processes after this many seconds.")] = None,
     max_processes: Annotated[
-        int | None, typer.Option(min=1, help="How many are allowed: by default 4 for each CPU, 16 at least.")
+        int | None, typer.Option(min=1, help="Refuse more processes than this. Default: 4 for each CPU, at least 16.")
     ] = None,
 ) -> None:
-    """Start several processes of a script."""
+    """Run a script in several processes."""
 
     def command() -> int:
-        from anybatch.cli import launch as launcher
+        from anybatch.cli.launch import launch as launch_script
 
-        return launcher.launch(
+        return launch_script(
             script,
             arguments or [],
             processes=processes,
@@ -224,7 +237,7 @@ def launch(
 
 
 class _Learning(typer.core.TyperGroup):
-    """Commands that return their result, for `_run` to make an exit status of it."""
+    """The commands of `anybatch learn`. They return their result, and `_run` turns it into an exit status."""
 
     def invoke(self, context: Any) -> None:
         _run(lambda: typer.core.TyperGroup.invoke(self, context))

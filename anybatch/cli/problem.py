@@ -1,4 +1,4 @@
-"""Finds the problem that a user names on the command line: `package.module:function`."""
+"""Loads the problem (a loss, its parameters and a batch) that a user names as `package.module:function`."""
 
 import importlib
 import importlib.util
@@ -21,35 +21,36 @@ def problem():
 
 _REMEDY = "Write a function that returns (loss, params, batch), and name it as package.module:function:\n\n" + EXAMPLE
 
-
-# The folder of this package, whose frames are not the user's.
+# Files in this folder are anybatch's own, not the user's.
 _PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
 
 
 def load_problem(target: str) -> tuple[Callable[..., Any], Any, Any]:
-    """Calls the function that a text names, and checks what it returns.
+    """Imports a function, calls it, and returns its result: (loss, params, batch).
 
     Args:
-      target: "package.module:function", or "path/to/file.py:function". Modules are looked for in this folder, too.
+      target: "package.module:function", or "path/to/file.py:function". Modules in the current folder are found too.
 
     Raises:
-      InputError: that says what is wrong: the name, the module, the function, or what it returned.
+      InputError: if the name is malformed, the import or the call fails, or the result has another form.
     """
     place, colon, name = target.rpartition(":")
     if not (place and colon and name.isidentifier()):
-        raise InputError("A problem is named as package.module:function", given=repr(target), remedy=_REMEDY)
+        raise InputError("A problem must be named as package.module:function", given=repr(target), remedy=_REMEDY)
     module = _module(place)
     function = getattr(module, name, None)
     if not callable(function):
-        own = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
-        there = f"It has {', '.join(sorted(own)[:8])}." if own else "It has no functions at all."
-        what = "no such name" if not hasattr(module, name) else f"{name} = {function!r}"
-        raise InputError(f"{place} must have a function {name}", given=what, remedy=f"{there} {_REMEDY}")
+        functions = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
+        found = f"It has {', '.join(sorted(functions)[:8])}." if functions else "It has no functions."
+        given = "no such name" if not hasattr(module, name) else f"{name} = {function!r}"
+        raise InputError(f"{place} must have a function {name}", given=given, remedy=f"{found} {_REMEDY}")
     try:
         result = function()
     except Exception as error:
         raise InputError(
-            f"{target} must return a problem", given=_last_line(error), remedy="Correct it, or its arguments."
+            f"{target} must return a problem when called without arguments",
+            given=_last_line(error),
+            remedy="Correct the function there.",
         ) from error
     return _checked(target, result)
 
@@ -64,13 +65,13 @@ def _checked(target: str, result: Any) -> tuple[Callable[..., Any], Any, Any]:
     loss, params, batch = result
     if not callable(loss):
         raise InputError(
-            f"{must}, and the loss must be a function", given=f"a {type(loss).__name__} in its place", remedy=_REMEDY
+            f"{must}, and the loss must be a function", given=f"a {type(loss).__name__} as the loss", remedy=_REMEDY
         )
     return loss, params, batch
 
 
 def _module(place: str) -> ModuleType:
-    sys.path.insert(0, os.getcwd())  # as `python -m` would
+    sys.path.insert(0, os.getcwd())  # as `python -m` does
     try:
         if place.endswith(".py"):
             return _from_file(pathlib.Path(place))
@@ -79,15 +80,17 @@ def _module(place: str) -> ModuleType:
         if error.name is not None and (place == error.name or place.startswith(f"{error.name}.")):
             raise InputError(
                 "The module of a problem must be in this folder, or installed",
-                given=place if place == error.name else f"{place}, of which {error.name} is missing",
-                remedy=f"Run the command where {error.name.split('.')[0]} is, or pass the path: "
+                given=place if place == error.name else f"{place}, but there is no {error.name}",
+                remedy=f"Run the command in the folder of {error.name.split('.')[0]}, or pass the path: "
                 "path/to/file.py:function.",
             ) from None
-        raise InputError(f"{place} must import", given=_last_line(error), remedy="Install what it needs.") from error
+        raise InputError(
+            f"{place} must import", given=_last_line(error), remedy="Install the missing module."
+        ) from error
     except InputError:
         raise
     except Exception as error:
-        raise InputError(f"{place} must import", given=_last_line(error), remedy="Correct it there.") from error
+        raise InputError(f"{place} must import", given=_last_line(error), remedy="Correct the module there.") from error
 
 
 def _from_file(path: pathlib.Path) -> ModuleType:
@@ -95,9 +98,9 @@ def _from_file(path: pathlib.Path) -> ModuleType:
         raise InputError(
             "The file of a problem must exist",
             given=str(path),
-            remedy="Pass its path from here: path/to/file.py:function.",
+            remedy="Pass its path, relative to this folder: path/to/file.py:function.",
         )
-    sys.path.insert(0, str(path.parent.resolve()))  # as `python path/to/file.py` would
+    sys.path.insert(0, str(path.parent.resolve()))  # as `python path/to/file.py` does
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -107,10 +110,10 @@ def _from_file(path: pathlib.Path) -> ModuleType:
 
 
 def _last_line(error: BaseException) -> str:
-    """An error of the user's code in one line, with the place."""
+    """An error in the user's code as one line, with the file and line where it was raised."""
     frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if not frame.filename.startswith(("<frozen", _PACKAGE))]
-    place = f" at {own[-1].filename}:{own[-1].lineno}" if own else ""
+    of_user = [frame for frame in frames if not frame.filename.startswith(("<frozen", _PACKAGE))]
+    place = f" at {of_user[-1].filename}:{of_user[-1].lineno}" if of_user else ""
     if isinstance(error, SyntaxError):
         place = f" at {error.filename}:{error.lineno}"
     text = (str(error).strip().splitlines() or [""])[0]

@@ -122,10 +122,10 @@ class RunConfig:
         return cls(**given)
 
 
-def example() -> str:
+def example_config() -> str:
     """All settings with their defaults, as a file to begin with.
 
-    >>> tomllib.loads(example())["batch"]
+    >>> tomllib.loads(example_config())["batch"]
     256
     """
     gaps = ("layers", "batch", "evaluate_every")

@@ -133,7 +133,7 @@ def test_the_timeout_ends_even_those_that_ignore_it(script):
     started = time.monotonic()
     result = run("--timeout", 2, path)
     assert result.returncode == 124
-    assert "anybatch launch: not done after 2 seconds; ending all 2 that still run" in result.stderr
+    assert "anybatch launch: not done after 2 seconds; ending the 2 still running" in result.stderr
     assert gone(re.findall(r"waits as (\d+)", result.stdout), 0)
     assert time.monotonic() - started < 20
 
@@ -171,18 +171,19 @@ def starts_nothing(monkeypatch):
     [
         (
             {"processes": 100_000},
-            "processes must be at most 16, unless you allow more: each of them loads JAX, and this machine has 2 CPUs, "
-            "got processes=100000.\nStart fewer, or allow as many: anybatch launch --max-processes 100000 ...",
+            "processes must be at most 16, unless you allow more: each process loads JAX, and this machine has 2 CPUs, "
+            "got processes=100000.\nStart fewer, or raise the limit: anybatch launch --max-processes 100000 ...",
         ),
         (
             {"processes": 17, "max_processes": 16},
-            "processes must be at most 16, unless you allow more: each of them loads JAX, and this machine has 2 CPUs, "
-            "got processes=17.\nStart fewer, or allow as many: anybatch launch --max-processes 17 ...",
+            "processes must be at most 16, unless you allow more: each process loads JAX, and this machine has 2 CPUs, "
+            "got processes=17.\nStart fewer, or raise the limit: anybatch launch --max-processes 17 ...",
         ),
         (
             {"processes": 16, "devices_per_process": 10**9},
-            "The simulated devices of all processes must be at most 1024, unless you allow more, got "
-            "devices_per_process=1000000000 in 16 processes.\nTake fewer, or say it to JAX yourself: "
+            "The simulated devices of all processes together must be at most 1024, got "
+            "devices_per_process=1000000000 in 16 processes.\n"
+            "Use fewer, or set the variable of JAX, which has no limit: "
             "JAX_NUM_CPU_DEVICES=1000000000 anybatch launch ...",
         ),
         (
@@ -248,8 +249,8 @@ def test_if_the_system_starts_no_more_those_that_run_are_ended(script, monkeypat
         process.stderr.close()
         assert process.poll() is not None
     assert str(caught.value) == (
-        "The system must let all processes start, got process 2 of 4 (Too many open files).\n"
-        "Start fewer, e.g. anybatch launch --processes 2 ..., or raise its limits: ulimit -n, ulimit -u."
+        "The operating system must be able to start all processes, got process 2 of 4 (Too many open files).\n"
+        "Start fewer, e.g. anybatch launch --processes 2 ..., or raise the system's limits: ulimit -n, ulimit -u."
     )
 
 
@@ -266,7 +267,9 @@ def test_if_the_system_starts_no_more_those_that_run_are_ended(script, monkeypat
 def test_processes_share_the_gpus(script, options, outcome):
     path = script("import os; print(os.environ['CUDA_VISIBLE_DEVICES'])")
     gpus = ["0", "3", "5", "6", "7"]
-    program = f"from anybatch import launch; launch.visible_gpus = lambda _: {gpus}; launch.launch({path!r}, {options})"
+    program = (
+        f"from anybatch.cli import launch; launch.visible_gpus = lambda _: {gpus}; launch.launch({path!r}, {options})"
+    )
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     if isinstance(outcome, str):
         assert outcome in result.stderr

@@ -11,7 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 import anybatch as ab
-from anybatch.cli import commands, doctor
+from anybatch.cli import doctor, explain
 from anybatch.cli import main as cli
 from anybatch.cli.problem import load_problem
 from anybatch.report import Report
@@ -63,16 +63,16 @@ def test_explain_replaces_no_file_of_somebody_else(tmp_path, monkeypatch, option
     (tmp_path / "train.py").write_text("def problem(): ...")
     Report("A run", []).write("report.html")
     before = {path: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()}
-    monkeypatch.setattr(commands, "load_problem", lambda target: pytest.fail("it began to plan"))
+    monkeypatch.setattr(explain, "load_problem", lambda target: pytest.fail("it began to plan"))
     result = CliRunner().invoke(cli.app, ["explain", "train.py:problem", *options])
     assert result.exit_code == 2 and words in result.output
     assert {path: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()} == before
 
 
 def test_explain_replaces_its_own_page(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(commands, "load_problem", lambda target: (lambda w, x: jnp.mean(x * w), 1.0, jnp.ones(8)))
+    monkeypatch.setattr(explain, "load_problem", lambda target: (lambda w, x: jnp.mean(x * w), 1.0, jnp.ones(8)))
     for _ in range(2):
-        commands.explain("<it>", html=tmp_path / "plan.html", plot=tmp_path / "plan.svg", timed=False)
+        explain.explain_problem("<it>", html=tmp_path / "plan.html", plot=tmp_path / "plan.svg", timed=False)
     assert "<title>&lt;it&gt;</title>" in (tmp_path / "plan.html").read_text()
 
 
@@ -102,8 +102,8 @@ def needs(argument): return argument
 @pytest.mark.parametrize(
     "target, message",
     [
-        ("mine", "A problem is named as package.module:function, got 'mine'."),
-        ("mine:", "A problem is named as package.module:function, got 'mine:'."),
+        ("mine", "A problem must be named as package.module:function, got 'mine'."),
+        ("mine:", "A problem must be named as package.module:function, got 'mine:'."),
         ("absent:problem", "The module of a problem must be in this folder, or installed, got absent."),
         ("absent.py:problem", "The file of a problem must exist, got absent.py."),
         ("mine:absent", "mine must have a function absent, got no such name.\nIt has fails, needs, nothing, pair"),
@@ -111,8 +111,14 @@ def needs(argument): return argument
         ("mine:nothing", "mine:nothing must return (loss, params, batch), got a NoneType."),
         ("mine:pair", "mine:pair must return (loss, params, batch), got 2 values (function, float)."),
         ("mine:swapped", "mine:swapped must return (loss, params, batch), and the loss must be a function, got a "),
-        ("mine:fails", "mine:fails must return a problem, got RuntimeError: no data here at "),
-        ("mine:needs", "mine:needs must return a problem, got TypeError: needs() missing 1 required"),
+        (
+            "mine:fails",
+            "mine:fails must return a problem when called without arguments, got RuntimeError: no data here at ",
+        ),
+        (
+            "mine:needs",
+            "mine:needs must return a problem when called without arguments, got TypeError: needs() missing 1 required",
+        ),
         ("broken:problem", "broken must import, got ZeroDivisionError: division by zero at "),
         ("typo:problem", "typo must import, got SyntaxError: "),
         ("unmet:problem", "unmet must import, got ModuleNotFoundError: No module named 'surely_not_there' at "),
@@ -156,9 +162,9 @@ def test_doctor_says_what_is_missing(monkeypatch, tmp_path):
     monkeypatch.setattr(doctor.importlib.metadata, "version", version)
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("ANYBATCH_CACHE", str(tmp_path / "file" / "cache"))
-    monkeypatch.setattr(doctor.compat, "is_supported", lambda: False)
+    monkeypatch.setattr(doctor.versions, "is_supported", lambda: False)
     unwell = {finding.subject: finding for finding in doctor.examine() if not finding.is_well}
     assert unwell["optax"].remedy == 'pip install "anybatch[train]"'
-    assert unwell["matplotlib"].text == "missing; it is for plots"
-    assert "cannot be written" in unwell["cache"].text
+    assert unwell["matplotlib"].text == "missing; needed for plots"
+    assert "is not writable" in unwell["cache"].text
     assert unwell["JAX"].remedy == 'pip install "jax>=0.10,<0.13"'

@@ -15,7 +15,7 @@ import pytest
 import anybatch as ab
 from anybatch.demo import gpt as gpt_module
 from anybatch.demo import job
-from anybatch.demo.config import RunConfig, example
+from anybatch.demo.config import RunConfig, example_config
 from anybatch.demo.gpt import GPT, count
 from anybatch.demo.job import RunFolder
 from anybatch.demo.text import Corpus, Vocabulary, Windows, read_text
@@ -207,9 +207,9 @@ def test_count(params):
 
 
 def test_the_example_has_the_defaults(tmp_path):
-    (tmp_path / "run.toml").write_text(example())
+    (tmp_path / "run.toml").write_text(example_config())
     assert RunConfig.read(tmp_path / "run.toml") == RunConfig()
-    assert set(tomllib.loads(example())) == {field.name for field in dataclasses.fields(RunConfig)}
+    assert set(tomllib.loads(example_config())) == {field.name for field in dataclasses.fields(RunConfig)}
 
 
 @pytest.mark.parametrize(
