@@ -102,7 +102,7 @@ def traffic_of(model: GPT, devices: int, examples: int, microbatch_size: int, ho
 
 
 def flops_of(model: GPT, examples: int) -> float:
-    """FLOPs of forward and backward. Per token: 6 for each parameter, and 12 * layers * width * context for attention."""
+    """FLOPs of forward and backward. Per token: 6 per parameter, and 12 * layers * width * context for attention."""
     count = sum(leaf.size for leaf in jax.tree.leaves(jax.eval_shape(model.init, jax.random.key(0))))
     return (6 * count + 12 * model.layers * model.width * model.context) * examples * model.context
 

@@ -75,7 +75,7 @@ class Race:
             if options:
                 options["checkpoints"] = f"{folder}/checkpoints"
             batches = itertools.repeat(self.batch)
-            # The first steps include setup and are not counted. From the third on, a step starts when the last ends.
+            # The first steps include setup and do not count. From the third on, a step starts when the last ends.
             run = ab.fit(
                 timed, self.state, batches, steps=self.steps + 3, log=f"{folder}/run.csv", progress="lines", **options
             )
