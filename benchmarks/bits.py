@@ -1,12 +1,12 @@
-"""Are the bits of a gradient the same: of one program run twice, of one compiled twice, on other numbers of devices?
+"""Does a gradient have the same bits if it is run again, compiled again, or computed on another number of devices?
 
     python benchmarks/bits.py gpt-tiny:8                     # CPU: on 1, 2, 4 and 8 simulated devices
-    python benchmarks/bits.py gpt2-scanned:8                 # a GPU, on as many as there are
+    python benchmarks/bits.py gpt2-scanned:8                 # all GPUs of this machine
     XLA_FLAGS="--xla_gpu_deterministic_ops=true --xla_gpu_autotune_level=0" python benchmarks/bits.py gpt2-scanned:8
 
-Prints fingerprints of value and gradient. Expected: with `reproducible=True` one for all numbers of devices
-from 2 on, and for 1 where XLA rewrites no division; without it, others. A GPU needs the flags: it adds up some
-gradients in the order in which its threads arrive, and chooses its kernels by timing them.
+Prints hashes of value and gradient. Expected: with `reproducible=True` one hash for all numbers of devices from 2 on,
+and for 1 device too if XLA rewrites no division; without it, different hashes. A GPU needs the flags: without them it
+adds up some gradients in the order in which threads arrive, and chooses kernels by timing them.
 """
 
 import argparse
@@ -54,9 +54,9 @@ def main() -> None:
                 for _ in range(2):
                     compiled = jax.jit(lambda params, batch, fun=fun: fun(params, batch)).lower(params, batch).compile()
                     found += [fingerprint(compiled(params, batch)) for _ in range(2)]
-                how = "in order" if reproducible else "plain"
+                how = "fixed order" if reproducible else "plain"
                 where = "no mesh" if devices is None else f"{devices} device{'s' if devices > 1 else ''}"
-                print(f"  {how:9} {where:10} run twice {found[:2]}, compiled again {found[2:]}", flush=True)
+                print(f"  {how:11} {where:10} run twice {found[:2]}, compiled again {found[2:]}", flush=True)
 
 
 if __name__ == "__main__":

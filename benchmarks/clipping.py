@@ -1,15 +1,15 @@
-"""What does a clipped per-example gradient cost, beside the plain gradient and beside jax_privacy?
+"""What does a clipped per-example gradient cost, compared with the plain gradient and with jax_privacy?
 
     python benchmarks/clipping.py --small                      # CPU, two minutes; look at the memory, not the times
     python benchmarks/clipping.py                              # one large GPU; most of the time goes into compiling
     python benchmarks/clipping.py --case 32x256 --rows plain factored vmap:4
     python benchmarks/clipping.py --case 32x256 --rows factored:8 --profile DIR    # and its kernels, by time
 
-GPT-2, a batch of examples x tokens. Half of the examples are clipped, since the bound is the median of their norms.
-Everything is compiled once and runs in turn. The last columns are distances from the gradient of a loop by hand over
-single examples, relative to its length: of the whole, and of the array where it is worst. For the plain gradient, which
-is not clipped, they say what a method that forgot to clip would show. Expected: the whole within 0.02, the rounding of
-bfloat16.
+GPT-2, a batch of examples x tokens. Half of the examples are clipped, because the bound is the median of their norms.
+Every program is compiled once, and they run in turn. The last two columns are distances from a hand-written loop over
+single examples, relative to its norm: of all arrays together, and of the array that differs most. The plain gradient is
+not clipped, so its distances show what a method that forgot to clip would have. Expected: all arrays together within
+0.02, the rounding of bfloat16.
 """
 
 import argparse
@@ -48,15 +48,15 @@ TOLERANCE = 0.02  # bfloat16 has 8 bits, and the methods multiply in different o
 
 @dataclasses.dataclass
 class Row:
-    """One way to the gradient, and its figures."""
+    """One method with one microbatch size, and its figures."""
 
     method: str
     size: str
     compiled: Any = None
     temporaries: int = 0
     compile_seconds: float = 0.0
-    difference: float = float("nan")  # of the whole gradient
-    worst: float = float("nan")  # of one of its arrays
+    difference: float = float("nan")  # of all arrays of the gradient together
+    worst: float = float("nan")  # of the array that differs most
     failure: str = ""
     seconds: list[float] = dataclasses.field(default_factory=list)
 
@@ -66,15 +66,15 @@ class Row:
 
     @property
     def wrong(self) -> bool:
-        """Whether it failed, or clipped to something else."""
+        """True if it failed, or if its gradient is not the clipped one."""
         return bool(self.failure) or (self.method != "plain" and not self.difference < TOLERANCE)
 
     def fun(self, loss: Callable[..., Any], clip_norm: float) -> Callable[..., Any]:
-        """What a user would write, to be jitted."""
+        """The function that a user would write, before `jax.jit`."""
         size = None if self.size == "all" else int(self.size)
         if self.method == "plain":
             return jax.grad(loss) if size is None else ab.grad(loss, microbatch_size=size)
-        # The loss takes a batch, so that each way gives it batches of one.
+        # The loss takes a batch, so each method passes it batches of one example.
         if self.method == "jax_privacy":
             import jax_privacy
 
@@ -83,7 +83,7 @@ class Row:
 
 
 def example_losses(model: Any) -> Callable[..., Any]:
-    """The sum over examples of their mean over tokens, with weights between 1/4 and 4: so that norms differ."""
+    """The weighted sum of the losses of the examples. The weights are between 1/4 and 4, so that norms differ."""
 
     def loss(params: Any, batch: Any) -> jax.Array:
         return jnp.sum(batch["weights"] * jnp.mean(model.token_losses(params, batch), axis=-1))
@@ -98,7 +98,7 @@ def batch_of(model: Any, examples: int) -> Any:
 
 
 def by_hand(loss: Callable[..., Any]) -> Callable[..., Any]:
-    """One example after the other: the clipped sum and the norms. The bound is an argument."""
+    """The clipped sum and the norms, by a loop over single examples. The bound is an argument."""
 
     def clipped_sum(params: Any, batch: Any, clip_norm: jax.Array) -> Any:
         def step(total: Any, example: Any) -> Any:
@@ -114,7 +114,7 @@ def by_hand(loss: Callable[..., Any]) -> Callable[..., Any]:
 
 @jax.jit
 def distance(mine: Any, its: Any) -> tuple[jax.Array, jax.Array]:
-    """How far two gradients are apart, relative to the length of the second: as a whole, and in the worst array."""
+    """The distance of two gradients relative to the norm of the second: of all arrays, and of the worst array."""
 
     def squares(tree: Any) -> jax.Array:
         return jnp.stack([jnp.sum(leaf**2) for leaf in jax.tree.leaves(tree)])
@@ -130,7 +130,7 @@ def timed(compiled: Any, *arguments: Any) -> float:
 
 
 def measure(case: str, rows: list[Row], rounds: int, folder: pathlib.Path | None) -> dict[str, Any]:
-    """Compiles all, compares their gradients with the one by hand, and runs them in turn."""
+    """Compiles every row, compares its gradient with the hand-written loop, and runs the rows in turn."""
     model, examples = CASES[case]
     loss, batch = example_losses(model), batch_of(model, examples)
     params = jax.jit(model.init)(jax.random.key(0))
@@ -148,14 +148,14 @@ def measure(case: str, rows: list[Row], rounds: int, folder: pathlib.Path | None
             row.difference, row.worst = map(float, distance(row.compiled(params, batch), expected))
             if folder is not None:
                 profile(f"{case}-{row.method}-{row.size}", row.compiled, (params, batch), folder)
-            # Should the run be cut short, this is what there is.
+            # Printed at once, in case the run is cut short.
             once = f"{timed(row.compiled, params, batch) * 1e3:.1f} ms once, {row.temporaries / 2**20:.0f} MiB"
             print(f"  {row.name}: {once}, difference {row.difference:.1e}", file=sys.stderr, flush=True)
-        except Exception as error:  # out of memory, say: the others still count
+        except Exception as error:  # such as out of memory: the other rows still count
             row.compiled, row.failure = None, f"{type(error).__name__}: {str(error)[:160].splitlines()[0]}"
             print(f"  {row.name}: {row.failure}", file=sys.stderr, flush=True)
     del expected
-    # In turn, so that a change in the machine's mood touches all of them.
+    # In turn, so that a change in the machine's speed affects all rows.
     for _ in range(rounds):
         for row in rows:
             if row.compiled is not None:
@@ -180,19 +180,19 @@ def report(case: str, rows: list[Row]) -> None:
 
 
 def ratio(row: Row, plain: Row) -> float:
-    """The median of ratios of neighbours in time: steadier than a ratio of medians."""
+    """The median of the ratios of runs in the same round: steadier than a ratio of medians."""
     if plain.failure:
         return float("nan")
     return statistics.median(mine / its for mine, its in zip(row.seconds, plain.seconds, strict=True))
 
 
 def rows_of(wanted: list[str], examples: int) -> Iterator[Row]:
-    """The plain gradient first, then what is asked for: methods with all their sizes, or method:size."""
+    """The plain gradient, then the wanted rows: a method with all its sizes, or method:size."""
     yield Row("plain", "all")
     for entry in wanted:
         method, _, size = entry.partition(":")
         for each in (size,) if size else ROWS[method]:
-            # A microbatch of as many as there are is the row "all".
+            # A microbatch of all examples is the row "all".
             if (method, each) != ("plain", "all") and (each == "all" or int(each) < examples):
                 yield Row(method, each)
 
@@ -234,7 +234,7 @@ def main() -> None:
             options.out.write_text(json.dumps(figures, indent=1))
         gc.collect()
     if wrong:
-        sys.exit(f"failed, or not the same gradient: {', '.join(wrong)}")
+        sys.exit(f"failed, or a different gradient: {', '.join(wrong)}")
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
-"""How large a contrastive batch fits in the memory of one that is sixteen times smaller?
+"""How much memory does a contrastive batch take, in two passes and as a full batch?
 
     python benchmarks/contrastive.py                  # CPU, about a minute; look at the memory, not the times
     python benchmarks/contrastive.py --accelerator    # one 80 GiB GPU, about three minutes
 
-Two towers and the loss of CLIP, which compares every image with every text. All at once, and in two passes over
-microbatches that anybatch finds by itself. Expected: with two passes, temporaries grow with the embeddings and
-their products alone, while those of the towers stay what they are for one microbatch.
+Two towers and the loss of CLIP, which compares every image with every text. It is computed as a full batch, and in
+two passes over microbatches. Expected: with two passes, temporaries grow only by the embeddings and their products;
+those of the towers stay at the size of one microbatch.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from anybatch.jaxprs import versions
 
 @dataclasses.dataclass(frozen=True)
 class TwoTowers:
-    """Two transformers of the same shape, over patches and tokens that are embedded already."""
+    """Two transformers of the same shape. Their inputs are embedded patches and tokens."""
 
     layers: int
     width: int
@@ -91,12 +91,12 @@ def main() -> None:
     size = sizes[0] // 4
     params = jax.jit(model.init)(jax.random.key(0))
     print(ab.read(model.loss, params, jax.eval_shape(lambda: model.batch(jax.random.key(1), sizes[-1]))))
-    names = ("examples", "at once", "two passes", "beyond embeddings", "time", "difference")
+    names = ("examples", "full batch", "two passes", "beyond embeddings", "time", "difference")
     print("\n" + " ".join(f"{name:>{width}}" for name, width in zip(names, (8, 12, 12, 18, 10, 11), strict=True)))
     for examples in sizes:
         batch = model.batch(jax.random.key(1), examples)
-        full = jax.jit(jax.value_and_grad(model.loss)).lower(params, batch).compile()
-        at_once, difference = versions.temporaries(full), "not run"
+        program = jax.jit(jax.value_and_grad(model.loss)).lower(params, batch).compile()
+        full, difference = versions.temporaries(program), "not run"
         compiled = jax.jit(ab.value_and_grad(model.loss, microbatch_size=size)).lower(params, batch).compile()
         seconds = []
         for _ in range(3):
@@ -104,16 +104,16 @@ def main() -> None:
             _, grads = jax.block_until_ready(compiled(params, batch))
             seconds.append(time.perf_counter() - start)
         if examples == sizes[0]:
-            _, expected = full(params, batch)
+            _, expected = program(params, batch)
             worst = max(
                 float(jnp.abs(x - y).max() / jnp.abs(y).max())
                 for x, y in zip(*map(jax.tree.leaves, (grads, expected)), strict=True)
             )
             difference = f"{worst:.1e}"
-        mine = versions.temporaries(compiled)
+        taken = versions.temporaries(compiled)
         head = 2 * examples * model.embedding * 4 + examples**2 * 4
         print(
-            f"{examples:8} {at_once / 2**20:8.0f} MiB {mine / 2**20:8.0f} MiB {(mine - head) / 2**20:14.0f} MiB"
+            f"{examples:8} {full / 2**20:8.0f} MiB {taken / 2**20:8.0f} MiB {(taken - head) / 2**20:14.0f} MiB"
             f" {statistics.median(seconds) * 1e3:7.0f} ms {difference:>11}",
             flush=True,
         )

@@ -1,14 +1,15 @@
-"""Does a batch that does not fit train as it would if it did?
+"""Does a run within a memory budget have the same loss curve as one with the full batch?
 
     python benchmarks/loss_curve.py                                  # CPU, about fifteen minutes
     python benchmarks/loss_curve.py --context 256 --layers 6 --width 256 --steps 100     # one GPU, some minutes
 
-Trains a GPT on the text that comes with anybatch, twice from the same parameters with the same batches of 512: at once,
-where that fits, and within 512 MiB for the whole step. Prints both losses, step by step, and the worst relative
-difference. In float32 with products at full precision: what differs is the order in which sums are rounded.
+Trains a GPT on the text that comes with anybatch, twice, from the same parameters and with the same batches of 512:
+once as a full batch, and once within 512 MiB for the complete step. Prints both losses for some steps, and the
+largest relative difference. All arithmetic is float32 with products at full precision, so only the order of sums
+differs.
 
-Two controls: the full batch with its examples in reverse order, whose sums are rounded otherwise too and whose curve
-should differ as little; and a batch of 256, whose curve must differ by far more.
+Two controls. The full batch with its examples in reverse order also sums in another order: its curve should differ as
+little. A batch of 256 is other training: its curve must differ by far more.
 """
 
 import argparse
@@ -26,7 +27,7 @@ from anybatch.demo.text import Corpus, Windows
 
 
 class Reversed(Windows):
-    """The same batches, the examples of each in another order."""
+    """The same batches, with the examples of each in reverse order."""
 
     def batch(self, number: int) -> dict[str, np.ndarray]:
         return {name: rows[::-1] for name, rows in super().batch(number).items()}
@@ -35,7 +36,7 @@ class Reversed(Windows):
 def curve(
     gpt: GPT, ids: np.ndarray, *, examples: int, steps: int, source: type[Windows] = Windows, **options: Any
 ) -> tuple[np.ndarray, str]:
-    """The losses of a run, and what its step takes."""
+    """The losses of a run, and the memory of its step in words."""
     rate = optax.warmup_cosine_decay_schedule(0.0, 1e-3, 20, max(steps, 21))
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(rate))
     step = ab.train_step(lambda params, batch: gpt.loss(params, batch["tokens"]), optimizer, **options)
@@ -45,7 +46,7 @@ def curve(
     taken = stats.argument_size_in_bytes + stats.output_size_in_bytes + stats.temp_size_in_bytes
     run = ab.fit(step, state, batches, steps=steps, progress=True)
     sizes = [decision[0] for decision in step.decisions.values()] or [options["microbatch_size"] or examples]
-    words = f"microbatches of {sizes[0]}, {readable(taken - stats.alias_size_in_bytes)} for the whole step"
+    words = f"microbatches of {sizes[0]}, {readable(taken - stats.alias_size_in_bytes)} for the step"
     return np.asarray([row["loss"] for row in run.history]), words
 
 
@@ -68,16 +69,16 @@ def main() -> None:
     print(f"within {given.memory}: {taken}")
     full, taken = curve(gpt, ids, examples=512, steps=steps, microbatch_size=None)
     print(f"the full batch: {taken}")
-    turned, _ = curve(gpt, ids, examples=512, steps=steps, microbatch_size=None, source=Reversed)
+    in_reverse, _ = curve(gpt, ids, examples=512, steps=steps, microbatch_size=None, source=Reversed)
     other, _ = curve(gpt, ids, examples=256, steps=steps, memory=given.memory)
     difference = np.abs(within - full) / full
-    print("step   at once      within     difference")
+    print("step   full batch   in budget   difference")
     for number in sorted({1, 2, 5, 10, 20, 50, 100, steps}):
         if number <= steps:
             print(f"{number:4}  {full[number - 1]:.7f}  {within[number - 1]:.7f}  {difference[number - 1]:.1e}")
     worst = int(np.argmax(difference))
-    print(f"worst: {difference[worst]:.1e}, at step {worst + 1}")
-    print(f"the full batch with its examples in reverse order: {np.max(np.abs(turned - full) / full):.1e}")
+    print(f"largest difference: {difference[worst]:.1e}, at step {worst + 1}")
+    print(f"the full batch with its examples in reverse order: {np.max(np.abs(in_reverse - full) / full):.1e}")
     print(f"a batch of 256: {np.max(np.abs(other - full) / full):.1e}")
 
 

@@ -1,11 +1,11 @@
-"""What does a mesh cost, and what do sums in a fixed order cost, beside the same gradient on one device?
+"""What do a mesh and sums in a fixed order cost, compared with the same gradient without them?
 
     python benchmarks/mesh.py                  # CPU, about a minute; look at the memory, not the times
     python benchmarks/mesh.py gpt2:8           # model:microbatch size; on a GPU, times mean something
 
-All on one device, whose time is that of the others too: what they add is one reduction (benchmarks/scaling.py).
-Expected: over a mesh within 1.02 of the time and memory without; sums in a fixed order within 1.05 of the time at
-GPT-2, and up to 6 gradients more of memory, on 8 devices 3.
+Everything runs on one device. On several devices each takes this time, plus one reduction (benchmarks/scaling.py).
+Expected: with a mesh within 1.02 of the time and memory without; sums in a fixed order within 1.05 of the time for
+GPT-2, with the memory of up to 6 more gradients, or 3 on 8 devices.
 """
 
 import argparse
@@ -31,15 +31,15 @@ def main() -> None:
         name, size = case.split(":")
         model, examples = MODELS[name]
         here = {"microbatch_size": int(size)}
-        ways = {
+        contestants = {
             "by hand": by_hand(model.loss, int(size)),
             "anybatch": ab.value_and_grad(model.loss, **here),
             "mesh": ab.value_and_grad(model.loss, mesh=mesh, **here),
-            "in order": ab.value_and_grad(model.loss, reproducible=True, **here),
-            "mesh, in order": ab.value_and_grad(model.loss, mesh=mesh, reproducible=True, **here),
+            "fixed order": ab.value_and_grad(model.loss, reproducible=True, **here),
+            "mesh, fixed": ab.value_and_grad(model.loss, mesh=mesh, reproducible=True, **here),
         }
         params = jax.jit(model.init)(jax.random.key(0))
-        results = compare(ways, params, model.batch(jax.random.key(1), examples), options.repeats)
+        results = compare(contestants, params, model.batch(jax.random.key(1), examples), options.repeats)
         report(f"{name}, {examples} examples, microbatch {size}", results)
         gc.collect()
 

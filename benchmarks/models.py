@@ -46,7 +46,7 @@ class GPT:
 
     def batch(self, key: jax.Array, examples: int) -> Any:
         tokens = jax.random.randint(key, (examples, self.context + 1), 0, self.vocabulary)
-        # Documents of different lengths: the tokens after the end do not count.
+        # Documents have different lengths: the mask is 0 after the end.
         lengths = jax.random.randint(jax.random.fold_in(key, 1), (examples, 1), self.context // 2, self.context + 1)
         mask = (jnp.arange(self.context) < lengths).astype(jnp.float32)
         return {"inputs": tokens[:, :-1], "targets": tokens[:, 1:], "mask": mask}
@@ -56,11 +56,11 @@ class GPT:
         return jnp.mean(self.token_losses(params, batch))
 
     def masked_loss(self, params: Any, batch: Any) -> jax.Array:
-        """The mean over the tokens that count: a ratio of sums over the batch."""
+        """The mean over unmasked tokens: a ratio of sums over the batch."""
         return jnp.sum(self.token_losses(params, batch) * batch["mask"]) / jnp.sum(batch["mask"])
 
     def weighted_loss(self, params: Any, batch: Any) -> tuple[jax.Array, jax.Array]:
-        """The same, declared: the sum, and what to divide it by."""
+        """The same for a declared reduction: the sum, and the weight to divide it by."""
         return jnp.sum(self.token_losses(params, batch) * batch["mask"]), jnp.sum(batch["mask"])
 
     def token_losses(self, params: Any, batch: Any) -> jax.Array:

@@ -1,10 +1,10 @@
-"""What does the noise scale of a gradient cost, beside the gradient alone?
+"""What does the noise scale of a gradient cost, compared with the gradient alone?
 
     python benchmarks/noise.py                                # CPU, about a minute; look at the memory, not the times
     python benchmarks/noise.py gpt2:8 gpt2-scanned:8          # one 80 GiB GPU, about two minutes
 
 Compiles `value_and_grad` and `noise_scale` for the same masked loss, runs them in turn, and prints medians and ratios.
-Expected: time within 1.05; temporaries the same where activations are large, else up to one gradient more.
+Expected: time within 1.05; the same temporaries if activations are large, otherwise up to one gradient more.
 """
 
 import argparse
@@ -27,11 +27,12 @@ def measure(model: Any, examples: int, size: int, repeats: int) -> None:
     batch = model.batch(jax.random.key(1), examples)
     loss = getattr(model, "masked_loss", model.loss)
     gradient = sum(leaf.size * 4 for leaf in jax.tree.leaves(params))
-    ways = {"value_and_grad": ab.value_and_grad, "noise_scale": ab.noise_scale}
+    contestants = {"value_and_grad": ab.value_and_grad, "noise_scale": ab.noise_scale}
     compiled = {
-        name: jax.jit(way(loss, microbatch_size=size)).lower(params, batch).compile() for name, way in ways.items()
+        name: jax.jit(make(loss, microbatch_size=size)).lower(params, batch).compile()
+        for name, make in contestants.items()
     }
-    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    seconds: dict[str, list[float]] = {name: [] for name in contestants}
     results = {name: jax.block_until_ready(run(params, batch)) for name, run in compiled.items()}
     print(f"  {results['noise_scale'][2]}")
     del results
@@ -40,7 +41,7 @@ def measure(model: Any, examples: int, size: int, repeats: int) -> None:
             start = time.perf_counter()
             jax.block_until_ready(run(params, batch))
             seconds[name].append(time.perf_counter() - start)
-    first = next(iter(ways))
+    first = next(iter(contestants))
     for name, run in compiled.items():
         ratio = statistics.median(mine / its for mine, its in zip(seconds[name], seconds[first], strict=True))
         more = (versions.temporaries(run) - versions.temporaries(compiled[first])) / gradient

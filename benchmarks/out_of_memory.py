@@ -1,9 +1,10 @@
-"""Does a gradient go on where memory runs out all the same?
+"""Does a planned gradient go on if the memory runs out later?
 
     python benchmarks/out_of_memory.py        on a GPU; a minute
 
-A plan is made while the device is empty. Then another array takes most of it, as another process might, and the same
-call comes again. Expected: one warning, a smaller microbatch, the same gradient; the third call without a word.
+A plan is made while the device is empty. Then another array takes most of its memory, as another process might, and the
+same function is called again. Expected: the second call warns once, takes a smaller microbatch and returns the same
+gradient; the third call does not warn.
 """
 
 import os
@@ -44,7 +45,7 @@ def main() -> None:
     try:
         jax.block_until_ready(ab.value_and_grad(model.loss, microbatch_size=256)(params, batch))
     except jax.errors.JaxRuntimeError as error:
-        print("a size that was given:", str(error).splitlines()[0])
+        print("with microbatch_size=256:", str(error).splitlines()[0])
     del blocker
 
 

@@ -1,11 +1,11 @@
-"""Is anybatch as fast and as lean as the best hand-written loop?
+"""How do the time and memory of anybatch compare with the best hand-written loop?
 
     python benchmarks/overhead.py                            # CPU, about a minute; look at the memory, not the times
     python benchmarks/overhead.py --accelerator              # one 80 GiB GPU, about ten minutes
     python benchmarks/overhead.py gpt2:8 gpt-1.3b-scanned:1  # model:microbatch size
 
 Compiles each contestant, runs them in turn, and prints medians and ratios to the hand-written `lax.scan`.
-Expected: anybatch within 1.02 of its time, and at most its temporaries; less with layers in `lax.scan`.
+Expected: anybatch within 1.02 of its time and at most its temporaries; fewer temporaries with layers in `lax.scan`.
 """
 
 import argparse
@@ -32,7 +32,7 @@ ON_ACCELERATOR = [
 
 
 def by_hand(loss: Callable[..., Any], size: int) -> Callable[..., Any]:
-    """What one writes without a library: equal microbatches, a scan, a float32 sum, one division at the end."""
+    """A loop without a library: equal microbatches, a scan, a float32 sum, one division at the end."""
 
     def value_and_grad(params: Any, batch: Any) -> Any:
         examples = jax.tree.leaves(batch)[0].shape[0]
@@ -59,7 +59,7 @@ def by_optax(loss: Callable[..., Any], size: int) -> Callable[..., Any]:
 
 
 def by_anybatch(loss: Callable[..., Any], size: int) -> Callable[..., Any]:
-    """One line."""
+    """`anybatch.value_and_grad` with a declared reduction."""
     return ab.value_and_grad(loss, microbatch_size=size, reduction="mean")
 
 
@@ -68,7 +68,7 @@ CONTESTANTS = {"by hand": by_hand, "optax": by_optax, "anybatch": by_anybatch}
 
 @dataclasses.dataclass
 class Result:
-    """One contestant's figures."""
+    """The figures of one contestant."""
 
     compiled: Any
     temporaries: int
@@ -79,24 +79,24 @@ class Result:
 
 def measure(model: Any, examples: int, size: int, repeats: int) -> dict[str, Result]:
     """Measures the contestants that are installed."""
-    ways = {}
+    contestants = {}
     for name, make in CONTESTANTS.items():
         try:
-            ways[name] = make(model.loss, size)
+            contestants[name] = make(model.loss, size)
         except ImportError:
             continue
     params = jax.jit(model.init)(jax.random.key(0))
-    return compare(ways, params, model.batch(jax.random.key(1), examples), repeats)
+    return compare(contestants, params, model.batch(jax.random.key(1), examples), repeats)
 
 
-def compare(ways: dict[str, Callable[..., Any]], params: Any, batch: Any, repeats: int) -> dict[str, Result]:
-    """Compiles all, compares their gradients with the first one's, and runs them in turn.
+def compare(contestants: dict[str, Callable[..., Any]], params: Any, batch: Any, repeats: int) -> dict[str, Result]:
+    """Compiles all contestants, compares their gradients with the first one's, and runs them in turn.
 
-    In turn, so that a change in the machine's mood touches all of them.
+    In turn, so that a change in the machine's speed affects all of them.
     """
     results: dict[str, Result] = {}
     reference = None
-    for name, fun in ways.items():
+    for name, fun in contestants.items():
         start = time.perf_counter()
         compiled = jax.jit(fun).lower(params, batch).compile()
         results[name] = Result(compiled, versions.temporaries(compiled), time.perf_counter() - start)
@@ -118,7 +118,7 @@ def compare(ways: dict[str, Callable[..., Any]], params: Any, batch: Any, repeat
 def report(case: str, results: dict[str, Result]) -> None:
     """Prints a table with ratios to the hand-written loop."""
     hand = results["by hand"]
-    # Ratios of neighbours in time, then their median: steadier than a ratio of medians.
+    # The median of the ratios of runs in the same round: steadier than a ratio of medians.
     print(f"\n{case}")
     print(f"  {'':14} {'time':>10} {'ratio':>7} {'temporaries':>14} {'ratio':>7} {'compile':>8} {'difference':>11}")
     for name, result in results.items():

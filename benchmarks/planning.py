@@ -1,17 +1,18 @@
-"""Is the planned step as fast as the best of an exhaustive search, and does it stay within its memory?
+"""Is the planned gradient as fast as the best of an exhaustive search, and does it stay within its memory budget?
 
-    python benchmarks/planning.py                        a small GPT and an MLP, on whatever there is
-    python benchmarks/planning.py gpt2:9GiB gpt2:20GiB   on a GPU: a model and a budget, for each a table
+    python benchmarks/planning.py                        # a small GPT and an MLP, on any machine
+    python benchmarks/planning.py gpt2:9GiB gpt2:20GiB   # on a GPU: model:budget, one table each
+    python benchmarks/planning.py --peak gpt2:4GiB       # the peak memory of one planned gradient
 
-For each case: `anybatch.plan` from nothing and from its cache, in seconds; then every divisor of the batch that fits
-the same budget, and the plan's choice, timed in turns. Expected: the choice within 3% of the best. On a GPU the same
-program compiled twice may differ by 5% in time, since XLA tunes it by the clock; so JAX's compilation cache is on, and
-what the plan compiled is what is timed. (The planning time of a second budget profits from it, too.)
+Each table first says how long `anybatch.plan` takes, without its cache and with it. Then every divisor of the batch
+that fits the same budget, and the planned size, are timed in turns. Expected: the planned size within 3% of the best.
+On a GPU the same program compiled twice may differ by 5% in time, because XLA tunes kernels by timing them. So JAX's
+compilation cache is on, and the programs that the plan compiled are the ones timed. (This also shortens planning for
+a second budget.)
 
-    python benchmarks/planning.py --peak gpt2:4GiB
-
-runs one planned gradient in a process of its own and reports the peak of the device, or of the process, beside the
-budget, what was predicted and what XLA says. Expected: below the budget; predicted within 5% of XLA.
+`--peak` runs one planned gradient, in a separate process for each case. It reports the peak memory of the device (or
+of the process, on a CPU), the budget, the predicted bytes and XLA's figure. Expected: below the budget; predicted
+within 5% of XLA.
 """
 
 import argparse
@@ -36,7 +37,7 @@ ON_CPU = ("gpt-tiny:40MiB", "mlp:64MiB")
 
 
 def problem(name: str) -> tuple:
-    """The loss, parameters and batch, made on the host: their making leaves no trace in the peak of the device."""
+    """The loss, parameters and batch. They are made on the host, so that they do not add to the peak of the device."""
     name, _, examples = name.partition("@")
     model, usual = MODELS[name]
     with jax.default_device(jax.local_devices(backend="cpu")[0]):
@@ -46,13 +47,13 @@ def problem(name: str) -> tuple:
 
 
 def bench_of(loss, params, batch) -> Workbench:
-    """All ways of one gradient, outside the planner."""
+    """A workbench that measures any strategy of one gradient, without the planner."""
     options = Options.of(loss)
     return Workbench(Gradient(loss, options, options.roles.sort(loss, (params, batch), {})))
 
 
 def compare(name: str, budgets: list[str], rounds: int, remat: str | None) -> None:
-    """Plans within each budget, then times all divisors that fit beside the choices."""
+    """Plans within each budget, then times all divisors that fit, and the chosen sizes."""
     folder = tempfile.mkdtemp()
     jax.config.update("jax_compilation_cache_dir", folder)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
@@ -81,20 +82,20 @@ def compare(name: str, budgets: list[str], rounds: int, remat: str | None) -> No
     bench = bench_of(loss, params, batch)
     largest = max(plan.budget for plan in choices.values())
     divisors = [Strategy(size) for size in range(examples, 0, -1) if examples % size == 0]
-    ways = [way for way in divisors if (found := bench.bytes_of(way)) is not None and found.total <= largest]
+    measured = [each for each in divisors if (found := bench.bytes_of(each)) is not None and found.total <= largest]
     chosen = {budget: Strategy(plan.microbatch_size, plan.remat) for budget, plan in choices.items()}
-    seconds = bench.race(list(dict.fromkeys([*ways, *chosen.values()])), rounds)
-    quartiles = {way: np.percentile(taken, (25, 75)) * 1e3 for way, taken in bench.taken.items()}
-    print(f"\n{name}, every divisor of {examples} that fits, and what was chosen, in turns")
-    for way in sorted(seconds, key=lambda way: -(way.microbatch_size or 0)):
-        total = bench.bytes_of(way).total
-        marks = [budget for budget, other in chosen.items() if other == way]
-        low, high = quartiles[way]
-        times = f"{seconds[way] * 1e3:9.2f} ms ({low:.1f} to {high:.1f})"
-        print(f"  {way!s:24} {times} {readable(total):>10}  {' '.join(marks)}")
+    seconds = bench.race(list(dict.fromkeys([*measured, *chosen.values()])), rounds)
+    quartiles = {strategy: np.percentile(taken, (25, 75)) * 1e3 for strategy, taken in bench.taken.items()}
+    print(f"\n{name}, every divisor of {examples} that fits, and the chosen sizes, in turns")
+    for strategy in sorted(seconds, key=lambda strategy: -(strategy.microbatch_size or 0)):
+        total = bench.bytes_of(strategy).total
+        marks = [budget for budget, other in chosen.items() if other == strategy]
+        low, high = quartiles[strategy]
+        times = f"{seconds[strategy] * 1e3:9.2f} ms ({low:.1f} to {high:.1f})"
+        print(f"  {strategy!s:24} {times} {readable(total):>10}  {' '.join(marks)}")
     for budget, plan in choices.items():
-        fitting = [way for way in ways if bench.bytes[way].total <= plan.budget]
-        best = min(seconds[way] for way in fitting)
+        fitting = [strategy for strategy in measured if bench.bytes[strategy].total <= plan.budget]
+        best = min(seconds[strategy] for strategy in fitting)
         mine = seconds[chosen[budget]]
         full = f", {mine / seconds[divisors[0]]:.3f} of the full batch" if divisors[0] in seconds else ""
         memory = bench.bytes[chosen[budget]].total / bench.bytes_of(divisors[0]).total
@@ -103,7 +104,7 @@ def compare(name: str, budgets: list[str], rounds: int, remat: str | None) -> No
 
 
 def peak(name: str, budget: str, remat: str | None) -> None:
-    """One planned gradient, and what it really took."""
+    """Runs one planned gradient and prints the memory that it took."""
     os.environ["ANYBATCH_CACHE"] = "off"
     loss, params, batch = problem(name)
     device = jax.local_devices()[0]
@@ -144,9 +145,9 @@ def _resident(field: str = "VmRSS:") -> int:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("cases", nargs="*", help="model:budget, models: " + ", ".join(MODELS))
-    parser.add_argument("--peak", action="store_true", help="the peak of one planned gradient, each in its process")
+    parser.add_argument("--peak", action="store_true", help="print the peak memory of one planned gradient")
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--remat", help='"auto" lets the plan compute activations twice')
+    parser.add_argument("--remat", help='"auto" lets the plan recompute activations')
     options = parser.parse_args()
     cases = [case.rpartition(":")[::2] for case in options.cases or ON_CPU]
     if options.peak and len(cases) > 1:

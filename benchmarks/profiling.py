@@ -1,4 +1,4 @@
-"""Where a compiled program spends its time: its kernels by time, as text, with the lines of HLO they come from."""
+"""Profiles a compiled program: a text file with its kernels by time and the HLO operations they come from."""
 
 import collections
 import pathlib
@@ -12,7 +12,7 @@ import jax
 
 
 def profile(name: str, compiled: Any, arguments: tuple[Any, ...], folder: pathlib.Path, runs: int = 3) -> None:
-    """Writes `name.hlo` and `name.txt` into the folder. The program has run before."""
+    """Writes `name.hlo` and `name.txt` into the folder. The program must have run once before."""
     folder.mkdir(parents=True, exist_ok=True)
     text = compiled.as_text()
     (folder / f"{name}.hlo").write_text(text)
@@ -35,12 +35,12 @@ def profile(name: str, compiled: Any, arguments: tuple[Any, ...], folder: pathli
 
 
 def kernels(data: Any) -> Iterator[tuple[str, str, float]]:
-    """Everything that ran on the device, or in the threads of a CPU: operation, kernel and milliseconds."""
+    """All events on the device, or in the threads of a CPU: operation, kernel and milliseconds."""
     planes = list(data.planes)
     devices = [plane for plane in planes if plane.name.startswith("/device:")]
     for plane in devices or planes:
         for line in plane.lines:
-            # Beside its streams, a device may have lines that say the same once more.
+            # Other lines of a device may repeat the events of its streams.
             if devices and not line.name.startswith("Stream"):
                 continue
             for event in line.events:
@@ -73,5 +73,5 @@ def _origins(hlo: str) -> Iterator[tuple[str, str]]:
 
 
 def _place(origin: str) -> str:
-    """The name without shape and numbers, so that layers come together."""
+    """The name without shape and numbers, so that layers are counted together."""
     return re.sub(r"\d+", "", origin.partition(" ")[2]) or "unnamed"

@@ -1,11 +1,11 @@
-"""Does reading the loss cost anything, before the first step or in every step?
+"""What does reading the loss cost, once before the first step and in every step?
 
     python benchmarks/reading.py                                # CPU, about a minute; look at the memory, not the times
     python benchmarks/reading.py --accelerator                  # one 80 GiB GPU, about five minutes
     python benchmarks/reading.py gpt2:8 gpt2-scanned:8          # model:microbatch size
 
-For a mean over all tokens and for a masked mean: the loop by hand, the reduction declared, and the reduction read from
-the loss. Expected: read within 1.02 of declared in time and no hungrier; less than a second to read.
+For a mean over all tokens and for a masked mean, compares the loop by hand, the declared reduction, and the reduction
+read from the loss. Expected: read within 1.02 of the time of declared, with no more memory; less than a second to read.
 """
 
 import argparse
@@ -44,18 +44,18 @@ def by_hand_weighted(loss: Callable[..., Any], size: int) -> Callable[..., Any]:
 
 
 def contestants(model: Any, size: int) -> dict[str, dict[str, Callable[..., Any]]]:
-    """For each loss, three ways to its gradient; the first is the reference."""
-    declared = {"microbatch_size": size}
+    """For each loss, three functions that compute its gradient; the first is the reference."""
+    given = {"microbatch_size": size}
     return {
         "mean": {
             "by hand": by_hand(model.loss, size),
-            "declared": ab.value_and_grad(model.loss, reduction="mean", **declared),
-            "read": ab.value_and_grad(model.loss, **declared),
+            "declared": ab.value_and_grad(model.loss, reduction="mean", **given),
+            "read": ab.value_and_grad(model.loss, **given),
         },
         "masked mean": {
             "by hand": by_hand_weighted(model.weighted_loss, size),
-            "declared": ab.value_and_grad(model.weighted_loss, reduction="weighted", **declared),
-            "read": ab.value_and_grad(model.masked_loss, **declared),
+            "declared": ab.value_and_grad(model.weighted_loss, reduction="weighted", **given),
+            "read": ab.value_and_grad(model.masked_loss, **given),
         },
     }
 
@@ -84,8 +84,8 @@ def main() -> None:
         trace, read = seconds_to_read(model.masked_loss, params, batch)
         print(f"\n{name}: {ab.read(model.masked_loss, params, batch)}")
         print(f"traced in {trace:.2f} s, traced and read in {read:.2f} s")
-        for loss, ways in contestants(model, int(size)).items():
-            results = compare(ways, params, batch, options.repeats)
+        for loss, functions in contestants(model, int(size)).items():
+            results = compare(functions, params, batch, options.repeats)
             report(f"{name}, {loss}, {examples} examples, microbatch {size}", results)
             gc.collect()
 

@@ -1,18 +1,20 @@
-"""What does one step send, and where is it bound, up to 1,024 devices?
+"""What does one step send, and is it bound by computation or by exchange, on up to 1,024 devices?
 
     python benchmarks/scaling.py                                          # CPU, about two minutes; nothing is run
-    python benchmarks/scaling.py gpt2-scanned --devices 1 2 4 8 16 32     # some models, on as many devices each
+    python benchmarks/scaling.py gpt2-scanned --devices 1 2 4 8 16 32     # one model, on these numbers of devices
     python benchmarks/scaling.py --examples 8                             # less to compute for each device
     python benchmarks/scaling.py --rails 1                                # one network card for a whole node
 
-Every program is the real one: the whole model, compiled for so many simulated devices. Its collectives are counted as
-one run executes them. `anybatch` reduces the gradient once in a step; `loop` is the loop that one writes first, which
-reduces that of each microbatch. Expected: one reduction against as many as there are microbatches, 2(n-1)/n of the
-bytes of the gradient each; and what the program for 2 devices sends, projected, is what is compiled for all others.
+Every program is the complete model, compiled for simulated devices. Its collectives are counted as often as one run
+executes them. `anybatch` reduces the gradient once in a step. `loop` is the usual first attempt, which reduces the
+gradient of every microbatch. Expected: one reduction instead of one for each microbatch, each of 2(n-1)/n of the
+bytes of the gradient; and the traffic projected from the program for 2 devices equals that of the programs for all
+others.
 
-The times are on paper, from the constants below. A step on n devices computes as long as on one. To reduce within a
-node, the bytes go around a ring over NVLink; between nodes, rings of all nodes run side by side, one for each network
-card. No time overlaps with another, so a real step may be faster; no device waits, so it may be slower.
+Times are calculated from the constants below, not measured. A step computes as long on n devices as on one. Within a
+node, a reduction goes around a ring over NVLink. Between nodes, one ring for each network card runs at the same time.
+Computation and exchange do not overlap in this model, so a real step may be faster; no device waits for another, so it
+may be slower.
 """
 
 import argparse
@@ -33,26 +35,26 @@ from anybatch.collectives import Traffic
 
 DEFAULT_MODELS = ["gpt2-scanned", "gpt-1.3b-scanned"]
 DEFAULT_DEVICES = [1, 2, 8, 64, 256, 1024]
-HOWS = ("anybatch", "loop", "once")  # once: by hand, what anybatch should come to
+HOWS = ("anybatch", "loop", "once")  # once: by hand, with the traffic that anybatch should have
 
 
 @dataclasses.dataclass(frozen=True)
 class Machine:
-    """Nodes of GPUs like an H200."""
+    """A cluster: nodes with GPUs like an H200."""
 
     flops: float = 989e12  # dense, in bfloat16, as its data sheet says
-    utilisation: float = 0.4  # of that, what training reaches
-    nvlink: float = 450e9  # bytes in a second that a device sends to its node
-    network: float = 50e9  # bytes in a second through a network card: 400 Gb/s
+    utilisation: float = 0.4  # the share of it that training reaches
+    nvlink: float = 450e9  # bytes a second that a device sends within its node
+    network: float = 50e9  # bytes a second through a network card: 400 Gb/s
     latency: float = 5e-6  # seconds of a message from one device to the next
     node: int = 8  # devices in a node
-    rails: int = 8  # network cards in a node that work at a time
+    rails: int = 8  # network cards in a node that send at the same time
 
     def compute_seconds(self, flops: float) -> float:
         return flops / (self.flops * self.utilisation)
 
     def exchange_seconds(self, traffic: Traffic, devices: int) -> float:
-        """Reduced to the nodes, then between them, each card with its part, then spread again."""
+        """The seconds of all collectives: within the nodes, and between them, where each card sends its part."""
         nodes = -(-devices // self.node)
         inside = traffic.at(min(devices, self.node)).seconds(self.nvlink, self.latency)
         between = traffic.at(nodes).seconds(self.network * self.rails, self.latency)
@@ -62,7 +64,7 @@ class Machine:
 
 
 def gradient(loss: Callable[..., Any], mesh: Mesh, microbatch_size: int, how: str) -> Callable[..., Any]:
-    """The mean loss and its gradient over a batch that is spread over the mesh, in microbatches of each device."""
+    """A function for the mean loss and its gradient over a batch that is sharded over the mesh, in microbatches."""
     if how == "anybatch":
         return ab.value_and_grad(loss, mesh=mesh, axis_name="data", microbatch_size=microbatch_size)
 
@@ -80,12 +82,12 @@ def gradient(loss: Callable[..., Any], mesh: Mesh, microbatch_size: int, how: st
         total = lax.pmean(total, "data") if how == "once" else total
         return jax.tree.map(lambda leaf: leaf / count, total)
 
-    # Without the check of JAX, which would put a reduction into the loop for us.
+    # With check_vma=True, JAX would put a reduction into the loop.
     return jax.shard_map(value_and_grad, mesh=mesh, in_specs=(P(), P("data")), out_specs=P(), check_vma=False)
 
 
 def traffic_of(model: GPT, devices: int, examples: int, microbatch_size: int, how: str) -> Traffic:
-    """What one step sends, from the program compiled for so many devices, each with so many examples."""
+    """What one step sends, from the program compiled for `devices` devices with `examples` examples each."""
     mesh = jax.make_mesh((devices,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:devices])
 
     def placed(make: Callable[..., Any], spec: P) -> Any:
@@ -100,13 +102,13 @@ def traffic_of(model: GPT, devices: int, examples: int, microbatch_size: int, ho
 
 
 def flops_of(model: GPT, examples: int) -> float:
-    """Forward and backward: 6 for each parameter and token, 12 for each pair of a layer's width and a token seen."""
+    """FLOPs of forward and backward. Per token: 6 per parameter, and 12 * layers * width * context for attention."""
     count = sum(leaf.size for leaf in jax.tree.leaves(jax.eval_shape(model.init, jax.random.key(0))))
     return (6 * count + 12 * model.layers * model.width * model.context) * examples * model.context
 
 
 def report(name: str, options: argparse.Namespace, machine: Machine) -> None:
-    """Prints a table for a model, and whether the projection holds."""
+    """Prints a table for a model, and whether the projection from 2 devices holds."""
     model, usual = MODELS[name]
     examples = options.examples or usual
     size = max(1, examples // options.microbatches)
@@ -132,7 +134,7 @@ def report(name: str, options: argparse.Namespace, machine: Machine) -> None:
     for difference in differ:
         print(f"  the projection from 2 devices does not hold: {difference}")
     if not differ:
-        print("  the projection from 2 devices is what was compiled for each of these")
+        print("  the projection from 2 devices equals every compiled program")
 
 
 def main() -> None:
@@ -149,7 +151,7 @@ def main() -> None:
     machine = Machine(**{field.name: getattr(options, field.name) for field in dataclasses.fields(Machine)})
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", max(2, *options.devices))
-    print(f"JAX {jax.__version__}, on paper: {machine}")
+    print(f"JAX {jax.__version__}, calculated for {machine}")
     for name in options.models:
         report(name, options, machine)
 

@@ -1,11 +1,12 @@
-"""Is a loss that selects rows of its batch as fast and as lean as the loop that one would write for it?
+"""How do the time and memory of a loss that selects rows of its batch compare with a hand-written loop?
 
     python benchmarks/selections.py                          # CPU, about a minute; look at the memory, not the times
     python benchmarks/selections.py gpt2:64:8 --repeats 10   # one 80 GiB GPU, about three minutes
 
-Takes every second sequence of the batch, or the first quarter and the rest as two terms, before the model. By hand
-the rows are selected outside, and each part has a hand-written scan. Expected: anybatch within 1.02 of its time, and
-at most its temporaries. Found on an H200 with JAX 0.11.2: 0.99 of the time, 0.99 and 1.001 of the temporaries.
+The losses select every second sequence of the batch, or the first quarter and the rest as two terms. In the
+hand-written loop the rows are selected before the loss is called, and each part has its own scan. Expected: anybatch
+within 1.02 of its time and at most its temporaries. Found on an H200 with JAX 0.11.2: 0.99 of the time, 0.99 and
+1.001 of the temporaries.
 """
 
 import argparse
@@ -25,19 +26,19 @@ def rows(batch: Any, which: slice) -> Any:
 
 def every_second(loss: Callable[..., Any], examples: int, size: int) -> dict[str, Callable[..., Any]]:
     which = slice(None, None, 2)
-    own = by_hand(loss, size)
+    loop = by_hand(loss, size)
     return {
-        "by hand": lambda params, batch: own(params, rows(batch, which)),
+        "by hand": lambda params, batch: loop(params, rows(batch, which)),
         "anybatch": ab.value_and_grad(lambda params, batch: loss(params, rows(batch, which)), microbatch_size=size),
     }
 
 
 def quarter_and_rest(loss: Callable[..., Any], examples: int, size: int) -> dict[str, Callable[..., Any]]:
     parts = slice(examples // 4), slice(examples // 4, None)
-    own = by_hand(loss, size)
+    loop = by_hand(loss, size)
 
     def added(params: Any, batch: Any) -> Any:
-        one, other = (own(params, rows(batch, which)) for which in parts)
+        one, other = (loop(params, rows(batch, which)) for which in parts)
         return jax.tree.map(lambda left, right: left + 0.5 * right, one, other)
 
     def both(params: Any, batch: Any) -> Any:
@@ -58,8 +59,8 @@ def main() -> None:
         params = jax.jit(model.init)(jax.random.key(0))
         batch = model.batch(jax.random.key(1), int(examples))
         for selects in (every_second, quarter_and_rest):
-            ways = selects(model.loss, int(examples), int(size))
-            report(f"{case} {selects.__name__}", compare(ways, params, batch, options.repeats))
+            contestants = selects(model.loss, int(examples), int(size))
+            report(f"{case} {selects.__name__}", compare(contestants, params, batch, options.repeats))
 
 
 if __name__ == "__main__":

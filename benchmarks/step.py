@@ -1,11 +1,11 @@
-"""What do the step, and the loop around it, cost over a bare loop of the same compiled program?
+"""What do `train_step` and `fit` cost, compared with a bare loop of the same compiled program?
 
     python benchmarks/step.py                              # CPU, two minutes; look at the microseconds
     python benchmarks/step.py gpt2:64:16 gpt-tiny:64:16    # model:examples:microbatch size; one 80 GiB GPU
 
-Three contestants run the very same executable, in turns: a bare `for` loop that keeps nothing; `step(state, batch)`;
-and `fit`, which draws and transfers batches, reads the metrics of every step, writes a log and shows lines. A fourth,
-`fit` with a checkpoint every 20 steps, shows what saving costs. Expected: step and fit within 1.01 of the bare loop.
+Three contestants run the same executable, in turns: a bare `for` loop that keeps nothing; `step(state, batch)`; and
+`fit`, which draws and transfers batches, reads the metrics of every step, writes a log and prints lines. With
+`--checkpoints`, a fourth saves a checkpoint every 20 steps. Expected: step and fit within 1.01 of the bare loop.
 """
 
 import argparse
@@ -34,7 +34,7 @@ class Race:
         )
         self.state = self.step.init(lambda: self.model.init(jax.random.key(0)))
         self.on_device = self.step.put(self.batch)
-        # Compiled once: what it calls from now on is found, not made.
+        # Compiled here, so that the timed calls find the program in the cache.
         self.compiled = self.step.lower(self.state, self.on_device).compile()
         self.state, metrics = self.step(self.state, self.on_device)
         jax.block_until_ready(metrics.loss)
@@ -75,7 +75,7 @@ class Race:
             if options:
                 options["checkpoints"] = f"{folder}/checkpoints"
             batches = itertools.repeat(self.batch)
-            # Two more, so that setting up is not counted; from the third on, a step begins when the one before it ends.
+            # The first steps include setup and do not count. From the third on, a step starts when the last ends.
             run = ab.fit(
                 timed, self.state, batches, steps=self.steps + 3, log=f"{folder}/run.csv", progress="lines", **options
             )
@@ -102,7 +102,7 @@ def main() -> None:
             order = list(contestants) if turn % 2 else list(reversed(contestants))
             for each in order:
                 taken = contestants[each]()
-                if turn:  # the first is for warming up
+                if turn:  # the first round is for warming up
                     seconds[each].append(taken)
         print(f"\n{case}: {given.rounds} rounds of {given.steps} steps, by AdamW")
         bare = np.asarray(seconds["bare loop"])

@@ -1,15 +1,16 @@
-"""CLIP, 1,024 pairs at a time, in microbatches of 64: the loss compares all pairs, and the gradient is still exact.
+"""Trains CLIP on batches of 1,024 pairs in microbatches of 64. The loss compares all pairs; the gradient is exact.
 
     python examples/clip_two_passes.py
 
-Cost: about 25 s on two CPU cores. The gradient takes 13 MiB instead of 67, the process with Python and JAX 0.8 GB.
-Expected: "couples examples: two passes"; of 500 captions, that of an image is found for 0.2% of the images before 100
-steps, and for 97.8% after; the gradient is 6e-08 away from that of the full batch, the mean of microbatches 0.92.
+Cost: about 25 s on two CPU cores. The gradient takes 13 MiB instead of 67; the process with Python and JAX 0.8 GB.
+Expected: "couples examples: two passes". The right caption among 500 is found for 0.2% of the images before training
+and for 97.8% after 100 steps. The gradient differs from the full batch's by 6e-08; the mean of the microbatches'
+gradients differs by 0.92.
 
-Every image is compared with every caption of the batch, so the loss is no mean over examples, and gradients of
-microbatches do not add up to its gradient: the script computes that, too, to show how wrong it is. anybatch reads the
-loss and finds two passes by itself. The first computes all embeddings, microbatch by microbatch, and the loss of them;
-the second goes through the towers again, each microbatch with the gradient of its own embeddings.
+The loss compares every image with every caption of the batch. It is not a mean over examples, so the gradients of
+microbatches do not add up to its gradient; the script computes their mean too, to show how wrong it is. anybatch reads
+the loss and computes it in two passes. The first computes all embeddings, microbatch by microbatch, and then the loss.
+The second goes through the towers again, and takes the gradient of each microbatch's embeddings back to the parameters.
 """
 
 import argparse
@@ -23,22 +24,22 @@ import anybatch as ab
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--steps", type=int, default=100)
-parser.add_argument("--batch", type=int, default=1024, help="pairs whose images and captions are all compared")
-parser.add_argument("--microbatch", type=int, default=64, help="pairs that go through the towers at a time")
+parser.add_argument("--batch", type=int, default=1024, help="pairs in a step; all are compared")
+parser.add_argument("--microbatch", type=int, default=64, help="pairs that go through the towers together")
 parser.add_argument("--width", type=int, default=64, help="of the towers")
 
-# 1. The data: two shapes on a board of 3 x 3 places, and a caption: "red disc top left, blue cross middle right".
+# 1. The data: an image of two shapes on a 3 x 3 board, and a caption: "red disc top left, blue cross middle right".
 
 COLOURS = {"red": (1, 0, 0), "green": (0, 1, 0), "blue": (0, 0, 1), "yellow": (1, 1, 0), "white": (1, 1, 1)}
 SHAPES = ("disc", "square", "cross", "ring", "bar")
 ROWS, COLUMNS = ("top", "middle", "bottom"), ("left", "centre", "right")
 WORDS = [*COLOURS, *SHAPES, *ROWS, *COLUMNS]
-SIZE, PATCH = 8, 4  # of a place, and of the patches that the images are cut into; in pixels
+SIZE, PATCH = 8, 4  # in pixels: a cell of the board, and a patch of the image
 PATCHES = (3 * SIZE // PATCH) ** 2
 
 
 def stencils():
-    """Each shape in white on black."""
+    """The shapes as arrays: 1 inside, 0 outside."""
     y, x = np.mgrid[:SIZE, :SIZE] - (SIZE - 1) / 2
     radius, inside = np.hypot(x, y), np.maximum(abs(x), abs(y)) < 3
     shapes = [radius < 3.3, inside, inside & ((abs(x) < 1) | (abs(y) < 1)), (radius < 3.6) & (radius > 2), abs(y) < 1]
@@ -46,8 +47,8 @@ def stencils():
 
 
 def draw(rng, count):
-    """So many images, and captions as the numbers of their words."""
-    places = np.sort(rng.permuted(np.tile(np.arange(9), (count, 1)), axis=1)[:, :2])  # in the order of reading
+    """Draws `count` images and their captions, as indices of words."""
+    places = np.sort(rng.permuted(np.tile(np.arange(9), (count, 1)), axis=1)[:, :2])  # in reading order
     colours, shapes = rng.integers(0, 5, (2, count, 2))
     images = rng.normal(0, 0.1, (count, 3 * SIZE, 3 * SIZE, 3)).astype(np.float32)
     board = images.reshape(count, 3, SIZE, 3, SIZE, 3)
@@ -61,7 +62,7 @@ def draw(rng, count):
 
 
 def in_words(caption):
-    """The caption as people read it."""
+    """The caption as text."""
     words = [WORDS[number] for number in caption]
     return f"{' '.join(words[:4])}, {' '.join(words[4:])}"
 
@@ -70,7 +71,7 @@ def in_words(caption):
 
 
 def init(key, width):
-    """Two layers for each patch of an image and one for all; two layers for captions; and how sharply to compare."""
+    """The initial parameters: two layers for patches and one for the image, two for captions, a temperature."""
     keys = iter(jax.random.split(key, 6))
 
     def normal(*shape):
@@ -87,7 +88,7 @@ def init(key, width):
 
 
 def towers(params, batch):
-    """An embedding of each image and of each caption, of length one."""
+    """The embeddings of images and captions, normalised to length one."""
     side = 3 * SIZE // PATCH
     x = batch["image"].reshape(-1, side, PATCH, side, PATCH, 3).swapaxes(2, 3).reshape(-1, PATCHES, PATCH * PATCH * 3)
     for layer in params["patch"]:
@@ -99,7 +100,7 @@ def towers(params, batch):
 
 
 def loss(params, batch):
-    """Which of all captions belongs to an image, and which of all images to a caption?"""
+    """The mean of two cross entropies: find the caption of an image among all, and the image of a caption among all."""
     images, captions = towers(params, batch)
     scores = jnp.exp(params["sharpness"]) * images @ captions.T
     own = jnp.arange(len(scores))
@@ -109,27 +110,27 @@ def loss(params, batch):
 
 @jax.jit
 def retrieval(params, batch):
-    """How often the caption most like an image is its own."""
+    """The share of images whose most similar caption is their own."""
     images, captions = towers(params, batch)
     return jnp.mean(jnp.argmax(images @ captions.T, axis=1) == jnp.arange(len(images)))
 
 
 def distance(one, other):
-    """How far two gradients are from each other, by the length of the second."""
+    """The distance of two gradients, relative to the norm of the second."""
     one, other = (jnp.concatenate([leaf.ravel() for leaf in jax.tree.leaves(tree)]) for tree in (one, other))
     return float(jnp.linalg.norm(one - other) / jnp.linalg.norm(other))
 
 
-# 3. What anybatch finds, whether it is right, and what it is good for.
+# 3. Read the loss, train, and compare gradients and memory.
 
 
 def main():
-    """Looks at the loss, compares the gradient, and trains."""
+    """Reads the loss, trains, and compares the gradient with that of the full batch."""
     args = parser.parse_args()
     data, test = draw(np.random.default_rng(0), 8 * args.batch), draw(np.random.default_rng(1), 500)
     batch = {name: array[: args.batch] for name, array in data.items()}
     params = init(jax.random.key(0), args.width)
-    print("Drawn, for example:", in_words(batch["caption"][0]))
+    print("A caption:", in_words(batch["caption"][0]))
     print(ab.read(loss, params, batch))
 
     step = ab.train_step(loss, optax.adam(2e-3), microbatch_size=args.microbatch)
@@ -139,14 +140,14 @@ def main():
     print(f"own caption found among 500: {retrieval(params, test):.1%} before, {retrieval(trained, test):.1%} after")
 
     in_passes = jax.jit(ab.grad(loss, microbatch_size=args.microbatch)).lower(trained, batch).compile()
-    at_once = jax.jit(jax.grad(loss)).lower(trained, batch).compile()
+    full_batch = jax.jit(jax.grad(loss)).lower(trained, batch).compile()
     cut = jax.tree.map(lambda leaf: leaf.reshape(-1, args.microbatch, *leaf.shape[1:]), batch)
-    each = jax.lax.map(lambda part: jax.grad(loss)(trained, part), cut)
-    exact, averaged = at_once(trained, batch), jax.tree.map(lambda leaf: leaf.mean(0), each)
-    print(f"gradient in two passes: {distance(in_passes(trained, batch), exact):.0e} away from that of the full batch")
+    each = jax.lax.map(lambda microbatch: jax.grad(loss)(trained, microbatch), cut)
+    exact, averaged = full_batch(trained, batch), jax.tree.map(lambda leaf: leaf.mean(0), each)
+    print(f"gradient in two passes: {distance(in_passes(trained, batch), exact):.0e} away from the full batch's")
     print(f"mean of the gradients of microbatches: {distance(averaged, exact):.2f} away from it")
-    sizes = [fun.memory_analysis().temp_size_in_bytes / 2**20 for fun in (in_passes, at_once)]
-    print(f"memory of the gradient: {sizes[0]:.0f} MiB in two passes, {sizes[1]:.0f} MiB all at once")
+    sizes = [fun.memory_analysis().temp_size_in_bytes / 2**20 for fun in (in_passes, full_batch)]
+    print(f"memory of the gradient: {sizes[0]:.0f} MiB in two passes, {sizes[1]:.0f} MiB as a full batch")
 
 
 if __name__ == "__main__":

@@ -6,6 +6,8 @@ import re
 import jax
 import pytest
 
+import anybatch as ab
+
 ROOT = pathlib.Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
@@ -26,6 +28,11 @@ def test_the_blocks_of_a_page_run(page, tmp_path, monkeypatch):
 def test_the_blocks_are_found():
     assert len(blocks(ROOT / "README.md")) == 4
     assert len(blocks(ROOT / "docs" / "guide.md")) >= 7
+
+
+def test_the_api_page_lists_every_public_name():
+    text = (ROOT / "docs" / "api.md").read_text()
+    assert [name for name in ab.__all__ if not re.search(rf"\banybatch\.{name}\b", text)] == []
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
