@@ -44,9 +44,9 @@ def learn(
     context.obj = {"course": course, "folder": folder}
     if context.invoked_subcommand is not None:
         return True
-    from anybatch.learn.terminal import commands
+    from anybatch.learn.terminal import learner_commands
 
-    return commands.learn(course, folder, at)
+    return learner_commands.learn(course, folder, at)
 
 
 def _places(context: typer.Context, course: pathlib.Path | None, folder: pathlib.Path | None = None) -> tuple[Any, Any]:
@@ -58,17 +58,17 @@ def _places(context: typer.Context, course: pathlib.Path | None, folder: pathlib
 @app.command("list")
 def show_all(context: typer.Context, course: CourseOption = None, folder: FolderOption = None) -> Any:
     """Show all exercises, and what is solved."""
-    from anybatch.learn.terminal import commands
+    from anybatch.learn.terminal import learner_commands
 
-    return commands.listing(*_places(context, course, folder))
+    return learner_commands.listing(*_places(context, course, folder))
 
 
 @app.command()
 def run(context: typer.Context, name: Name = None, course: CourseOption = None, folder: FolderOption = None) -> Any:
     """Check one file; the exit status is 0 if it passes."""
-    from anybatch.learn.terminal import commands
+    from anybatch.learn.terminal import learner_commands
 
-    return commands.run(*_places(context, course, folder), name)
+    return learner_commands.run(*_places(context, course, folder), name)
 
 
 @app.command()
@@ -80,9 +80,9 @@ def hint(
     folder: FolderOption = None,
 ) -> Any:
     """Show a hint: a direction, the primitive to use, nearly the code."""
-    from anybatch.learn.terminal import commands
+    from anybatch.learn.terminal import learner_commands
 
-    return commands.hint(*_places(context, course, folder), name, level)
+    return learner_commands.hint(*_places(context, course, folder), name, level)
 
 
 @app.command(short_help="Show a solution of what you have solved.")
@@ -94,9 +94,9 @@ def solution(
     folder: FolderOption = None,
 ) -> Any:
     """Show a solution of what you have solved, and the same with anybatch."""
-    from anybatch.learn.terminal import commands
+    from anybatch.learn.terminal import learner_commands
 
-    return commands.solution(*_places(context, course, folder), name, anyway)
+    return learner_commands.solution(*_places(context, course, folder), name, anyway)
 
 
 @app.command(short_help="Put a file back to its beginning.")
@@ -108,17 +108,17 @@ def reset(
     folder: FolderOption = None,
 ) -> Any:
     """Put a file back to its beginning; yours is kept under another name."""
-    from anybatch.learn.terminal import commands
+    from anybatch.learn.terminal import learner_commands
 
-    return commands.reset(*_places(context, course, folder), name, yes)
+    return learner_commands.reset(*_places(context, course, folder), name, yes)
 
 
 @app.command(short_help="Show what keeps a check apart on this machine.")
 def doctor() -> Any:
     """Show what keeps a check apart on this machine, that one works, and how long it takes."""
-    from anybatch.learn.terminal import commands
+    from anybatch.learn.terminal import learner_commands
 
-    return commands.doctor()
+    return learner_commands.doctor()
 
 
 @app.command(
@@ -147,10 +147,10 @@ def check(
     folder: FolderOption = None,
 ) -> Any:
     """Check many files at once."""
-    from anybatch.learn.terminal import commands
+    from anybatch.learn.terminal import learner_commands
 
     places = _places(context, course, folder)
-    return commands.check(*places, names or [], every=every, as_json=as_json, again=again)
+    return learner_commands.check(*places, names or [], every=every, as_json=as_json, again=again)
 
 
 @development.command("check", short_help="Prove a course.")
@@ -162,9 +162,9 @@ def prove(
     as_json: Annotated[bool, typer.Option("--json", help="For other programs.")] = False,
 ) -> Any:
     """Prove a course: starters fail, solutions pass, and every mistake is caught and named."""
-    from anybatch.learn.terminal import development
+    from anybatch.learn.terminal import author_commands
 
-    return development.check(_places(context, course)[0], exercise, seeds=seeds, as_json=as_json)
+    return author_commands.check(_places(context, course)[0], exercise, seeds=seeds, as_json=as_json)
 
 
 @development.command("new", short_help="Begin a course, or one more exercise.")
@@ -175,6 +175,6 @@ def begin(
     ] = None,
 ) -> Any:
     """Write a course with one small exercise that is whole, or one more exercise; to be edited."""
-    from anybatch.learn.terminal import development
+    from anybatch.learn.terminal import author_commands
 
-    return development.new(folder, exercise)
+    return author_commands.new(folder, exercise)

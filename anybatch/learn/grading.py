@@ -58,7 +58,7 @@ def processes_of(check: Check) -> tuple[int, ...]:
     return tuple(counts * 2 if len(counts) == 1 and check.is_compiled and (os.cpu_count() or 1) > 1 else counts)
 
 
-class Asking:
+class Prefetch:
     """Questions to the processes of one submission.
 
     Args:
@@ -175,8 +175,8 @@ def grade(
                 submission = runner.open(source, path or exercise.file_name, devices=count, anybatch=anybatch)
                 submissions.append((count, stack.enter_context(submission)))
             # Closed before anything else is asked of the submissions: one thread at a time may do so.
-            with contextlib.closing(Asking(check, submissions)) as asking:
-                for stage, seen in _Grading(check, asking, seed, _Beside(exercise, runner)).stages():
+            with contextlib.closing(Prefetch(check, submissions)) as prefetch:
+                for stage, seen in _Grading(check, prefetch, seed, _SolutionCosts(exercise, runner)).stages():
                     done.append((stage, seen))
         except Failed as failed:
             result = failed.verdict
@@ -234,7 +234,7 @@ def examine_check(exercise: Exercise, seed: int = 0) -> list[str]:
 _MEASURED: dict[Any, int] = {}
 
 
-class _Beside:
+class _SolutionCosts:
     """The solution of an exercise, measured as a submission is."""
 
     def __init__(self, exercise: Exercise, runner: Runner) -> None:
@@ -265,8 +265,8 @@ class _Beside:
 
 
 class _Grading:
-    def __init__(self, check: Check, asking: Asking, seed: int, beside: _Beside) -> None:
-        self.check, self.asking, self.beside = check, asking, beside
+    def __init__(self, check: Check, prefetch: Prefetch, seed: int, solution_costs: _SolutionCosts) -> None:
+        self.check, self.prefetch, self.solution_costs = check, prefetch, solution_costs
         self.rng = np.random.default_rng(seed)
         self.cases = list(check.cases(self.rng))
         self.inputs = [case for case in self.cases if isinstance(case, Case)]
@@ -306,7 +306,7 @@ class _Grading:
             yield "collectives", self._collectives()
 
     def _file(self) -> None:
-        for loaded in self.asking.loaded():
+        for loaded in self.prefetch.loaded():
             if error := loaded.get("error"):
                 raise failure("file", error)
             self._untouched(loaded)
@@ -331,7 +331,7 @@ class _Grading:
             raise Failed("file", f"The file puts something else in place of {name}.", text)
 
     def _ask(self, count: int, args: Arguments, *want: str, note: str = "") -> dict[str, Any]:
-        reply = self.asking.answer(count, args, *want)
+        reply = self.prefetch.answer(count, args, *want)
         if error := reply.get("error"):
             raise failure("run", error, note)
         self._untouched(reply)
@@ -340,7 +340,7 @@ class _Grading:
     def _respond(
         self, count: int, selects: list[Any], args: Arguments, others: Arguments, distorts: bool
     ) -> Response | None:
-        reply = self.asking.respond(count, args, {"selects": selects, "others": others, "distorts": distorts})
+        reply = self.prefetch.respond(count, args, {"selects": selects, "others": others, "distorts": distorts})
         if error := reply.get("error"):
             raise failure("run", error)
         self._untouched(reply)
@@ -374,13 +374,13 @@ class _Grading:
         for count in self.check.devices:
             for case in self.inputs:
                 if count in (case.devices or self.check.devices):
-                    self.asking.begin(count, case.args, *self.wanted)
+                    self.prefetch.begin(count, case.args, *self.wanted)
         for refused in self.refused:
-            self.asking.begin(first, refused.args, *self.wanted[-1:])
+            self.prefetch.begin(first, refused.args, *self.wanted[-1:])
         for _, args in self.same:
-            self.asking.begin(first, args, "value")
+            self.prefetch.begin(first, args, "value")
         for args in self.sizes:
-            self.asking.begin(first, args, "temporaries", "value")
+            self.prefetch.begin(first, args, "temporaries", "value")
 
     def _named(self, difference: Difference, case: Case, answer: Answer, right: Expected, count: int) -> Failed:
         """What is wrong with an answer, by its name if it is a known mistake."""
@@ -482,7 +482,7 @@ class _Grading:
         if large > slope.limit * small and large - small > slope.floor:
             title = f"Memory grows with the batch: {seen}."
             raise Failed("memory", title, f"In microbatches of the same size it should not grow.\n{slope.says}")
-        for mine, solution in zip(found, self.beside.measured("temporaries", count, self.sizes), strict=True):
+        for mine, solution in zip(found, self.solution_costs.measured("temporaries", count, self.sizes), strict=True):
             if mine > slope.slack * solution + (slope.floor if slope.room is None else slope.room):
                 title = f"It needs {readable(mine)} for temporaries, where {readable(solution)} are enough."
                 text = f"More than {slope.slack:g} times as much is not the memory of one microbatch.\n{slope.says}"
@@ -510,7 +510,7 @@ class _Grading:
             title = f"The collectives carry {readable(total)} on each device; {readable(rule.largest)} are enough."
             raise Failed("collectives", title, says)
         if rule.slack is not None:
-            (solution,) = self.beside.measured("work", rule.devices, [args])
+            (solution,) = self.solution_costs.measured("work", rule.devices, [args])
             if not 0 <= reply["work"] <= rule.slack * solution:
                 much = f"{reply['work']} multiplications" if reply["work"] >= 0 else "loops of unknown length"
                 title = f"A device does more than its share of the work: {much}, where {solution} are enough."

@@ -16,8 +16,8 @@ from anybatch import cli
 from anybatch.errors import InputError
 from anybatch.learn.catalogue import COURSES, Course
 from anybatch.learn.check import Verdict
-from anybatch.learn.progress import RECORD, Progress
-from anybatch.learn.terminal import commands, development
+from anybatch.learn.learner_progress import RECORD, Progress
+from anybatch.learn.terminal import author_commands, learner_commands
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +34,7 @@ def progress(tmp_path, course):
 def run(progress, monkeypatch):
     """Runs a command without another process. Returns its status, and what it printed."""
     learn_course.Runner.started = 0
-    for module in (commands, development):
+    for module in (learner_commands, author_commands):
         monkeypatch.setattr(module, "Runner", learn_course.Runner)
         monkeypatch.setattr(module, "grade", learn_course.grade)
 
@@ -72,10 +72,10 @@ def test_a_closed_input_or_output_is_no_terminal(run, progress, monkeypatch):
     write(progress, 1, "right")
     with monkeypatch.context() as patch:
         patch.setattr("sys.stdin", None)
-        assert not commands._is_interactive()
+        assert not learner_commands._is_interactive()
         patch.setattr("sys.stdout", None)
-        assert not commands._is_interactive()
-        commands.Screen().say("to nobody")
+        assert not learner_commands._is_interactive()
+        learner_commands.Screen().say("to nobody")
     assert run()[0] == 0
 
 
@@ -203,8 +203,8 @@ def test_check_as_json(run, progress):
 def test_json_is_alone_though_there_is_something_to_say(progress, monkeypatch, course):
     write(progress, 1, "right")
     (progress.folder / RECORD).write_text("{")
-    monkeypatch.setattr(commands, "Runner", learn_course.Runner)
-    monkeypatch.setattr(commands, "grade", learn_course.grade)
+    monkeypatch.setattr(learner_commands, "Runner", learn_course.Runner)
+    monkeypatch.setattr(learner_commands, "grade", learn_course.grade)
     places = ["--course", str(course.folder), "--folder", str(progress.folder)]
     result = CliRunner().invoke(cli.app, ["learn", "check", "--json", *places])
     assert json.loads(result.stdout)["passed"] and "is kept as" in result.stderr
@@ -216,7 +216,7 @@ def test_the_help_has_the_schema_and_the_doctor_pays_for_nothing():
     )
     loaded = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout.split()
     assert "anybatch.cli.learn" in loaded
-    assert not {"anybatch.learn.terminal.commands", "anybatch.learn.grading", "rich.markdown"} & set(loaded)
+    assert not {"anybatch.learn.terminal.learner_commands", "anybatch.learn.grading", "rich.markdown"} & set(loaded)
     said = CliRunner().invoke(cli.app, ["learn", "check", "--help"]).output
     assert "version    1\n" in said and "\b" not in said
 
@@ -297,7 +297,7 @@ def test_the_answers_are_hidden_from_mistakes_too(proved, monkeypatch, course):
 def test_parameters_may_be_a_list(course):
     exercise = dataclasses.replace(course.exercises[0])
     exercise.__dict__["check"] = dataclasses.replace(exercise.check, parameters=list(exercise.check.parameters))
-    assert development._on_paper(exercise) == []
+    assert author_commands._on_paper(exercise) == []
 
 
 def test_no_line_of_the_help_is_cut_off(run):
@@ -307,7 +307,7 @@ def test_no_line_of_the_help_is_cut_off(run):
 
 def test_an_author_hears_of_every_defect_at_once(tmp_path):
     folder = tmp_path / "course"
-    development.new(folder, None)
+    author_commands.new(folder, None)
     home = folder / "01_mean_gradient"
     for name, old, new in (
         ("page.md", "## Pitfalls", "## Traps"),
@@ -324,7 +324,7 @@ def test_an_author_hears_of_every_defect_at_once(tmp_path):
     (home / "solution.py").write_text(
         (home / "solution.py").read_text().replace('"""The gr', '"""Short."""\n"""The gr')
     )
-    defects = development._on_paper(Course.read(folder).exercises[0])
+    defects = author_commands._on_paper(Course.read(folder).exercises[0])
     expected = ("sections", "begin with # The", "three hints", "no function", "(w, y)", "two sentences", "never speaks")
     assert [any(words in defect for defect in defects) for words in expected] == [True] * len(expected)
     assert len(defects) == len(expected)
@@ -345,7 +345,7 @@ def test_a_rule_that_nothing_breaks_is_a_note(course, monkeypatch):
     monkeypatch.setattr(development, "grade", honest)
     exercise = dataclasses.replace(course.exercises[0])
     exercise.__dict__["check"] = dataclasses.replace(exercise.check, program=(lambda program, args: None,))
-    found = development.examine(exercise, learn_course.Runner(), 1)
+    found = author_commands.examine(exercise, learn_course.Runner(), 1)
     assert found.defects == [] and [note.partition(":")[0] for note in found.notes] == [
         "no file in mistakes/ is caught by program"
     ]
@@ -374,7 +374,7 @@ def test_a_slow_check_is_a_note(proved):
 def test_a_new_course_writes_over_nothing(tmp_path, before, exercise, words):
     folder = tmp_path / "my-course"
     if before == "course":
-        development.new(folder, None)
+        author_commands.new(folder, None)
         assert Course.read(folder).name == "my_course"
     else:
         folder.mkdir()
@@ -387,7 +387,7 @@ def test_a_new_course_writes_over_nothing(tmp_path, before, exercise, words):
 
 def test_a_new_exercise_writes_over_no_folder(tmp_path):
     folder = tmp_path / "course"
-    development.new(folder, None)
+    author_commands.new(folder, None)
     (folder / "02_mine").mkdir()
     (folder / "02_mine" / "check.py").write_text("hours of work")
     catalogue = (folder / "catalogue.toml").read_bytes()
@@ -396,12 +396,12 @@ def test_a_new_exercise_writes_over_no_folder(tmp_path):
     assert result.output.startswith(f"A new exercise begins in a folder that is not there, got {folder}/02_mine.\n")
     assert (folder / "02_mine" / "check.py").read_text() == "hours of work"
     assert (folder / "catalogue.toml").read_bytes() == catalogue
-    assert development.new(folder, "other")  # the control
+    assert author_commands.new(folder, "other")  # the control
 
 
 def test_the_catalogue_is_written_whole_or_stays(tmp_path, monkeypatch):
     folder = tmp_path / "course"
-    development.new(folder, None)
+    author_commands.new(folder, None)
     catalogue = (folder / "catalogue.toml").read_bytes()
 
     def full(*_):
@@ -411,7 +411,7 @@ def test_the_catalogue_is_written_whole_or_stays(tmp_path, monkeypatch):
     with pytest.raises(
         InputError, match=r"folder that can be written, got .*catalogue.toml \(No space left on device\)"
     ):
-        development.new(folder, "another")
+        author_commands.new(folder, "another")
     assert (folder / "catalogue.toml").read_bytes() == catalogue
 
 
@@ -419,7 +419,7 @@ def test_the_catalogue_is_written_whole_or_stays(tmp_path, monkeypatch):
 
 
 def test_an_exercise_of_ones_own_is_proved(tmp_path):
-    development.new(tmp_path / "course", "my_gradient")
+    author_commands.new(tmp_path / "course", "my_gradient")
     places = ["--course", str(tmp_path / "course"), "--seeds", "1"]
     command = [sys.executable, "-W", "error", "-m", "anybatch", "learn", "dev", "check", *places]
     result = subprocess.run(command, capture_output=True, text=True, timeout=120)

@@ -50,7 +50,7 @@ def first_runner(course):
 @pytest.fixture
 def runner(first_runner):
     yield first_runner
-    assert left_by(first_runner) == ([], ["nursery.log"])
+    assert left_by(first_runner) == ([], ["fork_server.log"])
 
 
 def held(runner, mode=None, **limits):
@@ -71,7 +71,7 @@ def layers(runner):
 
 def left_by(runner, seconds=5.0):
     """Processes and files that are still there, after they have had a moment."""
-    pid, folder = runner._nursery.process.pid, runner._nursery.folder
+    pid, folder = runner._fork_server.process.pid, runner._fork_server.folder
     deadline = time.monotonic() + seconds
     while True:
         processes = pathlib.Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
@@ -608,27 +608,27 @@ def test_processes_that_get_away_are_found(runner):
     assert len(pids) == 4 and gone(pids)
 
 
-def test_a_nursery_that_is_killed_is_replaced(course):
+def test_a_fork_server_that_is_killed_is_replaced(course):
     with Runner(hidden=[course]) as runner:
         runner.keep_warm([1])
         with runner.open("import time\ndef f(x):\n    time.sleep(100)\n", "exercise.py") as submission:
             assert "functions" in submission.loaded
-            pids = [submission._child.pid, runner._nursery.process.pid]
-            folder = runner._nursery.folder
-            os.kill(runner._nursery.process.pid, signal.SIGKILL)
+            pids = [submission._child.pid, runner._fork_server.process.pid]
+            folder = runner._fork_server.folder
+            os.kill(runner._fork_server.process.pid, signal.SIGKILL)
             with pytest.raises(Ended, match="ended the process that had started it"):
                 submission.ask({"do": "call", "function": "f", "args": (1,), "want": ("value",), "compiled": False})
         assert gone(pids)
         assert outcome(runner, "def f(x):\n    return x\n").kind == "answer"
-        assert not os.path.exists(folder) and runner._nursery.folder != folder
-        pids, folder = [runner._nursery.process.pid, runner._spares[1][0].pid], runner._nursery.folder
+        assert not os.path.exists(folder) and runner._fork_server.folder != folder
+        pids, folder = [runner._fork_server.process.pid, runner._spares[1][0].pid], runner._fork_server.folder
     assert gone([pid for pid in pids if pid]) and not os.path.exists(folder)
     with pytest.raises(AnybatchError, match="This Runner was closed"):
         runner.open("", "exercise.py")
 
 
 def test_a_child_that_cannot_be_had(runner):
-    folder = runner._nursery.folder
+    folder = runner._fork_server.folder
     os.rename(folder, f"{folder}-away")
     try:
         with (
@@ -649,7 +649,7 @@ runner.keep_warm([2])
 submission = runner.open("import time\\nprint(1)\\nwhile True:\\n    time.sleep(1)\\n", "exercise.py")
 while not submission.prints:
     submission._child.pump(1)
-print(runner._nursery.process.pid, submission._child.pid, runner._nursery.folder, flush=True)
+print(runner._fork_server.process.pid, submission._child.pid, runner._fork_server.folder, flush=True)
 submission.loaded
 """
 

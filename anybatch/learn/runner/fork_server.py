@@ -2,8 +2,8 @@
 
 It was started afresh, so nothing of what the grader knows is in its memory. It has touched no device and has a single
 thread, so that a fork is safe. The grader orders children through a socket; each comes with pipes of its own:
-requests, results, prints, a trace of where it was, and its status, which the nursery writes. When the grader is gone,
-the nursery ends its children, removes their folders, and itself.
+requests, results, prints, a trace of where it was, and its status, which the fork server writes. When the grader is gone,
+the fork server ends its children, removes their folders, and itself.
 """
 
 import contextlib
@@ -54,10 +54,10 @@ def main(control: int, folder: str) -> None:
     # What is there now is never collected, so that no child copies pages only to count references.
     gc.collect()
     gc.freeze()
-    _Nursery(socket.socket(fileno=control), folder).serve()
+    _ForkServer(socket.socket(fileno=control), folder).serve()
 
 
-class _Nursery:
+class _ForkServer:
     def __init__(self, control: socket.socket, folder: str) -> None:
         self.control, self.folder = control, folder
         self.children: dict[int, dict[str, Any]] = {}  # by process
@@ -183,7 +183,7 @@ def remove(folder: str) -> None:
 
 
 def send(control: socket.socket, order: dict[str, Any], pipes: list[int]) -> None:
-    """An order to the nursery, with the ends of pipes that it shall have."""
+    """An order to the fork server, with the ends of pipes that it shall have."""
     data = json.dumps(order).encode()
     message = LENGTH.pack(len(data)) + data
     sent = socket.send_fds(control, [message], pipes) if pipes else control.send(message)

@@ -23,7 +23,7 @@ from typing import Any
 
 from anybatch.call.checks import Finding
 from anybatch.call.memory import readable
-from anybatch.learn.runner import landlock, namespaces, refusals, seccomp
+from anybatch.learn.runner import audit_hook, landlock, namespaces, seccomp
 
 _PROBE = """\
 import json, sys
@@ -31,12 +31,12 @@ sys.path[:] = json.loads(sys.argv[1])
 from anybatch.learn.runner import isolation
 isolation.probe(json.loads(sys.argv[2]))
 """
-# Of the variables around, the nursery sees these. Those of JAX and XLA would change what is checked.
+# Of the variables around, the fork server sees these. Those of JAX and XLA would change what is checked.
 _VARIABLES = ("PATH", "LANG", "TZ", "LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "PYTHONHOME", "PYTHONUSERBASE")
 _SETTINGS = {
     **{"JAX_PLATFORMS": "cpu", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"},
     **{"PYTHONDONTWRITEBYTECODE": "1", "TF_CPP_MIN_LOG_LEVEL": "3", "ANYBATCH_CACHE": "off"},
-    "OBJC_DISABLE_INITIALIZE_FORK_SAFETY": "YES",  # on a Mac: the nursery has a single thread when it forks
+    "OBJC_DISABLE_INITIALIZE_FORK_SAFETY": "YES",  # on a Mac: the fork server has a single thread when it forks
     # XLA's threads: as many as there are cores would be hundreds on some machines, for arrays of a few numbers.
     "NPROC": str(min(4, os.cpu_count() or 1)),
 }
@@ -143,7 +143,7 @@ def begin(limits: Limits, home: str, hidden: Sequence[str], without: Collection[
     if not sys.platform.startswith("linux") or "limits" in without:
         threading.Thread(target=_watch_memory, args=(limits.memory,), daemon=True).start()
     if "hook" not in without:
-        refusals.install(home, hidden)
+        audit_hook.install(home, hidden)
 
 
 def _limit(limits: Limits, is_alone: bool) -> None:

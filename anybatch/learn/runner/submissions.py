@@ -1,6 +1,6 @@
 r"""Why a learner's process ended before it had answered, in a sentence, and at which of their lines.
 
-The grader's ends of the nursery and of its children: sockets, pipes, and what came out of them.
+The grader's ends of the fork server and of its children: sockets, pipes, and what came out of them.
 
 Runs a learner's file in a process of its own, and asks it for what it found out.
 
@@ -9,7 +9,7 @@ Runs a learner's file in a process of its own, and asks it for what it found out
 {'double': [1, 1]}
 
 Nothing that the file does reaches this process, but plain data through a pipe: see `isolation` for what it is kept
-from, and `nursery` for the process that it is forked from.
+from, and `fork_server` for the process that it is forked from.
 """
 
 import contextlib
@@ -137,18 +137,18 @@ def _name(number: int) -> str:
 _START = """\
 import json, sys
 sys.path[:] = json.loads(sys.argv[1])
-from anybatch.learn.runner import nursery
-nursery.main(int(sys.argv[2]), sys.argv[3])
+from anybatch.learn.runner import fork_server
+fork_server.main(int(sys.argv[2]), sys.argv[3])
 """
 _MOST_TRACE = 2**16
 
 
-class Nursery:
+class ForkServer:
     """The process that forks children, started at once and without waiting for it."""
 
     def __init__(self) -> None:
         self.folder = tempfile.mkdtemp(prefix="anybatch-learn-")
-        self._log = os.path.join(self.folder, "nursery.log")
+        self._log = os.path.join(self.folder, "fork_server.log")
         self.control, far = socket.socketpair()
         places = [place for place in sys.path if place]  # the empty one is the current folder, which is none of ours
         try:
@@ -180,7 +180,7 @@ class Nursery:
             return self._last
 
     def order(self, order: Mapping[str, Any], pipes: Sequence[int] = ()) -> None:
-        """Sends an order, with ends of pipes; raises OSError if the nursery is gone."""
+        """Sends an order, with ends of pipes; raises OSError if the fork server is gone."""
         with self._lock:
             fork_server.send(self.control, dict(order), list(pipes))
 
@@ -206,13 +206,13 @@ def _end(control: socket.socket, process: subprocess.Popen, folder: str) -> None
 
 
 class Child:
-    """One child, ordered from the nursery; `pump` moves what is in its pipes, and never waits for all of it.
+    """One child, ordered from the fork server; `pump` moves what is in its pipes, and never waits for all of it.
 
-    `is_over`: the child has ended, or the nursery has. `is_mute`: it has closed the pipe of its results. `status`: how
+    `is_over`: the child has ended, or the fork server has. `is_mute`: it has closed the pipe of its results. `status`: how
     it ended, negative for a signal. `prints`: the beginning of what was printed; `printed`: how many bytes in all.
     """
 
-    def __init__(self, parent: Nursery, order: Mapping[str, Any]) -> None:
+    def __init__(self, parent: ForkServer, order: Mapping[str, Any]) -> None:
         self._parent, self._number = parent, parent.number()
         self.prints, self.trace, self.printed = bytearray(), bytearray(), 0
         self.pid: int | None = None
@@ -300,7 +300,7 @@ class Child:
         if not self.is_over:
             self.end()
         if self.status is None and self.pid is not None and not self._parent.is_running:
-            fork_server.end(self.pid)  # where the kernel does not do it when the nursery is gone
+            fork_server.end(self.pid)  # where the kernel does not do it when the fork server is gone
         self._release()
 
     def failure(self) -> str:
@@ -404,7 +404,7 @@ class Runner:
         self._wanted: Counter[int] = Counter()
         self._spares: dict[int, list[Child]] = {}
         self._lock = threading.RLock()
-        self._nursery: Nursery | None = Nursery()
+        self._fork_server: ForkServer | None = ForkServer()
 
     def keep_warm(self, devices: Sequence[int]) -> None:
         """Keeps processes ready that wait for a file: one for each number of devices in the list."""
@@ -438,9 +438,9 @@ class Runner:
         """Ends all processes, and removes what they had on disk."""
         with self._lock:
             self.keep_warm(())
-            if self._nursery is not None:
-                self._nursery.close()
-            self._nursery = None
+            if self._fork_server is not None:
+                self._fork_server.close()
+            self._fork_server = None
 
     def __enter__(self) -> "Runner":
         return self
@@ -471,15 +471,15 @@ class Runner:
                 spares.append(self._fork(count, warm=True))
 
     def _fork(self, devices: int, warm: bool) -> Child:
-        if self._nursery is None:
+        if self._fork_server is None:
             raise AnybatchError("This Runner was closed: open a new one, `with Runner() as runner: ...`.")
         order = self._order | {"devices": devices, "warm": warm}
-        if self._nursery.is_running:
+        if self._fork_server.is_running:
             with contextlib.suppress(OSError):
-                return Child(self._nursery, order)
-        self._nursery.close()
-        self._nursery = Nursery()
-        return Child(self._nursery, order)
+                return Child(self._fork_server, order)
+        self._fork_server.close()
+        self._fork_server = ForkServer()
+        return Child(self._fork_server, order)
 
 
 class Submission:
@@ -557,7 +557,7 @@ class Submission:
         deadline, is_first = time.monotonic() + _PATIENCE, True
         while (found := self._child.take(0, 2**20)) is None:
             if self._child.is_over and is_first:
-                # It, or the nursery with all of its children, was killed before, by whatever else ran on the machine.
+                # It, or the fork server with all of its children, was killed before, by whatever else ran on the machine.
                 self._child.close()
                 self._child, is_first = self._fork(), False
                 self._token = self._send(self._load)

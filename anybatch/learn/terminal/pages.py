@@ -21,7 +21,7 @@ from rich.theme import Theme
 
 from anybatch.learn.catalogue import Course, Exercise
 from anybatch.learn.check import Verdict
-from anybatch.learn.progress import Progress
+from anybatch.learn.learner_progress import Progress
 
 WIDEST = 100
 _STYLES = Theme(

@@ -26,7 +26,7 @@ from typing import Any
 from anybatch.errors import InputError
 from anybatch.learn.catalogue import Course, Exercise
 from anybatch.learn.check import Verdict
-from anybatch.learn.progress import Progress, hash_of, read_source
+from anybatch.learn.learner_progress import Progress, hash_of, read_source
 from anybatch.learn.terminal.pages import Screen
 
 _SETTLE = 0.01  # seconds after which a file that is being written looks different again

@@ -18,7 +18,7 @@ from anybatch.learn.catalogue import COURSES, Course, Exercise
 from anybatch.learn.check import Verdict
 from anybatch.learn.grading import examine_check, grade
 from anybatch.learn.runner.submissions import Runner
-from anybatch.learn.terminal.commands import devices_of
+from anybatch.learn.terminal.learner_commands import devices_of
 
 SCHEMA = 1  # of the JSON that `dev check` prints
 SECTIONS = ("Why it matters", "A worked example", "Pitfalls", "The problem")

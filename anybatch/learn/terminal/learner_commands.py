@@ -11,7 +11,7 @@ from anybatch.errors import InputError
 from anybatch.learn.catalogue import COURSES, Course, Exercise
 from anybatch.learn.check import Verdict
 from anybatch.learn.grading import grade, processes_of
-from anybatch.learn.progress import FOLDER, RECORD, Progress, hash_of
+from anybatch.learn.learner_progress import FOLDER, RECORD, Progress, hash_of
 from anybatch.learn.runner import isolation
 from anybatch.learn.runner.submissions import Runner
 from anybatch.learn.terminal.pages import Screen
