@@ -229,7 +229,7 @@ def proved(run, monkeypatch):
     """What `dev check` finds wrong, if verdicts are these."""
 
     def prove(verdict, *arguments):
-        monkeypatch.setattr(development, "grade", verdict)
+        monkeypatch.setattr(author_commands, "grade", verdict)
         status, text = run("dev", "check", "--json", *arguments, places=("course",))
         return status, json.loads(text)
 
@@ -290,7 +290,7 @@ def test_the_answers_are_hidden_from_mistakes_too(proved, monkeypatch, course):
             asked.append(options)
 
     asked = []
-    monkeypatch.setattr(development, "Runner", Recording)
+    monkeypatch.setattr(author_commands, "Runner", Recording)
     assert proved(honest)[0] == 0 and asked and all(each == {"hidden": [course.folder]} for each in asked)
 
 
@@ -342,7 +342,7 @@ def test_an_exercise_that_breaks_does_not_break_the_others(proved):
 
 
 def test_a_rule_that_nothing_breaks_is_a_note(course, monkeypatch):
-    monkeypatch.setattr(development, "grade", honest)
+    monkeypatch.setattr(author_commands, "grade", honest)
     exercise = dataclasses.replace(course.exercises[0])
     exercise.__dict__["check"] = dataclasses.replace(exercise.check, program=(lambda program, args: None,))
     found = author_commands.examine(exercise, learn_course.Runner(), 1)

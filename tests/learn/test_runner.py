@@ -4,7 +4,6 @@ import concurrent.futures
 import contextlib
 import copy
 import dataclasses
-import errno
 import json
 import os
 import pathlib
@@ -22,15 +21,19 @@ import numpy as np
 import pytest
 
 from anybatch.errors import AnybatchError, NotAvailableError
-from anybatch.learn.runner import isolation, landlock, seccomp, submissions
+from anybatch.learn.runner import isolation, submissions
 from anybatch.learn.runner.submissions import Ended, Limits, Runner
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="what is left behind is read from /proc")
 
 SECRET = "the answer is " + secrets.token_hex(8)
-KERNEL = ("namespaces", "landlock", "seccomp")
-# What is left of the isolation when layers of it are missing, as they are on other systems and in containers.
-HELD = {"all": (), "kernel alone": ("hook",), "hook alone": KERNEL, "limits alone": (*KERNEL, "capabilities", "hook")}
+# Isolation with some layers missing, as on other systems and in containers: mode -> the layers to leave out.
+HELD = {
+    "all": (),
+    "namespaces alone": ("hook",),
+    "hook alone": ("namespaces",),
+    "limits alone": ("namespaces", "capabilities", "hook"),
+}
 
 
 @pytest.fixture(scope="module")
@@ -383,14 +386,6 @@ PROCESSES = {
     "its memory": "open(f'/proc/{os.getppid()}/mem', 'rb').read(1)",
     "its descriptors": "open(f'/proc/{os.getppid()}/fd/0')",
 }
-C_PROCESSES = {
-    "fork": "C(libc.fork)",
-    "clone": "C(libc.syscall, 56 if platform.machine() == 'x86_64' else 220, 17, 0, 0, 0, 0)",
-    "clone3": "C(libc.syscall, 435, None, 0)",
-    "kill": "C(libc.kill, os.getppid(), 9)",
-    "kill everyone": "C(libc.kill, -1, 0)",
-    "ptrace": "C(libc.ptrace, 16, os.getppid(), 0, 0)",
-}
 NETWORK = {
     "TCP": "socket.create_connection(('127.0.0.1', PORT), timeout=1)",
     "UDP": "socket.socket(type=socket.SOCK_DGRAM).sendto(b'x', ('127.0.0.1', PORT))",
@@ -428,10 +423,10 @@ FILES = {
     "a large file": "open('large', 'wb').write(bytes(20 * 2**20)) == 20 * 2**20 or 1 / 0",
     "many open files": "[open(os.devnull) for _ in range(1000)]",
 }
-C_FILES = {"unlink": "C(libc.unlink, (OUTSIDE + '/file').encode())"}
+LIMITED = ("a large file", "many open files")  # refused by limits, whatever else holds
 
 TRY = """
-import ctypes, glob, json, linecache, multiprocessing, numpy, os, pathlib, platform, shutil, socket, struct, subprocess
+import ctypes, glob, json, linecache, multiprocessing, numpy, os, pathlib, shutil, socket, struct, subprocess
 import sys, urllib.request
 libc = ctypes.CDLL(None, use_errno=True)
 def C(function, *arguments):
@@ -478,11 +473,11 @@ def refused(results, says=None):
         assert says is None or says in text, (name, kind, text)
 
 
-@pytest.mark.parametrize("mode", ["all", "kernel alone", "hook alone"])
+@pytest.mark.parametrize("mode", ["all", "namespaces alone", "hook alone"])
 def test_what_is_refused(runner, course, listener, tmp_path, mode):
-    is_whole = {"network", "files", "landlock", "seccomp"} <= layers(runner)
-    if mode == "kernel alone" and not is_whole:
-        pytest.skip("this kernel does not give all of it")
+    has_namespaces = {"network", "files"} <= layers(runner)
+    if mode == "namespaces alone" and not has_namespaces:
+        pytest.skip("this kernel does not allow namespaces")
     streams, _ = listener
     (tmp_path / "file").write_text("mine")
     places = {
@@ -492,7 +487,10 @@ def test_what_is_refused(runner, course, listener, tmp_path, mode):
     port = streams.getsockname()[1]
     network = {"PORT": port, "ADDRESS": struct.pack("=HH4s8x", 2, socket.htons(port), socket.inet_aton("127.0.0.1"))}
     by_python = {**PROCESSES, **NETWORK, **HIDDEN, **FILES}
-    by_c = {} if mode == "hook alone" or not is_whole else {**C_PROCESSES, **C_NETWORK, **C_HIDDEN, **C_FILES}
+    if mode == "namespaces alone":
+        by_python = {**NETWORK, **HIDDEN, **{name: FILES[name] for name in LIMITED}}
+        del by_python["a server"]  # it can be opened, in a network that nobody can reach
+    by_c = {**C_NETWORK, **C_HIDDEN} if has_namespaces and mode != "hook alone" else {}
     tried = {f"{kind} {name}": code for kind, each in (("", by_python), ("C:", by_c)) for name, code in each.items()}
     results = attempts(held(runner, mode), tried, OUTSIDE=str(tmp_path), **places, **network)
     refused(results)
@@ -501,7 +499,7 @@ def test_what_is_refused(runner, course, listener, tmp_path, mode):
         with pytest.raises(BlockingIOError):
             port.accept() if port is streams else port.recv(10)
     assert [path.name for path in tmp_path.iterdir()] == ["file"] and (tmp_path / "file").read_text() == "mine"
-    if mode != "kernel alone":
+    if mode != "namespaces alone":
         said = {
             "A check may start no other process: ": (
                 "os.fork",
@@ -586,7 +584,7 @@ def test_threads_by_the_thousand(runner):
 
 
 def test_processes_that_get_away_are_found(runner):
-    """Without a filter of system calls: out of the group, out of the family, and all forked again."""
+    """Without the audit hook: processes that leave the group and the family, and fork again."""
     source = """
     import os, signal, sys, time
     def f(x):
@@ -692,9 +690,11 @@ def test_what_the_doctor_finds():
     assert all(each.is_well for each in [*everything.values(), *hook.values()])
     assert "guards against accidents, not against attackers" in everything["isolation"].text
     assert everything["memory"].text == "2.0 GiB beyond what JAX takes"
-    assert everything["network"].text == "closed"
-    assert hook["network"].text == "closed, by Python code; what goes through C could open a connection"
-    assert hook["layers"].text.endswith("does not allow namespaces, Landlock or a filter of system calls")
+    by_hook = "no connection can be opened from Python; code in C could open a connection"
+    has_namespaces = everything["layers"].text == "namespaces of Linux and Python's audit hook"
+    assert everything["network"].text == ("no connection can be opened" if has_namespaces else by_hook)
+    assert hook["network"].text == by_hook
+    assert hook["layers"].text.startswith("Python's audit hook; ") and hook["layers"].text.endswith("namespaces")
     assert not limits["network"].is_well and limits["network"].text.startswith("open: a check could open a connection")
     closed = {"network", "processes", "signals", "other processes", "files", "the course"}
     assert {name for name, each in limits.items() if not each.is_well} == closed
@@ -705,50 +705,6 @@ def test_there_is_no_windows(monkeypatch):
     with pytest.raises(NotAvailableError, match=r"anybatch learn on Windows .*\nRun it in WSL\."):
         Runner()
     assert [each.is_well for each in isolation.examine()] == [False]
-
-
-def run_filter(steps, architecture, number, *arguments):
-    """What the kernel would do: 0 to allow a call, or the number of the error."""
-    data = struct.pack("=IIQ6Q", number, architecture, 0, *(arguments + (0,) * 6)[:6])
-    at = value = 0
-    while True:
-        code, if_true, if_false, constant = steps[at]
-        at += 1
-        if code == 0x20:
-            (value,) = struct.unpack_from("=I", data, constant)
-        elif code == 0x06:
-            return constant & 0xFFFF if constant >> 16 == 5 else 0
-        else:
-            holds = {0x15: value == constant, 0x35: value >= constant, 0x45: bool(value & constant)}[code]
-            at += if_true if holds else if_false
-
-
-@pytest.mark.parametrize(
-    "machine, architecture, read, clone, kill, execve",
-    [("x86_64", 0xC000003E, 0, 56, 62, 59), ("aarch64", 0xC00000B7, 63, 220, 129, 221)],
-)
-def test_the_filter_of_system_calls(machine, architecture, read, clone, kill, execve):
-    steps = seccomp.program(machine, 1234)
-
-    def call(*arguments):
-        return run_filter(steps, architecture, *arguments)
-
-    assert (call(read), call(kill, 1234, 9), call(clone, 0x3D0F00)) == (0, 0, 0)  # the last is how a thread starts
-    assert {call(execve), call(kill, 1, 9), call(kill, 2**64 - 1, 9), call(clone, 17)} == {errno.EPERM}
-    assert call(435) == errno.ENOSYS
-    assert run_filter(steps, 0x40000003, read) == errno.EPERM  # another architecture, with other numbers
-    assert all(1 <= len(steps) < 256 and step[1] < 256 and step[2] < 256 for step in steps)
-
-
-def test_all_beside_what_is_hidden(tmp_path, monkeypatch):
-    for name in ("a/b/c", "a/b/d", "a/e", "f"):
-        (tmp_path / name).mkdir(parents=True)
-    (tmp_path / "link").symlink_to(tmp_path / "a")
-    found = landlock._beside(str(tmp_path), [str(tmp_path / "a/b/c"), str(tmp_path / "f")])
-    assert sorted(os.path.relpath(path, tmp_path) for path in found) == ["a/b/d", "a/e"]
-    assert list(landlock._beside(str(tmp_path), ["/elsewhere"])) == [str(tmp_path)]
-    monkeypatch.setattr(landlock.os, "scandir", lambda folder: os.listdir("/nowhere"))  # none of them can be listed
-    assert list(landlock._beside(str(tmp_path), [str(tmp_path / "a/b/c"), str(tmp_path / "f")])) == []
 
 
 def test_the_line_of_a_trace():

@@ -26,7 +26,7 @@ import warnings
 from typing import Any, NoReturn
 
 from anybatch.jaxprs import versions
-from anybatch.learn.runner import evidence, isolation, namespaces, wire
+from anybatch.learn.runner import evidence, isolation, wire
 
 PRELOADED = ("jax", "jax.numpy", "numpy", "flax.linen", "flax.training.train_state", "optax")
 LENGTH = struct.Struct(">I")
@@ -62,7 +62,7 @@ class _ForkServer:
         self.control, self.folder = control, folder
         self.children: dict[int, dict[str, Any]] = {}  # by process
         with contextlib.suppress(OSError):
-            namespaces.adopt_orphans()
+            isolation.adopt_orphans()
         self.awake, waker = os.pipe()
         for end in (self.awake, waker):
             os.set_blocking(end, False)
@@ -225,7 +225,7 @@ def _child(order: dict[str, Any], pipes: list[int], home: str, parent: int) -> N
         _settle(home, order["devices"])
         holds = isolation.enter(limits, home, hidden, without)
         with contextlib.suppress(OSError):
-            namespaces.die_with_parent(parent, signal.SIGKILL)
+            isolation.die_with_parent(parent, signal.SIGKILL)
         _warm_up(order["warm"])
         faulthandler.enable(trace, all_threads=True)
         faulthandler.register(TRACE_AND_END, trace, all_threads=True, chain=True)
