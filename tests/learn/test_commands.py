@@ -1,5 +1,6 @@
 """The commands of `anybatch learn`, and what authors have: most of them with a stand-in for what checks."""
 
+import ast
 import dataclasses
 import json
 import os
@@ -217,6 +218,10 @@ def test_the_help_has_the_schema_and_the_doctor_pays_for_nothing():
     loaded = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout.split()
     assert "anybatch.cli.learn" in loaded
     assert not {"anybatch.learn.terminal.learner_commands", "anybatch.learn.grading", "rich.markdown"} & set(loaded)
+    tree = ast.parse(pathlib.Path(cli.learn.__file__).read_text())
+    imports = [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
+    modules = {getattr(node, "module", None) or node.names[0].name for node in imports}
+    assert modules == {"os", "pathlib", "typing", "typer", "anybatch.errors"}  # no JAX for --help
     said = CliRunner().invoke(cli.app, ["learn", "check", "--help"]).output
     assert "version    1\n" in said and "\b" not in said
 
