@@ -6,7 +6,8 @@ import pytest
 
 from anybatch.learn.catalogue import Course
 from anybatch.learn.grading import grade
-from anybatch.learn.runner.submissions import Limits, Runner
+from anybatch.learn.runner.isolation import Limits
+from anybatch.learn.runner.submissions import Runner
 
 EXERCISE = Course.builtin().find("accumulate_in_a_scan")
 BODY = "def microbatched_grads(w, b, x_full, y_full, n_microbatches):\n    "

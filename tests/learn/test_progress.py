@@ -247,7 +247,7 @@ def test_commands_name_what_is_not_the_default(tmp_path, course):
 def test_a_record_is_whole_though_its_writer_is_killed(progress, course):
     """The control for the threads above: a process that dies anywhere leaves a record that can be read."""
     program = (
-        "import sys; from anybatch.learn.learner_progress import Progress; from anybatch.learn.catalogue import Course\n"
+        "import sys\nfrom anybatch.learn.learner_progress import Progress\nfrom anybatch.learn.catalogue import Course\n"
         f"progress = Progress({str(progress.folder)!r}, Course.read({str(course.folder)!r}))\n"
         "print('ready', flush=True)\n"
         "while True: progress.solve(progress.course.exercises[0], 'right', 0.1)"

@@ -22,7 +22,8 @@ import pytest
 
 from anybatch.errors import AnybatchError, NotAvailableError
 from anybatch.learn.runner import isolation, submissions
-from anybatch.learn.runner.submissions import Ended, Limits, Runner
+from anybatch.learn.runner.isolation import Limits
+from anybatch.learn.runner.submissions import Ended, Runner
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="what is left behind is read from /proc")
 
@@ -214,8 +215,8 @@ def test_computing_time_is_limited(runner):
 
 
 ENDS = {
-    "os._exit": ("import os\ndef f(x):\n    os._exit(0)\n", "exit", "(exit code 0) before it had answered"),
-    "os._exit when loaded": ("import os\nos._exit(3)\n", "exit", "(exit code 3) before it had answered"),
+    "os._exit": ("import os\ndef f(x):\n    os._exit(0)\n", "exit", "(exit code 0) before it returned an answer"),
+    "os._exit when loaded": ("import os\nos._exit(3)\n", "exit", "(exit code 3) before it returned an answer"),
     "sys.exit": ("import sys\ndef f(x):\n    sys.exit(0)\n", "SystemExit", "0"),
     "sys.exit when loaded": ("import sys\nsys.exit()\n", "SystemExit", ""),
     "recursion": ("def f(x):\n    return f(x)\n", "RecursionError", "maximum recursion depth"),
@@ -224,7 +225,7 @@ ENDS = {
     "killed": (
         "import os\ndef f(x):\n    os.kill(os.getpid(), 9)\n",
         "memory",
-        "killed your code (SIGKILL), most likely for its memory. A check has 1.0 GiB",
+        "killed your code (SIGKILL), most likely for its memory. A check may use 1.0 GiB",
     ),
     "an alarm": (
         "import signal, time\ndef f(x):\n    signal.setitimer(signal.ITIMER_REAL, 0.01)\n    time.sleep(9)\n",
@@ -234,13 +235,13 @@ ENDS = {
     "a tracer": (
         "import sys\ndef g(*_):\n    raise ValueError('late')\nsys.settrace(g)\ndef f(x):\n    return x\n",
         "channel",
-        "could not be sent: ValueError: late. Something that the file has replaced, or left running",
+        "could not be sent: ValueError: late. The file has replaced something that is needed",
     ),
-    "descriptors closed": ("import os\ndef f(x):\n    os.closerange(0, 4096)\n    return x\n", "channel", "channel"),
+    "descriptors closed": ("import os\ndef f(x):\n    os.closerange(0, 4096)\n    return x\n", "channel", "pipe"),
     "descriptors closed, and on": (
         "import os, time\ndef f(x):\n    os.closerange(0, 4096)\n    time.sleep(1)\n",
         "channel",
-        "something else was written to, or read from, its channel",
+        "the file wrote to, or read from, the pipe that carries it",
     ),
     "garbage": (
         """
@@ -254,7 +255,7 @@ ENDS = {
             return x
         """,
         "channel",
-        "something else was written to",
+        "answer was lost: the file wrote to, or read from, the pipe",
     ),
     "an answer of one's own": (
         """
@@ -270,7 +271,7 @@ ENDS = {
             return x
         """,
         "channel",
-        "something else was written to",
+        "answer was lost: the file wrote to, or read from, the pipe",
     ),
     "requests read": (
         """
@@ -285,9 +286,9 @@ ENDS = {
             return x
         """,
         "channel",
-        "could not be sent: EOFError: somebody else has read the request",
+        "could not be sent: EOFError: something else has read the request",
     ),
-    "json replaced": ("import json\njson.dumps = lambda *_: '{}'\ndef f(x):\n    return x\n", "channel", "channel"),
+    "json replaced": ("import json\njson.dumps = lambda *_: '{}'\ndef f(x):\n    return x\n", "channel", "pipe"),
     "encoding fails": (
         "import json\njson.dumps = None\ndef f(x):\n    return x\n",
         "channel",
@@ -509,10 +510,10 @@ def test_what_is_refused(runner, course, listener, tmp_path, mode):
                 "os.execv",
             ),
             "A check may send no signal to another process: ": ("the parent", "all of the parent's"),
-            "A check may not look into other processes: ": ("its memory", "its descriptors"),
+            "A check may not read the memory of other processes: ": ("its memory", "its descriptors"),
             "A check has no network: ": ("TCP", "UDP", "a server"),
             "belongs to the course: a check cannot read it": ("open", "pathlib", "a link", "by the root", "listdir"),
-            "A check can write in its own empty folder alone": ("write", "append", "remove", "a folder", "move away"),
+            "A check can write only in its own empty folder": ("write", "append", "remove", "a folder", "move away"),
         }
         for says, names in said.items():
             refused({name: results[f" {name}"] for name in names}, says)
@@ -614,7 +615,7 @@ def test_a_fork_server_that_is_killed_is_replaced(course):
             pids = [submission._child.pid, runner._fork_server.process.pid]
             folder = runner._fork_server.folder
             os.kill(runner._fork_server.process.pid, signal.SIGKILL)
-            with pytest.raises(Ended, match="ended the process that had started it"):
+            with pytest.raises(Ended, match="ended its parent process"):
                 submission.ask({"do": "call", "function": "f", "args": (1,), "want": ("value",), "compiled": False})
         assert gone(pids)
         assert outcome(runner, "def f(x):\n    return x\n").kind == "answer"
@@ -631,7 +632,7 @@ def test_a_child_that_cannot_be_had(runner):
     try:
         with (
             runner.open("", "exercise.py") as submission,
-            pytest.raises(AnybatchError, match=r"could not be started\. It said:\n\[Errno 2\] No such file"),
+            pytest.raises(AnybatchError, match=r"could not be started\. Its output:\n\[Errno 2\] No such file"),
         ):
             assert submission.loaded
     finally:
