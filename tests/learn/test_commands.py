@@ -60,7 +60,7 @@ def test_without_a_terminal_it_shows_the_page_and_checks_once(run, progress, cou
     assert "\x1b" not in text and "checking" not in text
     assert f"Then check it: {progress.command('run', '1')}\n" in text
     assert f"Stuck? {progress.command('hint', '1')}\n" in text
-    assert f"Then go on: {progress.command('--at', '2')}\n" in text
+    assert f"The next exercise: {progress.command('--at', '2')}\n" in text
     write(progress, 1, "right")
     assert run()[0] == 0 and learn_course.Runner.started == 2
     status, text = run()  # solved, and not run again
@@ -88,7 +88,7 @@ def test_a_start_writes_over_nothing(run, progress):
 def test_a_folder_that_cannot_be_written_is_refused_first(run, progress):
     progress.folder.write_text("")
     status, text = run()
-    assert status == 2 and "can be written" in text and "Why it matters" not in text
+    assert status == 2 and "must be writable" in text and "Why it matters" not in text
 
 
 def test_places_may_stand_before_the_command(run, progress, course):
@@ -114,7 +114,7 @@ def test_list(run, progress):
     assert lines[1] == "1 of 3 solved"
     assert lines[3:] == [
         "▸ ✓ 01 mean_gradient The gradient of a mean solved; changed since",
-        "  • 02 second        Second                 begun",
+        "  • 02 second        Second                 started",
         "  · 03 third         Third",
     ]
 
@@ -330,7 +330,7 @@ def test_an_author_hears_of_every_defect_at_once(tmp_path):
         (home / "solution.py").read_text().replace('"""The gr', '"""Short."""\n"""The gr')
     )
     defects = author_commands._on_paper(Course.read(folder).exercises[0])
-    expected = ("sections", "begin with # The", "three hints", "no function", "(w, y)", "two sentences", "never speaks")
+    expected = ("sections", "begin with # The", "three hints", "no function", "(w, y)", "two sentences", "never uses")
     assert [any(words in defect for defect in defects) for words in expected] == [True] * len(expected)
     assert len(defects) == len(expected)
 
@@ -369,11 +369,11 @@ def test_a_slow_check_is_a_note(proved):
 @pytest.mark.parametrize(
     "before, exercise, words",
     [
-        ("course", None, "gets another exercise"),
-        ("course", "mean_gradient", "a name of its own"),
-        ("course", "Mine", "small letters"),
-        ("course", "lambda", "small letters"),
-        ("files", None, "empty, or not there"),
+        ("course", None, "needs a name for the new exercise"),
+        ("course", "mean_gradient", "that it does not have yet"),
+        ("course", "Mine", "lower case"),
+        ("course", "lambda", "lower case"),
+        ("files", None, "empty, or not exist yet"),
     ],
 )
 def test_a_new_course_writes_over_nothing(tmp_path, before, exercise, words):
@@ -398,7 +398,7 @@ def test_a_new_exercise_writes_over_no_folder(tmp_path):
     catalogue = (folder / "catalogue.toml").read_bytes()
     result = CliRunner().invoke(cli.app, ["learn", "dev", "new", str(folder), "--exercise", "mine"])
     assert result.exit_code == 2
-    assert result.output.startswith(f"A new exercise begins in a folder that is not there, got {folder}/02_mine.\n")
+    assert result.output.startswith(f"The folder of a new exercise must not exist yet, got {folder}/02_mine.\n")
     assert (folder / "02_mine" / "check.py").read_text() == "hours of work"
     assert (folder / "catalogue.toml").read_bytes() == catalogue
     assert author_commands.new(folder, "other")  # the control
@@ -413,9 +413,7 @@ def test_the_catalogue_is_written_whole_or_stays(tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(
-        InputError, match=r"folder that can be written, got .*catalogue.toml \(No space left on device\)"
-    ):
+    with pytest.raises(InputError, match=r"folder must be writable, got .*catalogue.toml \(No space left on device\)"):
         author_commands.new(folder, "another")
     assert (folder / "catalogue.toml").read_bytes() == catalogue
 

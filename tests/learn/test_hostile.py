@@ -34,12 +34,12 @@ FILES = {
     "a patched numpy": (
         "import numpy as np\nnp.allclose = np.array_equal = lambda *a, **k: True\n" + BODY + "return w",
         "file",
-        "in place of numpy.",
+        "The file replaces numpy.",
     ),
     "a patched numpy inside": (
         "import numpy as np\n" + BODY + "np.asarray = lambda x: x\n    return w",
         "file",
-        "in place of numpy.asarray",
+        "The file replaces numpy.asarray",
     ),
     "no Python": ("def microbatched_grads(w, b:\n    return w", "file", "SyntaxError"),
     "no function": ("def something_else(x): return x", "signature", "There is no function `microbatched_grads`"),
