@@ -124,9 +124,7 @@ def test_it_goes_on_where_it_was_left_and_runs_nothing_twice(sitting, progress, 
     with sitting(columns=60) as terminal:
         assert "checking" not in terminal.wait("Exercise 3 of 3", "You solved it on", "help") + terminal.read(0.3)
         assert "Still open: 2 (Second)" in terminal.press("n", "The end of the course", "help")
-        assert "That was the last exercise" in terminal.press("n") and "That was the last exercise" in terminal.press(
-            "r"
-        )
+        assert all("That was the last exercise" in terminal.press(key) for key in "nr")
         terminal.press("b", "Exercise 3 of 3", "help")
         terminal.press("b", "Exercise 2 of 3", "Wrong: begun", "help")  # what was begun is checked
         progress.path(second).write_text("right as well")

@@ -67,7 +67,7 @@ def is_spread(program, args):
 
 
 def rows_inside(program, args):
-    """Each device computes with its own rows, inside of the shard_map, and keeps what it has."""
+    """Each device computes with its own rows, inside the shard_map, and keeps what it has."""
     rows, columns = args[0].shape
     share = rows * columns // program.devices
     inside = arithmetic(program, inside="shard_map")
@@ -87,7 +87,7 @@ def rows_inside(program, args):
     # Column by column, each operation is small, and all together they are not.
     if not any(is_in_a_loop(each) for each in inside) and sum(each.size for each in inside) < columns:
         return (
-            "The sums of squares of row 0 are not computed inside of the shard_map.\n"
+            "The sums of squares of row 0 are not computed inside the shard_map.\n"
             "The function that you hand to shard_map is given some rows, and has to return their sums of squares: "
             "jax.vmap(sum_of_squares) does that."
         )
@@ -104,7 +104,7 @@ def vmap_outside(program, args):
 
 
 def each_row_comes_from_its_way(program, args):
-    """Row 0 is made by the arithmetic inside of the shard_map, and row 1 by nothing of it."""
+    """Row 0 is made by the arithmetic inside the shard_map, and row 1 by nothing of it."""
     rows, columns = args[0].shape
     if rows >= columns:
         return None  # sums of rows could not be told from rows

@@ -187,7 +187,7 @@ check = Check(
         Mistake(
             "a layer by itself",
             functools.partial(stepped, by_itself=True),
-            "The initial parameters are those of nn.Dense(1) by itself; the layer inside of Linear draws others.\n"
+            "The initial parameters are those of nn.Dense(1) by itself; the layer inside Linear draws others.\n"
             "Flax derives the key of a layer from its place in the module. Initialise Linear(), as it is given.",
         ),
     ),

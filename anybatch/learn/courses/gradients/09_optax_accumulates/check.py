@@ -62,7 +62,7 @@ MISTAKES = [
     *mistakes_of(
         "the sum of the microbatches",
         lambda *args: adam(*args, scale=1),
-        "you added the two gradients up; the gradient of the whole batch is their mean.\n"
+        "you added the two gradients up; the gradient of the full batch is their mean.\n"
         "With the usual eps of 1e-8 Adam would have hidden it from you: it divides the size of a gradient out again.",
         "MultiSteps handed Adam the sum of the two gradients.\n"
         "By default it averages them: leave use_grad_mean alone, and do not scale the gradients yourself.",

@@ -1,4 +1,4 @@
-"""A training step of anybatch averages for you: it takes the whole batch, and the size of a microbatch."""
+"""A training step of anybatch averages for you: it takes the full batch, and the size of a microbatch."""
 
 import jax
 import jax.numpy as jnp
@@ -21,8 +21,8 @@ def three_steps(params, x, y, lr):
     """The parameters after three steps, as a pair: (averaged by anybatch, by optax.MultiSteps)."""
     size = x.shape[2]
     step = ab.train_step(lambda params, batch: loss(params, *batch), make_optimizer(lr), microbatch_size=size)
-    whole_batches = (x.reshape(3, 2 * size, -1), y.reshape(3, 2 * size))
-    state, _ = jax.lax.scan(step, step.init(params), whole_batches)
+    batches = (x.reshape(3, 2 * size, -1), y.reshape(3, 2 * size))
+    state, _ = jax.lax.scan(step, step.init(params), batches)
 
     every_second = optax.MultiSteps(make_optimizer(lr), every_k_schedule=2)
 

@@ -7,7 +7,7 @@ from anybatch.learn.rules import carries, one_microbatch, scans, stacks_less_tha
 
 SEQUENCES, TOKENS, WIDTH, MICROBATCHES = 8, 6, 4, 4
 
-# What takes many numbers and makes few. Masking a whole batch beforehand is fine; a matrix product of it is not.
+# What takes many numbers and makes few. Masking a full batch beforehand is fine; a matrix product of it is not.
 REDUCES = ("dot_general", "reduce_sum", "reduce_max", "cumsum", "conv_general_dilated", "reduce")
 
 
@@ -49,7 +49,7 @@ def without_a_number(params, x, y, mask, n):
 
 
 def without_any(params, x, y, mask, n):
-    """A whole batch without any token was divided by 0."""
+    """A full batch without any token was divided by 0."""
     return None if mask.any() else {name: np.full_like(value, np.nan) for name, value in params.items()}
 
 
@@ -73,7 +73,7 @@ MISTAKES = [
         "0 / 0",
         without_a_number,
         "A microbatch without any token makes everything NaN: it was divided by its 0 tokens.\n"
-        "In a carry a NaN stays for good. Do not divide inside of the scan: add up sums and counts, where such a "
+        "In a carry a NaN stays for good. Do not divide inside the scan: add up sums and counts, where such a "
         "microbatch is a plain 0.",
     ),
     Mistake(
@@ -145,12 +145,12 @@ def other_padding(rng, args):
 
 
 def one_at_a_time(program, args):
-    """No matrix product and no sum takes the whole batch at once, inside of the scan or outside."""
+    """No matrix product and no sum takes the full batch at once, inside the scan or outside."""
     size = args[1].size
     if any(operation.size >= size for operation in program.find(*REDUCES)):
         return (
-            "The numbers are right, but the whole batch is computed at once.\n"
-            "Inside of the scan, use only the microbatch of that turn: its x, its y and its mask. That is what "
+            "The numbers are right, but the full batch is computed at once.\n"
+            "Inside the scan, use only the microbatch of that iteration: its x, its y and its mask. That is what "
             "saves memory."
         )
     return None
@@ -159,7 +159,7 @@ def one_at_a_time(program, args):
 half_at_a_time = one_microbatch(
     lambda params, x, y, mask, n: x.size // n,
     "The numbers are right, but more than one microbatch is computed at once.\n"
-    "In a turn of the scan, use only the microbatch of that turn: N // n_microbatches sequences.",
+    "In each iteration of the scan, use only its own microbatch: N // n_microbatches sequences.",
     names=REDUCES,
 )
 
@@ -186,16 +186,16 @@ check = Check(
     program=[
         scans(
             lambda params, x, y, mask, n: n,
-            "The numbers are right, but there is no lax.scan with one turn for each microbatch.\n"
+            "The numbers are right, but there is no lax.scan with one iteration for each microbatch.\n"
             "Reshape x, y and mask to (n_microbatches, N // n_microbatches, ...) and scan over them.",
         ),
         one_at_a_time,
         stacks_less_than(
-            # The counts of all turns may be kept; the gradients may not.
+            # The counts of all iterations may be kept; the gradients may not.
             lambda params, x, y, mask, n: n * WIDTH,
             "The numbers are right, but the scan keeps something of each microbatch until the end.\n"
             "These are the gradients, to be added up later, or what jax.grad needs to go back through the scan. "
-            "Take the gradient inside of it, and add it to the carry: one gradient in memory, however many "
+            "Take the gradient inside it, and add it to the carry: one gradient in memory, however many "
             "microbatches there are.",
             turns=lambda params, x, y, mask, n: n,
         ),

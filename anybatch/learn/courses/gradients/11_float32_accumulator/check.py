@@ -116,8 +116,8 @@ def carry_is_wide(program, args):
     for scan in program.find("scan"):
         if any(array.dtype == "bfloat16" for array in scan.outputs[: scan.params["num_carry"]]):
             return (
-                "The numbers are right, but a scan carries bfloat16 from turn to turn.\n"
-                "Whatever adds up over many turns should be float32: begin the carry with jnp.zeros(p.shape, "
+                "The numbers are right, but a scan carries bfloat16 from one iteration to the next.\n"
+                "Whatever adds up over many iterations should be float32: begin the carry with jnp.zeros(p.shape, "
                 "jnp.float32)."
             )
     return None
@@ -139,7 +139,7 @@ check = Check(
     program=[
         scans(
             lambda params, x, y, n: n,
-            "The numbers are right, but there is no lax.scan with one turn for each microbatch.\n"
+            "The numbers are right, but there is no lax.scan with one iteration for each microbatch.\n"
             "Reshape x and y to (n_microbatches, N // n_microbatches, ...) and scan over them.",
         ),
         model_is_narrow,
@@ -148,13 +148,13 @@ check = Check(
             lambda params, x, y, n: n * WIDTH,
             "The numbers are right, but the scan keeps something of each microbatch until the end.\n"
             "These are the gradients, to be added up later, or what jax.grad needs to go back through the scan. "
-            "Take the gradient inside of it, and add it to the carry, in float32.",
+            "Take the gradient inside it, and add it to the carry, in float32.",
             turns=lambda params, x, y, n: n,
         ),
         one_microbatch(
             lambda params, x, y, n: x.size // n,
             "The numbers are right, but more than one microbatch is computed at once.\n"
-            "In a turn of the scan, use only the microbatch of that turn: N // n_microbatches examples.",
+            "In each iteration of the scan, use only its own microbatch: N // n_microbatches examples.",
         ),
         carries(
             "scan",

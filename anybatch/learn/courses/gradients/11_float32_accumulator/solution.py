@@ -1,5 +1,5 @@
 """Each microbatch runs in bfloat16, where memory and time go, and its gradient is widened as it is added: the one thing
-that lives through all turns, the carry, is float32. So a sum of many small terms keeps 24 bits instead of 8.
+that lives through all iterations, the carry, is float32. So a sum of many small terms keeps 24 bits instead of 8.
 """
 
 import jax

@@ -1,4 +1,4 @@
-"""anybatch adds up in float32 by itself; parameters in float32, cast inside of the loss, get the sum as it is."""
+"""anybatch adds up in float32 by itself; parameters in float32, cast inside the loss, get the sum as it is."""
 
 import jax
 import jax.numpy as jnp

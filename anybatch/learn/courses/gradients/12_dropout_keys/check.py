@@ -75,7 +75,7 @@ def one_for_all(key, n):
     return np.tile(kept(key, HIDDEN), (EXAMPLES, 1))
 
 
-def whole_batch(key, n):
+def full_batch(key, n):
     return kept(key, EXAMPLES, HIDDEN)
 
 
@@ -93,7 +93,7 @@ def answer_with(masks, scale=1 / (1 - RATE)):
 
 
 WHAT_TO_DO = (
-    "Fold the index of the example in the whole batch into the key: jax.vmap over jnp.arange(N), cut into "
+    "Fold the index of the example in the full batch into the key: jax.vmap over jnp.arange(N), cut into "
     "microbatches as x and y are."
 )
 MISTAKES = [
@@ -136,9 +136,9 @@ MISTAKES = [
         "All examples have the same mask: it was drawn once, from the key itself.\n" + WHAT_TO_DO,
     ),
     Mistake(
-        "one draw for the whole batch",
-        answer_with(whole_batch),
-        "You drew the masks of the whole batch at once, from the key itself.\n"
+        "one draw for the full batch",
+        answer_with(full_batch),
+        "You drew the masks of the full batch at once, from the key itself.\n"
         "That does not depend on the microbatches, but all masks are in memory, and they are not those that were "
         "asked for. " + WHAT_TO_DO,
     ),
@@ -199,28 +199,28 @@ check = Check(
     program=[
         scans(
             lambda params, key, x, y, n: n,
-            "The numbers are right, but there is no lax.scan with one turn for each microbatch.\n"
+            "The numbers are right, but there is no lax.scan with one iteration for each microbatch.\n"
             "Cut x, y and the indices into (n_microbatches, N // n_microbatches, ...) and scan over them.",
         ),
         computes_in(
             "scan",
             lambda params, key, x, y, n: EXAMPLES * HIDDEN,
-            "The numbers are right, but masks or hidden units of the whole batch are there at once, outside of the "
+            "The numbers are right, but masks or hidden units of the full batch are there at once, outside of the "
             "scan.\n"
-            "Cut the indices as you cut x and y, and draw the masks of a microbatch in its own turn.",
+            "Cut the indices as you cut x and y, and draw the masks of a microbatch in its own iteration.",
         ),
         stacks_less_than(
             lambda params, key, x, y, n: n * HIDDEN,
             "The numbers are right, but the scan keeps something of each microbatch until the end.\n"
             "These are the gradients, to be added up later, or what jax.grad needs to go back through the scan. "
-            "Take the gradient inside of it, and add it to the carry.",
+            "Take the gradient inside it, and add it to the carry.",
             turns=lambda params, key, x, y, n: n,
         ),
         one_microbatch(
             # The weights are larger than the hidden units of a microbatch, and smaller than those of half of the batch.
             lambda params, key, x, y, n: max(EXAMPLES // n * HIDDEN, WIDTH * HIDDEN),
             "The numbers are right, but more than one microbatch is computed at once.\n"
-            "In a turn of the scan, use only N // n_microbatches examples, those of that turn, and their masks.",
+            "In each iteration of the scan, use only its own N // n_microbatches examples, and their masks.",
             of=("float", "uint", "int", "bool"),
             # A gradient for each example of a microbatch.
             but=lambda params, key, x, y, n: (EXAMPLES // n, WIDTH, HIDDEN),

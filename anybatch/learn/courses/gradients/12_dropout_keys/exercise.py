@@ -1,4 +1,4 @@
-"""Draw dropout masks by the index of each example in the whole batch, so that microbatches do not change them."""
+"""Draw dropout masks by the index of each example in the full batch, so that microbatches do not change them."""
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,7 @@ def loss(params, x, y, mask):
 def dropout_grads(params, key, x, y, n_microbatches):
     """The gradient of the mean over all examples, with dropout, accumulated over microbatches.
 
-    Example i of the whole batch keeps the hidden units where
+    Example i of the full batch keeps the hidden units where
     `jax.random.bernoulli(jax.random.fold_in(key, i), 1 - RATE, (H,))` is True; those count 1 / (1 - RATE).
 
     Args:

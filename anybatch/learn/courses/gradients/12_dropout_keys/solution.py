@@ -1,5 +1,5 @@
-"""An example's mask depends on the key and on its index in the whole batch, and on nothing else: not on the microbatch
-that it comes in, nor on its place there. So the indices are cut as the examples are, and each turn draws the masks of
+"""An example's mask depends on the key and on its index in the full batch, and on nothing else: not on the microbatch
+that it comes in, nor on its place there. So the indices are cut as the examples are, and each iteration draws the masks of
 its own examples only.
 """
 
@@ -26,7 +26,7 @@ def dropout_grads(params, key, x, y, n_microbatches):
         grads = jax.grad(loss)(params, x, y, jax.vmap(mask_of)(indices))
         return jax.tree.map(jnp.add, total, grads), None
 
-    whole = (x, y, jnp.arange(len(x)))
-    microbatches = jax.tree.map(lambda a: a.reshape(n_microbatches, -1, *a.shape[1:]), whole)
+    batch = (x, y, jnp.arange(len(x)))
+    microbatches = jax.tree.map(lambda a: a.reshape(n_microbatches, -1, *a.shape[1:]), batch)
     total, _ = jax.lax.scan(add_microbatch, jax.tree.map(jnp.zeros_like, params), microbatches)
     return jax.tree.map(lambda t: t / n_microbatches, total)

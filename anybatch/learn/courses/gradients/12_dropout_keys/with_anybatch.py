@@ -1,4 +1,4 @@
-"""Write the loss of the whole batch, indices and all; anybatch cuts it, and every microbatch draws its own rows."""
+"""Write the loss of the full batch, indices and all; anybatch cuts it, and every microbatch draws its own rows."""
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,7 @@ def dropout_grads(params, key, x, y, n_microbatches):
     def mask_of(index):
         return jax.random.bernoulli(jax.random.fold_in(key, index), 1 - RATE, params["v"].shape) / (1 - RATE)
 
-    def whole_batch(params, x, y):
+    def full_batch(params, x, y):
         return loss(params, x, y, jax.vmap(mask_of)(jnp.arange(len(x))))
 
-    return ab.grad(whole_batch, batch_argnums=(1, 2), microbatch_size=len(x) // n_microbatches)(params, x, y)
+    return ab.grad(full_batch, batch_argnums=(1, 2), microbatch_size=len(x) // n_microbatches)(params, x, y)

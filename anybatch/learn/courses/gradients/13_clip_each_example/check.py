@@ -127,13 +127,13 @@ check = Check(
     reference=reference,
     mistakes=(
         Mistake(
-            "the whole batch was clipped",
+            "the full batch was clipped",
             lambda params, x, y, clip, n: clipped_groups(params, x, y, clip, 1),
             "You clipped the sum of all gradients; each example is to be clipped before they are added up.\n"
             "In the sum, the longest gradients have drowned the others already.",
         ),
         Mistake(
-            "the whole batch was clipped",
+            "the full batch was clipped",
             lambda params, x, y, clip, n: clipped_groups(params, x, y, clip, 1, mean=True),
             "You clipped the mean of all gradients; each example is to be clipped by itself, and then they are summed.",
         ),
@@ -177,7 +177,7 @@ check = Check(
     program=(
         scans(
             lambda params, x, y, clip, n: n,
-            "No scan goes over the microbatches.\nIt should take `n_microbatches` turns, and carry the sum of the "
+            "No scan goes over the microbatches.\nIt should take `n_microbatches` iterations, and carry the sum of the "
             "clipped gradients from each to the next.",
         ),
         carries(
@@ -189,14 +189,14 @@ check = Check(
         one_microbatch(
             lambda params, x, y, clip, n: len(x) // n * (INPUTS * HIDDEN + HIDDEN),
             "The numbers are right, but the gradients of more than one microbatch exist at once.\n"
-            "In a turn of the scan, take those of N // n_microbatches examples only.",
+            "In each iteration of the scan, take those of N // n_microbatches examples only.",
             names=("dot_general", "tanh"),
         ),
     ),
     memory=Slope(
         larger,
-        "Either the gradients of all examples exist at once (a vmap over the whole batch), or the scan puts out a "
-        "gradient in every turn, and they are kept until the end.\nCarry the sum of the clipped gradients, and let the "
+        "Either the gradients of all examples exist at once (a vmap over the full batch), or the scan puts out a "
+        "gradient in every iteration, and they are kept until the end.\nCarry the sum of the clipped gradients, and let the "
         "scan put out nothing: return (total, None) from its body.",
         # jnp.stack(jnp.split(...)) copies the inputs, 7 KiB: so be it. Gradients that are kept are 13 KiB.
         floor=10 * 1024,

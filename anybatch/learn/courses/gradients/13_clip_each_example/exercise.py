@@ -17,7 +17,7 @@ def clipped_sum(params, x, y, clip, n_microbatches):
       x: the inputs, (N, d).
       y: the targets, (N,).
       clip: the largest norm that the gradient of one example may have, a float.
-      n_microbatches: in how many turns to go through the batch, an int that divides N.
+      n_microbatches: the number of microbatches, an int that divides N.
 
     Returns:
       A tree like `params`.

@@ -37,7 +37,7 @@ def root(total, gradient, count):
 
 
 def reference(params, x, y, n_microbatches):
-    """Of the whole batch at once."""
+    """Of the full batch at once."""
     return root(*squares(params, x, y), len(x))
 
 
@@ -110,7 +110,7 @@ check = Check(
     program=(
         scans(
             lambda params, x, y, n: n,
-            "No scan goes over the microbatches.\nIt should take `n_microbatches` turns, and carry the sum of the "
+            "No scan goes over the microbatches.\nIt should take `n_microbatches` iterations, and carry the sum of the "
             "squared errors from each to the next.",
         ),
         carries(
@@ -123,7 +123,7 @@ check = Check(
         one_microbatch(
             lambda params, x, y, n: len(x) // n * HIDDEN,
             "The numbers are right, but more than one microbatch is computed at once.\n"
-            "In a turn of the scan, use only the microbatch of that turn: N // n_microbatches rows.",
+            "In each iteration of the scan, use only its own microbatch: N // n_microbatches rows.",
             names=("dot_general", "tanh"),
         ),
     ),
@@ -131,7 +131,7 @@ check = Check(
         larger,
         "The activations of every microbatch are kept for the backward pass.\n"
         "Put jax.checkpoint around the body of the scan, and without a policy: then a turn is computed again when its "
-        "gradient is due.\nAround the whole scan it saves nothing: the scan that is run again keeps every turn, too.",
+        "gradient is due.\nAround the whole scan it saves nothing: the scan that is run again keeps every iteration, too.",
         # Who takes the rows of a microbatch outside of the checkpoint keeps a copy of the inputs, 6.8 KiB: so be it.
         floor=10 * 1024,
     ),

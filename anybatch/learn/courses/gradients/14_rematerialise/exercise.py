@@ -10,18 +10,18 @@ def predict(params, x):
 
 
 def batch_loss(params, x, y, n_microbatches):
-    """The root of the mean squared error of the whole batch, by a scan over microbatches.
+    """The root of the mean squared error of the full batch, by a scan over microbatches.
 
     Args:
       params: {"w": (d, h), "v": (h,)}.
       x: the inputs, (N, d).
       y: the targets, (N,).
-      n_microbatches: in how many turns to go through the batch, an int that divides N.
+      n_microbatches: the number of microbatches, an int that divides N.
 
     Returns:
       A number.
     """
-    raise NotImplementedError("Add up squared errors in a scan that keeps nothing of its turns.")
+    raise NotImplementedError("Add up squared errors in a scan that keeps nothing of its iterations.")
 
 
 def loss_and_grads(params, x, y, n_microbatches):

@@ -1,4 +1,4 @@
-"""With a checkpoint on its body, the scan hands nothing on to the backward pass but what went into each turn.
+"""With a checkpoint on its body, the scan hands nothing on to the backward pass but what went into each iteration.
 
 The backward pass goes over the microbatches again, and has the activations of one at a time.
 """
@@ -13,7 +13,7 @@ def predict(params, x):
 
 
 def batch_loss(params, x, y, n_microbatches):
-    """The root of the mean squared error of the whole batch, by a scan over microbatches."""
+    """The root of the mean squared error of the full batch, by a scan over microbatches."""
 
     @jax.checkpoint
     def add_one_microbatch(total, microbatch):

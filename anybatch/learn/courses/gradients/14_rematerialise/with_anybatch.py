@@ -11,7 +11,7 @@ def predict(params, x):
 
 
 def batch_loss(params, x, y):
-    """The root of the mean squared error of the whole batch."""
+    """The root of the mean squared error of the full batch."""
     return jnp.sqrt(jnp.mean((predict(params, x) - y) ** 2))
 
 

@@ -62,8 +62,8 @@ def everyone_does_its_share(program, args):
         return None  # rows may be spread by other means, and then only the collectives tell
     if program.devices > 1 and any(product.size >= rows * HIDDEN for product in products):
         return (
-            "Every device goes through the whole batch.\nThe answer is right, but eight devices do the same work eight "
-            "times. Gradients are taken inside of the shard_map, and in in_specs rows are spread over the devices by "
+            "Every device goes through the full batch.\nThe answer is right, but eight devices do the same work eight "
+            "times. Gradients are taken inside the shard_map, and in in_specs rows are spread over the devices by "
             'P("data"); P() gives all rows to each.'
         )
     return None
@@ -95,13 +95,13 @@ def says(counts):
         )
     if not reduced:
         return (
-            "Nothing was exchanged, so every device must have gone through the whole batch by itself.\n"
+            "Nothing was exchanged, so every device must have gone through the full batch by itself.\n"
             "Spread the rows over the mesh with jax.shard_map, and bring the gradients together by one jax.lax.pmean."
         )
     if reduced >= MICROBATCHES:
         return (
-            f"There is an all-reduce in the loop: it is executed in each of the {MICROBATCHES} turns.\n"
-            "If you wrote psum or pmean inside of the scan, move it behind the scan.\n"
+            f"There is an all-reduce in the loop: it is executed in each of the {MICROBATCHES} iterations.\n"
+            "If you wrote psum or pmean inside the scan, move it behind the scan.\n"
             "If you did not, it was jax.grad: parameters that all devices share have a gradient that is a sum over all "
             'devices.\nMake them each device\'s own first, params = jax.lax.pcast(params, "data", to="varying").'
         )
@@ -147,7 +147,7 @@ check = Check(
         scans(
             lambda params, x, y, n: n,
             "No scan goes over the microbatches.\n"
-            "Each device should scan over its own rows, in `n_microbatches` turns.",
+            "Each device should scan over its own rows, in `n_microbatches` iterations.",
         ),
         everyone_does_its_share,
         carries(

@@ -14,13 +14,13 @@ def loss(params, x, y):
 
 
 def data_parallel_grads(params, x, y, n_microbatches):
-    """The gradient of the mean loss over the whole batch, with one all-reduce.
+    """The gradient of the mean loss over the full batch, with one all-reduce.
 
     Args:
       params: {"w": (d, h), "v": (h,)}.
       x: the inputs, (N, d).
       y: the targets, (N,).
-      n_microbatches: in how many turns each device goes through its own rows.
+      n_microbatches: the number of microbatches into which each device cuts its own rows.
 
     Returns:
       A tree like `params`, the same on all devices.

@@ -1,6 +1,6 @@
 """Means of equal shares average to the mean of all, so one pmean after the scan is all that devices need to exchange.
 
-With parameters that are cast to each device's own, `jax.grad` has nothing to add up over devices inside of the scan.
+With parameters that are cast to each device's own, `jax.grad` has nothing to add up over devices inside the scan.
 """
 
 import jax
@@ -17,7 +17,7 @@ def loss(params, x, y):
 
 
 def data_parallel_grads(params, x, y, n_microbatches):
-    """The gradient of the mean loss over the whole batch, with one all-reduce."""
+    """The gradient of the mean loss over the full batch, with one all-reduce."""
 
     def on_a_device(params, x, y):
         params = jax.lax.pcast(params, "data", to="varying")

@@ -192,7 +192,7 @@ check = Check(
     program=(
         scans(
             lambda params, x, y, n: n,
-            "No scan goes over the microbatches.\nIt should take `n_microbatches` turns, and carry the sum of the "
+            "No scan goes over the microbatches.\nIt should take `n_microbatches` iterations, and carry the sum of the "
             "gradients, and that of their squares.",
         ),
         carries(
@@ -204,13 +204,13 @@ check = Check(
         one_microbatch(
             lambda params, x, y, n: len(x) // n * (INPUTS * HIDDEN + HIDDEN),
             "The numbers are right, but the gradients of more than one microbatch exist at once.\n"
-            "In a turn of the scan, take those of N // n_microbatches examples only.",
+            "In each iteration of the scan, take those of N // n_microbatches examples only.",
             names=("dot_general", "tanh"),
         ),
     ),
     memory=Slope(
         larger,
-        "Gradients are kept: those of all examples (a vmap over the whole batch), or one from every turn of the scan.\n"
+        "Gradients are kept: those of all examples (a vmap over the full batch), or one from every iteration of the scan.\n"
         "Two sums are enough, of the gradients and of their squared norms. Carry both, and put out nothing.",
         # jnp.stack(jnp.split(...)) copies the inputs, 7 KiB: so be it. Gradients that are kept are 13 KiB.
         floor=10 * 1024,

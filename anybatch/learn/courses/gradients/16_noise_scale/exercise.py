@@ -16,7 +16,7 @@ def noise_scale(params, x, y, n_microbatches):
       params: {"w": (d, h), "v": (h,)}.
       x: the inputs, (N, d).
       y: the targets, (N,).
-      n_microbatches: in how many turns to go through the batch, an int that divides N.
+      n_microbatches: the number of microbatches, an int that divides N.
 
     Returns:
       {"trace": unbiased estimate of tr(C), "gradient_square": unbiased estimate of |G|**2}.

@@ -1,4 +1,4 @@
-"""Calls init inside of the loop, by hand, so that Adam forgets its moments after each step.
+"""Calls init inside the loop, by hand, so that Adam forgets its moments after each step.
 
 caught by: value
 says: Adam's moments began anew in each step

@@ -1,4 +1,4 @@
-"""Right, and the whole batch at once: there is no scan.
+"""Right, and the full batch at once: there is no scan.
 
 caught by: program
 says: there is no lax.scan

@@ -1,7 +1,7 @@
-"""Scans over something, and computes the whole batch at once.
+"""Scans over something, and computes the full batch at once.
 
 caught by: program
-says: the whole batch is computed at once
+says: the full batch is computed at once
 """
 
 import jax

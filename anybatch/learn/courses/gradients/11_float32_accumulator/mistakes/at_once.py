@@ -1,4 +1,4 @@
-"""Right, by the whole batch at once, in float32.
+"""Right, by the full batch at once, in float32.
 
 caught by: program
 says: there is no lax.scan

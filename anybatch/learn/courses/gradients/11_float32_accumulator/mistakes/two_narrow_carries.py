@@ -1,7 +1,7 @@
 """Carries a bfloat16 sum and, in bfloat16 too, what it lost: as good as float32, and not simple.
 
 caught by: program
-says: a scan carries bfloat16 from turn to turn
+says: a scan carries bfloat16 from one iteration to the next
 """
 
 import jax

@@ -1,4 +1,4 @@
-"""Right masks, and the whole batch at once.
+"""Right masks, and the full batch at once.
 
 caught by: program
 says: there is no lax.scan

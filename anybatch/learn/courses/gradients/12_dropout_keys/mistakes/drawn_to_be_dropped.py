@@ -24,7 +24,7 @@ def dropout_grads(params, key, x, y, n_microbatches):
         x, y, indices = microbatch
         return jax.tree.map(jnp.add, total, jax.grad(loss)(params, x, y, jax.vmap(mask_of)(indices))), None
 
-    whole = (x, y, jnp.arange(len(x)))
-    microbatches = jax.tree.map(lambda a: a.reshape(n_microbatches, -1, *a.shape[1:]), whole)
+    batch = (x, y, jnp.arange(len(x)))
+    microbatches = jax.tree.map(lambda a: a.reshape(n_microbatches, -1, *a.shape[1:]), batch)
     total, _ = jax.lax.scan(add_microbatch, jax.tree.map(jnp.zeros_like, params), microbatches)
     return jax.tree.map(lambda t: t / n_microbatches, total)

@@ -1,7 +1,7 @@
-"""Draws one array of masks for the whole batch, and cuts it.
+"""Draws one array of masks for the full batch, and cuts it.
 
 caught by: value
-says: You drew the masks of the whole batch at once
+says: You drew the masks of the full batch at once
 """
 
 import jax

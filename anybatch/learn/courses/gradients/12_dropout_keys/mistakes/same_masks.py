@@ -1,4 +1,4 @@
-"""Draws from the same key in every turn.
+"""Draws from the same key in every iteration.
 
 caught by: value
 says: All 4 microbatches have the same dropout masks: each drew them from the same key

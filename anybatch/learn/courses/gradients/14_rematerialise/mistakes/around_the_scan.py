@@ -1,4 +1,4 @@
-"""A checkpoint around the whole scan: it is run again, and keeps every turn.
+"""A checkpoint around the whole scan: it is run again, and keeps every iteration.
 
 caught by: memory
 says: Around the whole scan it saves nothing
