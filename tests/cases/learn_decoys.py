@@ -468,7 +468,7 @@ def _decoys() -> Iterator[tuple[str, str, tuple[str, str, str]]]:
         "    return jnp.real(2 * jnp.sum((w * x - y) * x))"
         " + 1e-30 * lax.scan(turn, w, (x_full.reshape(n, -1), y_full.reshape(n, -1)))[0]",
     )
-    yield "accumulate_in_a_scan", "complex numbers", (source, "program", "computed with outside of it")
+    yield "accumulate_in_a_scan", "complex numbers", (source, "program", "outside of it")
     # A known result of a scan over nothing.
     constant = """
 def other(w, b, x, y, n):

@@ -1,7 +1,7 @@
 """Adds the two gradients up instead of averaging them; Adam's usual eps would have hidden it.
 
 caught by: value
-says: you added the two gradients up
+says: you added up the two gradients
 """
 
 import jax

@@ -1,7 +1,7 @@
 """Divides each gradient by 2 before MultiSteps, which averages by itself.
 
 caught by: value
-says: MultiSteps averages by itself
+says: MultiSteps averages itself
 """
 
 import jax

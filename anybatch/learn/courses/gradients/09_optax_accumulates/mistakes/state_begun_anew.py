@@ -1,7 +1,7 @@
 """Calls init inside the loop, by hand, so that Adam forgets its moments after each step.
 
 caught by: value
-says: Adam's moments began anew in each step
+says: Adam's moments are reset in each step
 """
 
 import jax

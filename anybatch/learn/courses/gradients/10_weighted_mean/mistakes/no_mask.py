@@ -1,7 +1,7 @@
 """Divides by the tokens that count, and adds up the losses of all.
 
 caught by: value
-says: but added up the losses of all of them
+says: but added up the losses of all tokens
 """
 
 import jax

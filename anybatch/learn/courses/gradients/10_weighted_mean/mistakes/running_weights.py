@@ -1,7 +1,7 @@
 """Weights each microbatch's mean by its tokens, which is right until a microbatch has none: 0 / 0.
 
 caught by: value
-says: A microbatch without any token makes everything NaN
+says: A microbatch without tokens makes the answer NaN
 """
 
 import jax
