@@ -82,8 +82,8 @@ def loops_that_stack(program, args):
         )
     return (
         "Your loop keeps the gradient of every microbatch, and they are averaged afterwards.\n"
-        "The second output of a scan's body is stacked, and so is the output of jax.lax.map: n gradients are in memory. "
-        "Carry one running sum, jax.tree.map(jnp.add, total, gradient), and return None as the second output."
+        "The second output of a scan's body is stacked, and so is the output of jax.lax.map: n gradients are in "
+        "memory. Carry one running sum, jax.tree.map(jnp.add, total, gradient), and return None as the second output."
     )
 
 
@@ -134,8 +134,8 @@ check = Check(
     program=(loops_that_stack,),
     memory=Slope(
         larger,
-        "Something keeps the activations of all microbatches. jax.grad of the full batch and jax.vmap over microbatches "
-        "run all examples through the network at once, and so may a Python loop, which is unrolled.\n"
+        "Something keeps the activations of all microbatches. jax.grad of the full batch and jax.vmap over "
+        "microbatches run all examples through the network at once, and so may a Python loop, which is unrolled.\n"
         "Use jax.lax.scan: take the gradient of one microbatch in its body, and carry the sum.",
     ),
 )

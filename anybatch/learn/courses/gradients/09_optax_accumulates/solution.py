@@ -1,6 +1,6 @@
-"""The loss is a mean and the microbatches have the same size, so the gradient of a step is the mean of its two gradients.
-MultiSteps passes this mean to Adam on every second call, and returns updates of zero in between. So both ways have the
-same parameters at every step. The state carries Adam's moments and MultiSteps' count from call to call.
+"""The loss is a mean and both microbatches have the same size, so the gradient of a step is the mean of its two
+gradients. MultiSteps passes this mean to Adam on every second call, and returns updates of zero in between. So both
+ways have the same parameters at every step. The state carries Adam's moments and MultiSteps' count from call to call.
 """
 
 import jax

@@ -1,5 +1,5 @@
 """A masked mean is a ratio of two sums. Sums of microbatches add up, ratios do not: so the scan carries the gradient of
-the summed loss and the number of tokens, and the solution divides once, at the end. A microbatch without tokens adds zero
+the summed loss and the number of tokens, and they are divided once, at the end. A microbatch without tokens adds zero
 to both, and max(..., 1) gives zeros for a batch without tokens.
 """
 

@@ -1,4 +1,4 @@
-"""`ab.value_and_grad` takes the loss of the full batch as it is: it finds the sum under the root, and cuts that."""
+"""`ab.value_and_grad` takes the loss of the full batch: it finds the mean under the root, and splits that."""
 
 import jax.numpy as jnp
 
@@ -16,6 +16,6 @@ def batch_loss(params, x, y):
 
 
 def loss_and_grads(params, x, y, n_microbatches):
-    """The loss, and its gradient, in the memory of one microbatch."""
+    """The loss and its gradient, in the memory of one microbatch."""
     size = len(x) // n_microbatches
     return ab.value_and_grad(batch_loss, batch_argnums=(1, 2), microbatch_size=size)(params, x, y)

@@ -1,4 +1,4 @@
-"""With `mesh=` it is the same call as on one device; each device takes its rows, and one reduction joins them."""
+"""With `mesh=`, it is the same call as on one device: each device takes its rows, and one all-reduce combines them."""
 
 import jax
 import jax.numpy as jnp

@@ -1,7 +1,7 @@
 """Right masks, all of them drawn before the scan: as much memory as the hidden units of the full batch.
 
 caught by: program
-says: masks or hidden units of the full batch are there at once
+says: masks or hidden units of the full batch are computed at once
 """
 
 import jax
@@ -11,7 +11,7 @@ RATE = 0.25  # of the hidden units that are dropped
 
 
 def loss(params, x, y, mask):
-    """Mean squared error over one microbatch; mask (M, H) multiplies the hidden units. Given: leave it as it is."""
+    """Mean squared error over one microbatch; mask (M, H) multiplies the hidden units. Do not change it."""
     hidden = jnp.tanh(x @ params["w"]) * mask
     return jnp.mean((hidden @ params["v"] - y) ** 2)
 
