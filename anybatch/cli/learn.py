@@ -1,4 +1,8 @@
-"""The arguments of `anybatch learn`; what the commands do stands elsewhere, and is imported when it is done."""
+"""The command line of `anybatch learn`: arguments and help texts.
+
+The commands themselves are in `anybatch.learn.terminal`. Importing that imports JAX, so it is imported only when a
+command runs, and `--help` stays quick.
+"""
 
 import os
 import pathlib
@@ -8,26 +12,27 @@ import typer
 
 from anybatch.errors import NotAvailableError
 
-# Plain help: an example in it must come out as it was written, to be pasted.
+# Plain help, so that an example in it can be pasted as it is shown.
 _PLAIN: dict[str, Any] = {"add_completion": False, "rich_markup_mode": None, "pretty_exceptions_enable": False}
 
 app = typer.Typer(invoke_without_command=True, **_PLAIN)
-development = typer.Typer(help="For authors: prove a course, or begin one.", no_args_is_help=True, **_PLAIN)
+development = typer.Typer(help="For authors: start a course, and test it.", no_args_is_help=True, **_PLAIN)
 app.add_typer(development, name="dev")
 
 CourseOption = Annotated[
-    pathlib.Path | None, typer.Option("--course", help="A folder with a catalogue.toml; ours if left out.")
+    pathlib.Path | None,
+    typer.Option("--course", help="A folder with a catalogue.toml. Default: the course that comes with anybatch."),
 ]
 FolderOption = Annotated[
-    pathlib.Path | None, typer.Option("--folder", help="Where your files are; ./anybatch-learn if left out.")
+    pathlib.Path | None, typer.Option("--folder", help="The folder with your files. Default: ./anybatch-learn.")
 ]
-Name = Annotated[str | None, typer.Argument(help="A number or a name; the current exercise if left out.")]
+Name = Annotated[str | None, typer.Argument(help="A number or a name. Default: the current exercise.")]
 
 
 @app.callback(
-    help="Practise JAX's own primitives: sixteen exercises, checked on your machine whenever you save."
-    "\n\nWithout a command, it starts where you left off. It protects you from accidents of your own code, such as a "
-    "loop without end; it is no prison for somebody else's."
+    help="Practise JAX's primitives: sixteen exercises, checked on your machine whenever you save."
+    "\n\nWithout a command, it continues where you left off. It protects you from accidents in your own code, such as "
+    "an endless loop. It does not protect you from other people's code."
 )
 def learn(
     context: typer.Context,
@@ -35,58 +40,67 @@ def learn(
     folder: FolderOption = None,
     at: Annotated[str | None, typer.Option(help="The exercise to go to: a number or a name.")] = None,
 ) -> Any:
-    """Practise JAX's own primitives."""
+    """Practise JAX's primitives."""
     if os.name != "posix":
         raise NotAvailableError("anybatch learn on Windows", remedy="Run it in WSL.")
-    # References may draw with JAX: on the CPU, where checks run, whatever else this machine has.
-    import jax
-
-    jax.config.update("jax_platforms", "cpu")
     context.obj = {"course": course, "folder": folder}
     if context.invoked_subcommand is not None:
         return True
-    from anybatch.learn.terminal import commands
+    return _learner_commands().learn(course, folder, at)
 
-    return commands.learn(course, folder, at)
+
+def _learner_commands() -> Any:
+    _use_cpu()
+    from anybatch.learn.terminal import learner_commands
+
+    return learner_commands
+
+
+def _author_commands() -> Any:
+    _use_cpu()
+    from anybatch.learn.terminal import author_commands
+
+    return author_commands
+
+
+def _use_cpu() -> None:
+    """Keeps JAX on the CPU in this process: a course's references may use it, and checks run on the CPU."""
+    import jax
+
+    jax.config.update("jax_platforms", "cpu")
 
 
 def _places(context: typer.Context, course: pathlib.Path | None, folder: pathlib.Path | None = None) -> tuple[Any, Any]:
-    """The course and the folder, which may stand before the command as well as after it."""
+    """The course and the folder; both options may come before the command or after it."""
     before = context.obj or {}
     return course or before.get("course"), folder or before.get("folder")
 
 
 @app.command("list")
 def show_all(context: typer.Context, course: CourseOption = None, folder: FolderOption = None) -> Any:
-    """Show all exercises, and what is solved."""
-    from anybatch.learn.terminal import commands
-
-    return commands.listing(*_places(context, course, folder))
+    """List all exercises, and which are solved."""
+    return _learner_commands().listing(*_places(context, course, folder))
 
 
 @app.command()
 def run(context: typer.Context, name: Name = None, course: CourseOption = None, folder: FolderOption = None) -> Any:
     """Check one file; the exit status is 0 if it passes."""
-    from anybatch.learn.terminal import commands
-
-    return commands.run(*_places(context, course, folder), name)
+    return _learner_commands().run(*_places(context, course, folder), name)
 
 
 @app.command()
 def hint(
     context: typer.Context,
     name: Name = None,
-    level: Annotated[int | None, typer.Option(min=1, max=3, help="Which; the next one if left out.")] = None,
+    level: Annotated[int | None, typer.Option(min=1, max=3, help="Which hint. Default: the next one.")] = None,
     course: CourseOption = None,
     folder: FolderOption = None,
 ) -> Any:
-    """Show a hint: a direction, the primitive to use, nearly the code."""
-    from anybatch.learn.terminal import commands
-
-    return commands.hint(*_places(context, course, folder), name, level)
+    """Show a hint: a direction, the primitive to use, almost the code."""
+    return _learner_commands().hint(*_places(context, course, folder), name, level)
 
 
-@app.command(short_help="Show a solution of what you have solved.")
+@app.command(short_help="Show a solution of an exercise you have solved.")
 def solution(
     context: typer.Context,
     name: Name = None,
@@ -94,13 +108,11 @@ def solution(
     course: CourseOption = None,
     folder: FolderOption = None,
 ) -> Any:
-    """Show a solution of what you have solved, and the same with anybatch."""
-    from anybatch.learn.terminal import commands
-
-    return commands.solution(*_places(context, course, folder), name, anyway)
+    """Show a solution of an exercise you have solved, and the same with anybatch."""
+    return _learner_commands().solution(*_places(context, course, folder), name, anyway)
 
 
-@app.command(short_help="Put a file back to its beginning.")
+@app.command(short_help="Put back the original file of an exercise.")
 def reset(
     context: typer.Context,
     name: Annotated[str, typer.Argument(help="A number or a name.")],
@@ -108,24 +120,20 @@ def reset(
     course: CourseOption = None,
     folder: FolderOption = None,
 ) -> Any:
-    """Put a file back to its beginning; yours is kept under another name."""
-    from anybatch.learn.terminal import commands
-
-    return commands.reset(*_places(context, course, folder), name, yes)
+    """Put back the original file of an exercise; yours is kept under another name."""
+    return _learner_commands().reset(*_places(context, course, folder), name, yes)
 
 
-@app.command(short_help="Show what keeps a check apart on this machine.")
+@app.command(short_help="Show how checks are isolated on this machine.")
 def doctor() -> Any:
-    """Show what keeps a check apart on this machine, that one works, and how long it takes."""
-    from anybatch.learn.terminal import commands
-
-    return commands.doctor()
+    """Show how checks are isolated on this machine, whether they work, and how long one takes."""
+    return _learner_commands().doctor()
 
 
 @app.command(
-    short_help="Check many files at once.",
-    help="Check many files at once: those you name, or those that are there; the exit status is 0 if all pass."
-    "\n\nWhat is solved and was not changed since is not run again. With --json, one object:"
+    short_help="Check several files.",
+    help="Check several files: the exercises you name, or every file in your folder. The exit status is 0 if all pass."
+    "\n\nA file that is solved and has not changed since is not run again. --json prints one object:"
     "\n\n\b\n"
     "    version    1\n"
     "    course, folder, passed, seconds\n"
@@ -133,7 +141,7 @@ def doctor() -> Any:
     "        number, name, file\n"
     '        state    "passed", "failed", "missing" or "unreadable"\n'
     "        ran      whether it was run just now\n"
-    "        solved   whether it ever was\n"
+    "        solved   whether it was ever solved\n"
     '        message  why it is unreadable, or ""\n'
     "        verdict  null if it was not run, else an object: exercise, passed, stage, title, text, mistake, line,\n"
     "                 source_line, prints, prints_dropped, seconds, seed, done, started",
@@ -142,40 +150,34 @@ def check(
     context: typer.Context,
     names: Annotated[list[str] | None, typer.Argument(help="Numbers or names.")] = None,
     every: Annotated[bool, typer.Option("--all", help="Every exercise of the course; a missing file fails.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="For other programs.")] = False,
-    again: Annotated[bool, typer.Option("--again", help="Also what is solved and was not changed.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for other programs.")] = False,
+    again: Annotated[bool, typer.Option("--again", help="Also run files that are solved and unchanged.")] = False,
     course: CourseOption = None,
     folder: FolderOption = None,
 ) -> Any:
-    """Check many files at once."""
-    from anybatch.learn.terminal import commands
-
+    """Check several files."""
     places = _places(context, course, folder)
-    return commands.check(*places, names or [], every=every, as_json=as_json, again=again)
+    return _learner_commands().check(*places, names or [], every=every, as_json=as_json, again=again)
 
 
-@development.command("check", short_help="Prove a course.")
+@development.command("check", short_help="Test a course.")
 def prove(
     context: typer.Context,
     course: CourseOption = None,
-    exercise: Annotated[str | None, typer.Option(help="Only this one: a number or a name.")] = None,
+    exercise: Annotated[str | None, typer.Option(help="Only this exercise: a number or a name.")] = None,
     seeds: Annotated[int, typer.Option(min=1, help="How many different sets of cases.")] = 3,
-    as_json: Annotated[bool, typer.Option("--json", help="For other programs.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for other programs.")] = False,
 ) -> Any:
-    """Prove a course: starters fail, solutions pass, and every mistake is caught and named."""
-    from anybatch.learn.terminal import development
-
-    return development.check(_places(context, course)[0], exercise, seeds=seeds, as_json=as_json)
+    """Test a course: starters fail, solutions pass, and every mistake is caught and named."""
+    return _author_commands().check(_places(context, course)[0], exercise, seeds=seeds, as_json=as_json)
 
 
-@development.command("new", short_help="Begin a course, or one more exercise.")
+@development.command("new", short_help="Start a course, or add an exercise.")
 def begin(
-    folder: Annotated[pathlib.Path, typer.Argument(help="Of the course.")],
+    folder: Annotated[pathlib.Path, typer.Argument(help="The folder of the course.")],
     exercise: Annotated[
-        str | None, typer.Option(help="The name of another exercise, in a course that is there.")
+        str | None, typer.Option(help="The name of an exercise to add to a course that exists.")
     ] = None,
 ) -> Any:
-    """Write a course with one small exercise that is whole, or one more exercise; to be edited."""
-    from anybatch.learn.terminal import development
-
-    return development.new(folder, exercise)
+    """Write a course with one small, complete exercise to edit, or add such an exercise to a course."""
+    return _author_commands().new(folder, exercise)

@@ -1,6 +1,7 @@
-"""`anybatch learn`: practice with JAX's own primitives, graded on value, memory and collectives.
+"""`anybatch learn`: exercises on JAX's primitives, graded on value, traced program, memory and collectives.
 
-What an author of exercises needs is here: a `Check` and its parts, and the rules on programs.
+This package exports what authors of exercises need: `Check` and its parts, and the rules for programs. To follow one
+check, open `grading.py` first; the learner's code runs in `runner/`, and `terminal/` has the commands.
 """
 
 from anybatch.learn.check import (

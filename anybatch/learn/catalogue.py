@@ -1,7 +1,7 @@
-"""A course: a folder with a `catalogue.toml` and one folder for each exercise. Ours is one of them, and so is yours.
+"""Reads courses. A course is a folder with a `catalogue.toml` and one folder for each exercise.
 
-What is wrong with a course is said with its file, its key and a way out. `anybatch learn dev new` writes a small
-course that is complete, and `anybatch learn dev check` proves one.
+The course that comes with anybatch is read in the same way as one that you write. Errors name the file, the key and a
+fix. `anybatch learn dev new` writes a small, complete course, and `anybatch learn dev check` tests one.
 """
 
 import ast
@@ -29,13 +29,13 @@ _EXERCISE_KEYS: dict[str, type] = {"folder": str, "title": str}
 
 @dataclasses.dataclass(frozen=True)
 class KnownWrong:
-    """A submission that must fail, and how.
+    """A wrong submission from `mistakes/`, and how it must fail.
 
     Args:
-      name: of its file, without the suffix.
-      source: all of it.
-      caught_by: the stage in which it fails.
-      says: words that the title or the text of the verdict must have.
+      name: the name of its file, without the suffix.
+      source: the text of the file.
+      caught_by: the stage in which it must fail.
+      says: words that the title or the text of the verdict must contain.
     """
 
     name: str
@@ -46,13 +46,13 @@ class KnownWrong:
 
 @dataclasses.dataclass(frozen=True)
 class Exercise:
-    """One exercise. Its files are read when they are asked for.
+    """One exercise. Its files are read when they are needed.
 
     Args:
-      number: its own, from the name of its folder.
-      name: without the number.
-      title: for people.
-      folder: where its files are.
+      number: the number in the name of its folder.
+      name: the name of its folder, without the number.
+      title: the title that learners see.
+      folder: the folder with its files.
     """
 
     number: int
@@ -62,37 +62,37 @@ class Exercise:
 
     @property
     def full_name(self) -> str:
-        """With the number: "05_accumulate_in_a_scan"."""
+        """The name with the number: "05_accumulate_in_a_scan"."""
         return self.folder.name
 
     @property
     def file_name(self) -> str:
-        """What the learner edits: "05_accumulate_in_a_scan.py"."""
+        """The name of the learner's file: "05_accumulate_in_a_scan.py"."""
         return f"{self.full_name}.py"
 
     @functools.cached_property
     def page(self) -> str:
-        """Why it matters, a worked example, pitfalls, the problem: in markdown."""
+        """The page in Markdown: why it matters, a worked example, pitfalls, the problem."""
         return self._read("page.md")
 
     @functools.cached_property
     def starter(self) -> str:
-        """The file as the learner gets it."""
+        """The file that the learner starts with."""
         return self._read("exercise.py")
 
     @functools.cached_property
     def solution(self) -> str:
-        """The file as it could be."""
+        """A file that solves the exercise."""
         return self._read("solution.py")
 
     @functools.cached_property
     def with_anybatch(self) -> str:
-        """The same with the library."""
+        """A file that solves the exercise with anybatch."""
         return self._read("with_anybatch.py")
 
     @functools.cached_property
     def hints(self) -> tuple[str, str, str]:
-        """A direction; the primitive to use; nearly the code."""
+        """The three hints: a direction, the primitive to use, almost the code."""
         sections: dict[str, list[str]] = {}
         current, is_code = None, False
         for line in self._read("hints.md").splitlines():
@@ -108,33 +108,33 @@ class Exercise:
                 "An exercise needs three hints, under the headings ## 1, ## 2 and ## 3",
                 given=f"{self.folder / 'hints.md'} with {', '.join(f'## {name}' for name in texts) or 'no heading'}"
                 + "".join(f"; nothing under ## {name}" for name, text in texts.items() if not text),
-                remedy="Write a direction, then the primitive to use, then nearly the code.",
+                remedy="Write a direction, then the primitive to use, then almost the code.",
             )
         return texts["1"], texts["2"], texts["3"]
 
     @functools.cached_property
     def why(self) -> str:
-        """Why the solution is right: its docstring."""
+        """The docstring of the solution, which says why it is right."""
         return " ".join((ast.get_docstring(self._parsed("solution.py")) or "").split())
 
     @functools.cached_property
     def one_line(self) -> str:
-        """What of `with_anybatch.py` is done by the library, to be shown beside the long way; "" if nothing is.
+        """The statements of `with_anybatch.py` that use `ab`, shown when the exercise is solved; "" if there are none.
 
-        These are the statements of the function that speak of `ab`, or, where it has none, those of the file.
+        They are those of the checked function, or, if it has none, those of the module.
         """
         source = self.with_anybatch
         tree = self._parsed("with_anybatch.py")
         functions = [node for node in tree.body if _defines(node, self.check.function)]
         for body in (*(getattr(node, "body", []) for node in functions), tree.body):
-            found = [node for node in _statements(body) if _speaks_of_anybatch(node)]
+            found = [node for node in _statements(body) if _uses_anybatch(node)]
             if found:
                 return "\n".join(_source_of(source, node) for node in found)
         return ""
 
     @functools.cached_property
     def check(self) -> Check:
-        """What is checked. It is the author's code, and is run here."""
+        """The `Check` that check.py defines. This runs the author's code in this process."""
         path = self.folder / "check.py"
         module = types.ModuleType(f"{self.full_name}.check")
         module.__file__ = str(path)
@@ -153,7 +153,7 @@ class Exercise:
 
     @functools.cached_property
     def mistakes(self) -> tuple[KnownWrong, ...]:
-        """Submissions that must fail, by name."""
+        """The wrong submissions in `mistakes/`, sorted by name."""
         return tuple(_known_wrong(path) for path in sorted((self.folder / "mistakes").glob("*.py")))
 
     def _read(self, name: str) -> str:
@@ -169,13 +169,13 @@ class Exercise:
         raise InputError(
             "check.py must run, and define check",
             given=f"{type(error).__name__}: {error} ({path}" + (f", line {line})" if line else ")"),
-            remedy=f"See all of it: python {path}",
+            remedy=f"For the full traceback: python {path}",
         ) from error
 
 
 @dataclasses.dataclass(frozen=True)
 class Course:
-    """Exercises, in order.
+    """A course: its exercises, in order.
 
     >>> course = Course.builtin()
     >>> course.name
@@ -190,15 +190,15 @@ class Course:
 
     @classmethod
     def builtin(cls) -> "Course":
-        """Ours."""
+        """The course that comes with anybatch."""
         return cls.read(BUILTIN)
 
     @classmethod
     def read(cls, folder: str | pathlib.Path) -> "Course":
-        """The course in a folder.
+        """Reads the course in a folder.
 
         Raises:
-          InputError: for whatever is wrong with its catalogue, or missing of its files.
+          InputError: if its catalogue is invalid, or files are missing.
         """
         folder = pathlib.Path(folder).expanduser()
         path = folder / "catalogue.toml"
@@ -212,9 +212,9 @@ class Course:
             given = tomllib.loads(_read(path))
         except tomllib.TOMLDecodeError as error:
             raise InputError(
-                "A catalogue must be TOML: one `name = value` in each line, texts in quotes",
+                "A catalogue must be TOML: one `name = value` on each line, strings in quotes",
                 given=f"{path}: {error}",
-                remedy="anybatch learn dev new FOLDER writes one to look at.",
+                remedy="For an example: anybatch learn dev new FOLDER",
             ) from None
         _check_keys(given, _COURSE_KEYS, path, "")
         if not given["name"].isidentifier():
@@ -228,10 +228,10 @@ class Course:
         return cls(given["name"], given["title"], given["description"], folder, exercises)
 
     def find(self, wanted: str) -> Exercise:
-        """The exercise of a number, a name, or both: "5", "05", "accumulate_in_a_scan", or the path of its file.
+        """Finds an exercise by its number, its name, or its file: "5", "05", "accumulate_in_a_scan".
 
         Raises:
-          InputError: if there is none; it names those that are near.
+          InputError: if there is none; it suggests similar names.
         """
         name = pathlib.PurePath(wanted.strip()).name.removesuffix(".py")
         for exercise in self.exercises:
@@ -242,36 +242,36 @@ class Course:
         near = near or [known for known in names if name and name in known][:3]
         first, last = self.exercises[0].number, self.exercises[-1].number
         raise InputError(
-            f"An exercise is named by its number, {first} to {last}, or by its name",
+            f"An exercise is selected by its number, {first} to {last}, or by its name",
             given=repr(wanted),
             remedy=(f"Did you mean {' or '.join(near)}? " if near else "") + "See them all: anybatch learn list",
         )
 
     def after(self, exercise: Exercise) -> Exercise | None:
-        """The next one, or None after the last."""
+        """The next exercise, or None after the last."""
         following = self.exercises[self.exercises.index(exercise) + 1 :]
         return following[0] if following else None
 
     def before(self, exercise: Exercise) -> Exercise | None:
-        """The one before, or None at the first."""
+        """The previous exercise, or None before the first."""
         index = self.exercises.index(exercise)
         return self.exercises[index - 1] if index else None
 
 
 def _exercise(entry: Any, index: int, folder: pathlib.Path, path: pathlib.Path) -> Exercise:
-    """The exercise of one entry of a catalogue, whose files are there."""
+    """Makes an exercise from one entry of a catalogue, and checks that its files exist."""
     where = f"[[exercise]] {index}: "
     if not isinstance(entry, dict):
         raise InputError(
-            "An exercise is a table in the catalogue",
+            "Each exercise must be a table in the catalogue",
             given=f"{where}{entry!r} in {path}",
-            remedy='[[exercise]], and under it: folder = "01_name" and title = "..."',
+            remedy='Write: [[exercise]], and below it folder = "01_name" and title = "..."',
         )
     _check_keys(entry, _EXERCISE_KEYS, path, where)
     form = re.fullmatch(r"(\d\d)_([a-z][a-z0-9_]*)", entry["folder"])
     if form is None:
         raise InputError(
-            "The folder of an exercise is two digits and a name in small letters",
+            "The folder of an exercise must be two digits and a name in lower case",
             given=f"{where}folder = {entry['folder']!r} in {path}",
             remedy=f'For example: folder = "{index:02}_{_identifier(entry["folder"])}"',
         )
@@ -279,16 +279,16 @@ def _exercise(entry: Any, index: int, folder: pathlib.Path, path: pathlib.Path) 
     missing = [name for name in FILES if not (home / name).is_file()]
     if missing:
         raise InputError(
-            f"An exercise has the files {', '.join(FILES)}",
+            f"An exercise must have the files {', '.join(FILES)}",
             given=f"{where}{home} without {', '.join(missing)}" if home.is_dir() else f"{where}{home} (no such folder)",
-            remedy=f"Write a whole one, to be edited: anybatch learn dev new {folder} --exercise {form[2]}",
+            remedy=f"Write a complete one to edit: anybatch learn dev new {folder} --exercise {form[2]}",
         )
     return Exercise(int(form[1]), form[2], entry["title"], home)
 
 
 def _check_keys(given: dict[str, Any], known: dict[str, type], path: pathlib.Path, where: str) -> None:
-    """Refuses keys that are not known, are missing, or have values of another kind."""
-    kinds: dict[type, str] = {str: "a text that is not empty", list: "one [[exercise]] or more"}
+    """Refuses unknown keys, missing keys, and values of the wrong type."""
+    kinds: dict[type, str] = {str: "a string that is not empty", list: "one [[exercise]] or more"}
     for key in given:
         if key not in known:
             near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
@@ -312,13 +312,13 @@ def _check_order(exercises: tuple[Exercise, ...], path: pathlib.Path) -> None:
     for exercise in exercises:
         if exercise.name in names:
             raise InputError(
-                "Every exercise needs a name of its own",
+                "Every exercise needs a different name",
                 given=f"{exercise.name!r} twice in {path}",
                 remedy="Rename one of the folders, and its entry.",
             )
         if exercise.number <= number:
             raise InputError(
-                "Exercises stand in the order of their numbers",
+                "Exercises must be in the order of their numbers",
                 given=f"{exercise.full_name!r} after number {number:02} in {path}",
                 remedy="Reorder the entries, or rename the folder.",
             )
@@ -333,7 +333,7 @@ def _known_wrong(path: pathlib.Path) -> KnownWrong:
     says = re.search(r"^says:\s*(\S.*?)\s*$", docstring, re.MULTILINE)
     if caught_by is None or says is None or caught_by[1] not in STAGES:
         raise InputError(
-            "The docstring of a mistake has the lines `caught by: <stage>` and `says: <words>`",
+            "The docstring of a mistake must have the lines `caught by: <stage>` and `says: <words>`",
             given=f"{path} with " + (f"caught by: {caught_by[1]}" if caught_by and says else "one of them missing"),
             remedy=f"The stages are: {', '.join(STAGES)}.",
         )
@@ -345,7 +345,7 @@ def _defines(node: ast.stmt, name: str) -> bool:
 
 
 def _statements(body: list[ast.stmt]) -> list[ast.stmt]:
-    """The statements of a body, those inside of others instead of them."""
+    """The innermost statements of a body: compound statements are replaced by what they contain."""
     found: list[ast.stmt] = []
     for node in body:
         inner = [child for child in ast.iter_child_nodes(node) if isinstance(child, ast.stmt)]
@@ -353,7 +353,7 @@ def _statements(body: list[ast.stmt]) -> list[ast.stmt]:
     return found
 
 
-def _speaks_of_anybatch(node: ast.stmt) -> bool:
+def _uses_anybatch(node: ast.stmt) -> bool:
     if isinstance(node, (ast.Import, ast.ImportFrom)):
         return False
     return any(isinstance(child, ast.Name) and child.id == "ab" for child in ast.walk(node))
@@ -369,7 +369,9 @@ def _parse(path: pathlib.Path, source: str) -> ast.Module:
         return ast.parse(source)
     except SyntaxError as error:
         raise InputError(
-            "A file of a course must be Python", given=f"{path}, line {error.lineno}: {error.msg}", remedy="Mend it."
+            "This file of a course must be valid Python",
+            given=f"{path}, line {error.lineno}: {error.msg}",
+            remedy="Correct that line.",
         ) from None
 
 
@@ -379,10 +381,12 @@ def _read(path: pathlib.Path) -> str:
     except (OSError, UnicodeDecodeError) as error:
         reason = "not UTF-8" if isinstance(error, UnicodeDecodeError) else error.strerror
         raise InputError(
-            "A file of a course must be there, and be text in UTF-8", given=f"{path} ({reason})", remedy="Mend it."
+            "This file of a course must exist, and be text in UTF-8",
+            given=f"{path} ({reason})",
+            remedy="Write it, or save it as UTF-8.",
         ) from None
 
 
 def _identifier(text: str) -> str:
-    """Something like the text that can be a name."""
+    """An identifier made from a text, for a suggestion."""
     return re.sub(r"\W+", "_", text.lower()).strip("_0123456789") or "mine"

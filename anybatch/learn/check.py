@@ -1,16 +1,14 @@
-"""A program that JAX traced, as plain data: which operations it has, how large, and inside of what.
+"""What the author of an exercise declares in its `check.py`, the traced program that its rules see, and the verdict.
 
-It is what the process that ran the learner's code reports of it. Operations whose results nobody uses are not in it.
+The `check.py` of an exercise defines `check`, a `Check`: cases, a reference, known mistakes, and further requirements.
+Only the grader runs it, in a process that never runs the learner's code. Requirements are checked in this order, and
+the learner reads the first failure:
 
-What an author declares of an exercise: cases, a reference, known mistakes, and what must hold beyond the value.
+file and signature, structure, shape and dtype, value, errors, invariances, finite differences, program, memory,
+collectives.
 
-The file `check.py` of an exercise has one name, `check`, which is a `Check`. It is read by the grader alone, in a
-process in which the learner's code never runs. Whatever is declared is checked in one order, and the first failure
-is what the learner reads:
-
-file and signature, structure, shape and dtype, value, invariances, finite differences, program, memory, collectives.
-
-What became of one check.
+A `Program` is the learner's traced function as plain data: its operations, their sizes, and what they are nested in.
+The process that ran the learner's code reports it. Operations whose results are not used are left out.
 """
 
 import dataclasses
@@ -20,14 +18,14 @@ from typing import Any
 
 import numpy as np
 
-# Calls that only hold a program: what is in them is as if it were written where they are.
+# Calls that only contain a program. Their operations count as if they were written in place of the call.
 TRANSPARENT = frozenset(
     (
         *("jit", "pjit", "closed_call", "core_call", "eval_jaxpr"),
         *("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"),
     )
 )
-# These move numbers or make constants; everything else computes.
+# Operations that move elements or create constants. Every other operation computes.
 MOVES = frozenset(
     (
         *("reshape", "broadcast_in_dim", "transpose", "squeeze", "expand_dims", "slice", "dynamic_slice", "copy"),
@@ -40,29 +38,29 @@ MOVES = frozenset(
 
 @dataclasses.dataclass(frozen=True)
 class Array:
-    """The type of a value."""
+    """The shape and dtype of a value in a program."""
 
     shape: tuple[int, ...]
     dtype: str
 
     @property
     def size(self) -> int:
-        """How many numbers it has."""
+        """The number of elements."""
         return math.prod(self.shape)
 
 
 @dataclasses.dataclass(frozen=True)
 class Operation:
-    """One operation.
+    """One operation of a traced program.
 
     Args:
-      name: of JAX's primitive: "scan", "shard_map", "dot_general", "add".
-      inputs: their types.
-      outputs: their types.
-      params: those of its parameters that are numbers, names or lists of them; of a scan: length, reverse, num_carry,
-        num_consts; of a shard_map: devices (how many), axes (names of the mesh).
-      bodies: the programs inside.
-      inside: the names of the operations around it, the outermost first, without mere calls.
+      name: the name of JAX's primitive: "scan", "shard_map", "dot_general", "add".
+      inputs: the shapes and dtypes of its inputs.
+      outputs: the shapes and dtypes of its outputs.
+      params: its parameters that are numbers, strings or lists of these. A scan has length, reverse, num_carry and
+        num_consts; a shard_map has devices (their number) and axes (the names of the mesh's axes).
+      bodies: the programs inside of it.
+      inside: the names of the operations around it, outermost first, without calls such as jit.
     """
 
     name: str
@@ -74,23 +72,23 @@ class Operation:
 
     @property
     def size(self) -> int:
-        """The numbers in its largest array, in or out."""
+        """The number of elements of its largest input or output."""
         return max((array.size for array in (*self.inputs, *self.outputs)), default=0)
 
     @property
     def stacked(self) -> tuple[Array, ...]:
-        """What a scan puts out for every turn, beside what it carries."""
+        """The stacked outputs of a scan, without its carry."""
         return self.outputs[self.params["num_carry"] :] if self.name == "scan" else ()
 
 
 @dataclasses.dataclass(frozen=True)
 class Response:
-    """How the answer of a program responds to other arguments, once as it is, and once with operations held still.
+    """A program's answer for two sets of arguments, and for the second while selected operations are held.
 
     Args:
-      before: the arrays of the answer.
-      after: those for the other arguments.
-      held: those for the other arguments, while every held operation returns what it returned before.
+      before: the arrays of the answer for the first arguments.
+      after: the arrays of the answer for the other arguments.
+      held: the same as `after`, while every selected operation returns what it returned for the first arguments.
     """
 
     before: tuple[np.ndarray, ...]
@@ -98,7 +96,10 @@ class Response:
     held: tuple[np.ndarray, ...]
 
     def shares(self, part: Callable[[np.ndarray], np.ndarray] = lambda leaf: leaf) -> tuple[float, ...]:
-        """For a part of each array, how much of its response does not come through the held operations, from 0 to 1.
+        """For each array, the share of its change that bypasses the held operations, from 0 to 1.
+
+        Args:
+          part: selects a part of each array to look at; all of it by default.
 
         >>> response = Response((np.zeros(2),), (np.array([4.0, 2.0]),), (np.array([1.0, 0.0]),))
         >>> response.shares(), response.shares(lambda leaf: leaf[1:])
@@ -120,12 +121,12 @@ def _share(before: np.ndarray, after: np.ndarray, held: np.ndarray) -> float:
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """The operations of a function, in order, with those inside of others.
+    """A traced function: its operations in order, including those nested in others.
 
     Args:
-      operations: the outermost.
-      devices: how many there were when it was traced.
-      respond: asks the process that has the program; see `response`.
+      operations: the outermost operations.
+      devices: the number of devices when it was traced.
+      respond: runs the program again in the process that traced it; see `response`.
 
     >>> inner = Operation("add", (), (), {}, (), ("scan",))
     >>> program = Program((Operation("scan", (), (), {"num_carry": 0}, (Program((inner,)),), ()),))
@@ -145,41 +146,49 @@ class Program:
         inside: tuple[str, ...] = (),
         respond: Callable[..., Response | None] | None = None,
     ) -> "Program":
-        """The program that was reported in plain data."""
+        """Makes a program from its report in plain data."""
         return cls(tuple(_operation(each, devices, inside) for each in record), devices, respond)
 
     def response(
         self, selects: Sequence[Mapping[str, Any]], args: tuple[Any, ...], others: tuple[Any, ...]
     ) -> Response | None:
-        """How the answer responds to other arguments while some operations are held still; None if not at all.
+        """Runs the program with other arguments while some operations keep their results.
 
         Args:
-          selects: which are held: those that fit one of these. A select is a dict with any of `names` (of JAX's
-            primitives), `turns` (of a scan, a list), `stack` (a regular expression for the transformations that made
-            the operation, as JAX names them: "jvp" is in all that `jax.grad` makes), `around` (such an expression for
-            something inside of it), `holding` (the name of an operation in it), `inside` (of one around it),
-            `size` (the least numbers in its largest array). With `given` it still responds to what it is given that
-            was computed from the arguments, and is smaller than they are, as a sum is.
+          selects: which operations are held: those that match one of these dicts. A dict has any of these keys:
+            `names`, a list of JAX's primitives;
+            `turns`, a list of lengths of a scan;
+            `stack`, a regular expression for the transformations that made the operation, as JAX names them ("jvp" is
+            in everything that `jax.grad` makes);
+            `around`, such an expression that matches something inside of the operation and not the operation itself;
+            `holding`, the name of an operation inside of it;
+            `inside`, the name of an operation around it;
+            `size`, the smallest number of elements of its largest array;
+            `given`, True if the operation may still respond to inputs that were computed from the arguments and
+            reduced, such as a sum.
           args: the arguments of a case.
-          others: arguments of the same shapes, with other numbers.
+          others: other arguments, with the same shapes and dtypes.
+
+        Returns:
+          The answers, or None if the answer cannot change.
         """
         assert self.respond is not None
         return self.respond(list(selects), args, others, False)
 
     def distorted(self, selects: Sequence[Mapping[str, Any]], args: tuple[Any, ...]) -> Response | None:
-        """How the answer responds if the results of some operations are made 5% to 45% larger; None if not at all."""
+        """Runs the program with the results of some operations made 5% to 45% larger; None if that changes nothing."""
         assert self.respond is not None
         return self.respond(list(selects), args, args, True)
 
     def __iter__(self) -> Iterator[Operation]:
-        """All operations, each before those inside of it."""
+        """Yields all operations, each before the ones nested in it."""
         for operation in self.operations:
             yield operation
             for body in operation.bodies:
                 yield from body
 
     def find(self, *names: str, inside: str | None = None, outside: str | None = None) -> list[Operation]:
-        """The operations of these names (of any, if none is given), inside or outside of others of a name."""
+        """The operations with one of these names (any name if none is given), inside or outside of another one."""
         return [
             operation
             for operation in self
@@ -190,7 +199,7 @@ class Program:
         ]
 
     def count(self, *names: str, inside: str | None = None, outside: str | None = None) -> int:
-        """How many there are."""
+        """The number of operations that `find` returns."""
         return len(self.find(*names, inside=inside, outside=outside))
 
 
@@ -213,10 +222,10 @@ class Case:
     """Arguments for the learner's function.
 
     Args:
-      args: what it is called with, by position. Arrays (of numpy, also inside of dicts, lists and tuples) are traced;
-        Python numbers and strings are handed over as they are. Cases with the same shapes share one compilation.
-      note: what is special about it, shown where it fails: "12 examples in 4 microbatches".
-      devices: on how many devices it is called; None for all that the check names.
+      args: the positional arguments. numpy arrays, also in dicts, lists and tuples, are traced; Python numbers and
+        strings are passed as they are. Cases with the same shapes share one compilation.
+      note: what is special about the case, shown if it fails: "12 examples in 4 microbatches".
+      devices: the numbers of devices to call it on; None for all of the check's.
     """
 
     args: Arguments
@@ -226,13 +235,13 @@ class Case:
 
 @dataclasses.dataclass(frozen=True)
 class Raises:
-    """Arguments that must be refused.
+    """Arguments for which the learner's function must raise an error.
 
     Args:
-      args: what the function is called with.
-      mentions: texts that the message of the error must contain: the numbers that do not fit, a name.
-      note: what is wrong with them: "10 examples in 4 microbatches".
-      error: the name of the exception, or of one that it derives from.
+      args: the positional arguments.
+      mentions: strings that the error message must contain, such as the numbers that do not fit.
+      note: what is wrong with the arguments: "10 examples in 4 microbatches".
+      error: the name of the exception, or of one of its base classes.
     """
 
     args: Arguments
@@ -243,12 +252,13 @@ class Raises:
 
 @dataclasses.dataclass(frozen=True)
 class Mistake:
-    """An answer that is wrong in a known way, so that it can be named.
+    """A common mistake, recognised by the wrong answer it gives.
 
     Args:
-      name: in a few words: "the mean of the microbatches".
-      answer: of the arguments, as the reference takes them; None where the mistake makes no difference.
-      says: one or two sentences to the learner, or a function of the arguments that gives them.
+      name: the mistake in a few words: "the mean of the microbatches".
+      answer: a function of the reference's arguments that returns the wrong answer, or None where the mistake makes no
+        difference.
+      says: one or two sentences for the learner, or a function of the arguments that returns them.
     """
 
     name: str
@@ -258,13 +268,14 @@ class Mistake:
 
 @dataclasses.dataclass(frozen=True)
 class Same:
-    """Arguments that differ, and an answer that must not.
+    """An invariance: a change of the arguments that must not change the answer.
 
     Args:
-      what: makes no difference: "the number of microbatches".
-      change: of a random generator and the arguments of the first case, the others.
-      then: what becomes of the first answer, if it does change: a permutation of its rows, say.
-      says: what to look at, if the answers differ.
+      what: what makes no difference: "the number of microbatches".
+      change: a function of a random generator and the first case's arguments that returns changed arguments.
+      then: a function of the first answer, the arguments and the changed arguments that returns the answer that is
+        expected now, if it does change: its rows permuted, for example.
+      says: what the learner should look at if the answers differ.
     """
 
     what: str
@@ -275,12 +286,12 @@ class Same:
 
 @dataclasses.dataclass(frozen=True)
 class Differences:
-    """A gradient that must be the slope of the value beside it, along random directions.
+    """Checks a gradient in the answer against finite differences of a value in the answer, along a random direction.
 
     Args:
-      value: of an answer, the number that was differentiated.
-      gradient: of an answer, the gradient, shaped as the argument.
-      argument: the position of what it was differentiated by.
+      value: takes an answer and returns the value that was differentiated.
+      gradient: takes an answer and returns the gradient, with the structure of the argument.
+      argument: the position of the argument that the gradient is with respect to.
     """
 
     value: Callable[[Any], Any]
@@ -290,19 +301,19 @@ class Differences:
 
 @dataclasses.dataclass(frozen=True)
 class Slope:
-    """Memory that must not grow with the batch: XLA's temporaries of the compiled function, at two sizes.
+    """Requires that memory does not grow with the batch: XLA's temporaries, at two batch sizes.
 
     Args:
-      args: of a random generator and a whole number k, arguments with a batch k times as large, in microbatches of
-        the same size. The answer of the larger is compared with the reference as well.
-      says: what keeps the memory, and the way out.
-      times: how much larger the larger batch is.
-      limit: by how much the temporaries may grow.
-      floor: bytes below which growth is of no interest (XLA's own few).
-      slack: how many times the temporaries of the exercise's solution, at the same size, are allowed. Growth alone
-        misses waste that does not depend on the batch size.
-      room: extra bytes that are allowed, for correct programs that XLA compiles less tightly than the solution. As many
-        as `floor` if it is left out.
+      args: a function of a random generator and an integer k that returns arguments with a batch k times as large, in
+        microbatches of the same size. The answer for the larger batch is also compared with the reference.
+      says: what usually takes the memory, and how to avoid it.
+      times: how many times as large the larger batch is.
+      limit: the factor by which the temporaries may grow.
+      floor: growth below this number of bytes is ignored.
+      slack: the temporaries may be at most this many times those of the exercise's solution, at the same batch size.
+        This finds waste that does not depend on the batch size.
+      room: bytes allowed on top of that, for correct programs that XLA compiles less tightly than the solution.
+        Default: `floor`.
     """
 
     args: Callable[[np.random.Generator, int], Arguments]
@@ -316,16 +327,17 @@ class Slope:
 
 @dataclasses.dataclass(frozen=True)
 class Collectives:
-    """What the compiled function may execute of collectives, each counted as often as its loops run it.
+    """The collectives that the compiled function may execute; one in a loop counts once for each iteration.
 
     Args:
-      exactly: kind -> times, such as {"all-reduce": 1}; every other kind is not allowed.
-      says: why, and the way out; or a function of the counts that were found (kind -> times) that gives it.
-      args: of a random generator, the arguments; those of the first case if it is left out.
-      devices: how many there are.
-      largest: the most bytes that all of them together may carry on a device; None for no limit.
-      slack: how many times the multiplications of the exercise's solution, on each device, are allowed; None for no
-        limit. One all-reduce at the end tells nothing of devices that all did the whole work before.
+      exactly: kind -> how often, such as {"all-reduce": 1}. No other kind is allowed.
+      says: why, and how to fix it; or a function that takes the counts that were found (kind -> how often) and returns
+        that.
+      args: a function of a random generator that returns the arguments. Default: those of the first case.
+      devices: the number of devices.
+      largest: the most bytes that all collectives together may transfer on one device; None for no limit.
+      slack: each device may do at most this many times the multiplications of the exercise's solution; None for no
+        limit. This finds devices that repeat each other's work, which one all-reduce at the end would hide.
     """
 
     exactly: Mapping[str, int]
@@ -338,23 +350,23 @@ class Collectives:
 
 @dataclasses.dataclass(frozen=True)
 class Check:
-    """All that is checked of one exercise.
+    """Everything that is checked of one exercise.
 
     Args:
-      function: its name.
+      function: the name of the learner's function.
       parameters: the names of its parameters, in order.
-      cases: of a random generator, the cases: at least one `Case`, the plainest first.
-      reference: of the arguments of a case, with its floating-point arrays in float64, the right answer in numpy.
-        It is called again with arguments moved by a rounding error, and must follow them: how far it moves is how
-        far an answer may lie from it.
-      dtypes: what the arrays of the answer must be: one name for all, or a tree like the answer.
-      mistakes: wrong answers that are known.
+      cases: a function of a random generator that returns the cases: at least one `Case`, the simplest one first.
+      reference: a function of a case's arguments that returns the right answer, computed with numpy. It gets
+        floating-point arrays in float64. It is called again with arguments changed by a rounding error of float32; how
+        much its result changes decides the tolerance for the learner's answer.
+      dtypes: the dtypes of the answer's arrays: one name for all, or a tree like the answer.
+      mistakes: known mistakes, to be named if they are made.
       same: invariances.
-      differences: whether the gradient is the slope of the value.
-      program: rules on the program that JAX traced; each returns what is wrong, or None. See `anybatch.learn.rules`.
-      memory: memory that must stay flat.
-      collectives: what devices may exchange.
-      devices: on how many simulated devices the function is run, each count in a process of its own.
+      differences: a comparison of a gradient with finite differences.
+      program: rules for the traced program; each returns what is wrong, or None. See `anybatch.learn.rules`.
+      memory: the requirement that memory does not grow with the batch.
+      collectives: the collectives that may be executed.
+      devices: the numbers of simulated devices to run the function on, each in a separate process.
       is_compiled: whether the function runs under `jax.jit`, as it should in nearly every exercise.
     """
 
@@ -381,23 +393,23 @@ STAGES = (
 
 @dataclasses.dataclass(frozen=True)
 class Verdict:
-    """What became of one check.
+    """The result of one check.
 
     Args:
-      exercise: its name.
-      passed: whether everything holds.
-      stage: the one of `STAGES` that failed first; empty if none did.
-      title: the finding, in one line.
-      text: an explanation, of several lines.
-      mistake: the name of a known mistake.
-      line: where, in the learner's file.
-      source_line: what stands there.
-      prints: what the learner's code printed, its beginning.
-      prints_dropped: how many bytes of that are not shown.
-      seconds: how long it took.
-      seed: of the cases, to have the same ones again.
-      done: the stages that were passed, and what was seen there.
-      started: False while the exercise is as it was given.
+      exercise: the name of the exercise.
+      passed: whether every stage passed.
+      stage: the stage that failed, one of `STAGES`; empty if none did.
+      title: what is wrong, in one line.
+      text: the explanation, which may have several lines.
+      mistake: the name of the known mistake, if it is one.
+      line: the line number in the learner's file.
+      source_line: the text of that line.
+      prints: the beginning of what the learner's code printed.
+      prints_dropped: how many printed bytes are not in `prints`.
+      seconds: how long the check took.
+      seed: the seed of the cases; with it, the same cases can be drawn again.
+      done: the stages that passed, each with what it found.
+      started: False if the learner's function still raises NotImplementedError.
     """
 
     exercise: str
@@ -416,5 +428,5 @@ class Verdict:
     started: bool = True
 
     def as_json(self) -> dict[str, Any]:
-        """As plain data, for other programs."""
+        """The verdict as plain data, for other programs."""
         return dataclasses.asdict(self) | {"done": [list(each) for each in self.done]}

@@ -1,15 +1,13 @@
-"""Asks a learner's code ahead of time: two processes of it are at work while their answers are judged in order.
+"""Grades a learner's file: runs the checks of an exercise in order, up to the first that fails.
 
-Tracing and compiling is what a check takes its time for, and programs of different shapes are compiled apart. Each
-goes to one process, so that what it has compiled is there when it is asked again.
+The learner's code runs in other processes (`anybatch.learn.runner`), which report what it does; this module judges the
+reports. Memory and work per device are compared with the exercise's own solution, measured in the same way.
 
-The checks of an exercise, in order, up to the first that fails.
+Most of a check's time goes into tracing and compiling. So `Prefetch` asks for answers before they are needed: two
+processes work on them while the first ones are judged.
 
-The learner's code runs elsewhere (`anybatch.learn.runner`), and sends what it found out; here it is judged. Memory and
-the work of a device are judged beside the exercise's own solution, which is measured in the same way.
-
-The evidence is gathered in the process that runs the learner's code. A file that changes what that process reports
-can forge it, and nothing here tries to notice: the checks are for learners, who have nothing to gain from that.
+A file that manipulates its own process can forge the reports. Nothing here tries to detect that: the checks are for
+learners, who gain nothing by it.
 """
 
 import concurrent.futures
@@ -53,17 +51,19 @@ from anybatch.learn.values import (
 
 
 def processes_of(check: Check) -> tuple[int, ...]:
-    """The numbers of devices that the processes of a check have: one process for each, or two where there is one."""
+    """The number of devices of each process of a check: one process for each number, or two if there is only one."""
     counts = sorted({*check.devices, *([check.collectives.devices] if check.collectives else [])})
     return tuple(counts * 2 if len(counts) == 1 and check.is_compiled and (os.cpu_count() or 1) > 1 else counts)
 
 
-class Asking:
-    """Questions to the processes of one submission.
+class Prefetch:
+    """Requests to the processes of one submission, sent before their answers are needed.
+
+    All requests with the same shapes and dtypes go to the same process, which has compiled the program already.
 
     Args:
-      check: of which function.
-      submissions: the number of devices of each process, and the process.
+      check: the check of the exercise.
+      submissions: the processes, each with its number of devices.
     """
 
     def __init__(self, check: Check, submissions: Sequence[tuple[int, Submission]]) -> None:
@@ -73,17 +73,17 @@ class Asking:
         self._loading = [
             pool.submit(_loaded, submission) for pool, (_, submission) in zip(self._pools, submissions, strict=True)
         ]
-        self._homes: dict[Any, int] = {}  # of a kind of arguments, the process that has it
+        self._homes: dict[Any, int] = {}  # shapes and dtypes -> the index of the process that has compiled them
         self._asked: dict[Any, concurrent.futures.Future[dict[str, Any]]] = {}
-        self._kept: list[Arguments] = []  # so that nothing else gets their identity
+        self._kept: list[Arguments] = []  # keeps arguments alive, since their id() is a key
 
     def loaded(self) -> Iterator[dict[str, Any]]:
-        """What came of loading the file, for each process; waits for it."""
+        """Waits for each process to load the file, and yields the results."""
         for loading in self._loading:
             yield loading.result()
 
     def begin(self, count: int, args: Arguments, *want: str) -> None:
-        """Asks, without waiting: the answer will be wanted."""
+        """Sends a request, without waiting for the answer."""
         key = (count, id(args), want)
         if key in self._asked:
             return
@@ -91,12 +91,12 @@ class Asking:
         self._asked[key] = self._submit(count, args, want)
 
     def answer(self, count: int, args: Arguments, *want: str) -> dict[str, Any]:
-        """The answer, which may have been asked for already; waits for it, and raises what `Submission.ask` raises."""
+        """Waits for an answer, and sends the request first if `begin` has not. Raises what `Submission.ask` raises."""
         self.begin(count, args, *want)
         return self._asked[count, id(args), want].result()
 
     def respond(self, count: int, args: Arguments, more: Mapping[str, Any]) -> dict[str, Any]:
-        """What becomes of the answer if operations are held still; arguments of one kind are asked for once."""
+        """The answer while operations are held, or distorted. Arguments of equal shapes share one request."""
         leaves = zip(jax.tree.leaves(args), jax.tree.leaves(more["others"]), strict=True)
         changed = tuple(np.not_equal(one, other).tobytes() for one, other in leaves)
         key = (count, kind_of(args), repr(more["selects"]), more["distorts"], changed)
@@ -112,7 +112,7 @@ class Asking:
         return self._pools[home].submit(self._submissions[home][1].ask, request)
 
     def close(self) -> None:
-        """Ends the processes, whatever they are at."""
+        """Ends the processes, even if they are busy."""
         for _, submission in self._submissions:
             submission.end()
         for pool in self._pools:
@@ -132,12 +132,12 @@ def _loaded(submission: Submission) -> dict[str, Any]:
 
 
 def call(check: Check, args: Arguments, *want: str) -> dict[str, Any]:
-    """The request for a call of the function of a check."""
+    """The request to call a check's function."""
     return {"do": "call", "function": check.function, "args": args, "want": want, "compiled": check.is_compiled}
 
 
 def kind_of(args: Arguments) -> Any:
-    """Arguments of one kind share a program."""
+    """A key that is equal for arguments that share one compiled program."""
     leaves, structure = jax.tree.flatten(args)
     return structure, tuple(
         (leaf.shape, leaf.dtype.name) if isinstance(leaf, (np.ndarray, np.generic)) else (type(leaf), repr(leaf))
@@ -154,15 +154,15 @@ def grade(
     seed: int | None = None,
     anybatch: bool = False,
 ) -> Verdict:
-    """Checks what a learner wrote for an exercise. Whatever that does, a verdict comes back.
+    """Checks a learner's file, and returns a verdict, whatever the file does.
 
     Args:
-      exercise: which one.
+      exercise: the exercise.
       source: the text of the file.
-      runner: where it is run.
-      path: of the file, as it is named in messages.
-      seed: of the cases; a new one each time if it is left out, so that answers cannot be known beforehand.
-      anybatch: whether the file may import it.
+      runner: runs the file.
+      path: the path of the file, for messages.
+      seed: the seed of the cases. By default a new one each time, so that nobody can know the answers beforehand.
+      anybatch: whether the file may import anybatch.
     """
     begin = time.perf_counter()
     seed = secrets.randbelow(10**6) if seed is None else seed
@@ -174,17 +174,17 @@ def grade(
             for count in processes_of(check):
                 submission = runner.open(source, path or exercise.file_name, devices=count, anybatch=anybatch)
                 submissions.append((count, stack.enter_context(submission)))
-            # Closed before anything else is asked of the submissions: one thread at a time may do so.
-            with contextlib.closing(Asking(check, submissions)) as asking:
-                for stage, seen in _Grading(check, asking, seed, _Beside(exercise, runner)).stages():
+            # Closed before the submissions are used below, since only one thread at a time may use them.
+            with contextlib.closing(Prefetch(check, submissions)) as prefetch:
+                for stage, seen in _Grading(check, prefetch, seed, _SolutionCosts(exercise, runner)).stages():
                     done.append((stage, seen))
         except Failed as failed:
             result = failed.verdict
         except BrokenWire as broken:
-            text = f"Only the grader writes there. ({broken})"
+            text = f"Your file must not write to that pipe. ({broken})"
             result = {
                 "stage": "limits",
-                "title": "What came back from your code's process makes no sense.",
+                "title": "The grader could not read the answer from your code's process.",
                 "text": text,
             }
         except Ended as ended:
@@ -205,7 +205,7 @@ def grade(
 
 
 def examine_check(exercise: Exercise, seed: int = 0) -> list[str]:
-    """What is wrong with the check of an exercise itself, whatever a learner writes."""
+    """Returns what is wrong with an exercise's check itself: one sentence for each defect."""
     check, defects = exercise.check, []
     rng = np.random.default_rng(seed)
     cases = [case for case in check.cases(rng) if isinstance(case, Case)]
@@ -230,18 +230,18 @@ def examine_check(exercise: Exercise, seed: int = 0) -> list[str]:
     return defects + [f"the mistake {name!r} gives the right answer in every case" for name in unseen]
 
 
-# What solutions need, which is the same in every check: (the solution, what is measured, the kind of the arguments).
+# The measured costs of solutions: (solution, what, number of devices, kind of arguments) -> bytes or multiplications.
 _MEASURED: dict[Any, int] = {}
 
 
-class _Beside:
-    """The solution of an exercise, measured as a submission is."""
+class _SolutionCosts:
+    """Measures the solution of an exercise in the same way as a submission."""
 
     def __init__(self, exercise: Exercise, runner: Runner) -> None:
         self._exercise, self._runner = exercise, runner
 
     def measured(self, what: str, devices: int, sizes: Sequence[Arguments]) -> list[int]:
-        """Its temporaries, or its work, for each of some arguments."""
+        """The solution's temporaries, or its work, for each of several arguments."""
         exercise = self._exercise
         keys = [(exercise.solution, what, devices, kind_of(args)) for args in sizes]
         if any(key not in _MEASURED for key in keys):
@@ -258,15 +258,17 @@ class _Beside:
             reply, problem = {}, ended.message
         if problem:
             raise AnybatchError(
-                f"The solution of the exercise {self._exercise.name} must run, since answers are measured beside it; "
-                f"it ends with {problem}\nanybatch learn dev check says more."
+                f"The solution of the exercise {self._exercise.name} must run, since answers are compared with its "
+                f"costs; it ends with {problem}\nFor details: anybatch learn dev check"
             )
         return reply
 
 
 class _Grading:
-    def __init__(self, check: Check, asking: Asking, seed: int, beside: _Beside) -> None:
-        self.check, self.asking, self.beside = check, asking, beside
+    """One run of a check: its cases, and its stages in order."""
+
+    def __init__(self, check: Check, prefetch: Prefetch, seed: int, solution_costs: _SolutionCosts) -> None:
+        self.check, self.prefetch, self.solution_costs = check, prefetch, solution_costs
         self.rng = np.random.default_rng(seed)
         self.cases = list(check.cases(self.rng))
         self.inputs = [case for case in self.cases if isinstance(case, Case)]
@@ -277,7 +279,7 @@ class _Grading:
         self.first: tuple[Case, Answer, Expected] | None = None
 
     def stages(self) -> Any:
-        """Goes through the stages; yields each that was passed, and what was seen there."""
+        """Runs the stages in order; yields the name of each that passed, and what it found. Raises `Failed`."""
         self._file()
         self._look_ahead()
         yield "signature", f"{self.check.function}({', '.join(self.check.parameters)})"
@@ -306,7 +308,7 @@ class _Grading:
             yield "collectives", self._collectives()
 
     def _file(self) -> None:
-        for loaded in self.asking.loaded():
+        for loaded in self.prefetch.loaded():
             if error := loaded.get("error"):
                 raise failure("file", error)
             self._untouched(loaded)
@@ -327,11 +329,11 @@ class _Grading:
     def _untouched(self, reply: Mapping[str, Any]) -> None:
         if reply.get("replaced"):
             name = reply["replaced"][0]
-            text = "Answers are compared in another process, where this changes nothing. Take it out of the file."
-            raise Failed("file", f"The file puts something else in place of {name}.", text)
+            text = "Answers are compared in another process, so this changes nothing there. Remove it from the file."
+            raise Failed("file", f"The file replaces {name}.", text)
 
     def _ask(self, count: int, args: Arguments, *want: str, note: str = "") -> dict[str, Any]:
-        reply = self.asking.answer(count, args, *want)
+        reply = self.prefetch.answer(count, args, *want)
         if error := reply.get("error"):
             raise failure("run", error, note)
         self._untouched(reply)
@@ -340,7 +342,7 @@ class _Grading:
     def _respond(
         self, count: int, selects: list[Any], args: Arguments, others: Arguments, distorts: bool
     ) -> Response | None:
-        reply = self.asking.respond(count, args, {"selects": selects, "others": others, "distorts": distorts})
+        reply = self.prefetch.respond(count, args, {"selects": selects, "others": others, "distorts": distorts})
         if error := reply.get("error"):
             raise failure("run", error)
         self._untouched(reply)
@@ -369,21 +371,21 @@ class _Grading:
         return ("value", "program") if self.check.is_compiled else ("value",)
 
     def _look_ahead(self) -> None:
-        """Asks for all that will be wanted if nothing fails before, in the order in which it will be."""
+        """Requests everything that the stages will need if none of them fails, in their order."""
         first = self.check.devices[0]
         for count in self.check.devices:
             for case in self.inputs:
                 if count in (case.devices or self.check.devices):
-                    self.asking.begin(count, case.args, *self.wanted)
+                    self.prefetch.begin(count, case.args, *self.wanted)
         for refused in self.refused:
-            self.asking.begin(first, refused.args, *self.wanted[-1:])
+            self.prefetch.begin(first, refused.args, *self.wanted[-1:])
         for _, args in self.same:
-            self.asking.begin(first, args, "value")
+            self.prefetch.begin(first, args, "value")
         for args in self.sizes:
-            self.asking.begin(first, args, "temporaries", "value")
+            self.prefetch.begin(first, args, "temporaries", "value")
 
     def _named(self, difference: Difference, case: Case, answer: Answer, right: Expected, count: int) -> Failed:
-        """What is wrong with an answer, by its name if it is a known mistake."""
+        """The failure for a wrong answer, with its name if it is a known mistake."""
         where = f"{case.note}\n" if case.note else ""
         if len(self.check.devices) > 1:
             where += f"on {counted(count, 'device', 'devices')}\n"
@@ -395,7 +397,7 @@ class _Grading:
             if not matches(right.answer, wrong, right.tolerances):
                 says = mistake.says if isinstance(mistake.says, str) else mistake.says(*case.args)
                 title, rest = title_of(says)
-                # At a later stage the table says it all.
+                # At the value stage, the table in the text says everything.
                 seen = "" if difference.stage == "value" else difference.title
                 return Failed(
                     difference.stage, title, "\n".join(filter(None, (rest, seen, text))), mistake=mistake.name
@@ -459,7 +461,7 @@ class _Grading:
         gradient = rule.gradient(jax.tree.unflatten(structure, answer.leaves))
         along = zip(jax.tree.leaves(gradient), jax.tree.leaves(direction), strict=True)
         mine = sum(float(np.vdot(one, other)) for one, other in along)
-        # What a step of this size does to a slope, and what float32 does to a value.
+        # The error of a finite difference with this step, and of values in float32.
         allowed = abs(exact(2) - exact(1)) + ROUNDINGS * EPSILON * max(abs(up), abs(down)) / step
         if not abs(mine - slope) <= allowed:
             text = f"along a random direction: gradient {mine:.6g}, slope {slope:.6g}, allowed off {allowed:.2g}"
@@ -481,11 +483,11 @@ class _Grading:
         seen = f"{readable(small)} to {readable(large)} for a batch {slope.times} times as large"
         if large > slope.limit * small and large - small > slope.floor:
             title = f"Memory grows with the batch: {seen}."
-            raise Failed("memory", title, f"In microbatches of the same size it should not grow.\n{slope.says}")
-        for mine, solution in zip(found, self.beside.measured("temporaries", count, self.sizes), strict=True):
+            raise Failed("memory", title, f"With microbatches of the same size, it should not grow.\n{slope.says}")
+        for mine, solution in zip(found, self.solution_costs.measured("temporaries", count, self.sizes), strict=True):
             if mine > slope.slack * solution + (slope.floor if slope.room is None else slope.room):
                 title = f"It needs {readable(mine)} for temporaries, where {readable(solution)} are enough."
-                text = f"More than {slope.slack:g} times as much is not the memory of one microbatch.\n{slope.says}"
+                text = f"One microbatch does not need more than {slope.slack:g} times as much.\n{slope.says}"
                 raise Failed("memory", title, text)
         return seen
 
@@ -497,7 +499,7 @@ class _Grading:
         reply = self._ask(rule.devices, args, "collectives", "work")
         counts: dict[str, int] = {}
         for kind, times, _ in reply["collectives"]:
-            # A loop whose turns are not known is as bad as it can be.
+            # A loop of unknown length counts as a very long one.
             counts[kind] = counts.get(kind, 0) + (times if times >= 0 else 10**6)
         seen = ", ".join(counted(times, kind, kind + "s") for kind, times in sorted(counts.items())) or "none"
         total = sum(times * size for _, times, size in reply["collectives"])
@@ -510,21 +512,21 @@ class _Grading:
             title = f"The collectives carry {readable(total)} on each device; {readable(rule.largest)} are enough."
             raise Failed("collectives", title, says)
         if rule.slack is not None:
-            (solution,) = self.beside.measured("work", rule.devices, [args])
+            (solution,) = self.solution_costs.measured("work", rule.devices, [args])
             if not 0 <= reply["work"] <= rule.slack * solution:
                 much = f"{reply['work']} multiplications" if reply["work"] >= 0 else "loops of unknown length"
                 title = f"A device does more than its share of the work: {much}, where {solution} are enough."
                 raise Failed(
                     "collectives",
                     title,
-                    f"The answer is right, but some of the {rule.devices} devices do the work of others, too.\n"
-                    "Each should have its own rows, and go through them once.",
+                    f"The answer is right, but some of the {rule.devices} devices also do the work of others.\n"
+                    "Each device should process its own rows, once.",
                 )
         return f"{seen} executed on {rule.devices} devices"
 
 
 class _Unknown(Exception):
-    """A program that cannot be run with operations held still. Then nothing is held against it."""
+    """The program cannot be run with operations held. The rule is then skipped."""
 
 
 def _response(record: Any) -> Response | None:
@@ -534,7 +536,7 @@ def _response(record: Any) -> Response | None:
         raise _Unknown(record["unknown"])
     parts = [tuple(np.asarray(leaf) for leaf in record[name]) for name in ("before", "after", "held")]
     if len({len(part) for part in parts}) != 1:
-        raise ValueError("no response")
+        raise ValueError("not a response")
     return Response(*parts)
 
 

@@ -1,4 +1,8 @@
-"""Rules on the program of a function, to be named in `Check.program`; each takes the sentence that a learner reads."""
+"""Rules for the traced program, for `Check.program`.
+
+Each function here returns a rule: a function of a `Program` and a case's arguments that returns what is wrong, or None.
+`says` is the text that the learner then reads.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -10,7 +14,7 @@ from anybatch.learn.check import MOVES, Arguments, Program, Rule
 
 
 def needs(name: str, says: str, *, inside: str | None = None, at_least: int = 1, at_most: int | None = None) -> Rule:
-    """The operation must be in the program, and so many times."""
+    """The operation must occur in the program, at least `at_least` and at most `at_most` times."""
 
     def rule(program: Program, args: Arguments) -> str | None:
         found = program.count(name, inside=inside)
@@ -20,7 +24,7 @@ def needs(name: str, says: str, *, inside: str | None = None, at_least: int = 1,
 
 
 def forbids(*names: str, says: str, inside: str | None = None, outside: str | None = None) -> Rule:
-    """None of the operations may be in the program."""
+    """None of the operations may occur in the program."""
 
     def rule(program: Program, args: Arguments) -> str | None:
         return says if program.count(*names, inside=inside, outside=outside) else None
@@ -29,7 +33,7 @@ def forbids(*names: str, says: str, inside: str | None = None, outside: str | No
 
 
 def scans(length: Callable[..., int], says: str) -> Rule:
-    """One scan, at least, must take as many turns as the function of the arguments says."""
+    """At least one scan must have the length that `length` returns for the arguments."""
 
     def rule(program: Program, args: Arguments) -> str | None:
         turns = length(*args)
@@ -39,15 +43,15 @@ def scans(length: Callable[..., int], says: str) -> Rule:
 
 
 def computes_in(name: str, size: Callable[..., int], says: str) -> Rule:
-    """Outside of the operation (a scan, a shard_map) nothing is computed from so many numbers, or more, at once.
+    """Outside of the operation (a scan, a shard_map), nothing may compute with arrays of `size` or more elements.
 
-    Reshapes, slices, casts and copies are not computations.
+    Reshapes, slices, casts and copies do not count as computing.
     """
 
     def rule(program: Program, args: Arguments) -> str | None:
         large = size(*args)
         for operation in program.find(outside=name):
-            # What holds a program, a loop or a call, computes nothing beside what is in it.
+            # A loop or a call computes nothing itself; the operations inside of it do.
             if operation.name not in MOVES and not operation.bodies and operation.size >= large:
                 return says
         return None
@@ -56,9 +60,9 @@ def computes_in(name: str, size: Callable[..., int], says: str) -> Rule:
 
 
 def stacks_less_than(size: Callable[..., int], says: str, *, turns: Callable[..., int] | None = None) -> Rule:
-    """No scan may put out, for all of its turns together, so many numbers or more beside what it carries.
+    """No scan may stack `size` or more numbers in its outputs, without counting its carry.
 
-    If the turns are given, one that is inside of another and has other turns may: it goes over a part of one turn.
+    If `turns` is given, a scan nested in another one with another length is exempt: it runs within one microbatch.
     """
 
     def rule(program: Program, args: Arguments) -> str | None:
@@ -79,15 +83,15 @@ def one_microbatch(
     of: Sequence[str] = ("float", "bfloat", "complex"),
     but: Callable[..., Sequence[int]] | None = None,
 ) -> Rule:
-    """Nothing is computed from more numbers at once than those of one microbatch, inside of a loop or outside.
+    """No operation, in a loop or outside of one, may compute with larger arrays than one microbatch needs.
 
     Args:
-      size: of the arguments, the numbers in the largest array that the work on one microbatch has.
-      says: what a learner reads.
-      names: the operations that are looked at; all that compute, if none is named. Reshapes, slices, casts and
-        copies do not.
-      of: how the names of the dtypes begin that are looked at.
-      but: of the arguments, a shape that may be larger, with its axes in any order.
+      size: a function of the arguments that returns the number of elements of the largest array that one microbatch
+        needs.
+      says: the text for the learner.
+      names: the operations to look at; by default all that compute. Reshapes, slices, casts and copies do not.
+      of: beginnings of the names of the dtypes to look at.
+      but: a function of the arguments that returns a shape that may be larger, with its axes in any order.
     """
 
     def rule(program: Program, args: Arguments) -> str | None:
@@ -103,13 +107,13 @@ def one_microbatch(
             ]
             found = max((each.size for each in arrays if each.dtype.startswith(tuple(of))), default=0)
             if found > most:
-                return f"{says}\nIn one {operation.name} there are {found} numbers; one microbatch has {most} at most."
+                return f"{says}\nOne {operation.name} has {found} numbers; one microbatch has {most} at most."
         return None
 
     return rule
 
 
-# Less than this of an answer's change is rounding.
+# A smaller share of an answer's change than this is rounding.
 ROUNDING = 1e-3
 
 
@@ -122,20 +126,20 @@ def carries(
     turns: Callable[..., Sequence[int]] | None = None,
     may_hand_on: bool = False,
 ) -> Rule:
-    """All that the answer takes from some arguments must come through an operation: none of it may go around.
+    """Some arguments may affect the answer only through an operation, such as a scan.
 
     The program is run again with other numbers in those arguments, while the operation keeps returning what it
-    returned before. If the answer changes nevertheless, it was not the operation that made it. Nor may a scan of
-    so many turns hand on what was made elsewhere: it is to be given those arguments, or each number of them prepared.
+    returned before. If the answer changes nevertheless, part of it was computed without the operation. If `turns` is
+    given, the scan must also do the work itself: its inputs may be those arguments, moved or changed element by
+    element, but not something reduced from them.
 
     Args:
-      name: of the operation, as a learner reads it, and JAX's name of it: "scan", "shard_map".
-      varied: the positions of the arguments; or a function of the arguments of a case that returns others.
-      says: what a learner reads below the finding.
-      names: JAX's names, if they differ from `name`, or are several.
-      turns: of the arguments, how many turns the scan may take that is meant; any number if it is left out.
-      may_hand_on: whether the scan may be given what was computed from those arguments before, as the second of two
-        passes is.
+      name: the operation, as the learner reads it and as JAX names it: "scan", "shard_map".
+      varied: the positions of the arguments to change; or a function of a case's arguments that returns changed ones.
+      says: the text for the learner, below the finding.
+      names: JAX's names of the operation, if they differ from `name` or there are several.
+      turns: a function of the arguments that returns the lengths that the scan may have; any length by default.
+      may_hand_on: whether the scan's inputs may be reduced from those arguments, as in the second of two passes.
     """
 
     def rule(program: Program, args: Arguments) -> str | None:
@@ -151,7 +155,7 @@ def carries(
         response = program.response([{**select, "given": True}], args, others)
         if response is None or max(response.shares(), default=0.0) <= ROUNDING:
             return None
-        return f"What goes into the {name} was computed from the batch before: compute it inside of the {name}.\n{says}"
+        return f"The inputs of the {name} were computed from the batch: compute that inside of the {name}.\n{says}"
 
     return rule
 
@@ -164,16 +168,16 @@ def matters(
     least: float = 0.01,
     but: Sequence[int] = (),
 ) -> Rule:
-    """The results of an operation must have an influence on every array of the answer.
+    """The results of an operation must affect every array of the answer.
 
     The program is run again with these results made 5% to 45% larger.
 
     Args:
-      name: of the operation, as a learner reads it, and JAX's name of it.
-      says: what a learner reads below the finding.
-      selects: which operations are meant, if their name does not say it; see `Program.response`.
-      least: by how much every array of the answer must change, as a part of it.
-      but: the positions of arrays of the answer that need not change.
+      name: the operation, as the learner reads it and as JAX names it.
+      says: the text for the learner, below the finding.
+      selects: which operations are meant, if the name is not enough; see `Program.response`.
+      least: the smallest relative change of every array of the answer.
+      but: the positions of the answer's arrays that need not change.
     """
 
     def rule(program: Program, args: Arguments) -> str | None:
@@ -187,7 +191,7 @@ def matters(
 
 
 def other_numbers(args: Arguments, *positions: int, rows: slice = slice(None)) -> Arguments:
-    """Arguments with other numbers in the floating-point arrays at some positions, in some of their rows."""
+    """The arguments with other numbers in some rows of the floating-point arrays at some positions."""
     rng = np.random.default_rng(0)
 
     def changed(leaf: Any) -> Any:
@@ -206,12 +210,12 @@ def _goes_around(name: str, shares: Sequence[float], says: str) -> str | None:
         return None
     if min(shares) > 1 - ROUNDING:
         return f"{_without_influence(name)}\nWhatever it returns, the answer is the same up to rounding. {says}"
-    part = f"up to {max(shares):.0%} of it is computed beside it"
+    part = f"up to {max(shares):.0%} of it is computed without it"
     return f"Part of the answer does not come from the {name}: {part}.\n{says}"
 
 
 def _without_influence(name: str) -> str:
-    return f"The {name} has no influence on the answer: it is in the program, and its result does not matter."
+    return f"The {name} has no influence on the answer: it is in the program, but its result does not matter."
 
 
 def _changes(before: Sequence[np.ndarray], held: Sequence[np.ndarray]) -> list[float]:
@@ -224,11 +228,11 @@ def _changes(before: Sequence[np.ndarray], held: Sequence[np.ndarray]) -> list[f
 
 
 def computes_elsewhere(program: Program, args: Arguments) -> str | None:
-    """Whether numbers come from Python code that the program calls back: nothing could be said of what that does."""
+    """A rule for every exercise: the program may not compute in Python callbacks, which cannot be inspected."""
     if any(each.outputs for each in program.find("pure_callback", "io_callback")):
         return (
-            "The program calls back into Python, where nobody sees what is computed.\n"
-            "Write it with jax.numpy instead of numpy, without jax.pure_callback or io_callback. To look at a value, "
-            "jax.debug.print is fine."
+            "The program calls back into Python, where a check cannot see what is computed.\n"
+            "Use jax.numpy instead of numpy, without jax.pure_callback or io_callback. To look at a value, use "
+            "jax.debug.print."
         )
     return None

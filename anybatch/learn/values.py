@@ -1,10 +1,8 @@
-"""Answers against the reference: structure, shape, dtype, finite numbers, value; and how far an answer may lie off.
+"""Compares an answer with the reference (structure, shape, dtype, finite numbers, value), and words the failures.
 
-How far is derived from the data. The reference is computed again, in float64, from arguments that are moved by a
-rounding error of float32. What that does to the result, `ROUNDINGS` times over, is what the arithmetic of a right
-answer may do: sums of a thousand terms in any order stay within it, and a sum in bfloat16 does not.
-
-How a failed check is put into words.
+The tolerance follows from the data. The reference is computed again, in float64, from arguments that are changed by a
+rounding error of float32. The tolerance is `ROUNDINGS` times the change of its result: a float32 sum of a thousand
+terms in any order stays within it, and a sum in bfloat16 does not.
 """
 
 import dataclasses
@@ -22,7 +20,7 @@ ROUNDINGS = 32
 
 @dataclasses.dataclass(frozen=True)
 class Answer:
-    """A tree of arrays, as the learner's function returned it or as it is expected."""
+    """A tree of arrays: what the learner's function returned, or the right answer."""
 
     structure: str
     paths: tuple[str, ...]
@@ -30,23 +28,23 @@ class Answer:
 
     @classmethod
     def of(cls, tree: Any) -> "Answer":
-        """That of a tree of arrays and numbers."""
+        """The answer for a tree of arrays and numbers."""
         leaves, structure = jax.tree.flatten_with_path(tree)
         paths = tuple(jax.tree_util.keystr(path) for path, _ in leaves)
         return cls(str(structure), paths, tuple(np.asarray(leaf) for _, leaf in leaves))
 
     @classmethod
     def read(cls, reply: Mapping[str, Any]) -> "Answer":
-        """That of a reply."""
+        """The answer in a reply of a learner's process."""
         answer = cls(str(reply["structure"]), tuple(map(str, reply["paths"])), tuple(reply["leaves"]))
         if len(answer.paths) != len(answer.leaves) or not all(isinstance(leaf, np.ndarray) for leaf in answer.leaves):
-            raise ValueError("no answer")
+            raise ValueError("not an answer")
         return answer
 
 
 @dataclasses.dataclass(frozen=True)
 class Expected:
-    """The right answer, and how far another may lie from it, for each array."""
+    """The right answer, and the tolerance for each of its arrays."""
 
     tree: Any
     answer: Answer
@@ -55,7 +53,7 @@ class Expected:
 
 @dataclasses.dataclass(frozen=True)
 class Difference:
-    """What is wrong with an answer: the stage that noticed, in one line, and at length."""
+    """What is wrong with an answer: the stage that found it, a title of one line, and the details."""
 
     stage: str
     title: str
@@ -63,12 +61,12 @@ class Difference:
 
 
 def in_double(args: Any) -> Any:
-    """Arguments with every array of floating-point numbers in float64."""
+    """The arguments with every floating-point array in float64."""
     return jax.tree.map(lambda leaf: leaf.astype(np.float64) if _is_floating(leaf) else leaf, args)
 
 
 def expected(reference: Callable[..., Any], args: Any, rng: np.random.Generator, draws: int = 3) -> Expected:
-    """The right answer, with tolerances that follow from the data."""
+    """The right answer, with tolerances that follow from the data; see the module's docstring."""
     args = in_double(args)
     tree = reference(*args)
     right = Answer.of(tree)
@@ -87,7 +85,7 @@ def expected(reference: Callable[..., Any], args: Any, rng: np.random.Generator,
 
 
 def compare(answer: Answer, right: Expected, dtypes: Any) -> Difference | None:
-    """The first thing that is wrong with an answer, in the order in which one would look; None if nothing is."""
+    """The first difference from the right answer: structure, shape, dtype, finite numbers, value; None if none."""
     if answer.structure != right.answer.structure:
         return Difference("structure", *_structures(answer, right.answer))
     wanted = _dtypes(dtypes, right)
@@ -105,7 +103,7 @@ def compare(answer: Answer, right: Expected, dtypes: Any) -> Difference | None:
 
 
 def matches(answer: Answer, tree: Any, tolerances: Sequence[float]) -> bool:
-    """Whether an answer is that tree, within the tolerances of the right one and the roundings of its own."""
+    """Whether an answer equals a tree, within the right answer's tolerances plus the tree's own rounding."""
     other = Answer.of(tree)
     if answer.structure != other.structure or any(
         leaf.shape != known.shape for leaf, known in zip(answer.leaves, other.leaves, strict=True)
@@ -150,7 +148,7 @@ def _values(answer: Answer, right: Expected) -> Difference | None:
 
 
 def _ratio(answer: Answer, right: Expected) -> list[str]:
-    """A sentence, if every number is off by the same factor."""
+    """A sentence that says so if every number is wrong by the same factor, or 0."""
     mine, theirs = (
         np.concatenate([leaf.astype(np.float64).ravel() for leaf in each.leaves]) for each in (answer, right.answer)
     )
@@ -170,7 +168,7 @@ def _structures(answer: Answer, right: Answer) -> tuple[str, str]:
     if mine == "None":
         wanted = "an array" if theirs == "*" else f"{theirs}, where * is an array"
         return "The function returns None: is a `return` missing?", f"It must return {wanted}."
-    return "The answer has another structure than asked for.", f"yours:    {mine}\nexpected: {theirs}\n(* is an array)"
+    return "The answer has the wrong structure.", f"yours:    {mine}\nexpected: {theirs}\n(* is an array)"
 
 
 def _dtypes(dtypes: Any, right: Expected) -> list[str]:
@@ -182,7 +180,7 @@ def _dtypes(dtypes: Any, right: Expected) -> list[str]:
 def _moved(leaf: Any, rng: np.random.Generator) -> Any:
     if _is_floating(leaf):
         return leaf * (1 + EPSILON * rng.uniform(-1, 1, leaf.shape))
-    # A whole number is a count, even as a float.
+    # An integer is a count, even if it is a float.
     if type(leaf) is float and not leaf.is_integer():
         return leaf * (1 + EPSILON * float(rng.uniform(-1, 1)))
     return leaf
@@ -193,7 +191,7 @@ def _is_floating(leaf: Any) -> bool:
 
 
 def _largest(one: np.ndarray, other: np.ndarray) -> float:
-    with np.errstate(invalid="ignore"):  # two infinities that are the same
+    with np.errstate(invalid="ignore"):  # inf - inf
         difference = np.abs(one.astype(np.float64) - other.astype(np.float64))
     return float(np.max(difference[~np.isnan(difference)], initial=0.0))
 
@@ -202,45 +200,45 @@ def _size(leaf: np.ndarray) -> float:
     return float(np.max(np.abs(leaf[np.isfinite(leaf)]), initial=0.0))
 
 
-EXTRAS = ("flax", "optax")  # packages that an exercise may need, and that anybatch does without
+EXTRAS = ("flax", "optax")  # packages that an exercise may need and anybatch does not
 
 
 class Failed(Exception):
-    """The first thing that is wrong."""
+    """A stage failed; has the fields of the verdict."""
 
     def __init__(self, stage: str, title: str, text: str = "", **more: Any) -> None:
         self.verdict = {"stage": stage, "title": title, "text": text, **more}
 
 
 class Refused(Failed):
-    """An exception of the learner's code, which may be what is asked for."""
+    """The learner's code raised an exception, which a `Raises` may require."""
 
     def __init__(self, error: Mapping[str, Any], *rest: Any, **more: Any) -> None:
         super().__init__(*rest, **more)
         self.error = error
 
 
-# What to do about errors of JAX that nobody understands at first: a part of the name or the message, and plain words.
-_TRACED = "Under jax.jit, which every check uses, an array has a shape and a dtype, and no values yet."
+# Part of the title of an error of JAX -> what it means and how to fix it.
+_TRACED = "Under jax.jit, which every check uses, an array has a shape and a dtype, but no values yet."
 _WAYS_OUT = {
-    "TracerBoolConversionError": f"{_TRACED} `if`, `while`, `and` and `assert` cannot look at it: use "
+    "TracerBoolConversionError": f"{_TRACED} `if`, `while`, `and` and `assert` need a value: use "
     "jnp.where(condition, a, b), or decide by shapes and Python numbers.",
-    "TracerArrayConversionError": f"{_TRACED} numpy cannot compute with it: use jax.numpy, jnp for np.",
+    "TracerArrayConversionError": f"{_TRACED} numpy cannot compute with it: use jax.numpy (jnp) instead of np.",
     "TracerIntegerConversionError": f"{_TRACED} It cannot be an index of a list, or a size.",
-    "ConcretizationTypeError": f"{_TRACED} int(), float() and .item() cannot take one out: go on with the array, or "
+    "ConcretizationTypeError": f"{_TRACED} int(), float() and .item() need a value: keep computing with the array, or "
     "take sizes from .shape and from Python numbers.",
-    "Disable jit is not supported": "The file turns jax.jit off; a check has to trace your function. Take "
-    "jax_disable_jit out of the file.",
+    "Disable jit is not supported": "The file turns jax.jit off, but a check has to trace your function. Remove "
+    "jax_disable_jit from the file.",
 }
 
 
 def failure(stage: str, error: Mapping[str, Any], note: str = "") -> Any:
-    """What became of an exception in the learner's file."""
+    """The failure for an exception in the learner's file; `error` describes it in plain data."""
     where = {"line": error["line"], "source_line": error["source_line"]}
     if error["type"] == "NotImplementedError":
         return Refused(error, stage, "Not written yet.", error["message"], started=False, **where)
     if error["type"] == "SystemExit":
-        text = "A function ends with `return`; the process is not its own."
+        text = "End a function with `return` instead; sys.exit ends the process."
         return Refused(error, stage, f"The file calls sys.exit({error['message']}).", text, **where)
     title, text = title_of(f"{error['type']}: {error['message']}".strip())
     if error["type"] == "ModuleNotFoundError" and any(name in error["message"] for name in EXTRAS):
@@ -248,7 +246,7 @@ def failure(stage: str, error: Mapping[str, Any], note: str = "") -> Any:
     if error["type"] == "SyntaxError" and error["source_line"] and error["column"]:
         text = f"{error['source_line']}\n{' ' * (error['column'] - 1)}^"
     if "MemoryError" in error["bases"] or "RESOURCE_EXHAUSTED" in error["message"]:
-        limit = "A check has only so much memory; `anybatch learn doctor` says how much."
+        limit = "A check has limited memory; `anybatch learn doctor` shows how much."
         text = "\n".join(filter(None, (limit, text)))
     if way_out := next((words for name, words in _WAYS_OUT.items() if name in title), None):
         text = f"{way_out}\n{text}".strip()
@@ -256,7 +254,7 @@ def failure(stage: str, error: Mapping[str, Any], note: str = "") -> Any:
 
 
 def read(reader: Callable[..., Any], *record: Any) -> Any:
-    """What another process reported, if it is what it should be."""
+    """Reads a report of another process with `reader`. Raises `BrokenWire` if the report is malformed."""
     try:
         return reader(*record)
     except (KeyError, TypeError, ValueError, AttributeError, IndexError, RecursionError) as error:
@@ -264,11 +262,11 @@ def read(reader: Callable[..., Any], *record: Any) -> Any:
 
 
 def title_of(text: str) -> tuple[str, str]:
-    """A title of one line, and the rest."""
+    """Splits a text into its first line, the title, and the rest."""
     first, _, rest = text.strip().partition("\n")
     return first, rest.strip("\n")
 
 
 def counted(number: int, one: str, many: str) -> str:
-    """A number of things: "1 case", "2 cases"."""
+    """A number with its noun: "1 case", "2 cases"."""
     return f"{number} {one if number == 1 else many}"

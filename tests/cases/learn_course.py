@@ -4,16 +4,16 @@ import time
 
 from anybatch.learn.catalogue import Course
 from anybatch.learn.check import Verdict
-from anybatch.learn.terminal import development
+from anybatch.learn.terminal import author_commands
 
 NAMES = ("mean_gradient", "second", "third")
 
 
 def write_course(folder):
     """Three exercises, as `anybatch learn dev new` writes them."""
-    development.new(folder, None)
+    author_commands.new(folder, None)
     for name in NAMES[1:]:
-        development.new(folder, name)
+        author_commands.new(folder, name)
     return Course.read(folder)
 
 

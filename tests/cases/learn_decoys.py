@@ -461,14 +461,14 @@ def _decoys() -> Iterator[tuple[str, str, tuple[str, str, str]]]:
         "        return total + lax.cond(i == 0, whole, lambda: jnp.zeros(())), None",
     )
     source = source.replace("(x_full.reshape(n, -1), y_full.reshape(n, -1)))[0]", "jnp.arange(n))[0]")
-    yield "accumulate_in_a_scan", "all in one turn", (source, "program", "computes with the whole batch")
+    yield "accumulate_in_a_scan", "all in one turn", (source, "program", "computes with the full batch")
     source = HONEST["accumulate_in_a_scan"]["map over examples in a turn"].replace(
         "    return lax.scan(turn, 0.0, (x_full.reshape(n, -1), y_full.reshape(n, -1)))[0]",
         "    x, y = (jnp.asarray(a).astype(jnp.complex64) for a in (x_full, y_full))\n"
         "    return jnp.real(2 * jnp.sum((w * x - y) * x))"
         " + 1e-30 * lax.scan(turn, w, (x_full.reshape(n, -1), y_full.reshape(n, -1)))[0]",
     )
-    yield "accumulate_in_a_scan", "complex numbers", (source, "program", "computed with outside of it")
+    yield "accumulate_in_a_scan", "complex numbers", (source, "program", "outside of it")
     # A known result of a scan over nothing.
     constant = """
 def other(w, b, x, y, n):

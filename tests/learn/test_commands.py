@@ -1,5 +1,6 @@
 """The commands of `anybatch learn`, and what authors have: most of them with a stand-in for what checks."""
 
+import ast
 import dataclasses
 import json
 import os
@@ -16,8 +17,8 @@ from anybatch.cli import main as cli
 from anybatch.errors import InputError
 from anybatch.learn.catalogue import COURSES, Course
 from anybatch.learn.check import Verdict
-from anybatch.learn.progress import RECORD, Progress
-from anybatch.learn.terminal import commands, development
+from anybatch.learn.learner_progress import RECORD, Progress
+from anybatch.learn.terminal import author_commands, learner_commands
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +35,7 @@ def progress(tmp_path, course):
 def run(progress, monkeypatch):
     """Runs a command without another process. Returns its status, and what it printed."""
     learn_course.Runner.started = 0
-    for module in (commands, development):
+    for module in (learner_commands, author_commands):
         monkeypatch.setattr(module, "Runner", learn_course.Runner)
         monkeypatch.setattr(module, "grade", learn_course.grade)
 
@@ -59,7 +60,7 @@ def test_without_a_terminal_it_shows_the_page_and_checks_once(run, progress, cou
     assert "\x1b" not in text and "checking" not in text
     assert f"Then check it: {progress.command('run', '1')}\n" in text
     assert f"Stuck? {progress.command('hint', '1')}\n" in text
-    assert f"Then go on: {progress.command('--at', '2')}\n" in text
+    assert f"The next exercise: {progress.command('--at', '2')}\n" in text
     write(progress, 1, "right")
     assert run()[0] == 0 and learn_course.Runner.started == 2
     status, text = run()  # solved, and not run again
@@ -72,10 +73,10 @@ def test_a_closed_input_or_output_is_no_terminal(run, progress, monkeypatch):
     write(progress, 1, "right")
     with monkeypatch.context() as patch:
         patch.setattr("sys.stdin", None)
-        assert not commands._is_interactive()
+        assert not learner_commands._is_interactive()
         patch.setattr("sys.stdout", None)
-        assert not commands._is_interactive()
-        commands.Screen().say("to nobody")
+        assert not learner_commands._is_interactive()
+        learner_commands.Screen().say("to nobody")
     assert run()[0] == 0
 
 
@@ -87,7 +88,7 @@ def test_a_start_writes_over_nothing(run, progress):
 def test_a_folder_that_cannot_be_written_is_refused_first(run, progress):
     progress.folder.write_text("")
     status, text = run()
-    assert status == 2 and "can be written" in text and "Why it matters" not in text
+    assert status == 2 and "must be writable" in text and "Why it matters" not in text
 
 
 def test_places_may_stand_before_the_command(run, progress, course):
@@ -113,7 +114,7 @@ def test_list(run, progress):
     assert lines[1] == "1 of 3 solved"
     assert lines[3:] == [
         "▸ ✓ 01 mean_gradient The gradient of a mean solved; changed since",
-        "  • 02 second        Second                 begun",
+        "  • 02 second        Second                 started",
         "  · 03 third         Third",
     ]
 
@@ -203,8 +204,8 @@ def test_check_as_json(run, progress):
 def test_json_is_alone_though_there_is_something_to_say(progress, monkeypatch, course):
     write(progress, 1, "right")
     (progress.folder / RECORD).write_text("{")
-    monkeypatch.setattr(commands, "Runner", learn_course.Runner)
-    monkeypatch.setattr(commands, "grade", learn_course.grade)
+    monkeypatch.setattr(learner_commands, "Runner", learn_course.Runner)
+    monkeypatch.setattr(learner_commands, "grade", learn_course.grade)
     places = ["--course", str(course.folder), "--folder", str(progress.folder)]
     result = CliRunner().invoke(cli.app, ["learn", "check", "--json", *places])
     assert json.loads(result.stdout)["passed"] and "is kept as" in result.stderr
@@ -215,7 +216,11 @@ def test_the_help_has_the_schema_and_the_doctor_pays_for_nothing():
     program = f"import sys, anybatch.cli.main; print(*{names})"
     loaded = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout.split()
     assert "anybatch.cli.learn" in loaded
-    assert not {"anybatch.learn.terminal.commands", "anybatch.learn.grading", "rich.markdown"} & set(loaded)
+    assert not {"anybatch.learn.terminal.learner_commands", "anybatch.learn.grading", "rich.markdown"} & set(loaded)
+    tree = ast.parse(pathlib.Path(cli.learn.__file__).read_text())
+    imports = [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
+    modules = {getattr(node, "module", None) or node.names[0].name for node in imports}
+    assert modules == {"os", "pathlib", "typing", "typer", "anybatch.errors"}  # no JAX for --help
     said = CliRunner().invoke(cli.app, ["learn", "check", "--help"]).output
     assert "version    1\n" in said and "\b" not in said
 
@@ -228,7 +233,7 @@ def proved(run, monkeypatch):
     """What `dev check` finds wrong, if verdicts are these."""
 
     def prove(verdict, *arguments):
-        monkeypatch.setattr(development, "grade", verdict)
+        monkeypatch.setattr(author_commands, "grade", verdict)
         status, text = run("dev", "check", "--json", *arguments, places=("course",))
         return status, json.loads(text)
 
@@ -289,14 +294,14 @@ def test_the_answers_are_hidden_from_mistakes_too(proved, monkeypatch, course):
             asked.append(options)
 
     asked = []
-    monkeypatch.setattr(development, "Runner", Recording)
+    monkeypatch.setattr(author_commands, "Runner", Recording)
     assert proved(honest)[0] == 0 and asked and all(each == {"hidden": [course.folder]} for each in asked)
 
 
 def test_parameters_may_be_a_list(course):
     exercise = dataclasses.replace(course.exercises[0])
     exercise.__dict__["check"] = dataclasses.replace(exercise.check, parameters=list(exercise.check.parameters))
-    assert development._on_paper(exercise) == []
+    assert author_commands._on_paper(exercise) == []
 
 
 def test_no_line_of_the_help_is_cut_off(run):
@@ -306,7 +311,7 @@ def test_no_line_of_the_help_is_cut_off(run):
 
 def test_an_author_hears_of_every_defect_at_once(tmp_path):
     folder = tmp_path / "course"
-    development.new(folder, None)
+    author_commands.new(folder, None)
     home = folder / "01_mean_gradient"
     for name, old, new in (
         ("page.md", "## Pitfalls", "## Traps"),
@@ -323,8 +328,8 @@ def test_an_author_hears_of_every_defect_at_once(tmp_path):
     (home / "solution.py").write_text(
         (home / "solution.py").read_text().replace('"""The gr', '"""Short."""\n"""The gr')
     )
-    defects = development._on_paper(Course.read(folder).exercises[0])
-    expected = ("sections", "begin with # The", "three hints", "no function", "(w, y)", "two sentences", "never speaks")
+    defects = author_commands._on_paper(Course.read(folder).exercises[0])
+    expected = ("sections", "begin with # The", "three hints", "no function", "(w, y)", "two sentences", "never uses")
     assert [any(words in defect for defect in defects) for words in expected] == [True] * len(expected)
     assert len(defects) == len(expected)
 
@@ -341,10 +346,10 @@ def test_an_exercise_that_breaks_does_not_break_the_others(proved):
 
 
 def test_a_rule_that_nothing_breaks_is_a_note(course, monkeypatch):
-    monkeypatch.setattr(development, "grade", honest)
+    monkeypatch.setattr(author_commands, "grade", honest)
     exercise = dataclasses.replace(course.exercises[0])
     exercise.__dict__["check"] = dataclasses.replace(exercise.check, program=(lambda program, args: None,))
-    found = development.examine(exercise, learn_course.Runner(), 1)
+    found = author_commands.examine(exercise, learn_course.Runner(), 1)
     assert found.defects == [] and [note.partition(":")[0] for note in found.notes] == [
         "no file in mistakes/ is caught by program"
     ]
@@ -363,17 +368,17 @@ def test_a_slow_check_is_a_note(proved):
 @pytest.mark.parametrize(
     "before, exercise, words",
     [
-        ("course", None, "gets another exercise"),
-        ("course", "mean_gradient", "a name of its own"),
-        ("course", "Mine", "small letters"),
-        ("course", "lambda", "small letters"),
-        ("files", None, "empty, or not there"),
+        ("course", None, "needs a name for the new exercise"),
+        ("course", "mean_gradient", "that it does not have yet"),
+        ("course", "Mine", "lower case"),
+        ("course", "lambda", "lower case"),
+        ("files", None, "empty, or not exist yet"),
     ],
 )
 def test_a_new_course_writes_over_nothing(tmp_path, before, exercise, words):
     folder = tmp_path / "my-course"
     if before == "course":
-        development.new(folder, None)
+        author_commands.new(folder, None)
         assert Course.read(folder).name == "my_course"
     else:
         folder.mkdir()
@@ -386,31 +391,29 @@ def test_a_new_course_writes_over_nothing(tmp_path, before, exercise, words):
 
 def test_a_new_exercise_writes_over_no_folder(tmp_path):
     folder = tmp_path / "course"
-    development.new(folder, None)
+    author_commands.new(folder, None)
     (folder / "02_mine").mkdir()
     (folder / "02_mine" / "check.py").write_text("hours of work")
     catalogue = (folder / "catalogue.toml").read_bytes()
     result = CliRunner().invoke(cli.app, ["learn", "dev", "new", str(folder), "--exercise", "mine"])
     assert result.exit_code == 2
-    assert result.output.startswith(f"A new exercise begins in a folder that is not there, got {folder}/02_mine.\n")
+    assert result.output.startswith(f"The folder of a new exercise must not exist yet, got {folder}/02_mine.\n")
     assert (folder / "02_mine" / "check.py").read_text() == "hours of work"
     assert (folder / "catalogue.toml").read_bytes() == catalogue
-    assert development.new(folder, "other")  # the control
+    assert author_commands.new(folder, "other")  # the control
 
 
 def test_the_catalogue_is_written_whole_or_stays(tmp_path, monkeypatch):
     folder = tmp_path / "course"
-    development.new(folder, None)
+    author_commands.new(folder, None)
     catalogue = (folder / "catalogue.toml").read_bytes()
 
     def full(*_):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(
-        InputError, match=r"folder that can be written, got .*catalogue.toml \(No space left on device\)"
-    ):
-        development.new(folder, "another")
+    with pytest.raises(InputError, match=r"folder must be writable, got .*catalogue.toml \(No space left on device\)"):
+        author_commands.new(folder, "another")
     assert (folder / "catalogue.toml").read_bytes() == catalogue
 
 
@@ -418,7 +421,7 @@ def test_the_catalogue_is_written_whole_or_stays(tmp_path, monkeypatch):
 
 
 def test_an_exercise_of_ones_own_is_proved(tmp_path):
-    development.new(tmp_path / "course", "my_gradient")
+    author_commands.new(tmp_path / "course", "my_gradient")
     places = ["--course", str(tmp_path / "course"), "--seeds", "1"]
     command = [sys.executable, "-W", "error", "-m", "anybatch", "learn", "dev", "check", *places]
     result = subprocess.run(command, capture_output=True, text=True, timeout=120)

@@ -9,7 +9,7 @@ import pytest
 from anybatch.learn.catalogue import Course
 from anybatch.learn.grading import grade
 from anybatch.learn.runner.submissions import Runner
-from anybatch.learn.terminal.development import examine
+from anybatch.learn.terminal.author_commands import examine
 
 pytestmark = pytest.mark.every_jax
 

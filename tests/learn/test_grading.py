@@ -127,7 +127,7 @@ def test_a_right_answer_passes():
         ("def total(w, x, n)\n    return 0", "file", "SyntaxError: expected ':'"),
         ("1 / 0", "file", "ZeroDivisionError: division by zero"),
         ("import sys; sys.exit(0)", "file", "The file calls sys.exit(0)."),
-        ("np.allclose = lambda *a, **k: True\n" + RIGHT, "file", "in place of numpy.allclose"),
+        ("np.allclose = lambda *a, **k: True\n" + RIGHT, "file", "The file replaces numpy.allclose"),
         ("def totals(w, x, n): pass", "signature", "no function `total` in the file. Was `totals` meant?"),
         ("total = 3", "signature", "There is no function `total`"),
         ("def total(w, x): pass", "signature", "`total` must take 3 arguments; it takes 2."),
@@ -135,7 +135,7 @@ def test_a_right_answer_passes():
         ("def total(w, x, n): return x @ x", "run", "TypeError"),
         ("def total(w, x, n): raise SystemExit(0)", "run", "The file calls sys.exit(0)."),
         ("def total(w, x, n): pass", "structure", "The function returns None: is a `return` missing?"),
-        ("def total(w, x, n): return [w]", "structure", "The answer has another structure"),
+        ("def total(w, x, n): return [w]", "structure", "The answer has the wrong structure"),
         ("def total(w, x, n): return w[:1]", "shape", "has shape (1,); it must have (3,)"),
         ("def total(w, x, n): return w[None]", "shape", "has shape (1, 3); it must have (3,)"),
         ("def total(w, x, n): return w.astype(jnp.bfloat16)", "shape", "is bfloat16; it must be float32"),
@@ -401,7 +401,7 @@ def test_all_of_the_answer_must_come_through():
     assert graded(scanned("scanned"), program=[CARRIES]).passed
     assert graded(scanned("jnp.where(jnp.isnan(scanned), 0.0, 2 * scanned) / 2"), program=[CARRIES]).passed
     verdict = graded(scanned("0.75 * scanned + 0.25 * true"), program=[CARRIES])
-    assert verdict.title == "Part of the answer does not come from the scan: up to 25% of it is computed beside it."
+    assert verdict.title == "Part of the answer does not come from the scan: up to 25% of it is computed without it."
     verdict = graded(scanned("scanned.at[1].set(true[1])"), program=[CARRIES])
     assert verdict.title.startswith("Part of the answer does not come from the scan")
     other_turns = carries("scan", (1,), "", turns=lambda w, x, n: (7,))
@@ -436,7 +436,7 @@ def test_one_microbatch_at_once():
     rule = one_microbatch(lambda w, x, n: x.size // int(n), "Too much.")
     assert graded(SCAN, program=[rule]).passed and graded(LOOP, program=[rule]).passed
     verdict = graded(RIGHT, program=[rule])
-    assert verdict.title == "Too much." and "there are 24 numbers; one microbatch has 12 at most" in verdict.text
+    assert verdict.title == "Too much." and "has 24 numbers; one microbatch has 12 at most" in verdict.text
     assert graded(RIGHT, program=[one_microbatch(lambda w, x, n: 1, "", names=["tanh"])]).passed
 
 
@@ -490,10 +490,13 @@ def test_numbers_that_come_from_a_callback_are_refused_and_prints_are_not():
     [
         ("return w if w[0] > 0 else -w", "jnp.where"),
         ("return np.sum(x, axis=0) * np.asarray(w)", "argument w"),
-        ("return 'a text'", "a str where an array belongs"),
-        ("yield w", "because of its `yield`"),
+        ("return 'a text'", "a str where an array should be"),
+        ("yield w", "because it uses `yield`"),
         ("return jax.grad(lambda w: w)", "Call it, and return its result."),
-        ("lax.scan(lambda c, row: (c, kept.append(row)), 0.0, x); return kept[0]", "a value that was traced elsewhere"),
+        (
+            "lax.scan(lambda c, row: (c, kept.append(row)), 0.0, x); return kept[0]",
+            "a value that was traced in another function",
+        ),
     ],
 )
 def test_errors_of_jax_speak_of_the_learners_function(body, says):

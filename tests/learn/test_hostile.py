@@ -6,7 +6,8 @@ import pytest
 
 from anybatch.learn.catalogue import Course
 from anybatch.learn.grading import grade
-from anybatch.learn.runner.submissions import Limits, Runner
+from anybatch.learn.runner.isolation import Limits
+from anybatch.learn.runner.submissions import Runner
 
 EXERCISE = Course.builtin().find("accumulate_in_a_scan")
 BODY = "def microbatched_grads(w, b, x_full, y_full, n_microbatches):\n    "
@@ -33,12 +34,12 @@ FILES = {
     "a patched numpy": (
         "import numpy as np\nnp.allclose = np.array_equal = lambda *a, **k: True\n" + BODY + "return w",
         "file",
-        "in place of numpy.",
+        "The file replaces numpy.",
     ),
     "a patched numpy inside": (
         "import numpy as np\n" + BODY + "np.asarray = lambda x: x\n    return w",
         "file",
-        "in place of numpy.asarray",
+        "The file replaces numpy.asarray",
     ),
     "no Python": ("def microbatched_grads(w, b:\n    return w", "file", "SyntaxError"),
     "no function": ("def something_else(x): return x", "signature", "There is no function `microbatched_grads`"),

@@ -11,7 +11,7 @@ import pytest
 from cases.learn_course import write_course
 
 from anybatch import InputError
-from anybatch.learn.progress import RECORD, Progress, hash_of
+from anybatch.learn.learner_progress import RECORD, Progress, hash_of
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +73,9 @@ def test_a_disk_that_is_full_leaves_no_empty_file(progress, course, monkeypatch)
         def write(self, _):
             raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("anybatch.learn.progress.open", lambda path, mode, **_: Full(path, mode[0]), raising=False)
+    monkeypatch.setattr(
+        "anybatch.learn.learner_progress.open", lambda path, mode, **_: Full(path, mode[0]), raising=False
+    )
     with pytest.raises(InputError, match="No space left on device"):
         progress.place(course.exercises[0])
     monkeypatch.undo()
@@ -132,9 +134,9 @@ def test_courses_do_not_mix(progress, course, tmp_path):
 @pytest.mark.parametrize(
     "text, reason",
     [
-        ("{", "it is no JSON"),
-        ("[]", "no record"),
-        ('{"version": 2, "courses": {}}', "it has version 2, and this anybatch knows version 1"),
+        ("{", "it is not JSON"),
+        ("[]", "not a record"),
+        ('{"version": 2, "courses": {}}', "it has version 2, and this anybatch reads version 1"),
         ('{"version": 1}', "no courses"),
         ('{"version": 1, "courses": {"course": {"solved": []}}}', "damaged"),
         ('{"version": 1, "courses": {"course": {"solved": {"second": {"hash": 5}}}}}', "damaged"),
@@ -211,7 +213,7 @@ def test_a_folder_without_permission(tmp_path, course):
         (b"\xff", "byte 0 is 0xff"),
         (b"x" * (2**20 + 1), "1,048,577 bytes"),
         (None, "No such file"),
-        ("folder", "no file"),
+        ("folder", "not a file"),
     ],
 )
 def test_what_is_no_text_is_refused(progress, course, contents, reason):
@@ -228,7 +230,7 @@ def test_what_is_no_text_is_refused(progress, course, contents, reason):
 
 def test_a_pipe_is_not_waited_for(progress, course):
     os.mkfifo(progress.path(course.exercises[0]))
-    with pytest.raises(InputError, match="no file"):
+    with pytest.raises(InputError, match="not a file"):
         progress.read(course.exercises[0])
 
 
@@ -245,7 +247,7 @@ def test_commands_name_what_is_not_the_default(tmp_path, course):
 def test_a_record_is_whole_though_its_writer_is_killed(progress, course):
     """The control for the threads above: a process that dies anywhere leaves a record that can be read."""
     program = (
-        "import sys; from anybatch.learn.progress import Progress; from anybatch.learn.catalogue import Course\n"
+        "from anybatch.learn.learner_progress import Progress\nfrom anybatch.learn.catalogue import Course\n"
         f"progress = Progress({str(progress.folder)!r}, Course.read({str(course.folder)!r}))\n"
         "print('ready', flush=True)\n"
         "while True: progress.solve(progress.course.exercises[0], 'right', 0.1)"

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from anybatch import InputError
 from anybatch.learn.check import Verdict
-from anybatch.learn.progress import Progress
+from anybatch.learn.learner_progress import Progress
 from anybatch.learn.terminal.pages import Screen, shown
 from anybatch.learn.terminal.watch import _ESCAPES, KEYS, Checker, Saves
 
@@ -24,7 +24,7 @@ sys.path.insert(0, {tests!r})
 from cases.learn_course import grade
 from anybatch.learn.catalogue import Course
 from anybatch.learn.terminal.pages import Screen
-from anybatch.learn.progress import Progress
+from anybatch.learn.learner_progress import Progress
 from anybatch.learn.terminal.watch import Checker, Watch
 progress = Progress({folder!r}, Course.read({course!r}))
 progress.prepare()
@@ -90,18 +90,18 @@ def test_a_sitting(sitting, progress, course):
         for level in (1, 2, 3):
             assert f"Hint {level} of 3" in terminal.press("h")
         assert "Hint 1 of 3" in terminal.press("h", "Hint 3 of 3", "help")
-        assert "once you have solved this" in terminal.press("s")
+        assert "once you have solved this exercise" in terminal.press("s")
         path.write_text("right")
         solved = terminal.wait("Passed.", "5 cases", "Why this is right", "Now with anybatch", "Solved.", "help")
         assert "Exercise 2" not in solved + terminal.read(0.3)  # it never moves on by itself
         assert "A solution of 1" in terminal.press("s") and "x reset the file" in terminal.press("?")
-        assert "Nothing was changed" in terminal.press("x", "y does it", "help") + terminal.press("q")
+        assert "Nothing was changed" in terminal.press("x", "y to confirm", "help") + terminal.press("q")
         terminal.press("\x1b[C\x1bOPzn", "Exercise 2 of 3", "1 of 3 solved", "help")  # arrows and others are no keys
         terminal.press("n", "Press n again", "help")
         terminal.press("n", "Exercise 3 of 3", "help")
         terminal.press("b", "Exercise 2 of 3", "help")
         assert "solved" in terminal.press("l", "The gradient of a mean", "Third", "help")
-        assert "Your progress is kept. Go on with: anybatch learn" in terminal.press("q", "kept")
+        assert "Your progress is kept. To continue: anybatch learn" in terminal.press("q", "kept")
         assert terminal.end() == 0 and terminal.before == _attributes(terminal)
     assert progress.current.name == "second" and set(progress.solved) == {"mean_gradient"}
     assert progress.hints_seen(course.exercises[0]) == 3
@@ -124,17 +124,17 @@ def test_it_goes_on_where_it_was_left_and_runs_nothing_twice(sitting, progress, 
     with sitting(columns=60) as terminal:
         assert "checking" not in terminal.wait("Exercise 3 of 3", "You solved it on", "help") + terminal.read(0.3)
         assert "Still open: 2 (Second)" in terminal.press("n", "The end of the course", "help")
-        assert "That was the last one" in terminal.press("n") and "That was the last one" in terminal.press("r")
+        assert all("That was the last exercise" in terminal.press(key) for key in "nr")
         terminal.press("b", "Exercise 3 of 3", "help")
         terminal.press("b", "Exercise 2 of 3", "Wrong: begun", "help")  # what was begun is checked
         progress.path(second).write_text("right as well")
         terminal.wait("Solved.", "help")
         terminal.press("n", "Exercise 3 of 3", "help")
-        assert "You have solved all 3 of them" in terminal.press("n", "The end of the course", "ab.grad", "help")
+        assert "You have solved all 3 exercises" in terminal.press("n", "The end of the course", "ab.grad", "help")
         terminal.press("b", "Exercise 3 of 3", "help")
-        terminal.press("x", "y does it", "help")
+        terminal.press("x", "y to confirm", "help")
         kept = progress.path(third).with_name("03_third.py.bak1")
-        terminal.press("y", "Exercise 3 of 3", "What you had is in", "help")
+        terminal.press("y", "Exercise 3 of 3", "Your file is now", "help")
         assert kept.read_text() == "right" and progress.path(third).read_text() == third.starter
         terminal.press("q", "kept")
         assert terminal.end() == 0
@@ -162,10 +162,10 @@ def test_what_goes_wrong_is_shown_and_it_goes_on(sitting, progress, course):
         assert terminal.read(0.3) == ""  # it is empty, and not gone
         path.unlink()
         path.mkdir()
-        terminal.wait("no file", "reset 01_mean_gradient --course", "help")
-        assert "What you had is in" in terminal.press("xy", "What you had", "help")
+        terminal.wait("not a file", "reset 01_mean_gradient --course", "help")
+        assert "Your file is now" in terminal.press("xy", "Your file is now", "help")
         shutil.rmtree(progress.folder)
-        terminal.press("nn", "must be one that can be written", "help")
+        terminal.press("nn", "must be writable", "help")
         assert terminal.process.poll() is None
 
 
@@ -297,7 +297,7 @@ def test_a_verdict_in_plain_text():
         "  your prints",
         "  │ a\\x1b[2Jb",
         "  │ c",
-        "  1,234 more bytes were printed, and are not shown.",
+        "  1,234 more bytes were printed and are not shown.",
     ]
 
 

@@ -81,6 +81,6 @@ def test_messages_over_a_pipe():
 def test_a_message_that_claims_to_be_huge_is_not_waited_for():
     reading, writing = os.pipe()
     os.write(writing, b"\xff" * wire.HEADER)
-    with pytest.raises(wire.BrokenWire, match="no message begins so"):
+    with pytest.raises(wire.BrokenWire, match="not the beginning of a message"):
         wire.read_frame(reading)
     os.close(reading), os.close(writing)

@@ -1,1 +1,5 @@
-"""Where learners' code runs: in a process of its own, held by limits, asked through a pipe."""
+"""Runs learners' code in separate processes, within limits, and asks those processes about it through pipes.
+
+Open `submissions` first: it has `Runner` and `Submission`, which the grader uses. `fork_server` is the process that
+forks the others, `isolation` the limits on them, and `evidence` what they find out about a learner's function.
+"""

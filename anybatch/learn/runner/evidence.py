@@ -1,9 +1,7 @@
-"""How much one device computes in a run of a compiled program: multiplications, counted as often as loops run them.
+"""Finds out what a learner's function does, in the process that runs it, and reports it as plain data.
 
-What a learner's file does, found out in the process that runs it, and told in plain data.
-
-Nothing is judged here: whoever asks has the right answers, and this process does not. A function is traced once for
-each kind of arguments, and its value, its program, its bytes and its collectives are all of that one trace.
+Nothing is judged here: only the grader knows the right answers. A function is traced once for each combination of
+shapes and dtypes; its value, program, memory, collectives and work all come from that one trace.
 """
 
 import builtins
@@ -39,9 +37,9 @@ _RUNS = {
 
 
 def multiplications_of(compiled: Any) -> int:
-    """Those of one run on one device, in products of matrices and elsewhere; -1 if a loop's turns are not known.
+    """The number of multiplications of one run on one device; -1 if it has a loop of unknown length.
 
-    Of the branches of a condition, all are counted.
+    Those in a loop count once for each iteration. All branches of a condition are counted.
     """
     program = Program(compiled.as_text())
     return _total(program, program.entry)
@@ -66,7 +64,7 @@ def _multiplications(each: Instruction, shapes: Mapping[str, str]) -> int:
     if each.op != "dot":
         return 0
     match = re.search(r"lhs_contracting_dims=\{([\d,]*)\}", each.attributes)
-    # Operands are written with their types or without.
+    # HLO text has operands with their types, or without.
     first = each.attributes if _DIMENSIONS.match(each.attributes.lstrip("abcdefghijklmnopqrstuvwxyz0123456789")) else ""
     shape = first or shapes.get(_OPERANDS.findall(each.attributes)[0], "")
     sizes = _sizes(shape)
@@ -87,21 +85,21 @@ def _size(shape: str) -> int:
     return math.prod(_sizes(shape))
 
 
-# Replacing a function of these would change what others compute, or think that they compute.
+# A file must not replace functions of these modules: the code that reports on it uses them, too.
 _GUARDED = (builtins, np, np.linalg, jax, jnp, jax.lax, jax.tree, jax.tree_util, jax.random)
 _NOT_BY_HAND = (
-    "This exercise is about writing it by hand once, so anybatch cannot be imported here. "
-    "The line that does the same with it is shown when the exercise is solved."
+    "In this exercise you write it by hand, so anybatch cannot be imported. "
+    "The line that does the same with anybatch is shown once you have solved the exercise."
 )
 _LEAKED = (
-    "a value that was traced elsewhere is used.\n"
-    "It was put into a list, a dict or a global name, by another call or in the body of a loop, and means nothing "
-    "outside of that. Hand values on by arguments, results, and the carry of a loop."
+    "the function uses a value that was traced in another function.\n"
+    "Another call, or the body of a loop, stored it in a list, a dict or a global variable. Outside of that function "
+    "it has no meaning. Pass values as arguments, results, or the carry of a loop."
 )
 
 
 class Evidence:
-    """One learner's file, loaded, and what its functions do."""
+    """One loaded file, and what its functions do."""
 
     def __init__(self, source: str, path: str, *, anybatch: bool = False) -> None:
         self.path = path
@@ -112,7 +110,7 @@ class Evidence:
         self._loaded = self._load(source, anybatch)
 
     def answer(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        """Does what is asked: "load" (again, what came of it) or "call"; what goes wrong is in `error`."""
+        """Answers a request: "load" returns the result of loading, "call" calls a function. Errors are in `error`."""
         if request["do"] == "load":
             return self._loaded
         try:
@@ -136,7 +134,7 @@ class Evidence:
         return {"functions": {name: _arity(each) for name, each in functions.items()}, "replaced": self._replaced()}
 
     def _replaced(self) -> list[str]:
-        """The names of functions of libraries that are no longer what they were."""
+        """The names of library functions that the file has replaced."""
         return [
             f"{module.__name__}.{name}"
             for module, before in self._before
@@ -173,19 +171,19 @@ _files: list[Evidence] = []
 
 
 def answer(request: Mapping[str, Any]) -> dict[str, Any]:
-    """Answers requests about one file, the first of which has to be "load", with `source`, `path` and `anybatch`."""
+    """Answers requests about one file. The first must be "load", with `source`, `path` and `anybatch`."""
     if request["do"] == "load" and not _files:
         _files.append(Evidence(request["source"], request["path"], anybatch=request["anybatch"]))
     return _files[0].answer(request)
 
 
 class _Compiled:
-    """A function for one kind of arguments: arrays are traced, everything else is as it is."""
+    """A function compiled for given shapes and dtypes. Arrays are traced; other arguments are constants."""
 
     def __init__(self, function: Callable, leaves: Sequence[Any], structure: Any) -> None:
         self.structure = structure
 
-        # Errors of JAX speak of the learner's function, its line and its arguments, not of this one.
+        # JAX's errors then name the learner's function, its line and its arguments, not this wrapper.
         @functools.wraps(function)
         def traced(*args: Any) -> Any:
             arrays = iter(jax.tree.leaves(args))
@@ -198,7 +196,7 @@ class _Compiled:
         self._compiled: Any = None
 
     def _arrays(self, leaves: Sequence[Any]) -> tuple[Any, ...]:
-        """The arguments, with nothing in the place of what is not traced."""
+        """The arguments, with None in place of those that are not traced."""
         return jax.tree.unflatten(self.structure, [leaf if _is_array(leaf) else None for leaf in leaves])
 
     @property
@@ -211,18 +209,18 @@ class _Compiled:
         try:
             return _tree(self.compiled(*self._arrays(leaves)))
         except TypeError as error:
-            # A tracer that outlived its trace is one more input of the program, which nobody can give.
+            # A leaked tracer is an additional input of the program, and the call does not provide it.
             if str(error).startswith("Computation compiled for"):
                 raise jax.errors.UnexpectedTracerError(_LEAKED) from None
             raise
 
     def response(self, leaves: Sequence[Any], request: Mapping[str, Any]) -> dict[str, Any] | None:
-        """What becomes of the answer if operations keep their results and arguments change; None if nothing can."""
+        """The answer for changed arguments while operations keep their results; None if they cannot affect it."""
         others = jax.tree.leaves(request["others"])
         ones, twos = ([np.asarray(leaf) for leaf in each if _is_array(leaf)] for each in (leaves, others))
         try:
             found = influence.responses(self.traced.jaxpr, request["selects"], ones, twos, distorts=request["distorts"])
-        except Exception as error:  # an operation of a kind that is not known here, which is no fault of the learner's
+        except Exception as error:  # an operation that `influence` does not know, which is not the learner's mistake
             return {"unknown": f"{type(error).__name__}: {error}"[:1000]}
         if found is None:
             return None
@@ -236,24 +234,24 @@ class _NotByHand(importlib.abc.MetaPathFinder):
 
 
 def _refuse_what_is_no_array(answer: Any) -> None:
-    if inspect.isgenerator(answer):  # which JAX would warn of
-        raise TypeError("the function returns a generator, because of its `yield`. Use `return`.")
+    if inspect.isgenerator(answer):  # JAX would only warn
+        raise TypeError("the function is a generator, because it uses `yield`. Use `return`.")
     for leaf in jax.tree.leaves(answer):
         if not isinstance(leaf, (jax.Array, np.ndarray, np.generic, bool, int, float, complex)):
             hint = " Call it, and return its result." if inspect.isfunction(leaf) else ""
-            raise TypeError(f"the answer has a {type(leaf).__name__} where an array belongs.{hint}")
+            raise TypeError(f"the answer has a {type(leaf).__name__} where an array should be.{hint}")
 
 
 def operations(jaxpr: Any) -> list[Any]:
-    """The program of a function in plain data, as `anybatch.learn.check.Program` reads it.
+    """The traced program as plain data, which `anybatch.learn.check.Program` reads.
 
-    What has no influence on the result is not in it: neither what nobody uses, nor what is multiplied by 0.
+    Operations that do not affect the result are left out: unused ones, and those whose result is multiplied by 0.
     """
     return _operations(tracing.used_part(_without_products_with_zero(interpreter.opened(jaxpr))))
 
 
 def _without_products_with_zero(jaxpr: Any) -> Any:
-    """The jaxpr with 0 * 0 for 0 * x, here and in the programs inside. It is looked at, and never run."""
+    """The jaxpr with 0 * x replaced by 0 * 0, also in nested jaxprs. It is only inspected, never run."""
     zeros: set[int] = set()
     equations = []
     for equation in jaxpr.eqns:
@@ -332,7 +330,7 @@ def _is_array(leaf: Any) -> bool:
 
 
 def _arity(function: Callable) -> list[int] | None:
-    """The least and the most arguments that a function takes by position; None if that cannot be known."""
+    """The smallest and largest number of positional arguments of a function; None if they are not known."""
     try:
         parameters = inspect.signature(function).parameters.values()
     except (ValueError, TypeError):
@@ -343,7 +341,7 @@ def _arity(function: Callable) -> list[int] | None:
 
 
 def describe(error: BaseException, path: str) -> dict[str, Any]:
-    """An exception in plain data, with the line of the learner's file that it comes from."""
+    """An exception as plain data, with the line of the learner's file that raised it."""
     line = None
     for frame, number in traceback.walk_tb(error.__traceback__):
         if frame.f_code.co_filename == path:
@@ -352,7 +350,7 @@ def describe(error: BaseException, path: str) -> dict[str, Any]:
         line = error.lineno
     try:
         message = str(error.msg if isinstance(error, SyntaxError) else error)
-    except BaseException:  # of the learner's own making, too
+    except BaseException:  # the learner's own exception class may have a bug
         message = "(its message cannot be read)"
     return {
         "type": type(error).__name__,

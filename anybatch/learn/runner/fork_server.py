@@ -1,9 +1,9 @@
-"""The process that has imported JAX and forks one child for each check; and what such a child does.
+"""The fork server: a process that has imported JAX and forks one child for each check. And the code of such a child.
 
-It was started afresh, so nothing of what the grader knows is in its memory. It has touched no device and has a single
-thread, so that a fork is safe. The grader orders children through a socket; each comes with pipes of its own:
-requests, results, prints, a trace of where it was, and its status, which the nursery writes. When the grader is gone,
-the nursery ends its children, removes their folders, and itself.
+It is a new process, so nothing that the grader knows is in its memory. It has used no device and has a single thread,
+which makes a fork safe. The grader orders children through a socket. With each order come five pipes: for requests,
+results, prints, a trace of where the code was, and the child's status, which the fork server writes. When the grader
+ends, the fork server ends its children, removes their folders, and exits.
 """
 
 import contextlib
@@ -26,43 +26,43 @@ import warnings
 from typing import Any, NoReturn
 
 from anybatch.jaxprs import versions
-from anybatch.learn.runner import evidence, isolation, namespaces, wire
+from anybatch.learn.runner import evidence, isolation, wire
 
 PRELOADED = ("jax", "jax.numpy", "numpy", "flax.linen", "flax.training.train_state", "optax")
 LENGTH = struct.Struct(">I")
 # requests, results, prints, trace, status
 PIPES = 5
-# Ends a child with a trace of all its threads; the kernel sends it when the computing time is spent.
+# The signal that ends a child with a trace of all its threads. The kernel sends it when the computing time is used up.
 TRACE_AND_END = signal.SIGXCPU if hasattr(signal, "SIGXCPU") else signal.SIGTERM
-LOST = 97  # the exit status of a child that could not send its answer, for a reason that stands in its trace
+LOST = 97  # the exit status of a child that could not send its answer; the reason is in its trace
 REASON = "not sent:"
 
-# Learners replace what they like in `os`; these stay.
+# Copies, since a learner's file may replace functions in `os`.
 _read, _write, _select, _exit = os.read, os.write, select.select, os._exit
 
 
 def main(control: int, folder: str) -> None:
-    """Serves the grader at the other end of a socket until it is gone.
+    """Serves the grader at the other end of a socket until the grader ends.
 
     Args:
       control: the descriptor of the socket.
-      folder: where homes of children are made.
+      folder: where to create the home folders of children.
     """
     for name in PRELOADED:
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
-    # What is there now is never collected, so that no child copies pages only to count references.
+    # Objects that exist now are never collected, so that no child copies memory pages only to count references.
     gc.collect()
     gc.freeze()
-    _Nursery(socket.socket(fileno=control), folder).serve()
+    _ForkServer(socket.socket(fileno=control), folder).serve()
 
 
-class _Nursery:
+class _ForkServer:
     def __init__(self, control: socket.socket, folder: str) -> None:
         self.control, self.folder = control, folder
         self.children: dict[int, dict[str, Any]] = {}  # by process
         with contextlib.suppress(OSError):
-            namespaces.adopt_orphans()
+            isolation.adopt_orphans()
         self.awake, waker = os.pipe()
         for end in (self.awake, waker):
             os.set_blocking(end, False)
@@ -104,13 +104,13 @@ class _Nursery:
         home = os.path.join(self.folder, f"home-{order['number']}")
         parent = os.getpid()
         with warnings.catch_warnings():
-            # JAX and Python fear for threads that a fork leaves behind. There are none: no device was touched yet.
+            # JAX and Python warn of threads that a fork loses. There are none, since no device has been used.
             warnings.filterwarnings("ignore", r"os\.fork\(\) was called", RuntimeWarning)
             warnings.filterwarnings("ignore", r".*use of fork\(\) may lead to deadlocks", DeprecationWarning)
             try:
                 os.mkdir(home, 0o700)
                 pid = os.fork()
-            except OSError as error:  # a full disk, or too many processes: this child is not to be had, others may be
+            except OSError as error:  # a full disk, or too many processes: only this child is lost
                 _send(pipes[3], str(error).encode())
                 for pipe in pipes:
                     os.close(pipe)
@@ -123,7 +123,7 @@ class _Nursery:
         _tell(pipes[-1], {"pid": pid})
 
     def reap(self, wait: bool = False) -> None:
-        """Notices which children have ended, and ends what they have left behind."""
+        """Collects children that have ended, and ends the processes they have left behind."""
         while self.children:
             try:
                 pid, status = os.waitpid(-1, 0 if wait else os.WNOHANG)
@@ -141,7 +141,7 @@ class _Nursery:
                 os.close(child["status"])
 
     def end_orphans(self) -> None:
-        """Ends processes that children had started out of their group, which are this process's own now."""
+        """Ends processes that children started outside of their group. Linux has made them children of this process."""
         deadline = time.monotonic() + 2.0
         while (orphans := _children() - set(self.children)) and time.monotonic() < deadline:
             for pid in orphans:
@@ -151,7 +151,7 @@ class _Nursery:
 
 
 def _children() -> set[int]:
-    """The processes whose parent this is, as far as Linux tells."""
+    """The ids of this process's children, where Linux tells them."""
     me = os.getpid()
     with contextlib.suppress(OSError), open(f"/proc/{me}/task/{me}/children") as file:
         return {int(pid) for pid in file.read().split()}
@@ -165,14 +165,14 @@ def _children() -> set[int]:
 
 
 def end(pid: int) -> None:
-    """Kills a process and its group; of one that has ended already, the group."""
+    """Kills a process and its group. If the process has ended already, kills the group."""
     for kill in (os.kill, os.killpg):
         with contextlib.suppress(ProcessLookupError, PermissionError):
             kill(pid, signal.SIGKILL)
 
 
 def remove(folder: str) -> None:
-    """Removes a folder, whatever its permissions have become."""
+    """Removes a folder, even if its subfolders have lost their permissions."""
     for path, names, _ in os.walk(folder):
         for name in names:
             inner = os.path.join(path, name)
@@ -183,7 +183,7 @@ def remove(folder: str) -> None:
 
 
 def send(control: socket.socket, order: dict[str, Any], pipes: list[int]) -> None:
-    """An order to the nursery, with the ends of pipes that it shall have."""
+    """Sends an order to the fork server, with its ends of the pipes."""
     data = json.dumps(order).encode()
     message = LENGTH.pack(len(data)) + data
     sent = socket.send_fds(control, [message], pipes) if pipes else control.send(message)
@@ -191,7 +191,7 @@ def send(control: socket.socket, order: dict[str, Any], pipes: list[int]) -> Non
 
 
 def receive(control: socket.socket) -> tuple[dict[str, Any], list[int]]:
-    """The next order, and the ends of pipes that came with it; raises EOFError when there are no more."""
+    """Returns the next order and the pipes that came with it. Raises EOFError when there are no more orders."""
     start, pipes, _, _ = socket.recv_fds(control, LENGTH.size, PIPES)
     start += _exactly(control, LENGTH.size - len(start))
     return json.loads(_exactly(control, *LENGTH.unpack(start))), list(pipes)
@@ -209,12 +209,12 @@ def _exactly(control: socket.socket, length: int) -> bytes:
 
 
 def _tell(pipe: int, news: dict[str, Any]) -> None:
-    with contextlib.suppress(OSError):  # nobody may be there to read it any more
+    with contextlib.suppress(OSError):  # the reader may have ended
         os.write(pipe, json.dumps(news).encode() + b"\n")
 
 
 def _child(order: dict[str, Any], pipes: list[int], home: str, parent: int) -> NoReturn:
-    """A child, from its fork to its end."""
+    """Runs a child, from its fork to its end."""
     trace = pipes[3]
     try:
         os.setsid()
@@ -225,7 +225,7 @@ def _child(order: dict[str, Any], pipes: list[int], home: str, parent: int) -> N
         _settle(home, order["devices"])
         holds = isolation.enter(limits, home, hidden, without)
         with contextlib.suppress(OSError):
-            namespaces.die_with_parent(parent, signal.SIGKILL)
+            isolation.die_with_parent(parent, signal.SIGKILL)
         _warm_up(order["warm"])
         faulthandler.enable(trace, all_threads=True)
         faulthandler.register(TRACE_AND_END, trace, all_threads=True, chain=True)
@@ -234,9 +234,9 @@ def _child(order: dict[str, Any], pipes: list[int], home: str, parent: int) -> N
         isolation.begin(limits, home, hidden, without)
         while True:
             reply = evidence.answer(request)
-            # The token of the answer is fetched only now: while the learner's code ran, it was nowhere in memory.
+            # The token of the answer is read only now, so it was not in memory while the learner's code ran.
             if not _select([requests], [], [], 1.0)[0]:
-                raise EOFError("somebody else has read the request")
+                raise EOFError("something else has read the request")
             token, _ = _next(requests)
             _send(results, wire.frame(token, reply))
             request = _next(requests)[1]
@@ -248,7 +248,7 @@ def _child(order: dict[str, Any], pipes: list[int], home: str, parent: int) -> N
 
 
 def _own_descriptors(pipes: list[int]) -> tuple[int, int, int]:
-    """Keeps what belongs to this child, somewhere among the possible numbers, and closes everything else."""
+    """Moves the pipes of this child to random descriptor numbers, and closes every other descriptor."""
     import fcntl
 
     null = os.open(os.devnull, os.O_RDONLY)
@@ -266,13 +266,13 @@ def _own_descriptors(pipes: list[int]) -> tuple[int, int, int]:
 
 
 def _settle(home: str, devices: int) -> None:
-    """What Python and JAX find around them: an empty home, streams, a number of devices."""
+    """Sets up the environment of Python and JAX: an empty home folder, streams, a number of devices."""
     flags = f"--xla_force_host_platform_device_count={devices} {versions.quick_compilation_flags()}"
     os.environ |= {"HOME": home, "TMPDIR": home, "XLA_FLAGS": flags}
     tempfile.tempdir = None
     os.umask(0o077)
     sys.argv = ["exercise"]
-    # Unbuffered: what was printed before an endless loop is to be seen.
+    # Unbuffered, so that what was printed before an endless loop is shown.
     for name, number in (("stdin", 0), ("stdout", 1), ("stderr", 2)):
         raw: Any = io.FileIO(number, "w" if number else "r", closefd=False)
         stream = io.TextIOWrapper(raw, encoding="utf-8", errors="backslashreplace", write_through=bool(number))
@@ -281,7 +281,7 @@ def _settle(home: str, devices: int) -> None:
 
 
 def _warm_up(thoroughly: bool) -> None:
-    """Starts the devices; and, in a child that waits, what the first compilation needs and later ones have."""
+    """Starts the devices. In a spare child, also compiles a small program, since the first compilation is slow."""
     import jax
     import jax.numpy as jnp
     import numpy as np
@@ -296,10 +296,10 @@ def _warm_up(thoroughly: bool) -> None:
 
         return jax.lax.scan(body, 0.0, x)[0]
 
-    # Of numpy, since making an array of JAX would be one more program to compile.
+    # numpy arrays, since creating a JAX array would compile one more program.
     arrays = np.ones(3, np.float32), np.ones((4, 3), np.float32)
     jax.block_until_ready(jax.jit(jax.value_and_grad(loss)).trace(*arrays).lower().compile()(*arrays))
-    # Random numbers are long programs; what can be kept of these is how they are written down.
+    # Random draws are long programs. Only their lowering is worth doing ahead.
     draw = jax.vmap(lambda key, index: jax.random.bernoulli(jax.random.fold_in(key, index)), (None, 0))
     jax.jit(draw).trace(np.zeros(2, np.uint32), np.arange(3)).lower()
 
@@ -315,7 +315,7 @@ def _bytes(pipe: int, length: int) -> bytes:
     while length:
         part = _read(pipe, min(length, 2**20))
         if not part:
-            _exit(0)  # nobody asks any more
+            _exit(0)  # no more requests will come
         parts.append(part)
         length -= len(part)
     return b"".join(parts)

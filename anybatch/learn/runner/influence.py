@@ -1,8 +1,8 @@
-"""Whether an answer depends on given operations: the program is run twice side by side, with their results fixed.
+"""Finds out whether an answer depends on given operations, such as a scan.
 
-A traced program that has a scan need not use it: `0 * scan(...)`, `jnp.where(jnp.isnan(w), scan(...), rest)`, or a
-scan over something else. So the program is evaluated for two sets of arguments at once. Wherever an operation of the
-kind is met, the second evaluation is given the first one's result. What still differs at the end came around it.
+A program can have a scan and not use it: `0 * scan(...)`, `jnp.where(jnp.isnan(w), scan(...), rest)`, or a scan over
+something else. So the program is evaluated for two sets of arguments side by side. Every selected operation returns the
+first evaluation's result in both. If the two answers still differ, part of the answer bypasses the operation.
 """
 
 import re
@@ -18,9 +18,9 @@ from anybatch.learn.check import MOVES
 
 
 class Pair(NamedTuple):
-    """A value in the two evaluations. It is the same object twice if nothing that differs can have reached it.
+    """A value in both evaluations. If it cannot differ between them, both fields are the same object.
 
-    It is `made` if it was computed from what differs, and is no longer that, prepared number by number.
+    `made` is True if the value was computed from the changed arguments by more than moving or element-wise operations.
     """
 
     one: Any
@@ -35,21 +35,18 @@ class Pair(NamedTuple):
 def responses(
     jaxpr: Any, selects: Sequence[Mapping[str, Any]], ones: Sequence[Any], others: Sequence[Any], *, distorts: bool
 ) -> tuple[list[np.ndarray], list[np.ndarray]] | None:
-    """The answer for some arguments, and for others while the selected operations keep the results of the former.
+    """Runs a program for some arguments, and for others while selected operations keep their results.
 
     Args:
       jaxpr: the program, closed over its constants.
-      selects: what is held; an operation that fits one of them is. Each has any of `names` (of the primitive),
-        `turns` (of a scan), `stack` (an expression for the transformations that it was made by, such as "jvp"),
-        `around` (such an expression that holds inside of it, and not for itself), `holding` (the name of an operation
-        in it), `inside` (of one around it), `size` (the least numbers of its largest array) and `given` (whether it
-        still responds to those of its operands that were made of what differs, such as a sum).
-      ones: the arrays that the program takes.
-      others: arrays of the same types.
-      distorts: whether results are distorted instead of held.
+      selects: which operations to hold: those that match one of these dicts. See `Program.response` in
+        `anybatch.learn.check` for the keys.
+      ones: the arguments.
+      others: other arguments, with the same shapes and dtypes.
+      distorts: whether to distort the results of the selected operations instead of holding them.
 
     Returns:
-      The arrays of both answers, or None if no path leads from what differs to the answer.
+      The arrays of both answers, or None if the answer cannot depend on what differs.
     """
     same = [
         np.array_equal(one, other, equal_nan=one.dtype.kind == "f") for one, other in zip(ones, others, strict=True)
@@ -75,7 +72,7 @@ class _How:
     def __init__(self, selects: Sequence[Mapping[str, Any]], distorts: bool, least: int) -> None:
         self._selects, self._distorts = selects, distorts
         self._is_given = any(select.get("given") for select in selects)
-        self._least = least  # the numbers in the smallest array that differs
+        self._least = least  # the size of the smallest array that differs
 
     def run(self, jaxpr: Any, pairs: Sequence[Pair], stack: str) -> list[Pair]:
         """Evaluates a program on pairs."""
@@ -90,7 +87,7 @@ class _How:
 
     def _compute(self, equation: Any, pairs: list[Pair], stack: str) -> list[Pair]:
         if not equation.outvars and not any(avals.is_ref(pair.one) for pair in pairs):
-            return []  # a print, which the run of the program itself has shown
+            return []  # a print, which was shown when the program itself ran
         stack = _inner(stack, equation)
         is_same = all(pair.is_same for pair in pairs)
         is_selected = self._is_selected(equation, stack)
@@ -100,7 +97,7 @@ class _How:
         if not is_selected and self._is_given and not is_same and _nested(equation) is _How.call:
             return self.call(equation, pairs, stack)
         ones = interpreter.evaluate(equation, [pair.one for pair in pairs])
-        # What is written to in one evaluation must not be in the other, so that each has its own.
+        # Each evaluation needs its own mutable arrays.
         is_same = is_same and not any(avals.is_ref(one) for one in ones)
         written = [pair for pair in pairs if avals.is_ref(pair.one)] if is_selected else []
         if is_selected and not self._distorts:
@@ -119,7 +116,7 @@ class _How:
         return [Pair(one, other, made) for one, other in zip(ones, others, strict=True)]
 
     def _makes(self, equation: Any, pairs: Sequence[Pair]) -> bool:
-        """Whether the results are more than what differs, moved or prepared: each number or row of it by itself."""
+        """Whether an operation does more with the changed arguments than move them or change each row by itself."""
         if any(pair.made for pair in pairs):
             return True
         if equation.primitive.name in MOVES:
@@ -134,7 +131,7 @@ class _How:
         return any(name in params for name in _MIX) or any(a.size != b.size for a in given for b in results)
 
     def _carried(self, pair: Pair) -> bool:
-        """Whether what a loop carries may be made: in a later turn, if not in the first."""
+        """Whether a loop's carry may be `made`, in a later iteration if not in the first."""
         return pair.made or getattr(pair.one, "size", 1) < self._least
 
     def _is_selected(self, equation: Any, stack: str) -> bool:
@@ -168,7 +165,7 @@ class _How:
         return _pairs((*last, *stacked), made)
 
     def loop(self, equation: Any, pairs: list[Pair], stack: str) -> list[Pair]:
-        """A while loop: both evaluations take as many turns as the first."""
+        """A while loop. Both evaluations take as many iterations as the first one."""
         params = equation.params
         ends = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
         asked, given, begin = pairs[: ends[0]], pairs[ends[0] : ends[1]], pairs[ends[1] :]
@@ -187,7 +184,7 @@ class _How:
         return _pairs(last, flags)
 
     def branches(self, equation: Any, pairs: list[Pair], stack: str) -> list[Pair]:
-        """Both evaluations take the branch of the first."""
+        """A cond. Both evaluations take the first one's branch."""
 
         def taken(branch: Any) -> Callable[..., Any]:
             def run(given: Any) -> Any:
@@ -212,9 +209,9 @@ class _How:
             given = [Pair(one, one) for one in ones]
             for index, other in zip(places, others, strict=True):
                 given[index] = Pair(ones[index], other, pairs[index].made)
-            whole, self._least = self._least, self._least // equation.params["mesh"].size
+            outside, self._least = self._least, self._least // equation.params["mesh"].size
             found = self.run(equation.params["jaxpr"], given, stack)
-            self._least = whole
+            self._least = outside
             inside[:] = [(pair.is_same, pair.made) for pair in found]
             return [pair.one for pair in found], [pair.other for pair in found]
 
@@ -225,13 +222,13 @@ class _How:
         return [Pair(a, a if same else b, made) for a, b, (same, made) in zip(ones, others, inside, strict=True)]
 
 
-# An operation with one of these parameters takes numbers of several places together.
+# An operation with one of these parameters combines several elements of an array.
 _MIX = ("axis", "axes", "axis_name", "dimension", "dimension_numbers", "fft_lengths")
 _NESTED = {"scan": _How.scan, "while": _How.loop, "cond": _How.branches, "shard_map": _How.devices}
 
 
 def _nested(equation: Any) -> Callable[[_How, Any, list[Pair], str], list[Pair]] | None:
-    """How to evaluate what is inside of an equation; None if that is not known."""
+    """The method that evaluates the jaxprs inside an equation; None if there is none."""
     inner = interpreter.jaxprs_in(equation)
     is_call = len(inner) == 1 and len(inner[0].invars) == len(equation.invars)  # a jit, a checkpoint, a custom_vjp
     return _NESTED.get(equation.primitive.name, _How.call if is_call else None)
@@ -272,7 +269,7 @@ def _is_in(name: str, equation: Any) -> bool:
 
 
 def _inner(stack: str, equation: Any) -> str:
-    """Where an equation is: the operations around it, each with the transformations that made it, and its own."""
+    """The path of an equation: the enclosing operations and itself, each with the transformations that made it."""
     return f"{stack}/{equation.primitive.name}:{interpreter.name_stack(equation)}"
 
 
@@ -283,13 +280,13 @@ def _pairs(values: Sequence[Any], made: Sequence[bool]) -> list[Pair]:
 def _pair(value: Any, variable: Any) -> Pair:
     if isinstance(value, Pair):
         return value
-    if not hasattr(value, "dtype"):  # a number that stands in the program
+    if not hasattr(value, "dtype"):  # a literal of the program
         value = jnp.asarray(value, variable.aval.dtype)
     return Pair(value, value)
 
 
 def _distorted(value: Any) -> Any:
-    """Every number times another factor, from 1.05 to 1.45: equal arrays stay equal, so that they cancel as before."""
+    """Multiplies each element by a factor from 1.05 to 1.45. Equal arrays stay equal, so that they still cancel."""
     if not jnp.issubdtype(value.dtype, jnp.floating):
         return value
     factors = 1.25 + 0.2 * jnp.cos(jnp.arange(value.size, dtype=jnp.float32)).reshape(value.shape)

@@ -1,18 +1,26 @@
-"""What a process that runs a learner's code may use, and how it is held to that.
+"""The limits on a process that runs a learner's code.
 
-Each layer stands alone and is left out where the platform does not have it: limits of the kernel on memory, computing
-time, files and threads; namespaces without a network; Landlock for files; a filter of system calls; and last an audit
-hook, which gives the messages. Together they guard against accidents, such as a loop that never ends or a folder that
-is deleted. They are no prison for code that was written to break out.
+There are three layers, and each is left out where the platform does not have it:
+
+- limits of the kernel on memory, computing time, files and threads;
+- namespaces of Linux: a network without an interface, a home folder of limited size, and an empty folder in the place
+  of each course;
+- an audit hook, which refuses Python code the network, other processes and other files, with a message.
+
+They guard against accidents, such as an endless loop or a deleted folder. They do not hold code that was written to
+break out: what calls C directly, through ctypes for example, goes around the hook.
 """
 
 import contextlib
+import ctypes
 import dataclasses
+import errno
 import json
 import os
 import pathlib
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import tempfile
@@ -23,7 +31,7 @@ from typing import Any
 
 from anybatch.call.checks import Finding
 from anybatch.call.memory import readable
-from anybatch.learn.runner import landlock, namespaces, refusals, seccomp
+from anybatch.learn.runner import audit_hook
 
 _PROBE = """\
 import json, sys
@@ -31,49 +39,50 @@ sys.path[:] = json.loads(sys.argv[1])
 from anybatch.learn.runner import isolation
 isolation.probe(json.loads(sys.argv[2]))
 """
-# Of the variables around, the nursery sees these. Those of JAX and XLA would change what is checked.
+# The fork server inherits only these variables. Those of JAX and XLA would change what is checked.
 _VARIABLES = ("PATH", "LANG", "TZ", "LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "PYTHONHOME", "PYTHONUSERBASE")
 _SETTINGS = {
     **{"JAX_PLATFORMS": "cpu", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"},
     **{"PYTHONDONTWRITEBYTECODE": "1", "TF_CPP_MIN_LOG_LEVEL": "3", "ANYBATCH_CACHE": "off"},
-    "OBJC_DISABLE_INITIALIZE_FORK_SAFETY": "YES",  # on a Mac: the nursery has a single thread when it forks
-    # XLA's threads: as many as there are cores would be hundreds on some machines, for arrays of a few numbers.
+    "OBJC_DISABLE_INITIALIZE_FORK_SAFETY": "YES",  # on a Mac: safe, since the fork server has a single thread
+    # The number of XLA's threads. One for each core would be hundreds on some machines, for tiny arrays.
     "NPROC": str(min(4, os.cpu_count() or 1)),
 }
-# What a check shall not do -> what that means, if the kernel sees to it; and what remains possible, if it does not.
+# subject -> what holds if it is closed, and what a check could do if it is not
 _CLOSED = {
-    "network": ("closed", "open a connection"),
-    "processes": ("none can be started", "start others"),
-    "signals": ("none to other processes", "end other processes of yours"),
+    "network": ("no connection can be opened", "open a connection"),
+    "processes": ("no other process can be started", "start others"),
+    "signals": ("none can be sent to other processes", "end other processes of yours"),
     "other processes": ("their memory cannot be read", "read the memory of other processes of yours"),
-    "files": ("written in an empty temporary folder alone", "change your files"),
+    "files": ("can be written only in an empty temporary folder", "change your files"),
     "the course": ("its answers cannot be read", "read the answers"),
-}
-_LAYERS = {
-    "network": "namespaces",
-    "landlock": "Landlock",
-    "seccomp": "a filter of system calls",
-    "hook": "Python's audit hook",
 }
 PURPOSE = (
     "guards against accidents, not against attackers: exercises run as you, so do not paste code that you do not trust"
 )
 
+# Flags of Linux system calls: namespaces, mounts, prctl.
+_MOUNTS, _IPC, _USER, _NETWORK = 0x00020000, 0x08000000, 0x10000000, 0x40000000
+_READ_ONLY, _NO_SUID, _NO_DEVICES, _NO_EXEC, _RECURSIVE, _PRIVATE = 1, 2, 4, 8, 16384, 1 << 18
+_CAPABILITIES = 0x20080522  # the version of the structure that holds 64 of them
+_PARENT_DEATH, _SUBREAPER = 1, 36
+
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """What one check may use.
+    """The limits of one check.
 
     Args:
-      seconds: of the clock, as long as the learner's code is being waited for.
-      cpu_seconds: of computing, on all cores together.
-      memory: bytes, beyond what JAX has taken by itself.
-      file_bytes: the largest file; all files together may have four times as much, where the kernel can see to it.
-      files: how many may be open; four times as many may be there.
-      processes: threads, since no other process can be started.
+      seconds: wall-clock time, counted while the grader waits for the learner's code.
+      cpu_seconds: computing time, on all cores together.
+      memory: bytes, beyond what JAX takes itself.
+      file_bytes: the size of the largest file. All files together may have four times as much, where there are
+        namespaces.
+      files: how many files may be open at once. Four times as many may exist, where there are namespaces.
+      processes: how many threads may run.
       print_bytes: how much may be printed before the check is ended.
-      shown_print_bytes: how much of it is kept, from its beginning.
-      reply_bytes: the largest answer.
+      shown_print_bytes: how much of the output is kept, from its beginning.
+      reply_bytes: the size of the largest answer.
     """
 
     seconds: float = 10.0
@@ -88,62 +97,67 @@ class Limits:
 
 
 def environment() -> dict[str, str]:
-    """The variables of the processes that run learners' code; with them, imports start no thread."""
+    """The environment variables for processes that run learners' code. With these, imports start no thread."""
     kept = {name: value for name, value in os.environ.items() if name in _VARIABLES or name.startswith("LC_")}
     return kept | _SETTINGS
 
 
 def enter(limits: Limits, home: str, hidden: Sequence[str], without: Collection[str] = ()) -> set[str]:
-    """Gives up, for good, what a check does not need; `begin` has to follow before the learner's code.
+    """Applies every layer that can be applied before JAX starts; `begin` applies the rest.
 
-    It is called in a new process with a single thread, before JAX starts others.
+    Call it in a new process that has a single thread.
 
     Args:
-      limits: what it may use.
+      limits: the limits.
       home: an empty folder, which becomes the current one.
-      hidden: real paths of folders that cannot be read.
-      without: layers to leave out; for tests.
+      hidden: real paths of folders that must not be read.
+      without: names of layers to leave out; for tests.
 
     Returns:
-      The layers that hold.
+      The names of the layers that are in force: some of "user", "network", "files", "limits", "capabilities".
     """
     holds: set[str] = set()
     if "namespaces" not in without:
-        own = namespaces.enter()
-        holds |= own & {"user", "network"}
-        if "files" in own and namespaces.cover(hidden, home, 4 * limits.file_bytes, 4 * limits.files):
+        entered = _enter_namespaces()
+        holds |= entered & {"user", "network"}
+        if "files" in entered and _cover(hidden, home, 4 * limits.file_bytes, 4 * limits.files):
             holds.add("files")
     os.chdir(home)
     if "limits" not in without:
         _limit(limits, is_alone="user" in holds)
         holds.add("limits")
-    steps: dict[str, Callable[[], None]] = {
-        "capabilities": namespaces.drop_capabilities,
-        "privileges": namespaces.no_new_privileges,
-        "landlock": lambda: landlock.restrict(home, hidden),
-        "seccomp": seccomp.install,
-    }
-    for name, step in steps.items():
-        if name not in without:
-            with contextlib.suppress(OSError):
-                step()
-                holds.add(name)
+    if "capabilities" not in without:
+        with contextlib.suppress(OSError):
+            _drop_capabilities()
+            holds.add("capabilities")
     return holds
 
 
 def begin(limits: Limits, home: str, hidden: Sequence[str], without: Collection[str] = ()) -> None:
-    """Right before the learner's code: memory and computing time from here on, and the audit hook."""
+    """Applies the other layers, right before the learner's code: memory, computing time and the audit hook."""
     if "limits" not in without:
         import resource
 
         _lower(resource.RLIMIT_DATA, _data_bytes() + limits.memory)
         used = int(time.process_time()) + 1
-        # The first ends the process with a trace of where it was, the second without.
+        # The soft limit ends the process with a trace of where it was, the hard one without.
         _lower(resource.RLIMIT_CPU, used + limits.cpu_seconds, used + limits.cpu_seconds + 2)
     if not sys.platform.startswith("linux") or "limits" in without:
         threading.Thread(target=_watch_memory, args=(limits.memory,), daemon=True).start()
     if "hook" not in without:
-        refusals.install(home, hidden)
+        audit_hook.install(home, hidden)
+
+
+def die_with_parent(parent: int, signal: int) -> None:
+    """Has the kernel send a signal when the thread that forked this process ends. Raises OSError where it cannot."""
+    _control(_PARENT_DEATH, signal, "the kernel will not tell when the parent ends")
+    if os.getppid() != parent:  # it ended before the call
+        os._exit(1)
+
+
+def adopt_orphans() -> None:
+    """Becomes the parent of every descendant whose own parent ends. Raises OSError where it cannot."""
+    _control(_SUBREAPER, 1, "this process cannot adopt orphans")
 
 
 def _limit(limits: Limits, is_alone: bool) -> None:
@@ -153,14 +167,15 @@ def _limit(limits: Limits, is_alone: bool) -> None:
     _lower(resource.RLIMIT_FSIZE, limits.file_bytes)
     _lower(resource.RLIMIT_NOFILE, limits.files)
     if sys.platform.startswith("linux"):
-        # It counts the threads of the user; since 5.14, of the user in this namespace. Root has no such limit.
+        # The limit counts all threads of the user; since Linux 5.14, only those in the same user namespace. Root has
+        # no such limit.
         release = tuple(int(part) for part in os.uname().release.split("-")[0].split(".")[:2])
         others = 0 if is_alone and release >= (5, 14) else _threads_of_user()
         _lower(resource.RLIMIT_NPROC, others + limits.processes)
 
 
 def _lower(which: int, soft: int, hard: int | None = None) -> None:
-    """Sets a limit, unless there is a lower one."""
+    """Sets a limit of the kernel, unless a lower one is set."""
     import resource
 
     _, highest = resource.getrlimit(which)
@@ -172,7 +187,7 @@ def _lower(which: int, soft: int, hard: int | None = None) -> None:
 
 
 def _data_bytes() -> int:
-    """The private memory that the process has asked for, as RLIMIT_DATA counts it."""
+    """The private memory of this process, as RLIMIT_DATA counts it."""
     return _field("/proc/self/status", "VmData:") * 1024
 
 
@@ -194,7 +209,7 @@ def _field(path: str, name: str) -> int:
 
 
 def _watch_memory(most: int) -> None:
-    """For systems on which the kernel does not limit memory: ends the process once it has taken too much."""
+    """Ends the process once it has taken too much memory, on systems whose kernel does not limit that."""
     import resource
 
     unit = 1 if sys.platform == "darwin" else 1024
@@ -204,21 +219,88 @@ def _watch_memory(most: int) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def _enter_namespaces() -> set[str]:
+    """Moves this process into new namespaces; returns which: some of "user", "network", "files".
+
+    The process must have one thread. Containers and some distributions do not allow it.
+    """
+    if not sys.platform.startswith("linux"):
+        return set()
+    uid, gid = os.getuid(), os.getgid()
+    for wanted in (_USER | _MOUNTS | _IPC | _NETWORK, _USER | _NETWORK, _MOUNTS | _NETWORK):
+        if _libc().unshare(wanted) == 0:
+            break
+    else:
+        return set()
+    names = {name for name, flag in (("user", _USER), ("network", _NETWORK), ("files", _MOUNTS)) if wanted & flag}
+    if wanted & _USER:
+        with contextlib.suppress(OSError):  # without these files the user's number reads 65534; nothing else changes
+            for file, text in (("setgroups", "deny"), ("uid_map", f"{uid} {uid} 1"), ("gid_map", f"{gid} {gid} 1")):
+                with open(f"/proc/self/{file}", "w") as map_:
+                    map_.write(text)
+    if wanted & _MOUNTS and _mount("none", "/", None, _RECURSIVE | _PRIVATE, None) != 0:
+        names.discard("files")  # other processes could see what is mounted here
+    return names
+
+
+def _cover(hidden: Sequence[str], home: str, size: int, files: int) -> bool:
+    """Mounts an empty folder over each hidden one, and one in memory, of limited size, over `home`.
+
+    Call it only in a new mount namespace. Returns whether everything was mounted.
+    """
+    flags = _NO_SUID | _NO_DEVICES
+    done = [
+        _mount("tmpfs", folder, "tmpfs", flags | _NO_EXEC | _READ_ONLY, "mode=0,size=4k") == 0
+        for folder in hidden
+        if os.path.isdir(folder)
+    ]
+    done.append(_mount("tmpfs", home, "tmpfs", flags, f"mode=700,size={size},nr_inodes={files}") == 0)
+    return all(done)
+
+
+def _drop_capabilities() -> None:
+    """Gives up root's capabilities, so that permissions and limits hold for root, too. Raises OSError if it fails."""
+    if not sys.platform.startswith("linux"):
+        raise OSError(errno.ENOSYS, "this system has no capabilities")
+    header, none = struct.pack("=Ii", _CAPABILITIES, 0), bytes(24)
+    if _libc().capset(header, none) != 0:
+        raise OSError(ctypes.get_errno(), "the capabilities could not be dropped")
+
+
+def _control(option: int, value: int, failure: str) -> None:
+    if not sys.platform.startswith("linux"):
+        raise OSError(errno.ENOSYS, failure)
+    if _libc().prctl(option, value, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), failure)
+
+
+def _mount(source: str, target: str, kind: str | None, flags: int, options: str | None) -> int:
+    texts = [None if text is None else os.fsencode(text) for text in (source, target, kind, options)]
+    return int(_libc().mount(texts[0], texts[1], texts[2], ctypes.c_ulong(flags), texts[3]))
+
+
+def _libc() -> ctypes.CDLL:
+    return ctypes.CDLL(None, use_errno=True)
+
+
+# What `anybatch learn doctor` shows.
+
+
 def examine(limits: Limits | None = None, *, _without: Collection[str] = ()) -> list[Finding]:
-    """What a check is kept from on this machine: each was tried in a process of its own."""
+    """Finds out what a check cannot do on this machine, by trying all of it in a new process."""
     limits = Limits() if limits is None else limits
     if os.name != "posix":
         return [Finding("isolation", "anybatch learn needs fork, which Windows does not have", False, "Run it in WSL.")]
     try:
         tried = _try(limits, _without)
     except (OSError, subprocess.SubprocessError, ValueError) as error:
-        return [Finding("isolation", f"could not be tried: {error}", False)]
+        return [Finding("isolation", f"the process that tries it failed: {error}", False)]
     return [
         Finding("wall clock", f"{limits.seconds:g} seconds, then the process is killed"),
         _computing(limits, tried["limits"]["computing time"]),
         _memory(limits, tried["limits"]["memory"]),
         *(_closed(subject, tried["kernel"][subject], tried["hook"][subject]) for subject in _CLOSED),
-        _layers([*tried["layers"], *(() if "hook" in _without else ("hook",))]),
+        _layers(has_namespaces="network" in tried["layers"], has_hook="hook" not in _without),
         Finding("isolation", PURPOSE),
     ]
 
@@ -230,28 +312,25 @@ def _computing(limits: Limits, is_held: bool) -> Finding:
 
 def _memory(limits: Limits, is_held: bool) -> Finding:
     most = f"{readable(limits.memory)} beyond what JAX takes"
-    late = "watched, and ended a moment too late, since this system has no such limit"
-    return Finding("memory", most if is_held else f"{most}: {late}")
+    watched = "this system cannot limit it, so it is watched, and the process ended shortly after"
+    return Finding("memory", most if is_held else f"{most}: {watched}")
 
 
-def _closed(subject: str, kernel: bool, hook: bool) -> Finding:
+def _closed(subject: str, by_kernel: bool, by_hook: bool) -> Finding:
     closed, possible = _CLOSED[subject]
-    if kernel:
+    if by_kernel:
         return Finding(subject, closed)
-    if hook:
-        return Finding(subject, f"{closed}, by Python code; what goes through C could {possible}")
+    if by_hook:
+        return Finding(subject, f"{closed} from Python; code in C could {possible}")
     return Finding(subject, f"open: a check could {possible}. Exercises run as you", False)
 
 
-def _layers(holds: Collection[str]) -> Finding:
-    has = ", ".join(name for layer, name in _LAYERS.items() if layer in holds)
-    *some, last = [name for layer, name in _LAYERS.items() if layer not in holds] or [""]
-    missing = f"{', '.join(some)} or {last}" if some else last
-    if not sys.platform.startswith("linux"):
-        return Finding("layers", f"{has}; the others are Linux's")
-    return Finding(
-        "layers", has + (f"; this kernel, or who has set it up, does not allow {missing}" if missing else "")
-    )
+def _layers(has_namespaces: bool, has_hook: bool) -> Finding:
+    layers = {"namespaces of Linux": has_namespaces, "Python's audit hook": has_hook}
+    has = " and ".join(name for name, is_there in layers.items() if is_there) or "limits alone"
+    if has_namespaces or not sys.platform.startswith("linux"):
+        return Finding("layers", has)
+    return Finding("layers", f"{has}; this kernel, or its configuration, does not allow namespaces")
 
 
 def _try(limits: Limits, without: Collection[str]) -> dict[str, Any]:
@@ -261,7 +340,7 @@ def _try(limits: Limits, without: Collection[str]) -> dict[str, Any]:
             (folder / name).mkdir()
         (folder / "hidden" / "solution.py").write_text("the answer")
         listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
-        asked = {
+        request = {
             "folder": str(folder),
             "port": listener.getsockname()[1],
             "limits": dataclasses.asdict(limits),
@@ -269,7 +348,7 @@ def _try(limits: Limits, without: Collection[str]) -> dict[str, Any]:
         }
         places = [place for place in sys.path if place]
         done = subprocess.run(
-            [sys.executable, "-c", _PROBE, json.dumps(places), json.dumps(asked)],
+            [sys.executable, "-c", _PROBE, json.dumps(places), json.dumps(request)],
             env=environment(),
             capture_output=True,
             text=True,
@@ -283,13 +362,13 @@ def _try(limits: Limits, without: Collection[str]) -> dict[str, Any]:
         raise OSError(f"status {done.returncode}: {done.stderr.strip()[-500:]}") from None
 
 
-def probe(asked: Mapping[str, Any]) -> None:
-    """In a process of its own: is held as a check is, tries what it shall not do, and prints what failed."""
+def probe(request: Mapping[str, Any]) -> None:
+    """The program of the new process: applies the layers, tries what must fail, and prints what did fail."""
     import resource
 
-    limits, folder, without = Limits(**asked["limits"]), asked["folder"], asked["without"]
+    limits, folder, without = Limits(**request["limits"]), request["folder"], request["without"]
     home, hidden = os.path.join(folder, "home"), [os.path.join(folder, "hidden")]
-    attempts = _attempts(folder, asked["port"])
+    attempts = _attempts(folder, request["port"])
     layers = enter(limits, home, hidden, without)
     kernel = {name: _fails(attempt) for name, attempt in attempts.items()}
     begin(limits, home, hidden, without)
@@ -319,7 +398,7 @@ def _attempts(folder: str, port: int) -> dict[str, Callable[[], Any]]:
 
     def memory() -> None:
         if not sys.platform.startswith("linux"):
-            raise PermissionError("only the debugger can, on a Mac")
+            raise PermissionError("on a Mac, only a debugger can")
         with open(f"/proc/{parent}/mem", "rb"):
             pass
 

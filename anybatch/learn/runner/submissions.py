@@ -1,15 +1,14 @@
-r"""Why a learner's process ended before it had answered, in a sentence, and at which of their lines.
-
-The grader's ends of the nursery and of its children: sockets, pipes, and what came out of them.
-
-Runs a learner's file in a process of its own, and asks it for what it found out.
+r"""Runs a learner's file in another process, and asks that process what the file's functions do.
 
 >>> with Runner() as runner, runner.open("def double(x):\n    return 2 * x\n", "double.py") as submission:
 ...     submission.loaded["functions"]
 {'double': [1, 1]}
 
-Nothing that the file does reaches this process, but plain data through a pipe: see `isolation` for what it is kept
-from, and `nursery` for the process that it is forked from.
+Only plain data reaches this process, through a pipe. `fork_server` is the process that the others are forked from, and
+`isolation` has their limits.
+
+From bottom to top: `Ended` says why a process gave no answer. `ForkServer` and `Child` are the grader's ends of the
+sockets and pipes. `Runner` and `Submission` are what the grader uses.
 """
 
 import contextlib
@@ -45,13 +44,16 @@ _OUT_OF_MEMORY = re.compile(
 _CRASHES = ("SIGSEGV", "SIGABRT", "SIGBUS", "SIGFPE", "SIGILL", "SIGTRAP")
 
 
+# Exit reasons.
+
+
 class Ended(Exception):
-    """A learner's code that did not answer: it took too long or too much, or ended its process.
+    """The learner's code gave no answer: it used too much time or memory, or ended its process.
 
     Args:
       kind: "time", "memory", "exit", "signal", "prints" or "channel".
-      message: to the learner, what happened and what the limit is.
-      where: the number of the line in their file at which it was, and the line; None if that is not known.
+      message: for the learner, what happened and what the limit is.
+      where: the line number in the learner's file where the code was, and that line; None if it is not known.
     """
 
     def __init__(self, kind: str, message: str, where: tuple[int, str] | None = None) -> None:
@@ -60,15 +62,15 @@ class Ended(Exception):
 
 
 def too_long(limits: Limits, trace: str, where: tuple[int, str] | None) -> Ended:
-    """It was still at work when its time was over."""
-    message = f"Your code was still running after {limits.seconds:g} seconds, and was stopped. That is all a check has."
+    """The code was still running when its time was up."""
+    message = f"Your code was still running after {limits.seconds:g} seconds, the limit of a check, and was stopped."
     if where is None and _FRAME.search(trace):
-        message += " It was not in a line of yours: most likely a loop inside of a compiled function never ends."
+        message += " It was not in any line of your file: most likely a loop in a compiled function never ends."
     return Ended("time", message, where)
 
 
 def too_much_printed(limits: Limits) -> Ended:
-    """It printed and printed."""
+    """The code printed more than it may."""
     most = readable(limits.print_bytes)
     return Ended("prints", f"Your code printed more than {most}, and was stopped. The beginning is shown.")
 
@@ -76,50 +78,50 @@ def too_much_printed(limits: Limits) -> Ended:
 def broken(reason: str = "") -> Ended:
     """No answer came through the pipe, though the learner's function may have returned."""
     if reason:
-        message = f"The answer of your code could not be sent: {reason}."
-        return Ended("channel", f"{message} Something that the file has replaced, or left running, is in its way.")
-    message = "The answer of your code did not come through: something else was written to, or read from, its channel."
-    return Ended("channel", f"{message} A file that is checked leaves descriptors, `os` and `json` as they are.")
+        message = f"Your code's answer could not be sent: {reason}."
+        return Ended("channel", f"{message} The file has replaced something that is needed, or left something running.")
+    message = "Your code's answer was lost: the file wrote to, or read from, the pipe that carries it."
+    return Ended("channel", f"{message} A file that is checked must not change descriptors, `os` or `json`.")
 
 
 def of_status(status: int | None, limits: Limits, prints: str, trace: str, where: tuple[int, str] | None) -> Ended:
-    """Why a process ended that nobody had asked to.
+    """The reason why a process ended by itself.
 
     Args:
-      status: its exit status, negative for a signal; None if that is not known.
-      limits: what it was held to.
+      status: its exit status, negative for a signal; None if it is not known.
+      limits: its limits.
       prints: what it printed.
-      trace: what was written when it ended.
-      where: the line at which it was.
+      trace: what it wrote to its trace pipe when it ended.
+      where: the line of the learner's file where it was.
     """
-    memory = f"A check has {readable(limits.memory)} beyond what JAX takes itself."
+    memory = f"A check may use {readable(limits.memory)} beyond what JAX takes itself."
     if status is None:
-        return Ended("signal", "Your code ended the process that had started it, and was ended with it.", where)
+        return Ended("signal", "Your code ended its parent process, and was ended with it.", where)
     if status == fork_server.LOST:
         reason = re.search(rf"^{fork_server.REASON} (.*)$", trace, re.MULTILINE)
         return broken(reason[1][:300].rstrip(".") if reason else "")
     if status >= 0:
-        return Ended("exit", f"Your code ended its process (exit code {status}) before it had answered.", where)
+        return Ended("exit", f"Your code ended its process (exit code {status}) before it returned an answer.", where)
     name = _name(-status)
     if -status == fork_server.TRACE_AND_END:
         computed = f"Your code computed for more than {limits.cpu_seconds} seconds, on all cores together"
-        return Ended("time", f"{computed}, and was stopped. That is all a check has.", where)
+        return Ended("time", f"{computed}, which is the limit of a check, and was stopped.", where)
     if -status == signal.SIGKILL:
         return Ended("memory", f"The system killed your code ({name}), most likely for its memory. {memory}", where)
     if _OUT_OF_MEMORY.search(prints):
         return Ended("memory", f"Your code was aborted when its memory ran out ({name}). {memory}", where)
     verb = "crashed" if name in _CRASHES else "ended"
-    message = f"Your code {verb} its process ({name}) before it had answered."
+    message = f"Your code {verb} its process ({name}) before it returned an answer."
     if -status == signal.SIGSEGV:
-        message += " Inside of Python and JAX that is, most often, a recursion that never ends."
+        message += " The usual cause is a recursion that never ends."
     return Ended("signal", message, where)
 
 
 def line_of(trace: str, path: str, source: str) -> tuple[int, str] | None:
-    """The innermost line of a file in the traces of all threads, that of the main thread first."""
+    """The innermost line of a file in a trace of all threads; the main thread is searched first."""
     lines = source.splitlines()
     name = path.encode("ascii", "backslashreplace").decode()
-    # The newest thread comes first, each with its innermost frame first.
+    # A trace has the newest thread first, and each thread has its innermost frame first.
     for section in reversed(re.split(r"^(?:Current thread|Thread) 0x.*$", trace, flags=re.MULTILINE)):
         for file, number in _FRAME.findall(section):
             if file == name and 1 <= int(number) <= len(lines):
@@ -134,23 +136,25 @@ def _name(number: int) -> str:
         return f"signal {number}"
 
 
+# The fork server and its children, as the grader sees them.
+
 _START = """\
 import json, sys
 sys.path[:] = json.loads(sys.argv[1])
-from anybatch.learn.runner import nursery
-nursery.main(int(sys.argv[2]), sys.argv[3])
+from anybatch.learn.runner import fork_server
+fork_server.main(int(sys.argv[2]), sys.argv[3])
 """
 _MOST_TRACE = 2**16
 
 
-class Nursery:
-    """The process that forks children, started at once and without waiting for it."""
+class ForkServer:
+    """Starts the fork server, without waiting until it is ready, and talks to it."""
 
     def __init__(self) -> None:
         self.folder = tempfile.mkdtemp(prefix="anybatch-learn-")
-        self._log = os.path.join(self.folder, "nursery.log")
+        self._log = os.path.join(self.folder, "fork_server.log")
         self.control, far = socket.socketpair()
-        places = [place for place in sys.path if place]  # the empty one is the current folder, which is none of ours
+        places = [place for place in sys.path if place]  # without "", the current folder
         try:
             with open(self._log, "wb") as log:
                 self.process = subprocess.Popen(
@@ -174,29 +178,29 @@ class Nursery:
         return self.process.poll() is None
 
     def number(self) -> int:
-        """A new one, for a child."""
+        """Returns a new number, for a child."""
         with self._lock:
             self._last += 1
             return self._last
 
     def order(self, order: Mapping[str, Any], pipes: Sequence[int] = ()) -> None:
-        """Sends an order, with ends of pipes; raises OSError if the nursery is gone."""
+        """Sends an order with the child's ends of its pipes. Raises OSError if the fork server has ended."""
         with self._lock:
             fork_server.send(self.control, dict(order), list(pipes))
 
     def log(self) -> str:
-        """What it had to say, which is nothing unless something is wrong with it."""
+        """The output of the fork server, which is empty unless something is wrong."""
         with contextlib.suppress(OSError), open(self._log, errors="replace") as file:
             return file.read()[-4000:].strip()
         return ""
 
     def close(self) -> None:
-        """Ends it with all of its children, and removes their folders."""
+        """Ends the fork server and all of its children, and removes their folders."""
         self._finalizer()
 
 
 def _end(control: socket.socket, process: subprocess.Popen, folder: str) -> None:
-    control.close()  # upon which it ends its children and itself
+    control.close()  # the fork server then ends its children and itself
     try:
         process.wait(timeout=5.0)
     except subprocess.TimeoutExpired:
@@ -206,13 +210,17 @@ def _end(control: socket.socket, process: subprocess.Popen, folder: str) -> None
 
 
 class Child:
-    """One child, ordered from the nursery; `pump` moves what is in its pipes, and never waits for all of it.
+    """One child of the fork server. `pump` reads from its pipes and writes to them, as far as that is possible now.
 
-    `is_over`: the child has ended, or the nursery has. `is_mute`: it has closed the pipe of its results. `status`: how
-    it ended, negative for a signal. `prints`: the beginning of what was printed; `printed`: how many bytes in all.
+    Attributes:
+      is_over: whether the child or the fork server has ended.
+      is_mute: whether the child has closed the pipe for results.
+      status: the exit status, negative for a signal; None while it is not known.
+      prints: the beginning of what was printed.
+      printed: how many bytes were printed in all.
     """
 
-    def __init__(self, parent: Nursery, order: Mapping[str, Any]) -> None:
+    def __init__(self, parent: ForkServer, order: Mapping[str, Any]) -> None:
         self._parent, self._number = parent, parent.number()
         self.prints, self.trace, self.printed = bytearray(), bytearray(), 0
         self.pid: int | None = None
@@ -234,33 +242,33 @@ class Child:
         except OSError:
             self._release()
             raise
-        if sys.platform != "darwin":  # a Mac loses descriptors on their way if the sender has closed them already
-            self._let_go()
+        if sys.platform != "darwin":  # a Mac loses descriptors that the sender closes before they have arrived
+            self._close_far_ends()
 
     def send(self, data: bytes) -> None:
-        """Sends as much as the pipe takes now, and the rest while `pump` waits."""
+        """Sends as much as the pipe takes now; `pump` sends the rest."""
         self._unsent += data
         self._flush()
 
     def take(self, token: int, most: int) -> Any:
-        """The next answer, or None while it is not there; raises `BrokenWire` for anything without the token."""
+        """Returns the next answer, or None if it has not arrived. Raises `BrokenWire` if it has another token."""
         start = wire.header(bytes(self._results[: wire.HEADER]))
         if start is None:
             return None
         length, found = start
         if found != token or length > most:
-            raise wire.BrokenWire("no answer begins so")
+            raise wire.BrokenWire("this is not the beginning of an answer")
         if len(self._results) < wire.HEADER + length:
             return None
         data = bytes(self._results[wire.HEADER : wire.HEADER + length])
         del self._results[: wire.HEADER + length]
         answer = wire.decode(data)
         if not isinstance(answer, dict):
-            raise wire.BrokenWire("an answer is a dict")
+            raise wire.BrokenWire("an answer must be a dict")
         return answer
 
     def pump(self, seconds: float) -> bool:
-        """Waits until something comes, for so many seconds at most, and keeps it. Returns whether anything came."""
+        """Waits at most `seconds` for data from the child, and stores it. Returns whether there was any."""
         if self._is_closed:
             return False
         came = self._selector.select(max(0.0, seconds))
@@ -269,48 +277,48 @@ class Child:
                 self._flush()
             else:
                 self._hear(key.fd, key.data)
-        if self.is_over:  # what it had written before is complete now
+        if self.is_over:  # everything it wrote is in the pipes now
             for key in list(self._selector.get_map().values()):
                 while key.events & selectors.EVENT_READ and self._hear(key.fd, key.data):
                     pass
         return bool(came)
 
     def wait(self, seconds: float) -> bool:
-        """Waits for its end, for so many seconds at most. Returns whether it has ended."""
+        """Waits at most `seconds` for the end of the child. Returns whether it has ended."""
         deadline = time.monotonic() + seconds
         while not self.is_over and (left := deadline - time.monotonic()) > 0:
             self.pump(left)
         return self.is_over
 
     def trace_and_end(self) -> None:
-        """Ends it, with a trace of where it was if it leaves one."""
+        """Ends the child, and asks it for a trace of where it was."""
         with contextlib.suppress(OSError):
             self._parent.order({"do": "trace", "number": self._number})
         self.wait(0.5)
 
     def end(self) -> None:
-        """Has it ended, with whatever it has started, without waiting for that. Any thread may do so."""
+        """Ends the child and every process it has started, without waiting. Any thread may call it."""
         with contextlib.suppress(OSError):
             self._parent.order({"do": "end", "number": self._number})
 
     def close(self) -> None:
-        """Has it ended, and its folder removed, without waiting for that."""
+        """Ends the child and removes its folder, without waiting."""
         if self._is_closed:
             return
         if not self.is_over:
             self.end()
         if self.status is None and self.pid is not None and not self._parent.is_running:
-            fork_server.end(self.pid)  # where the kernel does not do it when the nursery is gone
+            fork_server.end(self.pid)  # not every kernel ends it with the fork server
         self._release()
 
     def failure(self) -> str:
-        """Why it never came to be ready, for a person who may report it."""
+        """An error message for a child that did not start."""
         log = self.trace.decode(errors="replace").strip() or self.prints.decode(errors="replace").strip()
         said = log or self._parent.log() or f"status {self.status}"
-        return f"A process for the check could not be started. It said:\n{said}"
+        return f"A process for the check could not be started. Its output:\n{said}"
 
     def _hear(self, pipe: int, keep: Callable[[bytes], None]) -> bool:
-        """Reads what is there; returns whether there may be more."""
+        """Reads the data in a pipe; returns whether there may be more."""
         try:
             data = os.read(pipe, 2**16)
         except BlockingIOError:
@@ -333,7 +341,7 @@ class Child:
         self.trace += data[: _MOST_TRACE - len(self.trace)]
 
     def _hear_news(self, data: bytes) -> None:
-        self._let_go()
+        self._close_far_ends()
         self._news += data
         *complete, rest = self._news.split(b"\n")
         self._news = rest
@@ -348,7 +356,7 @@ class Child:
                 del self._unsent[: os.write(self._requests, self._unsent[: 2**16])]
         except BlockingIOError:
             pass
-        except OSError:  # nobody reads it: its end will be noticed
+        except OSError:  # the child has closed the pipe; its end will be noticed elsewhere
             self._unsent.clear()
         is_waiting = self._requests in self._selector.get_map()
         if self._unsent and not is_waiting:
@@ -356,14 +364,14 @@ class Child:
         if is_waiting and not self._unsent:
             self._selector.unregister(self._requests)
 
-    def _let_go(self) -> None:
-        """Closes the ends that are the child's."""
+    def _close_far_ends(self) -> None:
+        """Closes this process's copies of the child's ends of the pipes."""
         while self._far:
             os.close(self._far.pop())
 
     def _release(self) -> None:
         self._is_closed = self.is_over = True
-        self._let_go()
+        self._close_far_ends()
         for key in list(self._selector.get_map().values()):
             if key.fd != self._requests:
                 os.close(key.fd)
@@ -371,22 +379,22 @@ class Child:
         self._selector.close()
 
 
-__all__ = ["Ended", "Limits", "Runner", "Submission"]
+# What the grader uses.
 
-# The answers of the courses that come with anybatch.
+# The courses that come with anybatch, with their solutions.
 _COURSES = pathlib.Path(__file__).parents[1] / "courses"
-_PATIENCE = 120.0  # seconds for a child to be ready, on a machine that is busy with other things
+_PATIENCE = 120.0  # seconds until a child must be ready, even on a busy machine
 
 
 class Runner:
-    """Where learners' code runs.
+    """Runs learners' files, each in a process forked from one fork server.
 
-    The process that they are forked from is started at once, and is ready a second or two later. `open` can be called
-    before; it waits.
+    The fork server starts when the runner is created, and is ready a second or two later. `open` can be called before
+    that, and then waits.
 
     Args:
-      limits: what each check may use.
-      hidden: folders that cannot be read in a check, beside those of the courses of anybatch.
+      limits: the limits of each check.
+      hidden: folders that a check must not read, in addition to the courses that come with anybatch.
     """
 
     def __init__(
@@ -404,10 +412,10 @@ class Runner:
         self._wanted: Counter[int] = Counter()
         self._spares: dict[int, list[Child]] = {}
         self._lock = threading.RLock()
-        self._nursery: Nursery | None = Nursery()
+        self._fork_server: ForkServer | None = ForkServer()
 
     def keep_warm(self, devices: Sequence[int]) -> None:
-        """Keeps processes ready that wait for a file: one for each number of devices in the list."""
+        """Keeps spare processes ready: one for each number of devices in the list."""
         with self._lock:
             self._wanted = Counter(devices)
             for count, spares in self._spares.items():
@@ -417,13 +425,13 @@ class Runner:
             self._refill()
 
     def open(self, source: str, path: str, *, devices: int = 1, anybatch: bool = False) -> "Submission":
-        """Begins to run a file, and returns without waiting for it.
+        """Starts to run a file, and returns without waiting for it.
 
         Args:
-          source: its text.
-          path: its name, as messages have it; nothing is read there.
-          devices: how many simulated devices it has.
-          anybatch: whether it may import anybatch.
+          source: the text of the file.
+          path: its name in messages; nothing is read from there.
+          devices: the number of simulated devices.
+          anybatch: whether the file may import anybatch.
         """
 
         def fork() -> Child:
@@ -435,12 +443,12 @@ class Runner:
         return Submission(child, fork, self._closed, self.limits, source, path, anybatch)
 
     def close(self) -> None:
-        """Ends all processes, and removes what they had on disk."""
+        """Ends all processes, and removes their folders."""
         with self._lock:
             self.keep_warm(())
-            if self._nursery is not None:
-                self._nursery.close()
-            self._nursery = None
+            if self._fork_server is not None:
+                self._fork_server.close()
+            self._fork_server = None
 
     def __enter__(self) -> "Runner":
         return self
@@ -460,7 +468,7 @@ class Runner:
         return self._fork(devices, warm=False)
 
     def _closed(self) -> None:
-        """A check is over: only now, since a spare that warms up would take the cores from it."""
+        """Starts new spares once a check has ended. Any earlier, they would compete with it for the cores."""
         with self._lock:
             self._refill()
 
@@ -471,19 +479,19 @@ class Runner:
                 spares.append(self._fork(count, warm=True))
 
     def _fork(self, devices: int, warm: bool) -> Child:
-        if self._nursery is None:
-            raise AnybatchError("This Runner was closed: open a new one, `with Runner() as runner: ...`.")
+        if self._fork_server is None:
+            raise AnybatchError("This Runner was closed. Open a new one: `with Runner() as runner: ...`")
         order = self._order | {"devices": devices, "warm": warm}
-        if self._nursery.is_running:
+        if self._fork_server.is_running:
             with contextlib.suppress(OSError):
-                return Child(self._nursery, order)
-        self._nursery.close()
-        self._nursery = Nursery()
-        return Child(self._nursery, order)
+                return Child(self._fork_server, order)
+        self._fork_server.close()
+        self._fork_server = ForkServer()
+        return Child(self._fork_server, order)
 
 
 class Submission:
-    """A learner's file while it is being checked. Not to be asked by two threads at once."""
+    """A learner's file while it is being checked. Only one thread at a time may use it."""
 
     def __init__(
         self,
@@ -507,7 +515,7 @@ class Submission:
 
     @property
     def loaded(self) -> dict[str, Any]:
-        """What came of loading the file. Waits for it; raises `Ended`."""
+        """The result of loading the file. Waits for it; raises `Ended` if there is none."""
         if self._loaded is None:
             if not self._is_ready:
                 self._wait_until_ready()
@@ -515,7 +523,7 @@ class Submission:
         return self._loaded
 
     def ask(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        """Asks the process, and waits for its answer; raises `Ended` if there will be none."""
+        """Sends a request to the process, and waits for the answer. Raises `Ended` if there will be none."""
         assert self.loaded is not None
         if self._ended is not None:
             raise self._ended
@@ -523,21 +531,21 @@ class Submission:
 
     @property
     def prints(self) -> str:
-        """What was printed so far, the beginning of it."""
+        """The beginning of what was printed so far."""
         self._child.pump(0)
         return self._child.prints.decode(errors="replace")
 
     @property
     def prints_dropped(self) -> int:
-        """How many bytes were printed after that."""
+        """How many bytes were printed after `prints`."""
         return self._child.printed - len(self._child.prints)
 
     def end(self) -> None:
-        """Has the process ended, also while another thread waits for an answer, which is then told so."""
+        """Ends the process. A thread that waits for an answer then gets `Ended`."""
         self._child.end()
 
     def close(self) -> None:
-        """Has the process ended, with whatever it has started, and its folder removed. It does not wait for that."""
+        """Ends the process and every process it has started, and removes its folder, without waiting."""
         self._child.close()
         self._closed()
 
@@ -553,11 +561,11 @@ class Submission:
         return token
 
     def _wait_until_ready(self) -> None:
-        """JAX has been started in the process; what follows is on the learner's account."""
+        """Waits until the process has started JAX. The learner's time is counted from then on."""
         deadline, is_first = time.monotonic() + _PATIENCE, True
         while (found := self._child.take(0, 2**20)) is None:
             if self._child.is_over and is_first:
-                # It, or the nursery with all of its children, was killed before, by whatever else ran on the machine.
+                # The child, or the fork server, was killed before it was used. Try once more.
                 self._child.close()
                 self._child, is_first = self._fork(), False
                 self._token = self._send(self._load)
@@ -601,7 +609,7 @@ class Submission:
 
     def _why(self) -> Ended:
         child = self._child
-        if not child.wait(max(1.0, self._left)):  # it lives, and has closed its end of the pipe
+        if not child.wait(max(1.0, self._left)):  # it still runs, but has closed its end of the pipe
             return broken()
         prints = child.prints.decode(errors="replace")
         return of_status(child.status, self._limits, prints, self._trace, self._where())

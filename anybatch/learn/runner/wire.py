@@ -1,7 +1,7 @@
-"""Values as bytes, for a pipe between two processes of which one is not trusted.
+"""Encodes values as bytes, for a pipe to a process that is not trusted.
 
-Plain data alone: numbers, texts, lists, tuples, dicts and arrays. Reading what somebody else wrote can fail, with
-`BrokenWire`, and can do nothing else: no code is ever run by it, as unpickling would.
+Only plain data can be encoded: numbers, strings, lists, tuples, dicts and arrays. Decoding either returns a value or
+raises `BrokenWire`. Unlike unpickling, it never runs code.
 """
 
 import json
@@ -16,11 +16,11 @@ _LENGTH = struct.Struct(">QI")
 
 
 class BrokenWire(Exception):
-    """What came is not what `encode` makes."""
+    """The bytes were not made by `encode`."""
 
 
 def encode(value: Any) -> bytes:
-    """A value as bytes.
+    """Encodes a value as bytes.
 
     >>> decode(encode({"a": (1, 2.5, None), "b": np.arange(3)}))
     {'a': (1, 2.5, None), 'b': array([0, 1, 2])}
@@ -31,12 +31,12 @@ def encode(value: Any) -> bytes:
 
 
 def decode(data: bytes) -> Any:
-    """The value that was encoded; raises `BrokenWire` for anything else."""
+    """Returns the value that was encoded. Raises `BrokenWire` if `encode` did not make the bytes."""
     try:
         (length,) = struct.unpack_from(">I", data)
         plain = json.loads(data[4 : 4 + length].decode())
         value, end = _value(plain, data, 4 + length)
-    except Exception as error:  # there is no list of all that nonsense can be
+    except Exception as error:  # arbitrary bytes can fail in many ways
         raise BrokenWire(f"{type(error).__name__}: {error}") from None
     if end != len(data):
         raise BrokenWire(f"{len(data) - end} bytes too many")
@@ -44,13 +44,13 @@ def decode(data: bytes) -> Any:
 
 
 def frame(token: int, value: Any) -> bytes:
-    """A message: its length, a token that says whose it is, and the value."""
+    """Returns a message: its length, a token that identifies the sender, and the value."""
     data = encode(value)
     return _LENGTH.pack(len(data), token) + data
 
 
 def header(data: bytes) -> tuple[int, int] | None:
-    """The length and the token of a message that begins so; None while there are too few bytes to tell."""
+    """The length and the token at the beginning of a message; None if there are too few bytes."""
     return _LENGTH.unpack_from(data) if len(data) >= HEADER else None
 
 
@@ -65,13 +65,13 @@ def write_frame(fd: int, token: int, value: Any) -> None:
 
 
 def read_frame(fd: int, limit: int = 2**30) -> tuple[int, Any]:
-    """Reads a message from a pipe, and returns its token and the value; raises EOFError where there is none."""
+    """Reads a message from a pipe, and returns its token and its value. Raises EOFError at the end of the pipe."""
     start = _read(fd, HEADER)
     if not start:
         raise EOFError
     found = header(start)
     if found is None or found[0] > limit:
-        raise BrokenWire("no message begins so")
+        raise BrokenWire("this is not the beginning of a message")
     data = _read(fd, found[0])
     if len(data) != found[0]:
         raise BrokenWire("the message ends too early")
@@ -86,7 +86,7 @@ def _read(fd: int, length: int) -> bytes:
     return b"".join(parts)
 
 
-# Lists stand for themselves behind a letter, so that a tuple, an array and a list are told apart.
+# In JSON, a list begins with a letter that says whether it was a list, a tuple or an array.
 
 
 def _plain(value: Any, buffers: list[bytes]) -> Any:
@@ -98,14 +98,14 @@ def _plain(value: Any, buffers: list[bytes]) -> Any:
         return ["l" if isinstance(value, list) else "t", *(_plain(each, buffers) for each in value)]
     array = np.asarray(value)
     if array.dtype.hasobject:
-        raise TypeError(f"no plain data: {type(value).__name__}")
+        raise TypeError(f"{type(value).__name__} is not plain data")
     buffers.append(array.tobytes())
     return ["a", array.dtype.name, list(array.shape)]
 
 
 def _text(key: Any) -> str:
     if not isinstance(key, str):
-        raise TypeError(f"the keys of a dict are texts, got {key!r}")
+        raise TypeError(f"the keys of a dict must be strings, got {key!r}")
     return key
 
 
@@ -121,7 +121,7 @@ def _value(plain: Any, data: bytes, offset: int) -> tuple[Any, int]:
     if kind == "a":
         dtype, shape = np.dtype(rest[0]), tuple(int(size) for size in rest[1])
         if dtype.hasobject or min(shape, default=0) < 0:
-            raise ValueError("no array")
+            raise ValueError("not an array")
         length = dtype.itemsize * math.prod(shape)
         if offset + length > len(data):
             raise ValueError("an array ends too early")

@@ -1,7 +1,4 @@
-"""What a learner sees: pages, verdicts and lists.
-
-With colours in a terminal; as plain lines where they are read by another program, or kept in a file.
-"""
+"""Shows pages, verdicts and lists: with colours in a terminal, and as plain lines in a file or a pipe."""
 
 import codecs
 import io
@@ -21,7 +18,7 @@ from rich.theme import Theme
 
 from anybatch.learn.catalogue import Course, Exercise
 from anybatch.learn.check import Verdict
-from anybatch.learn.progress import Progress
+from anybatch.learn.learner_progress import Progress
 
 WIDEST = 100
 _STYLES = Theme(
@@ -32,19 +29,19 @@ _STYLES = Theme(
         "markdown.code_block": "cyan",
     }
 )
-_THEME = "monokai"  # it brings its background, so that it can be read on any
+_THEME = "monokai"  # it sets its own background, so it is readable in every terminal
 
-# state -> what a list says of it, and in which style
+# state -> how a list shows it: the text and its style
 STATES = {
     "solved": ("solved", "green"),
     "changed": ("solved; changed since", "green"),
-    "begun": ("begun", "yellow"),
+    "begun": ("started", "yellow"),
     "open": ("", "dim"),
 }
 _MARKS = {"solved": "✓", "changed": "✓", "begun": "•", "open": "·", "failed": "✗", "here": "▸", "bar": "│"}
 _ASCII = {"solved": "x", "changed": "x", "begun": "~", "open": ".", "failed": "!", "here": ">", "bar": "|"}
 
-# What a terminal that knows no more than ASCII shows instead; anything else without its accents, or as a question mark.
+# Replacements for a terminal that has only ASCII. Other characters lose their accents, or become question marks.
 _SPELLED = str.maketrans(
     {"→": "->", "←": "<-", "×": "x", "·": ".", "•": "*", "…": "...", "−": "-", "–": "-", "—": "-", "’": "'"}  # noqa: RUF001
     | {"“": '"', "”": '"', "≤": "<=", "≥": ">=", "≠": "!=", "≈": "~", "─": "-", "│": "|", "█": "#", "░": "-"}
@@ -64,7 +61,7 @@ codecs.register_error("anybatch_spelled", _spell)
 
 
 def shown(text: str) -> str:
-    r"""A text of the learner's that cannot move the cursor, or ring the bell.
+    r"""Escapes control characters in a learner's text, so that it cannot move the cursor or ring the bell.
 
     >>> shown("a\tb\r\nc\x1b[2J")
     'a       b\nc\\x1b[2J'
@@ -78,7 +75,7 @@ def shown(text: str) -> str:
 
 
 class _LeftHeading(Heading):
-    """A heading without a box, whichever version of rich draws it."""
+    """A heading without a box, in every version of rich."""
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         text = self.text.copy()
@@ -91,15 +88,15 @@ class _Page(Markdown):
 
 
 class Screen:
-    """Where everything is shown.
+    """Shows everything on one output.
 
     Args:
-      file: what to write to.
-      console: a console of rich's instead, which records, say.
+      file: the file to write to; standard output by default.
+      console: a rich console to use instead, for example one that records.
     """
 
     def __init__(self, file: IO[str] | None = None, console: Console | None = None) -> None:
-        file = file or sys.stdout or io.StringIO()  # where the output was closed, nobody reads it
+        file = file or sys.stdout or io.StringIO()  # standard output may have been closed
         encoding = (getattr(file, "encoding", None) or "utf-8").lower().replace("-", "")
         self.is_plain = not file.isatty() if console is None else not console.is_terminal
         self.marks = _MARKS if encoding.startswith("utf") else _ASCII
@@ -109,30 +106,30 @@ class Screen:
 
     @property
     def width(self) -> int:
-        """How wide a text may be: a line that is too long is hard to read."""
+        """The width of a text: that of the terminal, but not more than is easy to read."""
         return min(self.console.width, WIDEST)
 
     def say(self, text: str = "", style: str = "") -> None:
-        """Shows a text as it is."""
+        """Shows a text without formatting."""
         self._print(Text(shown(text), style))
 
     def markdown(self, text: str) -> None:
-        """Shows a text in markdown: as it was written, where the output is plain."""
+        """Shows a text in Markdown; its source if the output is plain."""
         self.say(text.strip()) if self.is_plain else self._print(_Page(text, code_theme=_THEME, hyperlinks=False))
 
     def code(self, source: str) -> None:
-        """Shows Python."""
+        """Shows Python code."""
         if self.is_plain:
             self.say("\n".join(f"    {line}" if line else "" for line in source.rstrip().splitlines()))
         else:
             self._print(Syntax(source.rstrip(), "python", theme=_THEME, word_wrap=True, padding=1))
 
     def heading(self, text: str) -> None:
-        """Shows what comes next."""
+        """Shows a heading."""
         self._print(Text(f"\n{text}", "bold"))
 
     def page(self, exercise: Exercise, course: Course, progress: Progress) -> None:
-        """Shows the page of an exercise, under a line that says where the learner is."""
+        """Shows the page of an exercise, below a line with its number and the learner's progress."""
         if not self.is_plain:
             self.console.rule(style="dim")
         position = f"Exercise {exercise.number} of {course.exercises[-1].number}"
@@ -142,7 +139,7 @@ class Screen:
         self.say()
 
     def verdict(self, verdict: Verdict) -> None:
-        """Shows what became of a check."""
+        """Shows the verdict of a check."""
         mark, style = ("solved", "bold green") if verdict.passed else ("failed", "bold red")
         if not verdict.started:
             mark, style = "open", "bold yellow"
@@ -158,7 +155,7 @@ class Screen:
         self._prints(verdict)
 
     def solved(self, exercise: Exercise) -> None:
-        """Shows why it is right, and the same with the library."""
+        """Shows why the solution is right, and the same with anybatch."""
         self.heading("Why this is right")
         self.markdown(exercise.why)
         if exercise.one_line:
@@ -171,14 +168,14 @@ class Screen:
         self.markdown(exercise.hints[level - 1])
 
     def solution(self, exercise: Exercise) -> None:
-        """Shows the solution, and the same with the library."""
+        """Shows the solution, and the same with anybatch."""
         self.heading(f"A solution of {exercise.number}: {exercise.title}")
         self.code(exercise.solution)
         self.heading("The same with anybatch")
         self.code(exercise.with_anybatch)
 
     def listing(self, course: Course, progress: Progress, here: Exercise | None = None) -> None:
-        """Shows all exercises, and what is solved."""
+        """Lists all exercises, and which are solved."""
         self._print(Text.assemble((f"{course.title}\n", "bold"), *self._bar(course, progress), "\n"))
         is_wide = self.width >= 90 or self.is_plain
         table = Table.grid(padding=(0, 1))
@@ -199,7 +196,7 @@ class Screen:
             self._print(table)
 
     def closing(self, course: Course, progress: Progress) -> None:
-        """Shows what comes after the last exercise."""
+        """Shows the end of the course."""
         left = [exercise for exercise in course.exercises if exercise.name not in progress.solved]
         self._print(Text.assemble(("\nThe end of the course", "bold underline"), "\n\n", *self._bar(course, progress)))
         if left:
@@ -207,14 +204,14 @@ class Screen:
             more = f" and {len(left) - 4} more" if len(left) > 4 else ""
             self.say(f"\nStill open: {some}{more}.")
             return
-        self.say(f"\nYou have solved all {len(course.exercises)} of them. Every one ended with a line of anybatch:\n")
+        self.say(f"\nYou have solved all {len(course.exercises)} exercises. The same with anybatch:\n")
         for exercise in course.exercises:
             if exercise.one_line:
                 self._print(Text(f"{exercise.number:02}  {exercise.title}", "dim"))
                 self.code(exercise.one_line)
 
     def row(self, exercise: Exercise, row: Mapping[str, Any]) -> None:
-        """Shows what `check` found out about one exercise, in a line or two."""
+        """Shows the result of `check` for one exercise, in a line or two."""
         style = "green" if row["state"] == "passed" else "red"
         mark = self.marks["solved" if row["state"] == "passed" else "failed"]
         verdict = row["verdict"]
@@ -228,7 +225,7 @@ class Screen:
     def examined(
         self, exercise: Exercise, defects: Sequence[str], notes: Sequence[str], checks: int, seconds: float
     ) -> None:
-        """Shows what `dev check` found out about one exercise."""
+        """Shows the result of `dev check` for one exercise."""
         mark, style = ("failed", "red") if defects else ("solved", "green")
         took = f"{checks:>4} checks  {seconds:5.1f} s"
         name = f"{exercise.number:02} {exercise.name:<26} "
@@ -237,7 +234,7 @@ class Screen:
             self._indented(Text(f"- {shown(text)}", tone))
 
     def findings(self, findings: Sequence[tuple[str, str, bool, str]]) -> None:
-        """Shows what the doctor found: subjects, texts, whether they are well, and remedies."""
+        """Shows the findings of the doctor: a subject, a text, whether it is well, and a remedy for each."""
         table = Table.grid(padding=(0, 1))
         for subject, text, is_well, remedy in findings:
             mark, style = (self.marks["solved"], "green") if is_well else (self.marks["failed"], "red")
@@ -247,20 +244,20 @@ class Screen:
         if not self.is_plain:
             self._print(table)
 
-    # What the terminal has besides.
+    # For an interactive session.
 
     def time(self, text: str) -> None:
-        """Shows what was checked, and when, above the verdict."""
+        """Shows the name of the checked file and the time, above the verdict."""
         self.console.print()
         self.console.rule(Text(text, "dim"), style="dim", align="left")
 
     def file(self, path: Any, where: str = "") -> None:
-        """Shows which file to edit, and the command that checks it if nothing else does."""
+        """Shows which file to edit, and the command that checks it if nothing watches it."""
         how = f"Then check it: {where}" if where else "It is checked whenever you save it."
         self._print(Text.assemble("Edit ", (str(path), "bold"), f". {how}"))
 
     def keys(self, text: str) -> None:
-        """Shows the keys, as "n next   h hint"."""
+        """Shows the keys; `text` is like "n next   h hint"."""
         parts = [part for key in text.split("   ") for part in ((key[0], "bold"), (key[1:] + "   ", "dim"))]
         self._print(Text.assemble("\n", *parts))
 
@@ -273,21 +270,21 @@ class Screen:
         self._print(table)
 
     def checking(self) -> None:
-        """Says at once that a check has begun."""
+        """Shows that a check has started."""
         if not self.is_plain:
             is_dumb = self.console.is_dumb_terminal
             self.console.print(Text("checking…", "dim"), end="\n" if is_dumb else "\r")
 
     def erase(self) -> None:
-        """Takes back the line that says so."""
+        """Erases the line that `checking` has shown."""
         if not self.is_plain and not self.console.is_dumb_terminal:
             self.console.file.write("\r\x1b[K")
 
     def flush(self) -> None:
-        """What was shown is there."""
+        """Flushes the output."""
         self.console.file.flush()
 
-    # The parts.
+    # Helpers.
 
     def _print(self, renderable: Any) -> None:
         if self.is_plain:
@@ -310,7 +307,7 @@ class Screen:
         return [("█" * done, "green"), ("░" * (total - done), "dim"), (f" {words}", "")]
 
     def _stages(self, verdict: Verdict) -> None:
-        """The stages that were passed, and the one that was not, with the name of the mistake if it has one."""
+        """Shows the stages that passed, and the one that failed, with the name of the mistake if it is known."""
         rows = [("solved", "green", stage, seen) for stage, seen in verdict.done]
         if verdict.stage and verdict.started:
             rows.append(("failed", "red", verdict.stage, verdict.mistake or ""))
@@ -325,7 +322,7 @@ class Screen:
             self._print(table)
 
     def _line(self, number: int, source: str, text: str) -> None:
-        """Where it is; and what stands there, unless the text has it with a mark below."""
+        """Shows the line number and the source line, unless the text already shows that line."""
         source = "" if source and source in text else shown(source)
         self.say()
         self._indented(
@@ -339,4 +336,4 @@ class Screen:
         for line in shown(verdict.prints).rstrip("\n").split("\n"):
             self._indented(Text.assemble((f"{self.marks['bar']} ", "dim"), line))
         if verdict.prints_dropped:
-            self._indented(Text(f"{verdict.prints_dropped:,} more bytes were printed, and are not shown.", "dim"))
+            self._indented(Text(f"{verdict.prints_dropped:,} more bytes were printed and are not shown.", "dim"))

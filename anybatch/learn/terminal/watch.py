@@ -1,11 +1,9 @@
-"""Keys that are pressed, and files that are saved.
+"""The interactive session: each key does one thing, and the file is checked whenever it is saved.
 
-**The terminal is left as it was found**, whatever ends it: a key, Ctrl-C, SIGTERM, an exception; and while it is
-stopped by Ctrl-Z.
+Checks run on a thread, so that keys work meanwhile. The session never moves to another exercise by itself.
 
-One sitting in the terminal: one key, one thing; and a check whenever the file is saved.
-
-Checks run on a thread, so that keys are heard meanwhile. Nothing moves on by itself.
+**The terminal is restored**, whatever ends the session (a key, Ctrl-C, SIGTERM, an exception), and while it is stopped
+by Ctrl-Z.
 """
 
 import contextlib
@@ -26,20 +24,20 @@ from typing import Any
 from anybatch.errors import InputError
 from anybatch.learn.catalogue import Course, Exercise
 from anybatch.learn.check import Verdict
-from anybatch.learn.progress import Progress, hash_of, read_source
+from anybatch.learn.learner_progress import Progress, hash_of, read_source
 from anybatch.learn.terminal.pages import Screen
 
-_SETTLE = 0.01  # seconds after which a file that is being written looks different again
-_GONE = 1.0  # seconds for which a file may be missing, or empty, while it is being saved
+_SETTLE = 0.01  # seconds to wait before looking again whether a file is still being written
+_GONE = 1.0  # seconds for which a file may be missing or empty while an editor saves it
 _ESCAPES = re.compile(r"\x1b(\[[0-?]*[ -/]*[@-~]|O.|[^\[O])?")
 
 
 class Keyboard:
-    """The keys that are pressed, one by one and not shown.
+    """Reads keys one by one, without showing them.
 
     Args:
       file: the descriptor of a terminal.
-      on_return: what to do when the program goes on after it was stopped.
+      on_return: called when the program continues after Ctrl-Z.
     """
 
     def __init__(self, file: int, on_return: Callable[[], None] = lambda: None) -> None:
@@ -61,7 +59,7 @@ class Keyboard:
             signal.signal(number, handler)
 
     def read(self) -> str | None:
-        """The keys that were pressed; None if there will be no more."""
+        """The keys that were pressed; None if the terminal is closed."""
         try:
             data = os.read(self.file, 1024)
         except OSError:
@@ -69,7 +67,7 @@ class Keyboard:
         return _ESCAPES.sub("", data.decode("utf-8", "ignore")).lower() if data else None
 
     def _restore(self) -> None:
-        with contextlib.suppress(termios.error):  # a terminal that is gone needs nothing
+        with contextlib.suppress(termios.error):  # the terminal may be closed
             termios.tcsetattr(self.file, termios.TCSANOW, self._before)
 
     def _end(self, number: int, _: Any) -> None:
@@ -79,21 +77,21 @@ class Keyboard:
         self._restore()
         signal.signal(signal.SIGTSTP, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGTSTP)
-        # Here it goes on, some time later.
+        # The program continues here after SIGCONT.
         signal.signal(signal.SIGTSTP, self._stop)
         tty.setcbreak(self.file)
         self.on_return()
 
 
 class Saves:
-    """Notices when a file has other contents.
+    """Notices when the contents of a file have changed.
 
-    An editor may write it in parts, or write another and rename it: a file that is gone for a moment, empty, or still
-    growing is not looked at. A save that changes nothing is none.
+    An editor may write a file in several steps, or write another one and rename it. So a file that is missing for a
+    moment, empty, or still growing is ignored. A save that changes nothing is ignored, too.
 
     Args:
-      path: of the file.
-      read: what reads it; it raises InputError if there is no text.
+      path: the path of the file.
+      read: reads the file; raises InputError if it is not text.
     """
 
     def __init__(self, path: pathlib.Path, read: Callable[[], str] | None = None) -> None:
@@ -112,10 +110,10 @@ class Saves:
         return self._gone_since is not None and time.monotonic() - self._gone_since > _GONE
 
     def look(self) -> str | None:
-        """The contents, if they are others than at the last look.
+        """The contents, if they have changed since the last call; else None.
 
         Raises:
-          InputError: if they changed, and are no text.
+          InputError: if they have changed and are not text.
         """
         about = self._about()
         if not about or not about[0]:
@@ -148,23 +146,24 @@ LOOK_EVERY = 0.05  # seconds
 
 KEYS = {
     "n": "next exercise",
-    "b": "back to the one before",
+    "b": "back to the previous exercise",
     "h": "hint: the next of three",
     "r": "run the check again",
     "l": "list of all exercises",
     "p": "page: show it again",
     "s": "solution, once it is solved",
-    "x": "reset the file to its beginning",
+    "x": "reset the file to the original",
     "q": "quit; your progress is kept",
 }
+_AT_END = "That was the last exercise. Press b to go back to it, l for the list, q to quit."
 
 
 class Checker:
-    """Checks on a thread, one after another; of those that wait, the newest.
+    """Runs checks on a thread, one at a time. If several wait, only the newest is run.
 
     Args:
-      grade: of an exercise and the text of a file, the verdict.
-      prepare: what to do when the learner comes to an exercise, so that its checks are quick.
+      grade: takes an exercise and the text of a file, and returns the verdict.
+      prepare: called when the learner comes to an exercise, so that its checks are quick.
     """
 
     def __init__(
@@ -182,35 +181,35 @@ class Checker:
 
     @property
     def is_busy(self) -> bool:
-        """Whether a verdict is still to come."""
+        """Whether a check is running or waiting."""
         with self._changed:
             return self._is_running or self._waiting is not None
 
     def fileno(self) -> int:
-        """Can be read as soon as there is a verdict."""
+        """A descriptor that becomes readable when there is a verdict."""
         return self._read
 
     def prepare(self, exercise: Exercise) -> None:
-        """Gets ready for an exercise."""
+        """Prepares for the checks of an exercise."""
         with self._changed:
             self._arriving = exercise
             self._changed.notify()
 
     def submit(self, exercise: Exercise, source: str) -> None:
-        """Checks a file, as soon as the check that is running has ended."""
+        """Checks a file, once the running check has ended."""
         with self._changed:
             self._waiting = (exercise, source)
             self._changed.notify()
 
     def results(self) -> Iterator[tuple[Exercise, str, Verdict | Exception]]:
-        """What has been found since the last time."""
+        """Yields the results since the last call."""
         if select.select([self._read], [], [], 0)[0]:
             os.read(self._read, 1024)
         while self._results:
             yield self._results.popleft()
 
     def close(self) -> None:
-        """Begins no more checks. The one that is running ends with the process that runs it."""
+        """Starts no more checks. A running one ends with its process."""
         with self._changed:
             self._is_over = True
             self._changed.notify()
@@ -238,13 +237,13 @@ class Checker:
 
 
 class Watch:
-    """One sitting of a learner.
+    """One interactive session.
 
     Args:
-      course: the exercises.
-      progress: what was solved; where the files are.
-      screen: where to show it.
-      checker: what checks.
+      course: the course.
+      progress: the learner's progress and files.
+      screen: the output.
+      checker: runs the checks.
       keyboard: the descriptor of the terminal.
     """
 
@@ -253,7 +252,7 @@ class Watch:
         self.keyboard = Keyboard(keyboard, on_return=self._keys)
         self.exercise = progress.current
         self.saves = self._saves()
-        self.question = ""  # the key that was pressed, and waits for another
+        self.question = ""  # the previous key, if it needs another one as confirmation
         self.is_over = self.is_at_end = self.was_gone = False
 
     def _saves(self) -> Saves:
@@ -261,7 +260,7 @@ class Watch:
         return Saves(self.progress.path(exercise), lambda: self.progress.read(exercise))
 
     def run(self, exercise: Exercise) -> int:
-        """Goes on until the learner quits. Returns the exit status."""
+        """Runs the session until the learner quits. Returns the exit status."""
         try:
             with self.keyboard:
                 self._arrive(exercise)
@@ -274,11 +273,11 @@ class Watch:
         finally:
             self.checker.close()
         self.screen.erase()
-        self.screen.say(f"Your progress is kept. Go on with: {self.progress.command()}")
+        self.screen.say(f"Your progress is kept. To continue: {self.progress.command()}")
         return status
 
     def _turn(self) -> None:
-        """What has happened meanwhile."""
+        """Handles the keys, verdicts and saves since the last call."""
         if select.select([self.keyboard.file], [], [], 0)[0]:
             keys = self.keyboard.read()
             self.is_over |= keys is None
@@ -299,7 +298,7 @@ class Watch:
             self._check(source)
         elif self.saves.is_gone and not self.was_gone:
             self.was_gone = True
-            self._say(f"{self.saves.path} is gone. x puts it back to its beginning.", "yellow")
+            self._say(f"{self.saves.path} is gone. Press x to put the original back.", "yellow")
 
     def _check(self, source: str) -> None:
         was_busy = self.checker.is_busy
@@ -321,18 +320,18 @@ class Watch:
                 self.screen.say(str(result), "red")
             elif isinstance(result, Exception):
                 about = f"{type(result).__name__}: {result}"
-                self.screen.say(f"The check itself failed, and that is not your mistake.\n{about}", "red")
+                self.screen.say(f"The check itself failed. That is not your mistake.\n{about}", "red")
             else:
                 self.screen.verdict(result)
                 if result.passed:
                     self.screen.solved(exercise)
-                    self.screen.heading("Solved." if is_new else "Solved, as before.")
-                    self.screen.say("s shows a solution to compare; n goes on to the next exercise.")
+                    self.screen.heading("Solved." if is_new else "Solved again.")
+                    self.screen.say("Press s to compare with a solution, n for the next exercise.")
 
         self._tell(show)
 
     def _tell(self, show: Callable[[], None]) -> None:
-        """Shows something, and under it the keys; what is being checked still is."""
+        """Shows something, and the keys below it."""
         self.screen.erase()
         show()
         self._keys()
@@ -348,7 +347,7 @@ class Watch:
         self.screen.flush()
 
     def _arrive(self, exercise: Exercise) -> None:
-        self.progress.place(exercise)  # if that cannot be, nothing else is done
+        self.progress.place(exercise)  # first, since it may raise
         self.exercise, self.is_at_end, self.was_gone = exercise, False, False
         self.checker.prepare(exercise)
         self.progress.go_to(exercise)
@@ -367,7 +366,7 @@ class Watch:
             self.screen.page(self.exercise, self.course, self.progress)
             self.screen.file(self.saves.path)
             if solved is not None:
-                note = f"You solved it on {solved.when[:10]}. It is not run again unless you save it, or press r."
+                note = f"You solved it on {solved.when[:10]}. Save a change, or press r, to check it again."
                 self.screen.say(note, "green")
 
         self._tell(show)
@@ -375,7 +374,7 @@ class Watch:
     def _press(self, key: str) -> None:
         try:
             self._do(key)
-        except InputError as error:  # a disk that is full, say: the sitting goes on
+        except InputError as error:  # for example a full disk; the session continues
             self._say(str(error), "red")
 
     def _do(self, key: str) -> None:
@@ -396,16 +395,16 @@ class Watch:
             "?": lambda: self._tell(lambda: self.screen.help(KEYS)),
         }
         if self.is_at_end and key in "hrpsx":
-            self._say("That was the last one: b goes back to it, l lists all, q quits.")
+            self._say(_AT_END)
         elif key in actions:
             actions[key]()
 
     def _next(self, is_sure: bool) -> None:
         if self.is_at_end:
-            return self._say("That was the last one: b goes back to it, l lists all, q quits.")
+            return self._say(_AT_END)
         if self.exercise.name not in self.progress.solved and not is_sure:
             self.question = "n"
-            return self._say("Not solved yet. Press n again to skip it: it stays open.", "yellow")
+            return self._say("Not solved yet. Press n again to skip it.", "yellow")
         following = self.course.after(self.exercise)
         if following is not None:
             return self._arrive(following)
@@ -422,7 +421,7 @@ class Watch:
     def _back(self) -> None:
         before = self.exercise if self.is_at_end else self.course.before(self.exercise)
         if before is None:
-            return self._say("This is the first one.")
+            return self._say("This is the first exercise.")
         self._arrive(before)
 
     def _hint(self) -> None:
@@ -448,18 +447,18 @@ class Watch:
             self._tell(lambda: self.screen.solution(self.exercise))
         else:
             way = self.progress.command("solution", str(self.exercise.number), "--anyway")
-            self._say(f"It is shown once you have solved this. If you must: {way}", "yellow")
+            self._say(f"The solution is shown once you have solved this exercise. To see it anyway: {way}", "yellow")
 
     def _ask_to_reset(self) -> None:
         self.question = "x"
-        text = f"Put {self.saves.path} back to its beginning? Your file is kept under another name. y does it."
+        text = f"Reset {self.saves.path} to the original? Your file is kept under another name. Press y to confirm."
         self._say(text, "yellow")
 
     def _reset(self) -> None:
         kept = self.progress.reset(self.exercise)
         self._arrive(self.exercise)
         if kept is not None:
-            self._say(f"What you had is in {kept}.")
+            self._say(f"Your file is now {kept}.")
 
     def _quit(self) -> None:
         self.is_over = True

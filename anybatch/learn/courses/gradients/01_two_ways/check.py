@@ -1,4 +1,4 @@
-"""Two ways to one gradient: the value, and a program that really goes both ways."""
+"""Checks the value, and that the program really computes the gradient in both ways."""
 
 import numpy as np
 
@@ -7,18 +7,18 @@ from anybatch.learn.rules import ROUNDING, other_numbers
 
 
 def cases(rng):
-    """A scalar of each kind that may arrive; and a batch of one."""
+    """`w` as an array, a Python int and a Python float; and a batch of one example."""
 
     def examples(number):
         return rng.normal(0.3, 1.0, number).astype(np.float32)
 
-    whole, number = int(rng.integers(2, 6)), float(rng.choice([-1.75, -0.5, 0.75, 2.5]))
+    integer, number = int(rng.integers(2, 6)), float(rng.choice([-1.75, -0.5, 0.75, 2.5]))
     return [
         *(
             Case((np.float32(rng.uniform(1, 3)).reshape(()), examples(7)), "7 examples, w an array of shape ()")
             for _ in range(3)
         ),
-        Case((whole, examples(7)), f"7 examples, w = {whole}, a Python int"),
+        Case((integer, examples(7)), f"7 examples, w = {integer}, a Python int"),
         Case((number, examples(1)), f"1 example, w = {number}, a Python float"),
     ]
 
@@ -55,43 +55,43 @@ MISTAKES = (
     Mistake("a mean in row 1", wrong_rows(mean, 1), f"Row 1 {A_MEAN}"),
     Mistake("a mean in each row", wrong_rows(mean, 0, 1), f"Each row {A_MEAN}"),
     Mistake(
-        "the derivative by x",
+        "the derivative with respect to x",
         wrong_rows(lambda w, x: np.sum(2 * w**2 * x), 0, 1),
-        "Each row is a derivative with respect to x; this exercise asks for that by w.\n"
-        "jax.grad differentiates by the first argument unless argnums says otherwise: w has to be the first.",
+        "Each row is a derivative with respect to x; this exercise asks for the one with respect to w.\n"
+        "jax.grad differentiates with respect to the first argument, unless argnums says otherwise: make w the first.",
     ),
     Mistake(
         "the square of a sum",
         wrong_rows(lambda w, x: 2 * w * np.sum(x) ** 2, 1),
-        "Row 1 squares the sum of the examples; f squares each of them, and the sum comes afterwards.\n"
-        "Apply f to every example first, with jax.vmap.",
+        "Row 1 squares the sum of the examples; it should be the sum of their squares.\n"
+        "Apply f to every example first, with jax.vmap, and then sum.",
     ),
 )
 
 
 TWICE_OF_EACH = (
     "The value is right, but both rows add up a gradient for each example.\n"
-    "In neither does a gradient go back through a sum. For row 1, write a function of w that returns the summed loss "
-    "of the whole batch, and take its jax.grad."
+    "Neither is the gradient of a sum. For row 1, write a function of w that returns the sum of all losses, and take "
+    "its jax.grad."
 )
 TWICE_OF_A_SUM = (
     "The value is right, but both rows are gradients of a summed loss.\n"
-    "For row 0, take the gradient of f for each example first: jax.vmap of jax.grad(f) gives one number for each; then "
-    "add them up."
+    "For row 0, take the gradient of f for each example first: jax.vmap of jax.grad(f) returns one number for each "
+    "example. Then add them up."
 )
 
 
 def is_differentiated_twice(program, args):
-    """Whether there are two derivatives in the program, one of each example and one of a sum.
+    """The program must have two derivatives: one for each example, and one of a sum.
 
-    However f is differentiated, forward or backward, JAX multiplies at least four times: w x, 2 (w x), times what
-    comes from outside, times x. The formula needs three at most. Loops count as what they compute for all turns.
-    The derivative of a sum hands its 1 to every example: a broadcast between the multiplications. The derivative of
-    each example has none, or one before them, of w.
+    However f is differentiated, forward or backward, JAX multiplies at least four times: w x, 2 (w x), times the
+    incoming derivative, times x. The formula needs at most three multiplications. A loop counts as one sum. The
+    derivative of a sum has a broadcast between the multiplications, which copies the incoming 1 to every example. The
+    derivative of each example has no broadcast, or one of w before the multiplications.
     """
     examples = len(args[1])
     if examples == 1:
-        return None  # a sum of one number tells nothing
+        return None  # with one example, both ways look the same
     large = [each for each in program.find() if each.size >= examples or each.inside]
     names = [each.name for each in large if each.name in ("mul", "pow", "broadcast_in_dim")]
     products = sum(each.name == "mul" for each in large)
@@ -102,22 +102,22 @@ def is_differentiated_twice(program, args):
     if sum(each.name == "mul" for each in alone) >= 2 * examples:
         return (
             "The value is right, but the gradient of each example is written out by a Python loop.\n"
-            f"There are {examples} copies of it in the program, and would be a thousand for a thousand examples. "
-            "jax.vmap(jax.grad(f), in_axes=(None, 0)) is one copy for all."
+            f"The program has {examples} copies of it, and would have a thousand for a thousand examples. "
+            "jax.vmap(jax.grad(f), in_axes=(None, 0)) needs only one."
         )
     if products < 3 * min(sums, 2):
         return (
-            "The value is right, but a row is the formula 2 w Σx², written out by hand.\n"
-            "For a network there is no such formula: let jax.grad differentiate f, in both rows."
+            "The value is right, but a row is the formula 2 w Σx², worked out by hand.\n"
+            "A network has no such formula: let jax.grad differentiate f in both rows."
         )
     if sums < 2:
         return (
-            "The value is right, but there is one gradient in the program, and both rows show it.\n"
+            "The value is right, but there is only one gradient in the program, and both rows show it.\n"
             "Compute row 0 from a gradient for each example, and row 1 as the gradient of the summed loss."
         )
     other = {each.name for each in large} - {"mul", "pow", "integer_pow", "broadcast_in_dim", "reduce_sum"}
     if other or sums != 2:
-        return None  # another way of writing it: nothing more can be said for certain
+        return None  # written in another way, about which nothing more is certain
     return _same_way(names)
 
 
@@ -132,7 +132,7 @@ def _same_way(names):
 
 
 def both_ways_matter(program, args):
-    """Each row comes from derivatives, row 0 from one for each example, and row 1 from one of a sum."""
+    """Each row must come from derivatives: row 0 from one for each example, row 1 from one of a sum."""
     x = args[1]
     if len(x) == 1:
         return None
@@ -150,9 +150,9 @@ def both_ways_matter(program, args):
     for row in (0, 1):
         if not comes_from(row, *derivatives):
             return (
-                f"No derivative has an influence on row {row}: what jax.grad makes is in the program, and does not "
-                "matter.\nFor a network there is no formula that could be written out by hand: let jax.grad "
-                "differentiate f, in both rows, and return what it gives."
+                f"No derivative has an influence on row {row}: jax.grad is in the program, but its result does not "
+                "matter.\nA network has no formula that could be worked out by hand: let jax.grad differentiate f in "
+                "both rows, and return its result."
             )
     if not comes_from(1, *of_a_sum):
         return TWICE_OF_EACH
@@ -172,6 +172,6 @@ check = Check(
     cases=cases,
     reference=reference,
     mistakes=MISTAKES,
-    same=(Same("the order of the examples", permuted, says="A sum over the examples has no first and no last."),),
+    same=(Same("the order of the examples", permuted, says="A sum does not depend on the order of its terms."),),
     program=(is_differentiated_twice, both_ways_matter),
 )

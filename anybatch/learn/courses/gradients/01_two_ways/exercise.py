@@ -5,12 +5,12 @@ import jax.numpy as jnp
 
 
 def f(w, x):
-    """The loss of one example: w and x are numbers."""
+    """The loss of one example; w and x are scalars."""
     return (w * x) ** 2
 
 
 def equivalent_two_ways(w, x_batch):
-    """The sum of the gradients (row 0) and the gradient of the sum (row 1), by w.
+    """The sum of the gradients (row 0) and the gradient of the sum (row 1), with respect to w.
 
     Args:
       w: a number: a Python int, a float, or an array of shape ().

@@ -1,7 +1,7 @@
-"""The derivative of a sum is the sum of the derivatives, so both ways give 2 w Σx²: differentiation is linear.
+"""Differentiation is linear: the derivative of a sum is the sum of the derivatives, so both ways give 2 w Σx².
 
-One backward pass through the sum is what training does; one gradient for each example costs a gradient of memory for
-each, and is what clipping and noise estimates need.
+Training uses one backward pass through the sum. Clipping and noise estimates need a gradient for each example, and pay
+for it with the memory of as many gradients.
 """
 
 import jax
@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 
 def f(w, x):
-    """The loss of one example: w and x are numbers."""
+    """The loss of one example; w and x are scalars."""
     return (w * x) ** 2
 
 

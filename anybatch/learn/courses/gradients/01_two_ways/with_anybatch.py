@@ -1,4 +1,4 @@
-"""One gradient for each example, and one of the sum, in whatever memory there is."""
+"""One gradient for each example, and one of the sum."""
 
 import jax.numpy as jnp
 
@@ -6,7 +6,7 @@ import anybatch as ab
 
 
 def f(w, x):
-    """The loss of one example: w and x are numbers."""
+    """The loss of one example; w and x are scalars."""
     return (w * x) ** 2
 
 

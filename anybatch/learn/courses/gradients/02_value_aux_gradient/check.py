@@ -1,4 +1,4 @@
-"""Value, aux and gradient in one pass: the exact nesting, the slope of the value, and one forward pass."""
+"""Checks the exact nesting, the gradient by finite differences, and that there is only one forward pass."""
 
 import numpy as np
 
@@ -9,12 +9,12 @@ FEATURES, HIDDEN, CLASSES = 3, 5, 4
 
 
 def cases(rng):
-    """Batches of one shape: compiling is what takes time."""
+    """Batches of one shape, since compiling is what takes time."""
     return [Case(arguments(rng, 8), "8 examples, 4 classes") for _ in range(4)]
 
 
 def arguments(rng, examples):
-    """Parameters and a batch, of which some examples are classified right, and none by a hair."""
+    """Parameters, and a batch in which some examples are classified correctly, and no two logits nearly tie."""
     while True:
         params = {
             "hidden": layer(rng, FEATURES, HIDDEN),
@@ -23,7 +23,7 @@ def arguments(rng, examples):
         x = rng.normal(size=(examples, FEATURES)).astype(np.float32)
         logits = forward(params, x)[1]
         second, best = np.sort(logits, axis=1)[:, -2:].T
-        if np.min(best - second) > 1e-2:  # accuracy jumps where two logits are equal; stay away from there
+        if np.min(best - second) > 1e-2:  # rounding could change the accuracy if two logits were nearly equal
             break
     y = np.where(rng.random(examples) < 0.5, np.argmax(logits, axis=1), rng.integers(0, CLASSES, examples))
     y[0] = np.argmax(logits[0])
@@ -77,7 +77,7 @@ def scaled(tree, factor):
 
 
 def count_for_accuracy(params, x, y):
-    """How many are right."""
+    """The number of correct examples."""
     (loss, aux), grads = reference(params, x, y)
     return (loss, aux | {"accuracy": aux["accuracy"] * len(y)}), grads
 
@@ -123,30 +123,30 @@ MISTAKES = (
     Mistake(
         "the log-likelihood",
         times(lambda n: -1),
-        "The sign is turned around: this is the mean log-probability, which is to grow.\nThe loss is minus that.",
+        "The sign is wrong: this is the mean log-probability, which training should increase.\nThe loss is minus that.",
     ),
     Mistake(
         "a softmax over the examples",
         softmax_over_examples,
-        "The softmax goes over the examples; it has to go over the classes.\n"
-        "The probabilities of each example add up to 1: use axis=-1, the default of jax.nn.log_softmax.",
+        "The softmax is over the examples; it has to be over the classes.\n"
+        "The probabilities of each example must add up to 1: use axis=-1, the default of jax.nn.log_softmax.",
     ),
     Mistake(
         "a count for the accuracy",
         count_for_accuracy,
-        "aux['accuracy'] counts the examples that are right; this exercise asks for their share, a mean.",
+        "aux['accuracy'] counts the correct examples; this exercise asks for their fraction, a mean.",
     ),
     Mistake(
         "three things side by side",
         nested_as(lambda loss, aux, grads: (loss, aux, grads)),
-        "Loss, aux and gradients stand side by side; the answer is ((loss, aux), grads).\n"
-        "JAX pairs what the function returned with its gradient, and whoever calls yours expects the same.",
+        "You return a flat tuple (loss, aux, grads); the answer is nested, ((loss, aux), grads).\n"
+        "JAX pairs what a function returns with its gradient. Return what jax.value_and_grad returns.",
     ),
     Mistake(
         "no aux",
         nested_as(lambda loss, aux, grads: (loss, grads)),
         "aux is missing; the answer is ((loss, aux), grads).\n"
-        "With has_aux=True the function that is differentiated returns a pair (loss, aux), and aux comes out as it is.",
+        "With has_aux=True, the function that is differentiated returns a pair (loss, aux), and aux is passed through.",
     ),
     Mistake(
         "no loss",
@@ -164,20 +164,20 @@ def backwards(rng, args):
 
 
 def rows_backwards(answer, args, changed):
-    """Loss and gradients stay; the logits have a row for each example."""
+    """The expected answer: the same loss and gradients, and the rows of the logits reversed."""
     (loss, aux), grads = answer
     return (loss, aux | {"logits": aux["logits"][::-1]}), grads
 
 
 TWO_PASSES = (
     "The value is right, but the network runs more than once.\n"
-    "{} The backward pass needs the forward pass anyway. Let loss and aux come out of that one: "
+    "{} The backward pass needs the forward pass anyway. Take loss and aux from that one: "
     "jax.value_and_grad(..., has_aux=True)."
 )
 
 
 def one_product_of_each_layer(program, args):
-    """Inputs meet the weights of a layer once on the way forward, however tanh is written."""
+    """The forward pass must multiply by the weights of each layer only once, however tanh is written."""
     params, x, _ = args
     hidden = len(x) * HIDDEN
     layers = ((x.size, params["hidden"]["w"].size, hidden), (hidden, params["out"]["w"].size, len(x) * CLASSES))
@@ -189,7 +189,7 @@ def one_product_of_each_layer(program, args):
             and product.outputs[0].size == result
         ]
         if len(found) > 1:
-            return TWO_PASSES.format("The product with the weights of a layer is in the program several times.")
+            return TWO_PASSES.format("The product with the weights of a layer occurs several times in the program.")
     return None
 
 
@@ -204,24 +204,24 @@ check = Check(
             "the order of the examples",
             backwards,
             rows_backwards,
-            "Loss and gradients are means over the examples. Only the rows of the logits change places.",
+            "Loss and gradients are means over the examples. Only the rows of the logits may change places.",
         ),
     ),
     differences=Differences(value=lambda answer: answer[0][0], gradient=lambda answer: answer[1]),
-    # The gradient of tanh is made from its value, so that one pass has one tanh, however it is written.
+    # The derivative of tanh is computed from its value, so one pass has one tanh.
     program=(
         needs(
             "tanh",
             at_most=1,
-            says=TWO_PASSES.format("Its tanh is in the program several times, or not at all."),
+            says=TWO_PASSES.format("Its tanh occurs several times in the program, or not at all."),
         ),
         one_product_of_each_layer,
         matters(
             "tanh",
-            "Loss, logits and every gradient have to come from the network, and from one pass through it: "
+            "Loss, logits and every gradient must come from one pass through the network: "
             "jax.value_and_grad(..., has_aux=True).",
             least=1e-3,
-            but=(1,),  # the accuracy jumps, or stays
+            but=(1,),  # the accuracy may stay the same
         ),
     ),
 )

@@ -11,12 +11,12 @@ def logits_of(params, x):
 
 
 def value_aux_and_grad(params, x, y):
-    """The mean cross-entropy with its aux, and its gradient by the parameters.
+    """The mean cross-entropy with its aux, and its gradient with respect to the parameters.
 
     Args:
       params: {"hidden": {"w": (D, H), "b": (H,)}, "out": {"w": (H, C), "b": (C,)}}, float32.
       x: the inputs, float32 of shape (N, D).
-      y: the right classes, int32 of shape (N,).
+      y: the correct classes, int32 of shape (N,).
 
     Returns:
       ((loss, {"accuracy": ..., "logits": ...}), grads).

@@ -1,6 +1,6 @@
-"""The backward pass needs the forward pass anyway, so loss, logits and accuracy come out of it for nothing.
+"""The backward pass needs the forward pass anyway, so loss, logits and accuracy come out of it for free.
 
-has_aux=True says that only the first of the pair is differentiated; the second is handed through as it is.
+With has_aux=True, only the first element of the pair is differentiated; the second is passed through.
 """
 
 import jax
@@ -14,7 +14,7 @@ def logits_of(params, x):
 
 
 def value_aux_and_grad(params, x, y):
-    """The mean cross-entropy with its aux, and its gradient by the parameters."""
+    """The mean cross-entropy with its aux, and its gradient with respect to the parameters."""
 
     def loss_and_aux(params):
         logits = logits_of(params, x)

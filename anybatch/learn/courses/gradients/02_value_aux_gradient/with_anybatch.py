@@ -1,4 +1,4 @@
-"""The same call, for a batch of any size: every leaf of aux is what it would be for the full batch."""
+"""The same call, for a batch of any size. Every leaf of aux equals that of the full batch."""
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,7 @@ def logits_of(params, x):
 
 
 def loss_and_aux(params, x, y):
-    """The mean cross-entropy, and what there is beside it."""
+    """The mean cross-entropy, and aux."""
     logits = logits_of(params, x)
     log_probabilities = jax.nn.log_softmax(logits)
     loss = -jnp.mean(log_probabilities[jnp.arange(len(y)), y])
@@ -21,5 +21,5 @@ def loss_and_aux(params, x, y):
 
 
 def value_aux_and_grad(params, x, y):
-    """The mean cross-entropy with its aux, and its gradient by the parameters."""
+    """The mean cross-entropy with its aux, and its gradient with respect to the parameters."""
     return ab.value_and_grad(loss_and_aux, has_aux=True, batch_argnums=(1, 2))(params, x, y)

@@ -1,4 +1,4 @@
-"""Add and scale gradient trees: whatever their nesting, which is drawn anew for each check."""
+"""Checks weighted sums of trees with random nestings, new for each check."""
 
 import jax
 import numpy as np
@@ -10,7 +10,7 @@ NAMES = ("bias", "conv", "dense", "embed", "head", "norm", "scale")
 
 
 def cases(rng):
-    """A flat dict first, for which a loop over its keys would do; then trees that nobody has seen before."""
+    """A flat dict first, for which a loop over its keys would work; then random nestings."""
     flat = {"b": np.zeros(3), "w": np.zeros((2, 3))}
     in_a_dict, in_anything = nested(rng, "dict"), nested(rng, rng.choice(["list", "tuple"]))
     return [
@@ -21,13 +21,13 @@ def cases(rng):
 
 
 def nested(rng, kind):
-    """A tree of five arrays and a None, in containers inside of others, of which the outermost is given."""
+    """A tree of five arrays and a None in nested containers; the outermost is of this kind."""
     leaves = [np.zeros(SHAPES[index]) for index in rng.integers(0, len(SHAPES), 5)] + [None]
     return contained(rng, [leaves[index] for index in rng.permutation(6)], kind)
 
 
 def contained(rng, leaves, kind):
-    """The leaves in two or three parts, each a container of another kind, or a leaf by itself."""
+    """A container of this kind with two or three parts, each a leaf or a container of another kind."""
     ends = sorted(rng.choice(np.arange(1, len(leaves)), min(len(leaves) - 1, 2), replace=False))
     parts = [leaves[start:end] for start, end in zip([0, *ends], [*ends, len(leaves)], strict=True)]
     others = [other for other in ("dict", "list", "tuple") if other != kind]
@@ -43,7 +43,7 @@ def outline(tree):
 
 
 def drawn(rng, template, number):
-    """Trees of random numbers like the template, and weights, of which none is 1 and some are negative."""
+    """Trees of random numbers like the template, and weights; none is 1, and some are negative."""
 
     def one():
         return jax.tree.map(lambda leaf: rng.normal(size=leaf.shape).astype(np.float32), template)
@@ -53,23 +53,23 @@ def drawn(rng, template, number):
 
 
 def reference(trees, weights):
-    """Leaf by leaf."""
+    """The weighted sum, leaf by leaf."""
     return jax.tree.map(lambda *leaves: sum(w * leaf for w, leaf in zip(weights, leaves, strict=True)), *trees)
 
 
 def unscaled(trees, weights):
-    """The weights are forgotten."""
+    """The sum without the weights."""
     return reference(trees, np.ones_like(weights))
 
 
 def first_leaf_only(trees, weights):
-    """The weights are applied to the first leaf of each tree."""
+    """The weights are applied only to the first leaf of each tree."""
     leaves, structure = jax.tree.flatten(unscaled(trees, weights))
     return jax.tree.unflatten(structure, [jax.tree.leaves(reference(trees, weights))[0], *leaves[1:]])
 
 
 def last_tree(trees, weights):
-    """Every tree takes the place of the one before."""
+    """Every tree replaces the one before."""
     return jax.tree.map(lambda leaf: weights[-1] * leaf, trees[-1])
 
 
@@ -83,7 +83,7 @@ def divided(by):
 
 
 def raveled(trees, weights):
-    """All numbers in one row."""
+    """All numbers in one flat array."""
     return np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(reference(trees, weights))])
 
 
@@ -91,44 +91,44 @@ MISTAKES = (
     Mistake(
         "not scaled",
         unscaled,
-        "The trees are added up as they are.\nEvery tree counts for its weight, weights[i] * trees[i].",
+        "The trees are added up without their weights.\nMultiply each tree by its weight: weights[i] * trees[i].",
     ),
     Mistake(
         "the mean of the scaled trees",
         divided(len),
         lambda trees, weights: (
             f"The sum is divided by the number of trees, {len(trees)}.\n"
-            "This exercise asks for the sum; whoever wants a mean puts it into the weights."
+            "This exercise asks for the sum. A mean is a sum with weights 1/n."
         ),
     ),
     Mistake(
         "weights that add up to 1",
         divided(np.sum),
-        "The sum is divided by the sum of the weights.\nThis exercise asks for the weights as they are.",
+        "The sum is divided by the sum of the weights.\nUse the weights as they are.",
     ),
     Mistake(
         "only the first leaf scaled",
         first_leaf_only,
-        "Only the first leaf is scaled; the others are added up as they are.\n"
-        "A weight belongs to a whole tree: scale inside of the function that jax.tree.map applies to every leaf.",
+        "Only the first leaf is scaled; the others are added up without their weights.\n"
+        "A weight applies to all leaves of a tree: scale inside the function that jax.tree.map calls for every leaf.",
     ),
     Mistake(
         "only the last tree",
         last_tree,
-        "Only the last tree is left: each one took the place of the one before.\nAdd them up.",
+        "Only the last tree is left: each one replaced the one before.\nAdd them up.",
     ),
     Mistake(
         "one flat array",
         raveled,
-        "The numbers are right, in one flat array, and their names are gone.\n"
-        "An optimizer needs the tree of the parameters: unravel it, or use jax.tree.map, which never takes "
-        "the tree apart.",
+        "The numbers are right, but they are in one flat array, without their names.\n"
+        "An optimizer needs the structure of the parameters: unravel the array, or use jax.tree.map, which keeps the "
+        "structure.",
     ),
     Mistake(
         "a list of leaves",
         lambda trees, weights: jax.tree.leaves(reference(trees, weights)),
-        "The leaves are right, in a flat list, and their names are gone.\n"
-        "jax.tree.map keeps the tree; or put them back with jax.tree.unflatten.",
+        "The leaves are right, but they are in a flat list, without their names.\n"
+        "Use jax.tree.map, which keeps the structure, or put it back with jax.tree.unflatten.",
     ),
 )
 
@@ -147,6 +147,10 @@ check = Check(
     reference=reference,
     mistakes=MISTAKES,
     same=(
-        Same("the order of the trees, each with its weight", reordered, says="A sum has no first and no last term."),
+        Same(
+            "the order of the trees, each with its weight",
+            reordered,
+            says="A sum does not depend on the order of its terms.",
+        ),
     ),
 )

@@ -1,6 +1,6 @@
-"""jax.tree.map walks all trees at once and hands over the leaves that belong together, so the nesting never matters.
+"""jax.tree.map goes through all trees together and passes the leaves at the same place, so the nesting never matters.
 
-What it builds has the structure of the first tree, None included: the same code serves a dict of two arrays and a
+Its result has the structure of the first tree, including None. The same code works for a dict of two arrays and for a
 transformer.
 """
 
@@ -8,7 +8,7 @@ import jax
 
 
 def weighted_sum(trees, weights):
-    """One tree: the sum over i of weights[i] * trees[i]."""
+    """The sum over i of weights[i] * trees[i]."""
 
     def add_up(*leaves):
         return sum(weight * leaf for weight, leaf in zip(weights, leaves, strict=True))

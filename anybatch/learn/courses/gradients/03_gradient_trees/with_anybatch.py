@@ -1,6 +1,6 @@
-"""A weighted sum of trees is the gradient of a loss that is linear in the parameters: <params, tree>, for each tree.
+"""A weighted sum of trees is the gradient of a loss that is linear in the parameters: <params, tree> for each tree.
 
-Then the trees are the batch, and however many there are, they are taken a few at a time.
+The trees are then the batch, and anybatch takes a few at a time, however many there are.
 """
 
 import jax
@@ -17,7 +17,7 @@ def loss(params, batch):
 
 
 def weighted_sum(trees, weights):
-    """One tree: the sum over i of weights[i] * trees[i]."""
+    """The sum over i of weights[i] * trees[i]."""
     zeros = jax.tree.map(jnp.zeros_like, trees[0])
     stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *trees)
     return ab.grad(loss, microbatch_size=2)(zeros, (stacked, weights))

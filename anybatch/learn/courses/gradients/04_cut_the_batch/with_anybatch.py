@@ -1,7 +1,7 @@
-"""`ab.Batches` says which examples stand together.
+"""`ab.Batches` yields which examples go together.
 
-For a gradient you need not cut at all: `ab.value_and_grad(loss, microbatch_size=3)` takes any batch and any size, and
-the last microbatch may be smaller.
+For a gradient you do not have to cut at all: `ab.value_and_grad(loss, microbatch_size=3)` takes any batch and any size,
+and the last microbatch may be smaller.
 """
 
 import jax
@@ -11,7 +11,7 @@ import anybatch as ab
 
 
 def cut(batch, n_microbatches):
-    """The batch with an axis more: every array (N, ...) becomes (n, N // n, ...), in order."""
+    """The batch with one more axis: every array (N, ...) becomes (n, N // n, ...), in order."""
     num_examples, n = len(jax.tree.leaves(batch)[0]), int(n_microbatches)
     if n != n_microbatches or n < 1 or num_examples % n:
         raise ValueError(f"n_microbatches must divide the {num_examples} examples, got {n_microbatches}")

@@ -1,4 +1,4 @@
-"""The sum over microbatches, in a scan of n turns with the gradient inside of it."""
+"""Checks the sum over microbatches, and that it is accumulated in a scan of length n with the gradient inside."""
 
 import numpy as np
 
@@ -7,15 +7,15 @@ from anybatch.learn.rules import MOVES, carries, other_numbers
 
 N = 24
 DIVISORS = (1, 2, 3, 6, 8, 12, 24)
-# What is done to the whole batch before the loop, by those who cut it with jnp.stack(jnp.split(...)) or .at[].set.
+# Operations that may be applied to the full batch before the loop: jnp.stack(jnp.split(...)) or .at[].set can cut it.
 CUTS = MOVES | {"stack", "tile", "scatter"}
 
 
 def cases(rng):
-    """Plain numbers of microbatches; a float one with Python numbers; and those that do not fit."""
+    """Counts that divide N, one of them a float, with Python numbers; and counts that do not fit."""
 
     def numbers():
-        # Away from zero, so that no mistake hides: w x - y is large for most examples, and the sum does not cancel.
+        # Away from zero: w x - y is large for most examples and the sum does not cancel, so every mistake shows.
         x = rng.uniform(0.5, 2.0, N) * rng.choice((-1.0, 1.0), N)
         return x.astype(np.float32), (x * rng.uniform(-1.0, 1.0, N)).astype(np.float32)
 
@@ -35,71 +35,72 @@ def reference(w, b, x, y, n):
 
 
 def last_only(w, b, x, y, n):
-    """What is left if the carry is replaced, not added to."""
+    """The gradient of the last microbatch: the carry is replaced, not added to."""
     return reference(w, b, x[-(N // int(n)) :], y[-(N // int(n)) :], n)
 
 
 def loop_over_microbatches(program, args):
-    """A scan with a turn for each microbatch, but for the first, which may come before the loop."""
+    """The program must have a scan over the microbatches; the first may be computed before the loop."""
     n = int(args[4])
     if any(scan.params["length"] in (n, n - 1) for scan in program.find("scan")):
         return None
     return (
-        f"There is no scan of {n} turns in the program that JAX traced.\n"
-        "A Python loop is unrolled, n copies one after the other, and the whole batch at once needs the memory of all. "
-        "Use jax.lax.scan over microbatches of N / n examples: one body, which runs n times."
+        f"There is no scan of length {n} in the program that JAX traced.\n"
+        "A Python loop is unrolled into n copies, and the full batch at once needs the memory of all examples. "
+        "Use jax.lax.scan over microbatches of N / n examples: its body is compiled once, and runs n times."
     )
 
 
 def loops_that_stack(program, args):
-    """Neither residuals nor gradients of all microbatches are put out by a loop."""
+    """No loop may stack the residuals or gradients of all microbatches."""
     n = int(args[4])
-    # A loop over the examples of one microbatch, inside of a turn, may.
+    # A loop over the examples of one microbatch, inside an iteration, may.
     loops = [scan for scan in program.find("scan") if "scan" not in scan.inside or scan.params["length"] == n]
     if not any(sum(array.size for array in scan.stacked) >= n for scan in loops):
         return None
-    # Differentiating a loop makes two of it: one forward, which keeps what the other, backward, needs.
+    # Differentiating a scan makes two: one forward, which stacks what the other one, backward, needs.
     if any(scan.params["reverse"] for scan in program.find("scan")):
         return (
-            "You took the gradient of the whole loop; take it inside of the loop.\n"
-            "To differentiate a scan, JAX keeps what every turn computed until the way back: all microbatches are in "
-            "memory at once. Call jax.grad(loss) in the body of the scan, and carry the sum of the gradients."
+            "You took the gradient of the loop; take it inside the loop.\n"
+            "To differentiate a scan, JAX keeps what every iteration computed until the backward pass, so all "
+            "microbatches are in memory at once. Call jax.grad(loss) in the body of the scan, and carry the sum of the "
+            "gradients."
         )
     return (
         "Your loop keeps the gradient of every microbatch, and they are added up afterwards.\n"
-        "What the body returns second (and what jax.lax.map returns) is stacked: n gradients in memory. "
-        "Add up in the carry, which is one number here, and return None second."
+        "The second output of the body (and of jax.lax.map) is stacked: n gradients are in memory. "
+        "Add them up in the carry, which is one number here, and return None as the second output."
     )
 
 
-def whole_batch_at_once(program, args):
-    """Arithmetic is done with one microbatch; the whole batch is only cut, moved and cast."""
+def full_batch_at_once(program, args):
+    """Only one microbatch may be computed with at a time; the full batch may only be cut, moved and cast."""
     size, n = len(args[2]), int(args[4])
-    # What holds a program of its own (a scan, a call of any kind) computes nothing beside what is in it.
+    # A scan or a call computes nothing itself; the operations inside of it do.
     arithmetic = [each for each in program.find() if each.name not in CUTS and not each.bodies]
     for operation in arithmetic:
         arrays = (*operation.inputs, *operation.outputs)
-        # Whole numbers are indices, which somebody may take the microbatches by.
+        # Integer arrays may be indices that select the microbatches.
         found = max((array.size for array in arrays if array.dtype.startswith(("float", "complex"))), default=0)
         if found <= size // n:
             continue
-        what = "the whole batch" if found >= size else f"{found} examples"
+        what = "the full batch" if found >= size else f"{found} examples"
         if "scan" not in operation.inside:
             return (
-                f"There is a scan, but {what} {'is' if found >= size else 'are'} computed with outside of it.\n"
-                "Only cutting and reshaping belong there. Take the gradient of one microbatch in the body of the scan, "
-                f"of {size // n} examples."
+                f"There is a scan, but your code also computes with {what} outside of it.\n"
+                "Only cut and reshape there. In the body of the scan, take the gradient of one microbatch of "
+                f"{size // n} examples."
             )
         return (
-            f"Every turn of your scan computes with {what}.\n"
-            f"There are {size} examples, and a turn should see {size // n} of them: "
-            "give the scan the microbatches, an array of n rows, as its third argument."
+            f"Every iteration of your scan computes with {what}.\n"
+            f"There are {size} examples, and each iteration should use {size // n} of them: "
+            "pass the microbatches, an array of n rows, as the third argument of the scan."
         )
     return None
 
 
 def other_rows(args):
-    """Other examples, but for those of the first and the last microbatch, which may come before or after the loop."""
+    """Other numbers for all examples but those of the first and last microbatch, which may be outside of the loop."""
     size = len(args[2]) // int(args[4])
     return other_numbers(args, 2, 3, rows=slice(size, -size))
 
@@ -115,14 +116,14 @@ check = Check(
             lambda w, b, x, y, n: reference(w, b, x, y, n) / n,
             lambda w, b, x, y, n: (
                 f"You averaged over the {int(n)} microbatches; this exercise asks for the sum.\n"
-                "The loss is a sum over examples, so the gradients of the microbatches only have to be added up."
+                "The loss is a sum over examples, so just add up the gradients of the microbatches."
             ),
         ),
         Mistake(
             "the mean over the examples",
             lambda w, b, x, y, n: reference(w, b, x, y, n) / N,
             f"You averaged over the {N} examples; this exercise asks for the sum.\n"
-            "The loss is jnp.sum((w * x - y) ** 2): nothing is divided by the number of examples.",
+            "The loss is jnp.sum((w * x - y) ** 2): do not divide by the number of examples.",
         ),
         Mistake(
             "the sum of the means of the microbatches",
@@ -135,25 +136,25 @@ check = Check(
         Mistake(
             "only the last microbatch",
             last_only,
-            "This is the gradient of the last microbatch alone.\n"
-            "The body of the scan has to add its gradient to the carry: return carry + gradient, None.",
+            "This is the gradient of only the last microbatch.\n"
+            "Add each gradient to the carry in the body of the scan: return carry + gradient, None.",
         ),
     ),
     same=(
         Same(
             "the number of microbatches",
             lambda rng, args: (*args[:4], int(rng.choice(DIVISORS))),
-            says="A sum may be cut anywhere. Does your code use every example once, and divide by nothing?",
+            says="A sum can be cut anywhere. Does your code use every example once, and divide by nothing?",
         ),
     ),
     program=(
         loop_over_microbatches,
         loops_that_stack,
-        whole_batch_at_once,
+        full_batch_at_once,
         carries(
             "scan",
             other_rows,
-            "Let the scan carry the sum of the gradients, and return what it carried.",
+            "Carry the sum of the gradients through the scan, and return the final carry.",
             turns=lambda w, b, x, y, n: (int(n), int(n) - 1),
         ),
     ),

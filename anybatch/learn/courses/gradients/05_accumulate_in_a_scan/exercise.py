@@ -10,13 +10,16 @@ def loss(w, x, y):
 
 
 def microbatched_grads(w, b, x_full, y_full, n_microbatches):
-    """The gradient of the loss of all examples by `w`, summed up over equal microbatches in a `jax.lax.scan`.
+    """The gradient of the loss of all examples with respect to `w`, accumulated over equal microbatches in a scan.
 
     Args:
       w: the parameter, a number.
       b: not used.
       x_full: the inputs, of shape (N,).
       y_full: the targets, of shape (N,).
-      n_microbatches: how many microbatches, a whole number such as 4 or 4.0. Anything else is a ValueError.
+      n_microbatches: the number of microbatches, an integer such as 4 or 4.0 that divides N.
+
+    Raises:
+      ValueError: for any other n_microbatches; the message has n_microbatches and N.
     """
     raise NotImplementedError("Cut the batch into microbatches and add up their gradients in a scan.")

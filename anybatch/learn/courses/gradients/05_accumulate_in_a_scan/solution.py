@@ -1,6 +1,7 @@
-"""The gradient of a sum is the sum of the gradients, so adding one microbatch after the other gives that of the batch.
+"""The gradient of a sum is the sum of the gradients, so the microbatches' gradients add up to that of the batch.
 
-The scan carries a single running sum, and the gradient is taken inside of it: only one microbatch is alive at a time.
+The scan carries a single running sum, and the gradient is taken inside it. So only one microbatch is in memory at a
+time.
 """
 
 import jax
@@ -13,7 +14,7 @@ def loss(w, x, y):
 
 
 def microbatched_grads(w, b, x_full, y_full, n_microbatches):
-    """The gradient of the loss of all examples by `w`, summed up over equal microbatches in a `jax.lax.scan`."""
+    """The gradient of the loss of all examples with respect to `w`, accumulated over equal microbatches in a scan."""
     del b
     n, num_examples = int(n_microbatches), len(x_full)
     if n != n_microbatches or n < 1 or num_examples % n:

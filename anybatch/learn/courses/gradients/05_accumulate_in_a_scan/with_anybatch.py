@@ -1,4 +1,4 @@
-"""The same with anybatch: the loss is read, seen to be a sum, and cut into microbatches."""
+"""The same with anybatch: it reads the loss, sees that it is a sum over examples, and cuts the batch itself."""
 
 import jax.numpy as jnp
 
@@ -11,8 +11,8 @@ def loss(w, x, y):
 
 
 def microbatched_grads(w, b, x_full, y_full, n_microbatches):
-    """The gradient of the loss of all examples by `w`, microbatch by microbatch."""
-    # anybatch takes microbatches of any size; that they are equal is what the exercise asks for.
+    """The gradient of the loss of all examples with respect to `w`, microbatch by microbatch."""
+    # anybatch takes microbatches of any size; the exercise asks for equal ones.
     n, num_examples = int(n_microbatches), len(x_full)
     if n != n_microbatches or n < 1 or num_examples % n:
         raise ValueError(f"{num_examples} examples cannot be cut into {n_microbatches} equal microbatches")

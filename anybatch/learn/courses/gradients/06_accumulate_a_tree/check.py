@@ -1,4 +1,4 @@
-"""The gradient of a network's mean loss, as a tree, in memory that does not grow with the batch."""
+"""Checks the gradient of a network's mean loss, and that its memory does not grow with the batch."""
 
 import itertools
 
@@ -26,13 +26,13 @@ def problem(rng, widths, num_examples):
 
 
 def larger(rng, times):
-    """A batch so many times as large, in microbatches of the same size."""
+    """A batch `times` times as large, in microbatches of the same size."""
     return *problem(rng, WIDTHS, SIZE * COUNT * times), COUNT * times
 
 
 def cases(rng):
-    """Two networks of the kind whose memory is looked at, so that nothing more has to be compiled."""
-    # That the number of microbatches makes no difference is seen from the values: 2 here, 8 for the memory.
+    """Two problems with the shapes that `memory` uses, so that nothing more has to be compiled."""
+    # The number of microbatches makes no difference: there are 2 here, and 8 in the larger batch of `memory`.
     for _ in range(2):
         yield Case(larger(rng, 1), f"{SIZE * COUNT} examples in {COUNT} microbatches")
 
@@ -67,23 +67,23 @@ def last_only(params, x, y, n):
 
 
 def loops_that_stack(program, args):
-    """No loop puts out what each of its turns computed. The memory would tell, too, but not why."""
+    """No loop may stack what its iterations computed. The memory check would find it, too, but not say why."""
     params, _, _, n = args
     large = n * sum(leaf.size for leaf in jax.tree.leaves(params))
     loops = program.find("scan", outside="scan")
     if not any(sum(array.size for array in scan.stacked) >= large for scan in loops):
         return None
-    # Differentiating a loop makes two of it: one forward, which keeps what the other, backward, needs.
+    # Differentiating a scan makes two: one forward, which stacks what the other one, backward, needs.
     if any(scan.params["reverse"] for scan in loops):
         return (
-            "You took the gradient of the whole loop; take it inside of the loop.\n"
-            "To differentiate a scan, JAX keeps the activations of every turn until the way back, those of all "
-            "microbatches. Call jax.grad(loss) in the body of the scan, and carry the sum of the gradients."
+            "You took the gradient of the loop; take it inside the loop.\n"
+            "To differentiate a scan, JAX keeps the activations of all microbatches until the backward pass. Call "
+            "jax.grad(loss) in the body of the scan, and carry the sum of the gradients."
         )
     return (
         "Your loop keeps the gradient of every microbatch, and they are averaged afterwards.\n"
-        "What the body of a scan returns second is stacked, and so is what jax.lax.map returns: n gradients in memory. "
-        "Carry one running sum, jax.tree.map(jnp.add, total, gradient), and return None second."
+        "The second output of a scan's body is stacked, and so is the output of jax.lax.map: n gradients are in "
+        "memory. Carry one running sum, jax.tree.map(jnp.add, total, gradient), and return None as the second output."
     )
 
 
@@ -98,44 +98,44 @@ check = Check(
             times(lambda n, size: n),
             lambda params, x, y, n: (
                 f"You added up the gradients of {n} microbatches; the loss is a mean, so divide by {n}.\n"
-                "Each microbatch gives the gradient of its own mean. Equal microbatches weigh 1/n each."
+                "Each microbatch gives the gradient of its own mean, and has the weight 1/n."
             ),
         ),
         Mistake(
             "divided twice",
             times(lambda n, size: 1 / n),
             lambda params, x, y, n: (
-                f"Divided twice: this is the gradient divided by {n} once too often.\n"
-                "Divide in the body of the loop or after it, not in both."
+                f"Divided twice: this is the gradient, divided by {n} once too often.\n"
+                "Divide either in the body of the loop or after it, not both."
             ),
         ),
         Mistake(
             "divided by the examples",
             times(lambda n, size: n / size),
             lambda params, x, y, n: (
-                f"You divided by the number of examples, {len(y)}; the loss of a microbatch is a mean already.\n"
-                f"What is left to do is to average {n} gradients: divide their sum by {n}."
+                f"You divided by the number of examples, {len(y)}; the loss of a microbatch is already a mean.\n"
+                f"Only the {n} gradients remain to be averaged: divide their sum by {n}."
             ),
         ),
         Mistake(
             "only the last microbatch",
             last_only,
-            "This is the gradient of the last microbatch alone.\n"
-            "The body of the scan has to add its gradient to the carry: jax.tree.map(jnp.add, total, gradient).",
+            "This is the gradient of only the last microbatch.\n"
+            "Add each gradient to the carry in the body of the scan: jax.tree.map(jnp.add, total, gradient).",
         ),
     ),
     same=(
         Same(
             "the order of the examples",
             lambda rng, args: _permuted(rng, *args),
-            says="A mean over all examples does not know their order. Does every example count, and as much as others?",
+            says="A mean does not depend on the order of the examples. Does every example count, with the same weight?",
         ),
     ),
     program=(loops_that_stack,),
     memory=Slope(
         larger,
-        "Something keeps what all microbatches computed. With jax.grad of the whole batch, or jax.vmap over "
-        "microbatches, all go through the network at once; so they may in a Python loop, which is unrolled.\n"
+        "Something keeps the activations of all microbatches. jax.grad of the full batch and jax.vmap over "
+        "microbatches run all examples through the network at once, and so may a Python loop, which is unrolled.\n"
         "Use jax.lax.scan: take the gradient of one microbatch in its body, and carry the sum.",
     ),
 )

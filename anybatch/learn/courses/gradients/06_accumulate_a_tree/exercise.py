@@ -1,4 +1,4 @@
-"""Accumulate the gradient of a whole network, and keep the memory flat."""
+"""Accumulate the gradient of a network in memory that does not grow with the batch."""
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,7 @@ def predict(params, x):
 
 
 def loss(params, x, y):
-    """The mean over some examples of the squared error."""
+    """The mean squared error of some examples."""
     return jnp.mean((predict(params, x) - y) ** 2)
 
 
@@ -23,6 +23,6 @@ def accumulate(params, x, y, n_microbatches):
       params: a list of layers, each a dict with "w" and "b".
       x: the inputs, of shape (N, D).
       y: the targets, of shape (N,).
-      n_microbatches: how many equal microbatches, an int that divides N.
+      n_microbatches: the number of equal microbatches, an int that divides N.
     """
     raise NotImplementedError("Carry a tree of zeros through a scan, and add the gradient of each microbatch to it.")

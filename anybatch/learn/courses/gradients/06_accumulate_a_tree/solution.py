@@ -1,6 +1,6 @@
-"""Equal microbatches weigh the same, so the mean of their means is the mean over all examples, and so for gradients.
+"""Equal microbatches have equal weights, so the mean of their gradients is the gradient of the mean over all examples.
 
-The carry is one tree of the size of the parameters, and a turn's activations are gone before the next turn begins.
+The carry is one tree of the size of the parameters, and the activations of each iteration are freed before the next.
 """
 
 import jax
@@ -15,7 +15,7 @@ def predict(params, x):
 
 
 def loss(params, x, y):
-    """The mean over some examples of the squared error."""
+    """The mean squared error of some examples."""
     return jnp.mean((predict(params, x) - y) ** 2)
 
 

@@ -1,4 +1,4 @@
-"""The same with anybatch: it sees that the loss is a mean, and needs to be told a size only because we are asked to."""
+"""The same with anybatch: it sees that the loss is a mean. The size is given only because the exercise asks for it."""
 
 import jax.numpy as jnp
 
@@ -13,7 +13,7 @@ def predict(params, x):
 
 
 def loss(params, x, y):
-    """The mean over some examples of the squared error."""
+    """The mean squared error of some examples."""
     return jnp.mean((predict(params, x) - y) ** 2)
 
 

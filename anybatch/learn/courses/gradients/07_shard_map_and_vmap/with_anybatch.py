@@ -1,4 +1,4 @@
-"""With anybatch, in its own words: by w, the gradient of row @ w is the row, and norms are taken over a mesh."""
+"""With anybatch: the gradient of row @ w with respect to w is the row, so its squared norm is the sum of squares."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""One step of SGD from two averaged gradients, of a linear model with the initial parameters that Flax draws."""
+"""Checks one step of SGD from two averaged gradients, of a linear model with Flax's initial parameters."""
 
 import functools
 
@@ -9,12 +9,12 @@ from anybatch.learn.rules import matters
 
 
 def cases(rng):
-    """A float for a seed and an array for a learning rate: the other ways round are easier."""
-    # One seed in a check, since each is a program of its own to compile. 2M and D differ, for the rule below.
+    """The seed is a float and the learning rate an array, the harder types of each."""
+    # One seed in each check, since every seed is another program to compile. 2M and D differ, for the rule below.
     seed = float(rng.integers(1, 1000))
     for _ in range(2):
         x = rng.normal(size=(2, 4, 3)).astype(np.float32)
-        # A line through the origin is far off, so that the step matters.
+        # Far from what the initial parameters predict, so that the step matters.
         y = (2 + x @ rng.normal(size=3) + rng.normal(size=(2, 4))).astype(np.float32)
         lr = np.float32(rng.uniform(0.1, 0.2))
         yield Case((seed, x, y, lr), f"seed {seed}, two microbatches of 4 examples with 3 numbers each, lr={lr:.3f}")
@@ -22,7 +22,7 @@ def cases(rng):
 
 @functools.lru_cache
 def initial(seed, columns, by_itself=False):
-    """The draws of Flax: the weights, and a bias of 0. They depend on where in the module a layer stands."""
+    """The initial weights that Flax draws, and a bias of 0. They depend on the layer's place in the module."""
     import flax.linen as nn
     import jax
 
@@ -44,7 +44,7 @@ def start(seed, x, **how):
 
 
 def with_ones(x):
-    """The inputs and a column of ones, all microbatches below each other."""
+    """The inputs of all microbatches, with a column of ones."""
     x = x.reshape(-1, x.shape[-1])
     return np.column_stack([x, np.ones(len(x))])
 
@@ -55,7 +55,7 @@ def loss(params, x, y):
 
 
 def gradient(params, x, y):
-    """That of the loss."""
+    """The gradient of the loss."""
     x = with_ones(x)
     return 2 * x.T @ (x @ params - y.reshape(-1)) / len(x)
 
@@ -71,7 +71,7 @@ def reference(seed, x, y, lr):
 
 
 def stepped(seed, x, y, lr, factor=0.5, on=slice(None), **how):
-    """With the sum of the gradients times a factor, and the loss of some microbatches."""
+    """The loss of some microbatches, after a step with a factor times the sum of the gradients."""
     params = start(seed, x, **how)
     return loss(params - lr * factor * sum(both(params, x, y)), x[on], y[on])[None]
 
@@ -93,7 +93,7 @@ def second_at_stepped(seed, x, y, lr):
 
 
 def not_flattened(seed, x, y, lr):
-    """Predictions (M, 1) less targets (M,): every prediction with every target."""
+    """Predictions (M, 1) minus targets (M,): every prediction is compared with every target."""
 
     def slopes(params, x, y):
         x = with_ones(x)
@@ -105,27 +105,27 @@ def not_flattened(seed, x, y, lr):
 
 
 def two_gradients(program, args):
-    """No gradient of the weights, D numbers, is contracted from all 2M examples at once."""
+    """No gradient of the weights, of D numbers, may be computed from all 2M examples at once."""
     x = args[1]
     for product in program.find("dot_general", "reduce_sum", "reduce", "cumsum"):
         if product.outputs[0].size == x.shape[-1] and product.size >= x.size:
             return (
                 "You took one gradient of all examples at once.\n"
-                "It is the same number, and that is the point of this exercise: take the gradient of each of the two "
-                "microbatches, as if both together did not fit, and average them with jax.tree.map."
+                "Its value is the same, but this exercise is about the case where both microbatches together do not "
+                "fit into memory: take the gradient of each one, and average the two with jax.tree.map."
             )
     return None
 
 
 derivatives_matter = matters(
     "jax.grad",
-    "Take the gradient of each of the two microbatches, average them, and let apply_gradients take the step with that.",
+    "Take the gradient of each of the two microbatches, average them, and pass the average to apply_gradients.",
     selects=[{"stack": "jvp"}],
     least=1e-3,
 )
 
 
-ONE = "The loss that is asked for is that of all 2M examples, x_batches.reshape(-1, D) and y_batches.reshape(-1)."
+ONE = "Compute the loss of all 2M examples, with x_batches.reshape(-1, D) and y_batches.reshape(-1)."
 
 check = Check(
     function="grad_accumulation_step",
@@ -136,15 +136,15 @@ check = Check(
         Mistake(
             "a step after each microbatch",
             two_steps,
-            "You took a step after each microbatch; one step from both is asked for.\n"
-            "Two steps with two small batches are another algorithm than one step with a large one. Take both "
-            "gradients first, average them, and call apply_gradients once.",
+            "You took a step after each microbatch; the exercise asks for one step from both.\n"
+            "Two steps with small batches are not the same as one step with a large batch. Take both gradients first, "
+            "average them, and call apply_gradients once.",
         ),
         Mistake(
             "summed gradients",
             functools.partial(stepped, factor=1.0),
-            "You added the two gradients; they are to be averaged.\n"
-            "The loss is a mean. The sum of two such gradients is a step twice as long, as if lr were twice as large.",
+            "You added the two gradients; average them instead.\n"
+            "The loss is a mean. The sum of two such gradients gives a step twice as long, as if lr were doubled.",
         ),
         Mistake(
             "the loss before the step",
@@ -155,19 +155,19 @@ check = Check(
         Mistake(
             "the loss of the first microbatch",
             functools.partial(stepped, on=slice(0, 1)),
-            f"This is the loss of the first microbatch alone.\n{ONE}",
+            f"This is the loss of only the first microbatch.\n{ONE}",
         ),
         Mistake(
             "the loss of the second microbatch",
             functools.partial(stepped, on=slice(1, 2)),
-            f"This is the loss of the second microbatch alone.\n{ONE}",
+            f"This is the loss of only the second microbatch.\n{ONE}",
         ),
         Mistake(
             "the second gradient at moved parameters",
             second_at_stepped,
-            "The gradient of the second microbatch is taken at parameters that have moved already.\n"
-            "Take both at the initial parameters, state.params, before any apply_gradients; only then are they parts "
-            "of one gradient.",
+            "The gradient of the second microbatch is taken after a step, at other parameters.\n"
+            "Take both gradients at the initial parameters, state.params, before apply_gradients. Only then are they "
+            "parts of one gradient.",
         ),
         Mistake(
             "predictions not flattened",
@@ -180,15 +180,15 @@ check = Check(
             "another seed",
             lambda seed, x, y, lr: stepped(0, x, y, lr),
             lambda seed, x, y, lr: (
-                f"The initial parameters are those from PRNGKey(0); the seed is {int(seed)}.\n"
+                f"The initial parameters come from PRNGKey(0); the seed is {int(seed)}.\n"
                 "Draw them from jax.random.PRNGKey(int(seed))."
             ),
         ),
         Mistake(
             "a layer by itself",
             functools.partial(stepped, by_itself=True),
-            "The initial parameters are those of nn.Dense(1) by itself; the layer inside of Linear draws others.\n"
-            "Flax derives the key of a layer from its place in the module. Initialise Linear(), as it is given.",
+            "The initial parameters are those of nn.Dense(1) by itself; the layer inside Linear draws others.\n"
+            "Flax derives the key of a layer from its place in the module. Initialise Linear().",
         ),
     ),
     program=(two_gradients, derivatives_matter),

@@ -19,7 +19,7 @@ def grad_accumulation_step(seed, x_batches, y_batches, lr):
     """The loss of all examples after one step of SGD, float32 of shape (1,).
 
     Args:
-      seed: of the initial parameters: a whole number, which may come as a float.
+      seed: the seed of the initial parameters: an integer, possibly as a float.
       x_batches: the inputs of the two microbatches, of shape (2, M, D).
       y_batches: their targets, of shape (2, M).
       lr: the learning rate.

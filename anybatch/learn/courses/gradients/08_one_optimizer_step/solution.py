@@ -1,6 +1,6 @@
-"""Both gradients are taken at the same parameters, and equal microbatches of a mean loss weigh the same.
+"""Both gradients are taken at the same parameters, and equal microbatches of a mean loss have equal weights.
 
-So their average is the gradient of all examples, and the one step is the step that the full batch would have taken.
+So their average is the gradient of all examples, and the step equals the step of the full batch.
 """
 
 import flax.linen as nn

@@ -1,4 +1,4 @@
-"""The same with anybatch: the gradient of all examples, M at a time; the optimizer need not know."""
+"""The same with anybatch: the gradient of all examples, M at a time. The optimizer needs no change."""
 
 import flax.linen as nn
 import jax

@@ -1,4 +1,4 @@
-"""Three steps of Adam, two ways: with a sum for a mean, with steps too many, and with states that were lost."""
+"""Checks three steps of Adam, computed in two ways. Names sums instead of means, extra steps and lost states."""
 
 import numpy as np
 
@@ -6,18 +6,18 @@ from anybatch.learn.check import Case, Check, Mistake, Same
 from anybatch.learn.rules import ROUNDING, other_numbers
 
 STEPS, MICROBATCHES, SIZE, WIDTH = 3, 2, 4, 3
-# With Adam's usual b2 = 0.999, float32 rounds 1 - b2 by some 3e-5 of itself: more than a check should have to allow.
+# With Adam's usual b2 = 0.999, rounding 1 - b2 to float32 has a relative error of 3e-5, too much for a tolerance.
 LR, B1, B2, EPS = 0.1, 0.9, 0.9, 0.1
 
 
 def gradient(params, x, y):
-    """Of the mean squared error of one microbatch."""
+    """The gradient of the mean squared error of one microbatch."""
     error = x @ params["w"] + params["b"] - y
     return {"w": 2 * error @ x / len(y), "b": 2 * error.mean()}
 
 
 def adam(params, x, y, lr, *, scale=1 / MICROBATCHES, is_carried=True):
-    """Parameters after a step for each entry of x, with the gradients of its microbatches added up and scaled."""
+    """The parameters after one step for each entry of x, with `scale` times the sum of its microbatches' gradients."""
     zeros = {name: np.zeros_like(value) for name, value in params.items()}
     count, first, second = 0, zeros, zeros
     for x_step, y_step in zip(x, y, strict=True):
@@ -46,7 +46,7 @@ def reference(params, x, y, lr):
 
 
 def mistakes_of(name, wrong, by_hand, in_multi_steps):
-    """An error that was made in the first way, in the second, or in both: one name, and words for each."""
+    """The same mistake in the first answer, in the second, or in both: one name, and a text for each."""
 
     def made(is_first, is_second):
         return lambda *args: tuple((wrong if is_wrong else adam)(*args) for is_wrong in (is_first, is_second))
@@ -62,17 +62,17 @@ MISTAKES = [
     *mistakes_of(
         "the sum of the microbatches",
         lambda *args: adam(*args, scale=1),
-        "you added the two gradients up; the gradient of the whole batch is their mean.\n"
-        "With the usual eps of 1e-8 Adam would have hidden it from you: it divides the size of a gradient out again.",
-        "MultiSteps handed Adam the sum of the two gradients.\n"
-        "By default it averages them: leave use_grad_mean alone, and do not scale the gradients yourself.",
+        "you added up the two gradients; the gradient of the full batch is their mean.\n"
+        "With the usual eps of 1e-8, Adam would have hidden this: it divides by the size of the gradient.",
+        "MultiSteps passed the sum of the two gradients to Adam.\n"
+        "By default it averages them: do not change use_grad_mean, and do not scale the gradients yourself.",
     ),
     *mistakes_of(
         "half of the mean",
         lambda *args: adam(*args, scale=1 / 4),
         "you divided by the number of microbatches twice.\nThe mean is (first + second) / 2.",
-        "you divided by 2, and MultiSteps averages by itself.\n"
-        "Together that is half of the mean. Hand it the gradients as they are.",
+        "you divided by 2, but MultiSteps averages itself.\n"
+        "Together that is half of the mean. Pass it the gradients without dividing.",
     ),
     *mistakes_of(
         "a step for every microbatch",
@@ -80,30 +80,30 @@ MISTAKES = [
         "you took six steps, one after each microbatch.\n"
         "Take both gradients at the same parameters, average them, and then take one step.",
         "MultiSteps took six steps, one in each call.\n"
-        "With every_k_schedule=2 it waits for the second gradient before it moves.",
+        "With every_k_schedule=2 it waits for the second gradient before it takes a step.",
     ),
     *mistakes_of(
-        "moments that begin anew",
+        "moments that are reset",
         lambda *args: adam(*args, is_carried=False),
-        "Adam's moments began anew in each step.\n"
+        "Adam's moments are reset in each step.\n"
         "Call init once, before the loop, and carry the state that update returns into the next step.",
-        "the state of MultiSteps began anew in each step, and Adam's moments with it.\n"
+        "the state of MultiSteps is reset in each step, and Adam's moments with it.\n"
         "Call init once, before the loop, and carry the state that update returns into the next call.",
     ),
     *mistakes_of(
-        "parameters that never moved",
+        "parameters that never change",
         lambda params, x, y, lr: params,
-        "the parameters are those that came in.\n"
-        "Nothing is changed in place: go on with what update and apply_updates return.",
-        "the parameters are those that came in.\n"
-        "MultiSteps moves on every second gradient, and counts them in its state: carry the state that update returns "
-        "into the next call, and apply every update.",
+        "the parameters are still the initial ones.\n"
+        "Nothing is changed in place: continue with what update and apply_updates return.",
+        "the parameters are still the initial ones.\n"
+        "MultiSteps takes a step on every second gradient, and counts them in its state: carry the state that update "
+        "returns into the next call, and apply every update.",
     ),
 ]
 
 
 def cases(rng):
-    """Microbatches that pull in different directions, so that none of the mistakes comes out right."""
+    """Microbatches with different gradients, so that every mistake changes the answer."""
 
     def case(scale, note):
         params = {"w": rng.normal(size=WIDTH), "b": rng.normal(size=())}
@@ -124,9 +124,9 @@ def swapped(rng, args):
 
 
 def both_ways(program, args):
-    """MultiSteps decides in a `cond` whether a gradient counts, and numbers them modulo k; plain Adam does neither."""
+    """MultiSteps must be in the program, and plain Adam, too. Only MultiSteps has a `cond`, and counts modulo k."""
     if not program.count("cond", "rem"):
-        return f"The numbers are right, and optax.MultiSteps is not in your program.\n{WRAP}"
+        return f"The numbers are right, but optax.MultiSteps is not in your program.\n{WRAP}"
     roots = [
         sum(each.name in ("sqrt", "rsqrt", "pow") for each in body) for cond in conds(program) for body in cond.bodies
     ]
@@ -136,13 +136,13 @@ def both_ways(program, args):
 
 
 def conds(program):
-    """Those of MultiSteps, which count modulo k inside; all, if there are none. A learner's own does not count so."""
+    """The conds of MultiSteps, which count modulo k inside; all conds if there are none of these."""
     found = program.find("cond")
     return [each for each in found if any(body.count("rem") for body in each.bodies)] or found
 
 
 def each_answer_comes_from_its_way(program, args):
-    """The second answer comes out of the `cond` of MultiSteps, and the first does not."""
+    """The second answer must come from the `cond` of MultiSteps, and the first must not."""
     found = conds(program)
     if not found:
         return None
@@ -158,12 +158,12 @@ def each_answer_comes_from_its_way(program, args):
 
 
 WRAP = (
-    "For the second answer, wrap the optimizer, optax.MultiSteps(make_optimizer(lr), every_k_schedule=2), and give it "
+    "For the second answer, wrap the optimizer, optax.MultiSteps(make_optimizer(lr), every_k_schedule=2), and pass it "
     "the gradient of one microbatch at a time."
 )
 BOTH_MULTI_STEPS = (
-    "The numbers are right, and both answers come from optax.MultiSteps.\n"
-    "Compute the first by hand: average the two gradients, and call the plain optimizer once a step."
+    "The numbers are right, but both answers come from optax.MultiSteps.\n"
+    "Compute the first by hand: average the two gradients, and call the plain optimizer once per step."
 )
 
 
@@ -177,7 +177,7 @@ check = Check(
         Same(
             "the order of the two microbatches of a step",
             swapped,
-            says="A mean does not know an order: both gradients must be taken at the parameters before the step.",
+            says="A mean does not depend on the order: take both gradients at the parameters before the step.",
         )
     ],
     program=[both_ways, each_answer_comes_from_its_way],

@@ -1,4 +1,4 @@
-"""Take three Adam steps of two microbatches each, twice: averaged by hand, and by optax.MultiSteps."""
+"""Take three Adam steps of two microbatches each, in two ways: averaged by hand, and with optax.MultiSteps."""
 
 import jax
 import jax.numpy as jnp
@@ -6,22 +6,22 @@ import optax
 
 
 def loss(params, x, y):
-    """Mean squared error of a linear model over one microbatch. Given: leave it as it is."""
+    """The mean squared error of a linear model over one microbatch. Do not change it."""
     return jnp.mean((x @ params["w"] + params["b"] - y) ** 2)
 
 
 def make_optimizer(lr):
-    """Adam, with an eps that can be felt and a short memory. Given: leave it as it is."""
+    """Adam with a large eps, so that the size of a gradient matters. Do not change it."""
     return optax.adam(lr, b2=0.9, eps=0.1)
 
 
 def three_steps(params, x, y, lr):
-    """The parameters after three steps, as a pair: (averaged by hand, by optax.MultiSteps).
+    """The parameters after three steps, as a pair: (averaged by hand, with optax.MultiSteps).
 
     Args:
-      params: {"w": (D,), "b": ()}
-      x: inputs, (3 steps, 2 microbatches, M, D)
-      y: targets, (3 steps, 2 microbatches, M)
-      lr: the learning rate, a Python number
+      params: {"w": (D,), "b": ()}, float32.
+      x: the inputs, of shape (3 steps, 2 microbatches, M, D).
+      y: the targets, of shape (3 steps, 2 microbatches, M).
+      lr: the learning rate, a Python number.
     """
-    raise NotImplementedError("return the parameters twice: averaged by hand, and by optax.MultiSteps")
+    raise NotImplementedError("Return the parameters twice: averaged by hand, and with optax.MultiSteps.")

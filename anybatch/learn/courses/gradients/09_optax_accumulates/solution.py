@@ -1,6 +1,6 @@
-"""The loss is a mean over microbatches of one size, so the gradient of a step is the mean of its two gradients, and
-that is what MultiSteps hands to Adam on every second call. In between it returns updates of zero, so both ways see the
-same parameters all along; state that is carried from call to call keeps Adam's moments, and MultiSteps' count.
+"""The loss is a mean and both microbatches have the same size, so the gradient of a step is the mean of its two
+gradients. MultiSteps passes this mean to Adam on every second call, and returns updates of zero in between. So both
+ways have the same parameters at every step. The state carries Adam's moments and MultiSteps' count from call to call.
 """
 
 import jax
@@ -9,17 +9,17 @@ import optax
 
 
 def loss(params, x, y):
-    """Mean squared error of a linear model over one microbatch. Given: leave it as it is."""
+    """The mean squared error of a linear model over one microbatch. Do not change it."""
     return jnp.mean((x @ params["w"] + params["b"] - y) ** 2)
 
 
 def make_optimizer(lr):
-    """Adam, with an eps that can be felt and a short memory. Given: leave it as it is."""
+    """Adam with a large eps, so that the size of a gradient matters. Do not change it."""
     return optax.adam(lr, b2=0.9, eps=0.1)
 
 
 def three_steps(params, x, y, lr):
-    """The parameters after three steps, as a pair: (averaged by hand, by optax.MultiSteps)."""
+    """The parameters after three steps, as a pair: (averaged by hand, with optax.MultiSteps)."""
     adam = make_optimizer(lr)
     every_second = optax.MultiSteps(adam, every_k_schedule=2)
 

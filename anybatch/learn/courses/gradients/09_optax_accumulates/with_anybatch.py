@@ -1,4 +1,4 @@
-"""A training step of anybatch averages for you: it takes the whole batch, and the size of a microbatch."""
+"""`ab.train_step` averages for you: it takes the full batch, and the size of a microbatch."""
 
 import jax
 import jax.numpy as jnp
@@ -8,21 +8,21 @@ import anybatch as ab
 
 
 def loss(params, x, y):
-    """Mean squared error of a linear model over one microbatch. Given: leave it as it is."""
+    """The mean squared error of a linear model over one microbatch. Do not change it."""
     return jnp.mean((x @ params["w"] + params["b"] - y) ** 2)
 
 
 def make_optimizer(lr):
-    """Adam, with an eps that can be felt and a short memory. Given: leave it as it is."""
+    """Adam with a large eps, so that the size of a gradient matters. Do not change it."""
     return optax.adam(lr, b2=0.9, eps=0.1)
 
 
 def three_steps(params, x, y, lr):
-    """The parameters after three steps, as a pair: (averaged by anybatch, by optax.MultiSteps)."""
+    """The parameters after three steps, as a pair: (averaged by anybatch, with optax.MultiSteps)."""
     size = x.shape[2]
     step = ab.train_step(lambda params, batch: loss(params, *batch), make_optimizer(lr), microbatch_size=size)
-    whole_batches = (x.reshape(3, 2 * size, -1), y.reshape(3, 2 * size))
-    state, _ = jax.lax.scan(step, step.init(params), whole_batches)
+    batches = (x.reshape(3, 2 * size, -1), y.reshape(3, 2 * size))
+    state, _ = jax.lax.scan(step, step.init(params), batches)
 
     every_second = optax.MultiSteps(make_optimizer(lr), every_k_schedule=2)
 

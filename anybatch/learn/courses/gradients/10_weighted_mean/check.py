@@ -1,4 +1,4 @@
-"""A mean over tokens, from microbatches that have unequal numbers of them, or none."""
+"""Checks a mean over tokens, computed from microbatches with different numbers of tokens, or none."""
 
 import numpy as np
 
@@ -7,18 +7,18 @@ from anybatch.learn.rules import carries, one_microbatch, scans, stacks_less_tha
 
 SEQUENCES, TOKENS, WIDTH, MICROBATCHES = 8, 6, 4, 4
 
-# What takes many numbers and makes few. Masking a whole batch beforehand is fine; a matrix product of it is not.
+# Operations that reduce. Masking the full batch before the scan is allowed; a matrix product with it is not.
 REDUCES = ("dot_general", "reduce_sum", "reduce_max", "cumsum", "conv_general_dilated", "reduce")
 
 
 def grads_of_sum(params, x, y, weights):
-    """Of the weighted sum of the squared errors."""
+    """The gradient of the weighted sum of the squared errors."""
     error = weights * (x @ params["w"] + params["b"] - y)
     return {"w": 2 * np.einsum("nt,ntd->d", error, x), "b": 2 * error.sum()}
 
 
 def weighted(weights_of):
-    """An answer that weights the tokens as that function of the mask and n says."""
+    """An answer with the weights of the tokens that `weights_of(mask, n)` returns."""
 
     def answer(params, x, y, mask, n):
         return grads_of_sum(params, x, y, weights_of(mask.astype(np.float64), n))
@@ -27,7 +27,7 @@ def weighted(weights_of):
 
 
 def in_microbatches(mask, n):
-    """How many tokens the microbatch of each token keeps."""
+    """For each token, how many tokens count in its microbatch."""
     counts = mask.reshape(n, -1).sum(1)
     return np.repeat(counts, mask.size // n).reshape(mask.shape)
 
@@ -42,14 +42,14 @@ def mean_of_means_that_exist(mask, n):
 
 
 def without_a_number(params, x, y, mask, n):
-    """A microbatch without any token was divided by its 0 tokens."""
+    """A microbatch in which no token counts was divided by 0."""
     if mask.reshape(n, -1).any(1).all() or not mask.any():
         return None
     return {name: np.full_like(value, np.nan) for name, value in params.items()}
 
 
 def without_any(params, x, y, mask, n):
-    """A whole batch without any token was divided by 0."""
+    """A batch in which no token counts was divided by 0."""
     return None if mask.any() else {name: np.full_like(value, np.nan) for name, value in params.items()}
 
 
@@ -61,8 +61,8 @@ def counts_in_words(mask, n):
 def says_mean_of_means(params, x, y, mask, n):
     return (
         f"You averaged over the {n} microbatches; this exercise asks for the mean over all tokens.\n"
-        f"They have {counts_in_words(mask, n)} tokens, and each counted the same. Add up the gradients of the *sums* "
-        "in the scan, count the tokens beside them, and divide once, at the end."
+        f"They have {counts_in_words(mask, n)} tokens, but each got the same weight. In the scan, add up the gradients "
+        "of the *sums* and the numbers of tokens, and divide once, at the end."
     )
 
 
@@ -72,9 +72,9 @@ MISTAKES = [
     Mistake(
         "0 / 0",
         without_a_number,
-        "A microbatch without any token makes everything NaN: it was divided by its 0 tokens.\n"
-        "In a carry a NaN stays for good. Do not divide inside of the scan: add up sums and counts, where such a "
-        "microbatch is a plain 0.",
+        "A microbatch without tokens makes the answer NaN: you divided by its 0 tokens.\n"
+        "A NaN in the carry stays there. Do not divide inside the scan: add up sums and counts, to which such a "
+        "microbatch adds 0.",
     ),
     Mistake(
         "0 / 0",
@@ -86,42 +86,42 @@ MISTAKES = [
         weighted(lambda mask, n: mask / mask.size),
         lambda params, x, y, mask, n: (
             f"You divided by all {mask.size} tokens; only {int(mask.sum())} of them count.\n"
-            "The mask belongs into the sum of the losses, and into what it is divided by."
+            "Use the mask in the sum of the losses, and in the number that you divide by."
         ),
     ),
     Mistake(
         "the mask left out",
         weighted(lambda mask, n: np.full_like(mask, 1 / mask.size)),
         "You averaged over all tokens; the mask has no effect.\n"
-        "Only where it is True does a token count: in the sum of the losses, and in what it is divided by.",
+        "Use the mask in the sum of the losses, and in the number that you divide by.",
     ),
     Mistake(
         "the mask left out",
         weighted(lambda mask, n: np.full_like(mask, 1 / np.maximum(mask.sum(), 1))),
-        "You divided by the tokens that count, but added up the losses of all of them.\n"
-        "Put the mask into the sum as well: jnp.where(mask, losses, 0.0).",
+        "You divided by the number of tokens that count, but added up the losses of all tokens.\n"
+        "Use the mask in the sum, too: jnp.where(mask, losses, 0.0).",
     ),
     Mistake(
         "the mean of the sequences' means",
         weighted(lambda mask, n: mask / np.maximum(mask.sum(1, keepdims=True), 1) / len(mask)),
         "You averaged within each sequence first; this exercise asks for the mean over all tokens.\n"
-        "A token of a short sequence then counts more than one of a long sequence. Add everything up before you "
+        "A token of a short sequence then counts more than one of a long sequence. Add up everything before you "
         "divide.",
     ),
 ]
 
 
 def cases(rng):
-    """Sequences that are padded to one length."""
+    """Sequences that are padded to the same length."""
 
     def case(lengths, note):
         params = {"w": rng.normal(size=WIDTH).astype(np.float32), "b": rng.normal(size=()).astype(np.float32)}
         x = rng.normal(size=(SEQUENCES, TOKENS, WIDTH)).astype(np.float32)
-        # Shorter sequences are harder, so that no wrong mean comes near the right one.
+        # Shorter sequences have larger losses, so that every wrong mean differs from the right one.
         y = (rng.normal(size=(SEQUENCES, TOKENS)) + 4 / (1 + lengths[:, None])).astype(np.float32)
         return Case((params, x, y, np.arange(TOKENS) < lengths[:, None], MICROBATCHES), note)
 
-    # Microbatches of two sequences, which differ in their lengths, as the microbatches do in their tokens.
+    # Microbatches of two sequences of different lengths, with different numbers of tokens.
     ragged = np.array([rng.integers(5, 7), rng.integers(3, 5), rng.integers(3, 5), rng.integers(1, 3), 2, 1, 1, 1])
     yield case(ragged, "8 sequences of 1 to 6 tokens, in 4 microbatches")
     yield case(ragged * np.repeat([0, 1, 1, 1], 2), "a microbatch in which no token counts")
@@ -145,12 +145,12 @@ def other_padding(rng, args):
 
 
 def one_at_a_time(program, args):
-    """No matrix product and no sum takes the whole batch at once, inside of the scan or outside."""
+    """No matrix product and no sum may take the full batch at once, inside the scan or outside."""
     size = args[1].size
     if any(operation.size >= size for operation in program.find(*REDUCES)):
         return (
-            "The numbers are right, but the whole batch is computed at once.\n"
-            "Inside of the scan, use only the microbatch of that turn: its x, its y and its mask. That is what "
+            "The numbers are right, but the full batch is computed at once.\n"
+            "Inside the scan, use only the microbatch of that iteration: its x, its y and its mask. That is what "
             "saves memory."
         )
     return None
@@ -159,7 +159,7 @@ def one_at_a_time(program, args):
 half_at_a_time = one_microbatch(
     lambda params, x, y, mask, n: x.size // n,
     "The numbers are right, but more than one microbatch is computed at once.\n"
-    "In a turn of the scan, use only the microbatch of that turn: N // n_microbatches sequences.",
+    "In each iteration of the scan, use only its own microbatch: N // n_microbatches sequences.",
     names=REDUCES,
 )
 
@@ -174,28 +174,28 @@ check = Check(
         Same(
             "the number of microbatches",
             other_number,
-            says="Sums may be taken in any parts; means may not. Divide once, at the end.",
+            says="Sums can be split in any way; means cannot. Divide once, at the end.",
         ),
-        Same("the order of the sequences", permuted, says="Every token must count the same, wherever it stands."),
+        Same("the order of the sequences", permuted, says="Every token must have the same weight, wherever it is."),
         Same(
-            "what stands where the mask is False",
+            "the values where the mask is False",
             other_padding,
-            says="Padding may hold anything. Take it out of the sum, and out of the count.",
+            says="Padding may contain anything. Leave it out of the sum, and out of the count.",
         ),
     ],
     program=[
         scans(
             lambda params, x, y, mask, n: n,
-            "The numbers are right, but there is no lax.scan with one turn for each microbatch.\n"
+            "The numbers are right, but there is no lax.scan with one iteration for each microbatch.\n"
             "Reshape x, y and mask to (n_microbatches, N // n_microbatches, ...) and scan over them.",
         ),
         one_at_a_time,
         stacks_less_than(
-            # The counts of all turns may be kept; the gradients may not.
+            # The counts of all iterations may be kept; the gradients may not.
             lambda params, x, y, mask, n: n * WIDTH,
             "The numbers are right, but the scan keeps something of each microbatch until the end.\n"
-            "These are the gradients, to be added up later, or what jax.grad needs to go back through the scan. "
-            "Take the gradient inside of it, and add it to the carry: one gradient in memory, however many "
+            "Either it stacks the gradients, or jax.grad of the scan keeps what the backward pass needs. Take the "
+            "gradient inside the scan, and add it to the carry: then only one gradient is in memory, however many "
             "microbatches there are.",
             turns=lambda params, x, y, mask, n: n,
         ),
@@ -203,7 +203,7 @@ check = Check(
         carries(
             "scan",
             (1, 2),
-            "Let the scan carry the gradients of the sums, and divide what it carried.",
+            "Carry the gradients of the sums through the scan, and divide the final carry.",
             turns=lambda params, x, y, mask, n: (n,),
         ),
     ],

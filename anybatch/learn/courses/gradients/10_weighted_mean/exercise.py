@@ -1,22 +1,22 @@
-"""Average over the tokens that a mask keeps, microbatch by microbatch: divide once, at the end."""
+"""Differentiate a mean over the tokens that a mask selects, microbatch by microbatch: divide once, at the end."""
 
 import jax
 import jax.numpy as jnp
 
 
 def token_losses(params, x, y):
-    """The squared error of each token, of the shape of y. Given: leave it as it is."""
+    """The squared error of each token, with the shape of y. Do not change it."""
     return (x @ params["w"] + params["b"] - y) ** 2
 
 
 def masked_mean_grads(params, x, y, mask, n_microbatches):
-    """The gradient of the mean of token_losses over the tokens that the mask keeps; zeros if it keeps none.
+    """The gradient of the mean of token_losses over the tokens where the mask is True; zeros if there are none.
 
     Args:
-      params: {"w": (D,), "b": ()}
-      x: inputs, (N sequences, T tokens, D)
-      y: targets, (N, T)
-      mask: bool, (N, T): True for the tokens that count
-      n_microbatches: a Python int that divides N; a microbatch has N // n_microbatches sequences
+      params: {"w": (D,), "b": ()}, float32.
+      x: the inputs, of shape (N sequences, T tokens, D).
+      y: the targets, of shape (N, T).
+      mask: bool of shape (N, T): True for the tokens that count.
+      n_microbatches: a Python int that divides N. A microbatch has N // n_microbatches sequences.
     """
-    raise NotImplementedError("accumulate the gradient of the masked mean in a lax.scan over the microbatches")
+    raise NotImplementedError("Accumulate the gradient of the masked mean in a scan over the microbatches.")

@@ -1,6 +1,6 @@
-"""A masked mean is a ratio of two sums, and sums of microbatches add up where their ratios do not: so the scan carries
-the gradient of the summed loss and the number of tokens, and they are divided once. A microbatch without any token adds
-zero to both, and max(..., 1) gives zeros for a batch without any.
+"""A masked mean is a ratio of two sums. Sums of microbatches add up, ratios do not: so the scan carries the gradient of
+the summed loss and the number of tokens, and they are divided once, at the end. A microbatch without tokens adds zero
+to both, and max(..., 1) gives zeros for a batch without tokens.
 """
 
 import jax
@@ -8,12 +8,12 @@ import jax.numpy as jnp
 
 
 def token_losses(params, x, y):
-    """The squared error of each token, of the shape of y. Given: leave it as it is."""
+    """The squared error of each token, with the shape of y. Do not change it."""
     return (x @ params["w"] + params["b"] - y) ** 2
 
 
 def masked_mean_grads(params, x, y, mask, n_microbatches):
-    """The gradient of the mean of token_losses over the tokens that the mask keeps; zeros if it keeps none."""
+    """The gradient of the mean of token_losses over the tokens where the mask is True; zeros if there are none."""
 
     def summed_loss(params, x, y, mask):
         return jnp.sum(jnp.where(mask, token_losses(params, x, y), 0.0))

@@ -1,5 +1,6 @@
-"""Each microbatch runs in bfloat16, where memory and time go, and its gradient is widened as it is added: the one thing
-that lives through all turns, the carry, is float32. So a sum of many small terms keeps 24 bits instead of 8.
+"""Each microbatch runs in bfloat16, which saves memory and time, and its gradient is cast to float32 when it is added.
+Only the carry, which exists through all iterations, is float32. So a sum of many small terms keeps 24 bits instead of
+8.
 """
 
 import jax
@@ -7,7 +8,7 @@ import jax.numpy as jnp
 
 
 def loss(params, x, y):
-    """Mean squared error of a linear model over one microbatch, in bfloat16. Given: leave it as it is."""
+    """The mean squared error of a linear model over one microbatch, in bfloat16. Do not change it."""
     return jnp.mean((x @ params["w"] + params["b"] - y) ** 2)
 
 

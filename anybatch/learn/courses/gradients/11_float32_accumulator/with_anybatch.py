@@ -1,4 +1,4 @@
-"""anybatch adds up in float32 by itself; parameters in float32, cast inside of the loss, get the sum as it is."""
+"""anybatch adds up in float32. With float32 parameters, cast inside the loss, it also returns the sum in float32."""
 
 import jax
 import jax.numpy as jnp
@@ -7,7 +7,7 @@ import anybatch as ab
 
 
 def loss(params, x, y):
-    """Mean squared error of a linear model over one microbatch, in bfloat16. Given: leave it as it is."""
+    """The mean squared error of a linear model over one microbatch, in bfloat16. Do not change it."""
     return jnp.mean((x @ params["w"] + params["b"] - y) ** 2)
 
 

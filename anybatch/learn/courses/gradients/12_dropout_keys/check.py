@@ -1,4 +1,4 @@
-"""Dropout masks that belong to examples: the same whatever the microbatches are."""
+"""Checks that dropout masks depend on the examples, and not on how the batch is cut."""
 
 import functools
 
@@ -11,42 +11,42 @@ EXAMPLES, WIDTH, HIDDEN, MICROBATCHES, RATE = 12, 4, 16, 4, 0.25
 
 
 def threefry(key, counts):
-    """JAX's generator: two words for each count. In numpy: grading compiles nothing, and takes no accelerator."""
+    """JAX's generator, two words for each count, in numpy: grading should compile nothing and use no accelerator."""
     words = [*key, key[0] ^ key[1] ^ np.uint32(0x1BD11BDA)]
     one, other = words[0] + np.zeros_like(counts), words[1] + counts
-    for turn in range(5):
-        for by in ((13, 15, 26, 6), (17, 29, 16, 24))[turn % 2]:
+    for step in range(5):
+        for by in ((13, 15, 26, 6), (17, 29, 16, 24))[step % 2]:
             one = one + other
             other = one ^ (other << np.uint32(by) | other >> np.uint32(32 - by))
-        one = one + words[(turn + 1) % 3]
-        other = other + words[(turn + 2) % 3] + np.uint32(turn + 1)
+        one = one + words[(step + 1) % 3]
+        other = other + words[(step + 2) % 3] + np.uint32(step + 1)
     return one, other
 
 
 def fold_in(key, indices):
-    """As `jax.random.fold_in` for each index; `jax.random.split(key, n)` gives the same keys."""
+    """The same as `jax.random.fold_in` for each index; `jax.random.split(key, n)` gives the same keys."""
     return zip(*threefry(key, np.asarray(indices, np.uint32)), strict=True)
 
 
 def uniform(key, *shape):
-    """As `jax.random.uniform(key, shape)`."""
+    """The same as `jax.random.uniform(key, shape)`."""
     one, other = threefry(key, np.arange(np.prod(shape), dtype=np.uint32))
     return (((one ^ other) >> np.uint32(9)) * 2.0**-23).reshape(shape)
 
 
 def kept(key, *shape):
-    """As `jax.random.bernoulli(key, 1 - RATE, shape)`."""
+    """The same as `jax.random.bernoulli(key, 1 - RATE, shape)`."""
     return uniform(key, *shape) < 1 - RATE
 
 
 @functools.lru_cache(maxsize=16)
 def rows(*key):
-    """What the masks of all examples are drawn by."""
+    """The uniform numbers from which the masks of all examples are drawn."""
     return np.stack([uniform(each, HIDDEN) for each in fold_in(key, range(EXAMPLES))])
 
 
 def by_example(key, n):
-    """What is asked for. The others are what people draw instead."""
+    """The right masks. The functions below draw others, by mistake."""
     return rows(*key) < 1 - RATE
 
 
@@ -75,12 +75,12 @@ def one_for_all(key, n):
     return np.tile(kept(key, HIDDEN), (EXAMPLES, 1))
 
 
-def whole_batch(key, n):
+def full_batch(key, n):
     return kept(key, EXAMPLES, HIDDEN)
 
 
 def answer_with(masks, scale=1 / (1 - RATE)):
-    """The answer of someone who keeps those hidden units, and scales them so."""
+    """The answer with these masks and this scale."""
 
     def answer(params, key, x, y, n):
         mask = masks(key, n) * scale
@@ -93,8 +93,8 @@ def answer_with(masks, scale=1 / (1 - RATE)):
 
 
 WHAT_TO_DO = (
-    "Fold the index of the example in the whole batch into the key: jax.vmap over jnp.arange(N), cut into "
-    "microbatches as x and y are."
+    "Fold the example's index in the full batch into the key: cut jnp.arange(N) into microbatches like x and y, and "
+    "use jax.vmap over the indices."
 )
 MISTAKES = [
     Mistake(
@@ -102,27 +102,26 @@ MISTAKES = [
         answer_with(same_in_each),
         lambda params, key, x, y, n: (
             f"All {n} microbatches have the same dropout masks: each drew them from the same key.\n"
-            "The noise of the first example comes back in every microbatch, and does not average out. " + WHAT_TO_DO
+            "The noise is repeated in every microbatch, and does not average out. " + WHAT_TO_DO
         ),
     ),
     Mistake(
         "the same masks in every microbatch",
         answer_with(by_place_in_microbatch),
         lambda params, key, x, y, n: (
-            f"All {n} microbatches have the same dropout masks: their examples are numbered from 0 in each.\n"
-            "Add what comes before the microbatch to the number. " + WHAT_TO_DO
+            f"All {n} microbatches have the same dropout masks: the indices start at 0 in each of them.\n" + WHAT_TO_DO
         ),
     ),
     Mistake(
         "a key for each microbatch",
         answer_with(by_microbatch),
-        "You drew the masks of a microbatch from one key, made of its number.\n"
+        "You drew the masks of a microbatch from one key, made from its number.\n"
         "They are all different, but an example gets another mask if the batch is cut in another way. " + WHAT_TO_DO,
     ),
     Mistake(
         "a key for each microbatch",
         answer_with(by_first_example),
-        "You drew the masks of a microbatch from one key, made of the index of its first example.\n"
+        "You drew the masks of a microbatch from one key, made from the index of its first example.\n"
         "They are all different, but an example gets another mask if the batch is cut in another way. " + WHAT_TO_DO,
     ),
     Mistake(
@@ -133,32 +132,32 @@ MISTAKES = [
     Mistake(
         "the same masks in every microbatch",
         answer_with(one_for_all),
-        "All examples have the same mask: it was drawn once, from the key itself.\n" + WHAT_TO_DO,
+        "All examples have the same mask: you drew it once, from the key itself.\n" + WHAT_TO_DO,
     ),
     Mistake(
-        "one draw for the whole batch",
-        answer_with(whole_batch),
-        "You drew the masks of the whole batch at once, from the key itself.\n"
-        "That does not depend on the microbatches, but all masks are in memory, and they are not those that were "
-        "asked for. " + WHAT_TO_DO,
+        "one draw for the full batch",
+        answer_with(full_batch),
+        "You drew the masks of the full batch at once, from the key itself.\n"
+        "They do not depend on the microbatches, but all of them are in memory at once, and they are not the masks "
+        "that the exercise asks for. " + WHAT_TO_DO,
     ),
     Mistake(
         "another scale",
         answer_with(by_example, scale=1),
-        "The masks are the right ones; what they keep must count 1 / (1 - RATE).\n"
-        "A quarter of the units is gone, and the others make up for it, so that a hidden unit is as large as ever "
-        "on average.",
+        "You kept the right units, but they must be scaled by 1 / (1 - RATE).\n"
+        "A quarter of the units is dropped, and the scale makes up for it, so that the mean of a hidden unit does not "
+        "change.",
     ),
     Mistake(
         "another scale",
         answer_with(by_example, scale=1 / RATE),
-        "The masks are the right ones, but you divided by RATE; divide by 1 - RATE, the share that is kept.",
+        "You kept the right units, but divided by RATE; divide by 1 - RATE, the fraction that is kept.",
     ),
     Mistake(
         "kept and dropped mixed up",
         answer_with(lambda key, n: rows(*key) >= RATE),
         "You drew which units to drop, with RATE; draw which to keep, with 1 - RATE.\n"
-        "On average that is the same. But one draw has to be agreed on, and here True is kept.",
+        "Both are valid dropout, but the masks differ, and in this exercise True means kept.",
     ),
     Mistake(
         "kept and dropped mixed up",
@@ -168,7 +167,7 @@ MISTAKES = [
     Mistake(
         "kept and dropped mixed up",
         answer_with(lambda key, n: ~by_example(key, n)),
-        "You dropped the units that were to be kept: where bernoulli(..., 1 - RATE, ...) is True, a unit stays.",
+        "You dropped the units to keep: where bernoulli(..., 1 - RATE, ...) is True, a unit is kept.",
     ),
 ]
 
@@ -199,28 +198,28 @@ check = Check(
     program=[
         scans(
             lambda params, key, x, y, n: n,
-            "The numbers are right, but there is no lax.scan with one turn for each microbatch.\n"
+            "The numbers are right, but there is no lax.scan with one iteration for each microbatch.\n"
             "Cut x, y and the indices into (n_microbatches, N // n_microbatches, ...) and scan over them.",
         ),
         computes_in(
             "scan",
             lambda params, key, x, y, n: EXAMPLES * HIDDEN,
-            "The numbers are right, but masks or hidden units of the whole batch are there at once, outside of the "
+            "The numbers are right, but masks or hidden units of the full batch are computed at once, outside of the "
             "scan.\n"
-            "Cut the indices as you cut x and y, and draw the masks of a microbatch in its own turn.",
+            "Cut the indices like x and y, and draw the masks of a microbatch in its own iteration.",
         ),
         stacks_less_than(
             lambda params, key, x, y, n: n * HIDDEN,
             "The numbers are right, but the scan keeps something of each microbatch until the end.\n"
-            "These are the gradients, to be added up later, or what jax.grad needs to go back through the scan. "
-            "Take the gradient inside of it, and add it to the carry.",
+            "Either it stacks the gradients, or jax.grad of the scan keeps what the backward pass needs. "
+            "Take the gradient inside the scan, and add it to the carry.",
             turns=lambda params, key, x, y, n: n,
         ),
         one_microbatch(
             # The weights are larger than the hidden units of a microbatch, and smaller than those of half of the batch.
             lambda params, key, x, y, n: max(EXAMPLES // n * HIDDEN, WIDTH * HIDDEN),
             "The numbers are right, but more than one microbatch is computed at once.\n"
-            "In a turn of the scan, use only N // n_microbatches examples, those of that turn, and their masks.",
+            "In each iteration of the scan, use only its own N // n_microbatches examples, and their masks.",
             of=("float", "uint", "int", "bool"),
             # A gradient for each example of a microbatch.
             but=lambda params, key, x, y, n: (EXAMPLES // n, WIDTH, HIDDEN),
@@ -228,7 +227,7 @@ check = Check(
         carries(
             "scan",
             (2, 3),
-            "Let the scan carry the sum of the gradients, and divide what it carried.",
+            "Carry the sum of the gradients through the scan, and divide the final carry.",
             turns=lambda params, key, x, y, n: (n,),
         ),
     ],

@@ -1,15 +1,15 @@
-"""Write the loss of the whole batch, indices and all; anybatch cuts it, and every microbatch draws its own rows."""
+"""Write the loss of the full batch, with its indices; anybatch cuts it, and each microbatch draws its own masks."""
 
 import jax
 import jax.numpy as jnp
 
 import anybatch as ab
 
-RATE = 0.25  # of the hidden units that are dropped
+RATE = 0.25  # the fraction of hidden units that are dropped
 
 
 def loss(params, x, y, mask):
-    """Mean squared error over one microbatch; mask (M, H) multiplies the hidden units. Given: leave it as it is."""
+    """The mean squared error over one microbatch; mask (M, H) multiplies the hidden units. Do not change it."""
     hidden = jnp.tanh(x @ params["w"]) * mask
     return jnp.mean((hidden @ params["v"] - y) ** 2)
 
@@ -20,7 +20,7 @@ def dropout_grads(params, key, x, y, n_microbatches):
     def mask_of(index):
         return jax.random.bernoulli(jax.random.fold_in(key, index), 1 - RATE, params["v"].shape) / (1 - RATE)
 
-    def whole_batch(params, x, y):
+    def full_batch(params, x, y):
         return loss(params, x, y, jax.vmap(mask_of)(jnp.arange(len(x))))
 
-    return ab.grad(whole_batch, batch_argnums=(1, 2), microbatch_size=len(x) // n_microbatches)(params, x, y)
+    return ab.grad(full_batch, batch_argnums=(1, 2), microbatch_size=len(x) // n_microbatches)(params, x, y)

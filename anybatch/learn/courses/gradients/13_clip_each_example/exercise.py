@@ -14,12 +14,12 @@ def clipped_sum(params, x, y, clip, n_microbatches):
 
     Args:
       params: {"w": (d, h), "v": (h,)}.
-      x: the inputs, (N, d).
-      y: the targets, (N,).
-      clip: the largest norm that the gradient of one example may have, a float.
-      n_microbatches: in how many turns to go through the batch, an int that divides N.
+      x: the inputs, of shape (N, d).
+      y: the targets, of shape (N,).
+      clip: the largest norm of one example's gradient, a float.
+      n_microbatches: the number of microbatches, an int that divides N.
 
     Returns:
       A tree like `params`.
     """
-    raise NotImplementedError("Clip the gradients of a few examples at a time, and accumulate their sum.")
+    raise NotImplementedError("Clip the gradients of one microbatch at a time, and accumulate their sum.")

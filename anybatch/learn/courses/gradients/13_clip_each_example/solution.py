@@ -1,6 +1,6 @@
-"""Only the clipped sum has to last, so it is carried, and the single gradients of one microbatch make way for the next.
+"""The scan carries only the clipped sum, and the per-example gradients of one microbatch are freed before the next.
 
-`clip / max(norm, clip)` is `min(1, clip / norm)` without a division by zero: the gradient of norm 0 is scaled by 1.
+`clip / max(norm, clip)` is `min(1, clip / norm)` without a division by zero: a gradient of norm 0 is scaled by 1.
 """
 
 import jax

@@ -1,4 +1,4 @@
-"""`ab.clipped_grad` computes it at about the price of a plain gradient: single gradients are never there at all."""
+"""`ab.clipped_grad` costs about as much as a plain gradient: it never computes the gradient of each example."""
 
 import jax.numpy as jnp
 

@@ -1,7 +1,7 @@
-"""The root of a mean of squares, and its gradient, in the memory of one microbatch.
+"""Checks the root of a mean of squares, and its gradient, in the memory of one microbatch.
 
-The program is asked for a scan only, not for a checkpoint: memory is what counts, and whoever gets there by adding
-gradients up by hand, or by a derivative of their own (`jax.custom_vjp`), is right as well.
+The program needs a scan, but not a checkpoint: memory is what counts. A program that adds up gradients by hand, or uses
+`jax.custom_vjp`, passes, too.
 """
 
 import numpy as np
@@ -13,10 +13,10 @@ INPUTS, HIDDEN = 8, 32
 
 
 def problem(rng, examples):
-    """Parameters and a batch, with predictions that are well off."""
+    """Parameters and a batch, with predictions that are far from the targets."""
     params = {"w": rng.normal(size=(INPUTS, HIDDEN)) / INPUTS**0.5, "v": rng.normal(size=HIDDEN) / HIDDEN**0.5}
     x = rng.normal(size=(examples, INPUTS))
-    # Errors that grow along the batch: the means over microbatches are not alike, nor are their roots.
+    # Errors that grow along the batch, so that the means over microbatches differ, and their roots, too.
     y = x[:, 0] + rng.normal(size=examples) * np.linspace(0.3, 3.0, examples)
     params = {name: leaf.astype(np.float32) for name, leaf in params.items()}
     return params, x.astype(np.float32), y.astype(np.float32)
@@ -37,7 +37,7 @@ def root(total, gradient, count):
 
 
 def reference(params, x, y, n_microbatches):
-    """Of the whole batch at once."""
+    """The loss and its gradient, from the full batch at once."""
     return root(*squares(params, x, y), len(x))
 
 
@@ -58,7 +58,7 @@ def without_root(params, x, y, n_microbatches):
 
 
 def scaled(value, gradient, factor):
-    """Both, times a factor."""
+    """Value and gradient, times a factor."""
     return value * factor, {name: leaf * factor for name, leaf in gradient.items()}
 
 
@@ -76,7 +76,7 @@ def other_order(rng, args):
 
 
 def larger(rng, times):
-    """A batch so many times as large, in microbatches of 16."""
+    """A batch `times` times as large, in microbatches of 16."""
     return (*problem(rng, 64 * times), 4 * times)
 
 
@@ -89,19 +89,19 @@ check = Check(
         Mistake(
             "a root in each microbatch",
             mean_of_roots,
-            "You took a root in each microbatch, and the mean of the roots; that is another loss.\n"
+            "You took a root in each microbatch, and averaged the roots; that is another loss.\n"
             "Carry the sum of the squared errors, and take one root of the mean over all examples, after the scan.",
         ),
         Mistake(
             "a root in each microbatch",
             lambda params, x, y, n: scaled(*mean_of_roots(params, x, y, n), n),
-            "You took a root in each microbatch, and the sum of the roots; that is another loss.\n"
+            "You took a root in each microbatch, and added up the roots; that is another loss.\n"
             "Carry the sum of the squared errors, and take one root of the mean over all examples, after the scan.",
         ),
         Mistake(
             "the root is missing",
             without_root,
-            "This is the mean squared error, and its gradient; the loss is the root of it.",
+            "This is the mean squared error and its gradient; the loss is the root of it.",
         ),
     ),
     same=(
@@ -110,29 +110,30 @@ check = Check(
     program=(
         scans(
             lambda params, x, y, n: n,
-            "No scan goes over the microbatches.\nIt should take `n_microbatches` turns, and carry the sum of the "
-            "squared errors from each to the next.",
+            "No scan loops over the microbatches.\nIt should have `n_microbatches` iterations, and carry the sum of "
+            "the squared errors.",
         ),
         carries(
             "scan",
             (1, 2),
-            "Let the scan carry the sum of the squared errors, and take the root of what it carried.",
+            "Carry the sum of the squared errors through the scan, and take the root of the final carry.",
             turns=lambda params, x, y, n: (n,),
             may_hand_on=True,
         ),
         one_microbatch(
             lambda params, x, y, n: len(x) // n * HIDDEN,
             "The numbers are right, but more than one microbatch is computed at once.\n"
-            "In a turn of the scan, use only the microbatch of that turn: N // n_microbatches rows.",
+            "In each iteration of the scan, use only its own microbatch: N // n_microbatches rows.",
             names=("dot_general", "tanh"),
         ),
     ),
     memory=Slope(
         larger,
         "The activations of every microbatch are kept for the backward pass.\n"
-        "Put jax.checkpoint around the body of the scan, and without a policy: then a turn is computed again when its "
-        "gradient is due.\nAround the whole scan it saves nothing: the scan that is run again keeps every turn, too.",
-        # Who takes the rows of a microbatch outside of the checkpoint keeps a copy of the inputs, 6.8 KiB: so be it.
+        "Put jax.checkpoint around the body of the scan, without a policy: then the backward pass computes each "
+        "iteration again.\nAround the complete scan it saves nothing: the scan runs again, and keeps every iteration.",
+        # A program that takes the rows of a microbatch outside of the checkpoint keeps a copy of the inputs, 6.8 KiB,
+        # which is allowed.
         floor=10 * 1024,
     ),
 )

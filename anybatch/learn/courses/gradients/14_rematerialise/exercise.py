@@ -1,4 +1,4 @@
-"""Write a loss that needs the memory of one microbatch, even when someone else differentiates it."""
+"""Write a loss that needs the memory of one microbatch, even when other code differentiates it."""
 
 import jax
 import jax.numpy as jnp
@@ -10,20 +10,20 @@ def predict(params, x):
 
 
 def batch_loss(params, x, y, n_microbatches):
-    """The root of the mean squared error of the whole batch, by a scan over microbatches.
+    """The root of the mean squared error of the full batch, computed with a scan over microbatches.
 
     Args:
       params: {"w": (d, h), "v": (h,)}.
-      x: the inputs, (N, d).
-      y: the targets, (N,).
-      n_microbatches: in how many turns to go through the batch, an int that divides N.
+      x: the inputs, of shape (N, d).
+      y: the targets, of shape (N,).
+      n_microbatches: the number of microbatches, an int that divides N.
 
     Returns:
-      A number.
+      float32 of shape ().
     """
-    raise NotImplementedError("Add up squared errors in a scan that keeps nothing of its turns.")
+    raise NotImplementedError("Add up squared errors in a scan that keeps no activations.")
 
 
 def loss_and_grads(params, x, y, n_microbatches):
-    """Someone else's code, which differentiates your loss as a whole. Leave it as it is."""
+    """The other code, which differentiates your loss. Do not change it."""
     return jax.value_and_grad(batch_loss)(params, x, y, n_microbatches)

@@ -1,6 +1,6 @@
-"""With a checkpoint on its body, the scan hands nothing on to the backward pass but what went into each turn.
+"""With a checkpoint on its body, the scan keeps only the inputs of each iteration for the backward pass.
 
-The backward pass goes over the microbatches again, and has the activations of one at a time.
+The backward pass computes the microbatches again, and has the activations of only one at a time.
 """
 
 import jax
@@ -13,7 +13,7 @@ def predict(params, x):
 
 
 def batch_loss(params, x, y, n_microbatches):
-    """The root of the mean squared error of the whole batch, by a scan over microbatches."""
+    """The root of the mean squared error of the full batch, computed with a scan over microbatches."""
 
     @jax.checkpoint
     def add_one_microbatch(total, microbatch):
@@ -26,5 +26,5 @@ def batch_loss(params, x, y, n_microbatches):
 
 
 def loss_and_grads(params, x, y, n_microbatches):
-    """Someone else's code, which differentiates your loss as a whole. Leave it as it is."""
+    """The other code, which differentiates your loss. Do not change it."""
     return jax.value_and_grad(batch_loss)(params, x, y, n_microbatches)

@@ -1,4 +1,4 @@
-"""`ab.value_and_grad` takes the loss of the full batch as it is: it finds the sum under the root, and cuts that."""
+"""`ab.value_and_grad` takes the loss of the full batch: it finds the mean under the root, and splits that."""
 
 import jax.numpy as jnp
 
@@ -11,11 +11,11 @@ def predict(params, x):
 
 
 def batch_loss(params, x, y):
-    """The root of the mean squared error of the whole batch."""
+    """The root of the mean squared error of the full batch."""
     return jnp.sqrt(jnp.mean((predict(params, x) - y) ** 2))
 
 
 def loss_and_grads(params, x, y, n_microbatches):
-    """The loss, and its gradient, in the memory of one microbatch."""
+    """The loss and its gradient, in the memory of one microbatch."""
     size = len(x) // n_microbatches
     return ab.value_and_grad(batch_loss, batch_argnums=(1, 2), microbatch_size=size)(params, x, y)

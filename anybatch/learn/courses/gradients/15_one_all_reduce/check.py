@@ -1,4 +1,4 @@
-"""The mean gradient of a batch that is spread over devices: on one of them, where much is right by chance, and on 8."""
+"""Checks the mean gradient of a sharded batch on 8 devices, and on 1, where some mistakes do not show."""
 
 import numpy as np
 
@@ -11,7 +11,7 @@ EXAMPLES, MICROBATCHES = 64, 4
 
 
 def problem(rng):
-    """Parameters and a batch, with predictions that are well off."""
+    """Parameters and a batch, with predictions that are far from the targets."""
     params = {"w": rng.normal(size=(INPUTS, HIDDEN)) / INPUTS**0.5, "v": rng.normal(size=HIDDEN) / HIDDEN**0.5}
     x = rng.normal(size=(EXAMPLES, INPUTS))
     y = x[:, 0] + rng.normal(size=EXAMPLES)
@@ -27,7 +27,7 @@ def reference(params, x, y, n_microbatches):
 
 
 def share(params, x, y, n_microbatches):
-    """The gradient of the rows of the first of 8 devices."""
+    """The gradient of the first device's rows, of 8 devices."""
     return reference(params, x[: len(x) // DEVICES], y[: len(x) // DEVICES], n_microbatches)
 
 
@@ -37,7 +37,7 @@ def times(factor):
 
 
 def cases(rng):
-    """4 microbatches on each of 8 devices, and 2 on one: two programs in all, compiled at the same time."""
+    """4 microbatches on each of 8 devices, and 2 on one device: two programs, compiled at the same time."""
     args = problem(rng)
     return [
         Case(
@@ -55,16 +55,16 @@ def other_order(rng, args):
 
 
 def everyone_does_its_share(program, args):
-    """On several devices, none of them multiplies the rows of all."""
+    """On several devices, none may compute with all rows."""
     rows = EXAMPLES // args[-1]
     products = program.find("dot_general")
     if not program.count("shard_map"):
-        return None  # rows may be spread by other means, and then only the collectives tell
+        return None  # rows may be sharded in another way, and then only the collectives tell
     if program.devices > 1 and any(product.size >= rows * HIDDEN for product in products):
         return (
-            "Every device goes through the whole batch.\nThe answer is right, but eight devices do the same work eight "
-            "times. Gradients are taken inside of the shard_map, and in in_specs rows are spread over the devices by "
-            'P("data"); P() gives all rows to each.'
+            "Every device goes through the full batch.\nThe answer is right, but all eight devices do the same work. "
+            'Take the gradients inside the shard_map, and use P("data") in in_specs to shard the rows; P() passes all '
+            "rows to each device."
         )
     return None
 
@@ -75,14 +75,14 @@ REDUCTIONS = (
 all_reduced = carries(
     "all-reduce",
     (1, 2),
-    'Bring together what each device computed from its own rows: jax.lax.pmean(gradient, "data").',
+    'Average what each device computed from its own rows: jax.lax.pmean(gradient, "data").',
     names=REDUCTIONS,
 )
 
 
 def is_all_reduced(program, args):
-    """The gradient comes out of the all-reduce, where there is one in the program that JAX traced."""
-    return all_reduced(program, args) if program.count(*REDUCTIONS) else None  # else XLA puts it in
+    """The gradient must come from the all-reduce, if the traced program has one."""
+    return all_reduced(program, args) if program.count(*REDUCTIONS) else None  # else XLA inserts it
 
 
 def says(counts):
@@ -90,27 +90,27 @@ def says(counts):
     reduced = counts.get("all-reduce", 0)
     if set(counts) - {"all-reduce"}:
         return (
-            "Devices exchange something other than a sum.\nSpread the rows by in_specs, let each device work on its "
-            "own, and bring gradients together by one jax.lax.pmean."
+            "The devices exchange something other than a sum.\nShard the rows with in_specs, compute on each device "
+            "with its own rows, and average the gradients with one jax.lax.pmean."
         )
     if not reduced:
         return (
-            "Nothing was exchanged, so every device must have gone through the whole batch by itself.\n"
-            "Spread the rows over the mesh with jax.shard_map, and bring the gradients together by one jax.lax.pmean."
+            "Nothing was exchanged, so every device must have gone through the full batch.\n"
+            "Shard the rows over the mesh with jax.shard_map, and average the gradients with one jax.lax.pmean."
         )
     if reduced >= MICROBATCHES:
         return (
-            f"There is an all-reduce in the loop: it is executed in each of the {MICROBATCHES} turns.\n"
-            "If you wrote psum or pmean inside of the scan, move it behind the scan.\n"
-            "If you did not, it was jax.grad: parameters that all devices share have a gradient that is a sum over all "
-            'devices.\nMake them each device\'s own first, params = jax.lax.pcast(params, "data", to="varying").'
+            f"There is an all-reduce in the loop: it is executed in each of the {MICROBATCHES} iterations.\n"
+            "If you wrote psum or pmean inside the scan, move it after the scan.\n"
+            "If you did not, it was jax.grad: the gradient with respect to parameters that all devices share is a sum "
+            'over all devices.\nMake them varying first: params = jax.lax.pcast(params, "data", to="varying").'
         )
     if reduced == 1:
         return (
-            "There is one all-reduce, as there should be, but it carries more than a gradient: perhaps those of all "
-            "microbatches.\nAdd them up on the device first, in the carry of the scan."
+            "There is one all-reduce, as there should be, but it transfers more than one gradient: perhaps those of "
+            "all microbatches.\nAdd them up on each device first, in the carry of the scan."
         )
-    return 'Reduce all leaves at the same time, and only once: jax.lax.pmean(tree, "data") takes a whole tree.'
+    return 'Reduce all leaves at the same time, and only once: jax.lax.pmean(tree, "data") takes a tree.'
 
 
 check = Check(
@@ -122,23 +122,23 @@ check = Check(
         Mistake(
             "the sum over devices",
             times(DEVICES),
-            "Eight times too large: the means of the 8 devices were added up, and not averaged.\n"
-            "Either there is a psum where pmean is meant; or jax.grad has added them up already: parameters that all "
-            "devices share have a gradient that is the sum over all devices, and a pmean of it changes nothing.\n"
-            'Make them each device\'s own first, params = jax.lax.pcast(params, "data", to="varying"), and then pmean.',
+            "Eight times too large: the means of the 8 devices were added up, not averaged.\n"
+            "Either you used psum instead of pmean, or jax.grad has already added them up: the gradient with respect "
+            "to parameters that all devices share is a sum over all devices, and a pmean of it changes nothing.\n"
+            'Make them varying first, params = jax.lax.pcast(params, "data", to="varying"), and then use pmean.',
         ),
         Mistake(
             "the sum over devices",
             times(DEVICES**2),
             "64 times too large: gradients were added up over the 8 devices twice, by jax.grad and then by your psum.\n"
-            "Parameters that all devices share have a gradient that is the sum over all devices already.\n"
-            'Make them each device\'s own first, params = jax.lax.pcast(params, "data", to="varying"), and then pmean.',
+            "The gradient with respect to parameters that all devices share is already a sum over all devices.\n"
+            'Make them varying first, params = jax.lax.pcast(params, "data", to="varying"), and then use pmean.',
         ),
         Mistake(
             "the share of one device",
             share,
-            "This is the gradient of the first device's rows: the others were never asked.\n"
-            "On one device it is right, because that one has all rows. Average over devices at the end: "
+            "This is the gradient of the first device's rows; those of the other devices are missing.\n"
+            "On one device it is right, because that device has all rows. Average over the devices at the end: "
             'jax.lax.pmean(gradient, "data").',
         ),
     ),
@@ -146,14 +146,14 @@ check = Check(
     program=(
         scans(
             lambda params, x, y, n: n,
-            "No scan goes over the microbatches.\n"
-            "Each device should scan over its own rows, in `n_microbatches` turns.",
+            "No scan loops over the microbatches.\n"
+            "Each device should scan over its own rows, in `n_microbatches` iterations.",
         ),
         everyone_does_its_share,
         carries(
             "scan",
             (1, 2),
-            "Let the scan carry the sum of the gradients of a device, and reduce what it carried.",
+            "Carry the sum of a device's gradients through the scan, and reduce the final carry.",
             turns=lambda params, x, y, n: (n,),
             may_hand_on=True,
         ),
@@ -163,7 +163,7 @@ check = Check(
         {"all-reduce": 1},
         says,
         devices=DEVICES,
-        # Twice a gradient: whoever reduces a loss or a count along with it may.
+        # Twice a gradient, so that a loss or a count may be reduced with it.
         largest=2 * 4 * (INPUTS * HIDDEN + HIDDEN),
         slack=1.5,
     ),

@@ -1,4 +1,4 @@
-"""Share a batch among all devices: each accumulates its own gradient, and they are brought together once."""
+"""Shard a batch over all devices: each accumulates its own gradient, and one all-reduce combines them."""
 
 import jax
 import jax.numpy as jnp
@@ -14,15 +14,15 @@ def loss(params, x, y):
 
 
 def data_parallel_grads(params, x, y, n_microbatches):
-    """The gradient of the mean loss over the whole batch, with one all-reduce.
+    """The gradient of the mean loss over the full batch, with one all-reduce.
 
     Args:
       params: {"w": (d, h), "v": (h,)}.
-      x: the inputs, (N, d).
-      y: the targets, (N,).
-      n_microbatches: in how many turns each device goes through its own rows.
+      x: the inputs, of shape (N, d).
+      y: the targets, of shape (N,).
+      n_microbatches: the number of microbatches into which each device cuts its own rows.
 
     Returns:
       A tree like `params`, the same on all devices.
     """
-    raise NotImplementedError("Let each device scan over its own rows, and reduce the gradient once, at the end.")
+    raise NotImplementedError("Scan over each device's own rows, and reduce the gradient once, at the end.")

@@ -1,6 +1,6 @@
-"""Means of equal shares average to the mean of all, so one pmean after the scan is all that devices need to exchange.
+"""The mean of the means of equal shares is the mean of all rows, so the devices need only one pmean, after the scan.
 
-With parameters that are cast to each device's own, `jax.grad` has nothing to add up over devices inside of the scan.
+With parameters that are cast to "varying", `jax.grad` does not add up gradients over devices inside the scan.
 """
 
 import jax
@@ -17,7 +17,7 @@ def loss(params, x, y):
 
 
 def data_parallel_grads(params, x, y, n_microbatches):
-    """The gradient of the mean loss over the whole batch, with one all-reduce."""
+    """The gradient of the mean loss over the full batch, with one all-reduce."""
 
     def on_a_device(params, x, y):
         params = jax.lax.pcast(params, "data", to="varying")
@@ -29,5 +29,5 @@ def data_parallel_grads(params, x, y, n_microbatches):
         total, _ = jax.lax.scan(add_one_microbatch, jax.tree.map(jnp.zeros_like, params), microbatches)
         return jax.lax.pmean(jax.tree.map(lambda leaf: leaf / n_microbatches, total), "data")
 
-    spread = jax.shard_map(on_a_device, mesh=mesh, in_specs=(P(), P("data"), P("data")), out_specs=P())
-    return spread(params, x, y)
+    sharded = jax.shard_map(on_a_device, mesh=mesh, in_specs=(P(), P("data"), P("data")), out_specs=P())
+    return sharded(params, x, y)

@@ -1,4 +1,4 @@
-"""With `mesh=` it is the same call as on one device; each device takes its rows, and one reduction joins them."""
+"""With `mesh=`, it is the same call as on one device: each device takes its rows, and one all-reduce combines them."""
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +15,6 @@ def loss(params, x, y):
 
 
 def data_parallel_grads(params, x, y, n_microbatches):
-    """The gradient of the mean loss over the whole batch, with one all-reduce."""
+    """The gradient of the mean loss over the full batch, with one all-reduce."""
     size = len(x) // mesh.size // n_microbatches
     return ab.grad(loss, batch_argnums=(1, 2), mesh=mesh, microbatch_size=size)(params, x, y)

@@ -1,4 +1,4 @@
-"""Estimate, without bias, how noisy a gradient is, and how large it would be without noise."""
+"""Estimate without bias how noisy a gradient is, and how large it would be without noise."""
 
 import jax
 import jax.numpy as jnp
@@ -10,15 +10,15 @@ def loss(params, x, y):
 
 
 def noise_scale(params, x, y, n_microbatches):
-    """The two parts of the gradient noise scale, from the gradients of single examples.
+    """The two parts of the gradient noise scale, from per-example gradients.
 
     Args:
       params: {"w": (d, h), "v": (h,)}.
-      x: the inputs, (N, d).
-      y: the targets, (N,).
-      n_microbatches: in how many turns to go through the batch, an int that divides N.
+      x: the inputs, of shape (N, d).
+      y: the targets, of shape (N,).
+      n_microbatches: the number of microbatches, an int that divides N.
 
     Returns:
       {"trace": unbiased estimate of tr(C), "gradient_square": unbiased estimate of |G|**2}.
     """
-    raise NotImplementedError("Accumulate what the two estimates need of each example's gradient.")
+    raise NotImplementedError("Accumulate the sums that the two estimates need.")

@@ -1,6 +1,6 @@
-"""Scatter around the own mean has N - 1 degrees of freedom, and the square of a mean of N has trace / N of noise in it.
+"""Deviations from the sample mean have N - 1 degrees of freedom, and the square of a mean of N has trace / N of noise.
 
-Both follow from two sums, of gradients and of their squares, so that no gradient has to be kept.
+Both estimates follow from two sums, of the gradients and of their squares, so no gradient has to be kept.
 """
 
 import jax
@@ -13,12 +13,12 @@ def loss(params, x, y):
 
 
 def square_of(tree):
-    """The sum of the squares of all its numbers."""
+    """The sum of the squares of all numbers in a tree."""
     return sum(jnp.sum(leaf**2) for leaf in jax.tree.leaves(tree))
 
 
 def noise_scale(params, x, y, n_microbatches):
-    """The two parts of the gradient noise scale, from the gradients of single examples."""
+    """The two parts of the gradient noise scale, from per-example gradients."""
 
     def add_one_microbatch(carry, microbatch):
         total, squares = carry

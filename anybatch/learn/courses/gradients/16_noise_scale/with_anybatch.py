@@ -1,6 +1,6 @@
-"""`ab.noise_scale` gives the loss, the gradient and a record of the noise; records of many steps can be added up.
+"""`ab.noise_scale` returns the loss, the gradient and a record of the noise. Records of many steps can be added up.
 
-Without `exact=True` it takes the gradients of microbatches: they are there anyway, and it costs next to nothing.
+Without `exact=True` it uses the gradients of microbatches, which exist anyway, and costs almost nothing.
 """
 
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ def loss(params, x, y):
 
 
 def noise_scale(params, x, y, n_microbatches):
-    """The two parts of the gradient noise scale, from the gradients of single examples."""
+    """The two parts of the gradient noise scale, from per-example gradients."""
     size = len(x) // n_microbatches
     _, _, noise = ab.noise_scale(loss, exact=True, batch_argnums=(1, 2), microbatch_size=size)(params, x, y)
     return {"trace": noise.trace, "gradient_square": noise.gradient_square}

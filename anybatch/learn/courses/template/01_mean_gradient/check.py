@@ -1,4 +1,4 @@
-"""What is checked: see `anybatch.learn` for all that a `Check` can have."""
+"""The check of this exercise. `anybatch.learn` documents everything that a `Check` can have."""
 
 import numpy as np
 
@@ -6,7 +6,7 @@ from anybatch.learn import Case, Check, Mistake, Same
 
 
 def cases(rng):
-    """The plainest first. Cases with the same shapes share one compilation."""
+    """The cases, the simplest first. Cases with the same shapes share one compilation."""
 
     def some(examples):
         return np.float32(rng.uniform(1, 3)).reshape(()), rng.normal(size=examples).astype(np.float32)
@@ -15,7 +15,7 @@ def cases(rng):
 
 
 def reference(w, x):
-    """The right answer, in numpy; its arguments are in float64."""
+    """The right answer, in numpy. The arguments come in float64."""
     return 2 * w * np.mean(x**2)
 
 
@@ -36,5 +36,5 @@ check = Check(
             lambda w, x: f"You have {len(x)} times the answer: this is the gradient of a sum, not of a mean.",
         ),
     ),
-    same=(Same("the order of the examples", permuted, says="A mean has no first example and no last."),),
+    same=(Same("the order of the examples", permuted, says="A mean does not depend on the order of its terms."),),
 )

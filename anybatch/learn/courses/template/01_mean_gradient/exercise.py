@@ -10,7 +10,7 @@ def loss(w, x):
 
 
 def mean_gradient(w, x):
-    """The derivative of the loss by `w`.
+    """The derivative of the loss with respect to `w`.
 
     Args:
       w: float32 of shape ().
@@ -19,4 +19,4 @@ def mean_gradient(w, x):
     Returns:
       float32 of shape ().
     """
-    raise NotImplementedError("Return the derivative of the loss by w.")
+    raise NotImplementedError("Return the derivative of the loss with respect to w.")

@@ -1,6 +1,6 @@
 """The gradient of a mean is the mean of the gradients, and one backward pass computes it for all examples at once.
 
-`jax.grad` differentiates by the first argument, which is `w` here; `x` is left alone.
+`jax.grad` differentiates with respect to the first argument, which is `w` here, and not with respect to `x`.
 """
 
 import jax
@@ -13,5 +13,5 @@ def loss(w, x):
 
 
 def mean_gradient(w, x):
-    """The derivative of the loss by `w`."""
+    """The derivative of the loss with respect to `w`."""
     return jax.grad(loss)(w, x)

@@ -11,5 +11,5 @@ def loss(w, x):
 
 
 def mean_gradient(w, x):
-    """The derivative of the loss by `w`."""
+    """The derivative of the loss with respect to `w`."""
     return ab.grad(loss, microbatch_size=2)(w, x)

@@ -1,4 +1,4 @@
-"""Differentiated by the second argument.
+"""Differentiated with respect to the second argument.
 
 caught by: value
 says: Each row is a derivative with respect to x

@@ -14,7 +14,7 @@ def f(w, x):
 
 
 def equivalent_two_ways(w, x_batch):
-    """The second row has vmap inside of a lambda, and is the same program."""
+    """The second row has vmap inside a lambda, and is the same program."""
     w = jnp.asarray(w, jnp.float32)
     first = jax.vmap(jax.grad(f), in_axes=(None, 0))(w, x_batch).sum()
     second = jax.vmap(lambda x: jax.grad(lambda w: f(w, x))(w))(x_batch).sum()

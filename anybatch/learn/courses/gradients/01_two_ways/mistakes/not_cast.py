@@ -1,4 +1,4 @@
-"""A whole number cannot be differentiated by.
+"""Differentiated with respect to an integer.
 
 caught by: run
 says: a Python int

@@ -1,7 +1,7 @@
 """One gradient, stacked with itself.
 
 caught by: program
-says: there is one gradient in the program
+says: there is only one gradient in the program
 """
 
 import jax

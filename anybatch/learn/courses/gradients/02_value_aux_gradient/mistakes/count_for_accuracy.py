@@ -1,7 +1,7 @@
-"""How many are right, instead of which share.
+"""The number of correct examples instead of their fraction.
 
 caught by: value
-says: counts the examples that are right
+says: counts the correct examples
 """
 
 import jax

@@ -1,7 +1,7 @@
 """The minus is missing.
 
 caught by: value
-says: The sign is turned around
+says: The sign is wrong
 """
 
 import jax

@@ -1,7 +1,7 @@
 """Unpacked, and returned as three.
 
 caught by: structure
-says: stand side by side
+says: You return a flat tuple
 """
 
 import jax

@@ -1,7 +1,7 @@
 """The softmax is along the wrong axis.
 
 caught by: value
-says: The softmax goes over the examples
+says: The softmax is over the examples
 """
 
 import jax

@@ -1,4 +1,4 @@
-"""The pair is differentiated as a whole.
+"""The function returns a pair, and has_aux is missing.
 
 caught by: run
 says: scalar-output functions

@@ -1,7 +1,7 @@
 """The weights are not used.
 
 caught by: value
-says: The trees are added up as they are
+says: The trees are added up without their weights
 """
 
 import jax

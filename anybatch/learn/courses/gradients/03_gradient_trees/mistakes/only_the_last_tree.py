@@ -8,7 +8,7 @@ import jax
 
 
 def weighted_sum(trees, weights):
-    """The total is overwritten in every turn."""
+    """The total is overwritten in every iteration."""
     for weight, tree in zip(weights, trees, strict=True):
         total = jax.tree.map(lambda leaf, weight=weight: weight * leaf, tree)
     return total

@@ -1,7 +1,7 @@
 """2.5 becomes 2.
 
 caught by: errors
-says: a count is a whole number
+says: a count must be an integer
 """
 
 import jax

@@ -1,7 +1,7 @@
 """Every n-th example.
 
 caught by: value
-says: dealt like cards
+says: the examples are in the wrong order
 """
 
 import jax

@@ -1,4 +1,4 @@
-"""The error says nothing of the numbers.
+"""The error message does not have the numbers.
 
 caught by: errors
 says: does not mention 5 and 12

@@ -1,4 +1,4 @@
-"""What does not divide is left out.
+"""Examples that are left over are dropped.
 
 caught by: errors
 says: It must raise ValueError, and does not

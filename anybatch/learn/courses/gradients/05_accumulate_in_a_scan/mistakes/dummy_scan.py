@@ -1,7 +1,7 @@
-"""A scan over nothing, beside the whole batch.
+"""A scan over nothing, beside the full batch.
 
 caught by: program
-says: the whole batch is computed with outside of it
+says: your code also computes with the full batch outside of it
 """
 
 import jax

@@ -1,7 +1,7 @@
-"""The whole batch at once.
+"""The full batch at once.
 
 caught by: program
-says: There is no scan of 4 turns
+says: There is no scan of length 4
 """
 
 import jax

@@ -1,7 +1,7 @@
 """The gradient of a scanned loss.
 
 caught by: program
-says: You took the gradient of the whole loop
+says: You took the gradient of the loop
 """
 
 import jax

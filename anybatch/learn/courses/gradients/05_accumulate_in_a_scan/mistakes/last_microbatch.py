@@ -1,7 +1,7 @@
 """The carry is replaced, not added to.
 
 caught by: value
-says: the gradient of the last microbatch alone
+says: the gradient of only the last microbatch
 """
 
 import jax

@@ -1,7 +1,7 @@
 """A Python loop, which is unrolled.
 
 caught by: program
-says: There is no scan of 4 turns
+says: There is no scan of length 4
 """
 
 import jax

@@ -1,4 +1,4 @@
-"""The whole batch at once.
+"""The full batch at once.
 
 caught by: memory
 says: Memory grows with the batch

@@ -1,7 +1,7 @@
 """A pmean, right on one device only.
 
 caught by: value
-says: there is a pmean, with no need
+says: there is an unnecessary pmean
 """
 
 import jax

@@ -1,7 +1,7 @@
 """A psum, right on one device only.
 
 caught by: value
-says: there is a psum, with no need
+says: there is an unnecessary psum
 """
 
 import jax

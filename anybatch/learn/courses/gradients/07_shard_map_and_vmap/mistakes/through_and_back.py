@@ -1,7 +1,7 @@
 """Rows go through the shard_map, and are computed with afterwards.
 
 caught by: program
-says: are not computed inside of the shard_map
+says: are not computed inside the shard_map
 """
 
 import jax

@@ -1,7 +1,7 @@
-"""The loss of the first microbatch alone.
+"""The loss of only the first microbatch.
 
 caught by: value
-says: This is the loss of the first microbatch alone
+says: This is the loss of only the first microbatch
 """
 
 import flax.linen as nn

@@ -1,7 +1,7 @@
-"""The loss of the second microbatch alone.
+"""The loss of only the second microbatch.
 
 caught by: value
-says: This is the loss of the second microbatch alone
+says: This is the loss of only the second microbatch
 """
 
 import flax.linen as nn

@@ -1,7 +1,7 @@
 """The second gradient is taken after a step.
 
 caught by: value
-says: The gradient of the second microbatch is taken at parameters that have moved
+says: The gradient of the second microbatch is taken after a step
 """
 
 import flax.linen as nn

@@ -1,7 +1,7 @@
 """Divides each gradient by 2 before MultiSteps, which averages by itself.
 
 caught by: value
-says: MultiSteps averages by itself
+says: MultiSteps averages itself
 """
 
 import jax
@@ -10,12 +10,12 @@ import optax
 
 
 def loss(params, x, y):
-    """Mean squared error of a linear model over one microbatch. Given: leave it as it is."""
+    """Mean squared error of a linear model over one microbatch. Do not change it."""
     return jnp.mean((x @ params["w"] + params["b"] - y) ** 2)
 
 
 def make_optimizer(lr):
-    """Adam, with an eps that can be felt and a short memory. Given: leave it as it is."""
+    """Adam, with an eps that can be felt and a short memory. Do not change it."""
     return optax.adam(lr, b2=0.9, eps=0.1)
 
 

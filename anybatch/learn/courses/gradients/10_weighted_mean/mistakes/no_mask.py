@@ -1,7 +1,7 @@
 """Divides by the tokens that count, and adds up the losses of all.
 
 caught by: value
-says: but added up the losses of all of them
+says: but added up the losses of all tokens
 """
 
 import jax
@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 
 def token_losses(params, x, y):
-    """The squared error of each token, of the shape of y. Given: leave it as it is."""
+    """The squared error of each token, of the shape of y. Do not change it."""
     return (x @ params["w"] + params["b"] - y) ** 2
 
 

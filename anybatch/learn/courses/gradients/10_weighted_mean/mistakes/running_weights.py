@@ -1,7 +1,7 @@
 """Weights each microbatch's mean by its tokens, which is right until a microbatch has none: 0 / 0.
 
 caught by: value
-says: A microbatch without any token makes everything NaN
+says: A microbatch without tokens makes the answer NaN
 """
 
 import jax
@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 
 def token_losses(params, x, y):
-    """The squared error of each token, of the shape of y. Given: leave it as it is."""
+    """The squared error of each token, of the shape of y. Do not change it."""
     return (x @ params["w"] + params["b"] - y) ** 2
 
 

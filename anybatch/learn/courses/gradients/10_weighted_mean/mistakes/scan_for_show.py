@@ -1,7 +1,7 @@
-"""Scans over something, and computes the whole batch at once.
+"""Scans over something, and computes the full batch at once.
 
 caught by: program
-says: the whole batch is computed at once
+says: the full batch is computed at once
 """
 
 import jax
@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 
 def token_losses(params, x, y):
-    """The squared error of each token, of the shape of y. Given: leave it as it is."""
+    """The squared error of each token, of the shape of y. Do not change it."""
     return (x @ params["w"] + params["b"] - y) ** 2
 
 

@@ -1,7 +1,7 @@
 """Carries a bfloat16 sum and, in bfloat16 too, what it lost: as good as float32, and not simple.
 
 caught by: program
-says: a scan carries bfloat16 from turn to turn
+says: a scan carries bfloat16 from one iteration to the next
 """
 
 import jax
@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 
 def loss(params, x, y):
-    """Mean squared error of a linear model over one microbatch, in bfloat16. Given: leave it as it is."""
+    """Mean squared error of a linear model over one microbatch, in bfloat16. Do not change it."""
     return jnp.mean((x @ params["w"] + params["b"] - y) ** 2)
 
 

@@ -1,7 +1,7 @@
 """Numbers the examples from 0 in every microbatch.
 
 caught by: value
-says: their examples are numbered from 0 in each
+says: the indices start at 0 in each of them
 """
 
 import jax
@@ -11,7 +11,7 @@ RATE = 0.25  # of the hidden units that are dropped
 
 
 def loss(params, x, y, mask):
-    """Mean squared error over one microbatch; mask (M, H) multiplies the hidden units. Given: leave it as it is."""
+    """Mean squared error over one microbatch; mask (M, H) multiplies the hidden units. Do not change it."""
     hidden = jnp.tanh(x @ params["w"]) * mask
     return jnp.mean((hidden @ params["v"] - y) ** 2)
 

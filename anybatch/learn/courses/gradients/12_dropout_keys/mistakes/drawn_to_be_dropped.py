@@ -11,7 +11,7 @@ RATE = 0.25  # of the hidden units that are dropped
 
 
 def loss(params, x, y, mask):
-    """Mean squared error over one microbatch; mask (M, H) multiplies the hidden units. Given: leave it as it is."""
+    """Mean squared error over one microbatch; mask (M, H) multiplies the hidden units. Do not change it."""
     hidden = jnp.tanh(x @ params["w"]) * mask
     return jnp.mean((hidden @ params["v"] - y) ** 2)
 
@@ -24,7 +24,7 @@ def dropout_grads(params, key, x, y, n_microbatches):
         x, y, indices = microbatch
         return jax.tree.map(jnp.add, total, jax.grad(loss)(params, x, y, jax.vmap(mask_of)(indices))), None
 
-    whole = (x, y, jnp.arange(len(x)))
-    microbatches = jax.tree.map(lambda a: a.reshape(n_microbatches, -1, *a.shape[1:]), whole)
+    batch = (x, y, jnp.arange(len(x)))
+    microbatches = jax.tree.map(lambda a: a.reshape(n_microbatches, -1, *a.shape[1:]), batch)
     total, _ = jax.lax.scan(add_microbatch, jax.tree.map(jnp.zeros_like, params), microbatches)
     return jax.tree.map(lambda t: t / n_microbatches, total)

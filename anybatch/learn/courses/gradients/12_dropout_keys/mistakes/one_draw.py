@@ -1,7 +1,7 @@
-"""Draws one array of masks for the whole batch, and cuts it.
+"""Draws one array of masks for the full batch, and cuts it.
 
 caught by: value
-says: You drew the masks of the whole batch at once
+says: You drew the masks of the full batch at once
 """
 
 import jax
@@ -11,7 +11,7 @@ RATE = 0.25  # of the hidden units that are dropped
 
 
 def loss(params, x, y, mask):
-    """Mean squared error over one microbatch; mask (M, H) multiplies the hidden units. Given: leave it as it is."""
+    """Mean squared error over one microbatch; mask (M, H) multiplies the hidden units. Do not change it."""
     hidden = jnp.tanh(x @ params["w"]) * mask
     return jnp.mean((hidden @ params["v"] - y) ** 2)
 

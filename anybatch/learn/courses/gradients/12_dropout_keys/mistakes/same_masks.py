@@ -1,4 +1,4 @@
-"""Draws from the same key in every turn.
+"""Draws from the same key in every iteration.
 
 caught by: value
 says: All 4 microbatches have the same dropout masks: each drew them from the same key
@@ -11,7 +11,7 @@ RATE = 0.25  # of the hidden units that are dropped
 
 
 def loss(params, x, y, mask):
-    """Mean squared error over one microbatch; mask (M, H) multiplies the hidden units. Given: leave it as it is."""
+    """Mean squared error over one microbatch; mask (M, H) multiplies the hidden units. Do not change it."""
     hidden = jnp.tanh(x @ params["w"]) * mask
     return jnp.mean((hidden @ params["v"] - y) ** 2)
 

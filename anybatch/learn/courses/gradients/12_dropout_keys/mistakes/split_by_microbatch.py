@@ -1,7 +1,7 @@
 """Splits the key into one for each microbatch: fresh masks, that change with the number of microbatches.
 
 caught by: value
-says: from one key, made of its number
+says: from one key, made from its number
 """
 
 import jax
@@ -11,7 +11,7 @@ RATE = 0.25  # of the hidden units that are dropped
 
 
 def loss(params, x, y, mask):
-    """Mean squared error over one microbatch; mask (M, H) multiplies the hidden units. Given: leave it as it is."""
+    """Mean squared error over one microbatch; mask (M, H) multiplies the hidden units. Do not change it."""
     hidden = jnp.tanh(x @ params["w"]) * mask
     return jnp.mean((hidden @ params["v"] - y) ** 2)
 

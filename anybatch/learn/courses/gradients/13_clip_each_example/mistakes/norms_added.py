@@ -1,7 +1,7 @@
-"""Takes the sum of the norms of the leaves for the norm of the tree.
+"""Uses the sum of the norms of the leaves as the norm of the tree.
 
 caught by: value
-says: it is their squares that add up
+says: add up their squares
 """
 
 import jax

@@ -1,7 +1,7 @@
 """A loop that is unrolled: a copy of the model for each microbatch, to be compiled.
 
 caught by: program
-says: No scan goes over the microbatches
+says: No scan loops over the microbatches
 """
 
 import jax

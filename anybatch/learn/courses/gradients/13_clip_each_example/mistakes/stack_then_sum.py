@@ -1,7 +1,7 @@
 """Keeps the clipped sum of every microbatch, and adds them up at the end.
 
 caught by: memory
-says: the scan puts out a gradient in every turn
+says: the scan stacks a gradient in every iteration
 """
 
 import jax

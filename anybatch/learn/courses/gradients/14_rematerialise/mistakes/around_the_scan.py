@@ -1,7 +1,7 @@
-"""A checkpoint around the whole scan: it is run again, and keeps every turn.
+"""A checkpoint around the complete scan: it is run again, and keeps every iteration.
 
 caught by: memory
-says: Around the whole scan it saves nothing
+says: Around the complete scan it saves nothing
 """
 
 import jax

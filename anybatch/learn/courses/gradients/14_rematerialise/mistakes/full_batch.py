@@ -1,7 +1,7 @@
 """The full batch, computed twice.
 
 caught by: program
-says: No scan goes over the microbatches
+says: No scan loops over the microbatches
 """
 
 import jax

@@ -1,4 +1,4 @@
-"""A scan without a checkpoint: the activations of all turns are kept.
+"""A scan without a checkpoint: the activations of all iterations are kept.
 
 caught by: memory
 says: The activations of every microbatch are kept

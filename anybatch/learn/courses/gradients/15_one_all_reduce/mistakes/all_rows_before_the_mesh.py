@@ -1,7 +1,7 @@
-"""Goes through the whole batch first, on every device, and averages eight equal gradients.
+"""Goes through the full batch first, on every device, and averages eight equal gradients.
 
 caught by: program
-says: Every device goes through the whole batch
+says: Every device goes through the full batch
 """
 
 import jax

@@ -1,7 +1,7 @@
 """Gives all rows to every device, and averages eight equal answers.
 
 caught by: program
-says: Every device goes through the whole batch
+says: Every device goes through the full batch
 """
 
 import jax

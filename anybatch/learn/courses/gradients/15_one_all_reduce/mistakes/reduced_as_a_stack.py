@@ -1,7 +1,7 @@
 """One all-reduce, of the gradients of all microbatches.
 
 caught by: collectives
-says: it carries more than a gradient
+says: it transfers more than one gradient
 """
 
 import jax

@@ -1,4 +1,4 @@
-"""Averages over devices in every turn.
+"""Averages over devices in every iteration.
 
 caught by: collectives
 says: There is an all-reduce in the loop

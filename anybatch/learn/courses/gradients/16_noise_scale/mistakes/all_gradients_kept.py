@@ -1,4 +1,4 @@
-"""Keeps the gradients of all examples, put out by the scan.
+"""Stacks the gradients of all examples in the scan.
 
 caught by: memory
 says: Gradients are kept

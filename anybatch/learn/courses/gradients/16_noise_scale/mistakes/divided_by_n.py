@@ -1,7 +1,7 @@
-"""Divides the scatter by N.
+"""Divides the sum of squared deviations by N.
 
 caught by: value
-says: it is N - 1
+says: divide by N - 1
 """
 
 import jax

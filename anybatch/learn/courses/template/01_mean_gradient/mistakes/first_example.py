@@ -8,5 +8,5 @@ import jax
 
 
 def mean_gradient(w, x):
-    """The gradient of the first example alone."""
+    """The gradient of only the first example."""
     return jax.grad(lambda w: (w * x[0]) ** 2)(w)

@@ -1,4 +1,4 @@
-"""A sum for a mean.
+"""A sum instead of a mean.
 
 caught by: value
 says: this is the gradient of a sum
@@ -9,5 +9,5 @@ import jax.numpy as jnp
 
 
 def mean_gradient(w, x):
-    """As many times the answer as there are examples."""
+    """N times the answer, for N examples."""
     return jax.grad(lambda w: jnp.sum((w * x) ** 2))(w)

@@ -1,7 +1,7 @@
-"""The whole batch in every turn, and a division to undo it.
+"""The full batch in every iteration, and a division to undo it.
 
 caught by: program
-says: Every turn of your scan computes with the whole batch
+says: Every iteration of your scan computes with the full batch
 """
 
 import jax

@@ -1,7 +1,7 @@
 """All examples at once.
 
 caught by: program
-says: No scan goes over the microbatches
+says: No scan loops over the microbatches
 """
 
 import jax

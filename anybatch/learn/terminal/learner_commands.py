@@ -1,4 +1,4 @@
-"""What the commands of `anybatch learn` do; each returns whether all is well."""
+"""The commands of `anybatch learn` for learners. Each returns True for exit status 0."""
 
 import json
 import pathlib
@@ -11,7 +11,7 @@ from anybatch.errors import InputError
 from anybatch.learn.catalogue import COURSES, Course, Exercise
 from anybatch.learn.check import Verdict
 from anybatch.learn.grading import grade, processes_of
-from anybatch.learn.progress import FOLDER, RECORD, Progress, hash_of
+from anybatch.learn.learner_progress import FOLDER, RECORD, Progress, hash_of
 from anybatch.learn.runner import isolation
 from anybatch.learn.runner.submissions import Runner
 from anybatch.learn.terminal.pages import Screen
@@ -20,7 +20,7 @@ SCHEMA = 1  # of the JSON that `check` prints
 
 
 def learn(course: pathlib.Path | None, folder: pathlib.Path | None, at: str | None) -> int | bool:
-    """One sitting; where there is no terminal, the page and one check."""
+    """Starts an interactive session. Without a terminal, shows the page and checks the file once."""
     screen = Screen()
     progress = _progress(course, folder, screen)
     exercise = _named(progress, at)
@@ -46,16 +46,16 @@ def _once(screen: Screen, progress: Progress, exercise: Exercise) -> bool:
     screen.say(f"Stuck? {progress.command('hint', str(exercise.number))}")
     following = progress.course.after(exercise)
     if following is not None:
-        screen.say(f"Then go on: {progress.command('--at', str(following.number))}")
+        screen.say(f"The next exercise: {progress.command('--at', str(following.number))}")
     screen.say()
     if progress.state(exercise) == "solved":
-        screen.say("Solved, and not changed since: it is not run again.")
+        screen.say("Solved, and unchanged since: it is not run again.")
         return True
     return _check_one(screen, progress, exercise)
 
 
 def listing(course: pathlib.Path | None, folder: pathlib.Path | None) -> bool:
-    """Shows all exercises, and what is solved."""
+    """Lists all exercises, and which are solved."""
     screen = Screen()
     progress = _progress(course, folder, screen)
     screen.listing(progress.course, progress, progress.current)
@@ -88,7 +88,7 @@ def _check_one(screen: Screen, progress: Progress, exercise: Exercise) -> bool:
 
 
 def hint(course: pathlib.Path | None, folder: pathlib.Path | None, name: str | None, level: int | None) -> bool:
-    """Shows a hint: the next one, unless it is told which; all of them when all were seen."""
+    """Shows a hint: the one of this level, or the next one, or all of them if all were seen."""
     screen = Screen()
     progress = _progress(course, folder, screen)
     exercise = _named(progress, name)
@@ -102,7 +102,7 @@ def hint(course: pathlib.Path | None, folder: pathlib.Path | None, name: str | N
 
 
 def solution(course: pathlib.Path | None, folder: pathlib.Path | None, name: str | None, anyway: bool) -> bool:
-    """Shows the solution of what was solved."""
+    """Shows the solution of a solved exercise."""
     screen = Screen()
     progress = _progress(course, folder, screen)
     exercise = _named(progress, name)
@@ -110,14 +110,14 @@ def solution(course: pathlib.Path | None, folder: pathlib.Path | None, name: str
         number = str(exercise.number)
         screen.say(f"The solution of {number} is shown once you have solved it: {progress.command('--at', number)}")
         screen.say(f"A hint may be enough: {progress.command('hint', number)}")
-        screen.say(f"If you must: {progress.command('solution', number, '--anyway')}")
+        screen.say(f"To see it anyway: {progress.command('solution', number, '--anyway')}")
         return False
     screen.solution(exercise)
     return True
 
 
 def reset(course: pathlib.Path | None, folder: pathlib.Path | None, name: str, is_sure: bool) -> bool:
-    """Puts a file back to its beginning; the old one is kept."""
+    """Puts the original file of an exercise back; the old one is kept."""
     screen = Screen()
     progress = _progress(course, folder, screen)
     exercise = _named(progress, name)
@@ -125,16 +125,16 @@ def reset(course: pathlib.Path | None, folder: pathlib.Path | None, name: str, i
     if not is_sure:
         if not _is_interactive():
             raise InputError(
-                "A file is put back to its beginning when somebody says yes",
-                given=f"nobody to ask about {progress.path(exercise)}",
+                "Without a terminal, a reset must be confirmed with --yes",
+                given=f"no --yes for {progress.path(exercise)}",
                 remedy=progress.command("reset", exercise.name, "--yes"),
             )
-        screen.say(f"Put {progress.path(exercise)} back to its beginning? Your file is kept under another name. [y/N]")
+        screen.say(f"Reset {progress.path(exercise)} to the original? Your file is kept under another name. [y/N]")
         if sys.stdin.readline().strip().lower() not in ("y", "yes"):
             screen.say("Nothing was changed.")
             return False
     kept = progress.reset(exercise)
-    screen.say(f"{progress.path(exercise)} is as it was." + (f" What you had is in {kept}." if kept else ""))
+    screen.say(f"{progress.path(exercise)} is the original again." + (f" Your file is now {kept}." if kept else ""))
     return True
 
 
@@ -147,17 +147,17 @@ def check(
     as_json: bool,
     again: bool,
 ) -> bool:
-    """Checks files: those that are named, those that are there, or every one of the course.
+    """Checks the named exercises, or every file in the folder, or every exercise of the course.
 
-    What is solved and was not changed since is not run again, unless that is asked for. As JSON it is one object:
+    A file that is solved and unchanged since is not run again, unless `again` is set. The JSON is one object:
 
-    - version: 1, and another number if any of this changes its meaning
-    - course, folder: texts
-    - passed: whether all that was looked at is solved; seconds: how long it took
+    - version: 1; the number changes if anything below changes its meaning
+    - course, folder: strings
+    - passed: whether every one of these exercises is solved; seconds: how long it took
     - exercises: a list of objects with number, name and file; state: "passed", "failed", "missing" (there is no such
-      file) or "unreadable"; ran: whether it was run just now; solved: whether it ever was; message: why it is
-      unreadable, or empty; verdict: null if it was not run, else that of the check (exercise, passed, stage, title,
-      text, mistake, line, source_line, prints, prints_dropped, seconds, seed, done, started)
+      file) or "unreadable"; ran: whether it was run just now; solved: whether it was ever solved; message: why it is
+      unreadable, or empty; verdict: null if it was not run, else the verdict (exercise, passed, stage, title, text,
+      mistake, line, source_line, prints, prints_dropped, seconds, seed, done, started)
     """
     screen = Screen(sys.stderr if as_json else None)
     progress = _progress(course, folder, screen)
@@ -168,13 +168,13 @@ def check(
         raise InputError(
             "There must be files to check",
             given=f"none in {progress.folder}",
-            remedy=f"Begin: {progress.command()}, or check all there are: {progress.command('check', '--all')}",
+            remedy=f"Start with {progress.command()}, or check the whole course: {progress.command('check', '--all')}",
         )
     begin, rows = time.perf_counter(), []
-    with _Late(progress.course) as late:
+    with _LazyRunner(progress.course) as runner:
         for exercise in exercises:
             screen.checking()
-            row = _row(late, progress, exercise, again)
+            row = _row(runner, progress, exercise, again)
             screen.erase()
             rows.append(row)
             if not as_json:
@@ -190,14 +190,14 @@ def check(
     return passed
 
 
-class _Late:
-    """A runner that is started when it is first needed."""
+class _LazyRunner:
+    """A `Runner` that is started when it is first needed."""
 
     def __init__(self, course: Course) -> None:
         self.course = course
         self.runner: Runner | None = None
 
-    def __enter__(self) -> "_Late":
+    def __enter__(self) -> "_LazyRunner":
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -210,8 +210,8 @@ class _Late:
         return grade(exercise, source, self.runner, path=path)
 
 
-def _row(late: _Late, progress: Progress, exercise: Exercise, again: bool) -> dict[str, Any]:
-    """What `check` finds out about one exercise."""
+def _row(runner: _LazyRunner, progress: Progress, exercise: Exercise, again: bool) -> dict[str, Any]:
+    """The result of `check` for one exercise."""
     path, verdict, message = progress.path(exercise), None, ""
     solved = progress.solved.get(exercise.name)
     if not path.exists():
@@ -225,7 +225,7 @@ def _row(late: _Late, progress: Progress, exercise: Exercise, again: bool) -> di
             if solved is not None and hash_of(source) == solved.hash and not again:
                 state = "passed"
             else:
-                verdict = late.grade(exercise, source, str(path))
+                verdict = runner.grade(exercise, source, str(path))
                 state = "passed" if verdict.passed else "failed"
                 if verdict.passed:
                     progress.solve(exercise, source, verdict.seconds)
@@ -242,7 +242,7 @@ def _row(late: _Late, progress: Progress, exercise: Exercise, again: bool) -> di
 
 
 def doctor() -> bool:
-    """Shows what keeps a check apart on this machine, and whether one works, and how quickly."""
+    """Shows how checks are isolated on this machine, whether they work, and how long one takes."""
     screen = Screen()
     findings = [(each.subject, each.text, each.is_well, each.remedy) for each in isolation.examine()]
     exercise = Course.read(COURSES / "template").exercises[0]
@@ -263,21 +263,21 @@ def doctor() -> bool:
 
 
 def devices_of(exercise: Exercise) -> tuple[int, ...]:
-    """How many devices each process of a check has; one is among them, since the next exercise will want it."""
+    """The number of devices of each process to keep ready: the check's, and 1, which the next exercise will need."""
     counts = processes_of(exercise.check)
     return counts if 1 in counts else (1, *counts)
 
 
 def _progress(course: pathlib.Path | None, folder: pathlib.Path | None, screen: Screen) -> Progress:
     if folder is None:
-        # Who stands in the folder means this one, and not another inside of it.
+        # If the current folder is a learner's folder, use it instead of creating another one inside.
         folder = pathlib.Path(".") if pathlib.Path(RECORD).exists() else FOLDER
     chosen = Course.builtin() if course is None else Course.read(course)
     return Progress(folder.expanduser(), chosen, say=lambda text: screen.say(text, "yellow"))
 
 
 def _is_interactive() -> bool:
-    """Whether somebody is there to press keys; a stream that was closed is None."""
+    """Whether input and output are a terminal. A closed stream is None."""
     return all(stream is not None and stream.isatty() for stream in (sys.stdin, sys.stdout))
 
 

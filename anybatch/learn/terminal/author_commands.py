@@ -1,4 +1,4 @@
-"""For authors: `dev check` proves that a course does what it says; `dev new` writes one to begin with."""
+"""The commands for authors: `dev check` tests a course, `dev new` writes one to start with."""
 
 import ast
 import concurrent.futures
@@ -18,26 +18,26 @@ from anybatch.learn.catalogue import COURSES, Course, Exercise
 from anybatch.learn.check import Verdict
 from anybatch.learn.grading import examine_check, grade
 from anybatch.learn.runner.submissions import Runner
-from anybatch.learn.terminal.commands import devices_of
+from anybatch.learn.terminal.learner_commands import devices_of
 
 SCHEMA = 1  # of the JSON that `dev check` prints
 SECTIONS = ("Why it matters", "A worked example", "Pitfalls", "The problem")
-QUICK = 0.5  # seconds that a check may take before an author hears of it
-LONGEST = 320  # characters of what is shown as the short way
+QUICK = 0.5  # seconds; a slower check gets a note
+LONGEST = 320  # characters of `Exercise.one_line`
 WORKERS = 2
 
 _TEMPLATE = COURSES / "template"
-_NAME, _TITLE = "mean_gradient", "The gradient of a mean"  # those of the exercise there
+_NAME, _TITLE = "mean_gradient", "The gradient of a mean"  # of the template's exercise
 
 
 @dataclasses.dataclass
 class Examined:
-    """What was found out about one exercise.
+    """The result of examining one exercise.
 
     Args:
-      exercise: which one.
-      defects: what an author must mend.
-      notes: what one may want to know.
+      exercise: the exercise.
+      defects: what the author must fix.
+      notes: what the author may want to know.
       checks: how many submissions were checked.
       seconds: how long that took.
     """
@@ -49,22 +49,23 @@ class Examined:
     seconds: float = 0.0
 
     def as_json(self) -> dict[str, Any]:
-        """As plain data, for other programs."""
+        """The result as plain data, for other programs."""
         about = {"number": self.exercise.number, "name": self.exercise.name, "passed": not self.defects}
         rest = {"checks": self.checks, "seconds": round(self.seconds, 3)}
         return {**about, "defects": self.defects, "notes": self.notes, **rest}
 
 
 def examine(exercise: Exercise, runner: Runner, seeds: int, tick: Callable[[], Any] = lambda: None) -> Examined:
-    """Whether an exercise does what it says.
+    """Tests an exercise.
 
-    **Proved**, for every seed: the starter is not written yet, the solution passes, so does the one with anybatch, and
-    every file in `mistakes/` fails in its stage with its words; every mistake that the check names is made by one.
+    **Checked for every seed**: the solution passes, with and without anybatch, and every file in `mistakes/` fails in
+    its stage with its words. The starter raises NotImplementedError, and every mistake that the check names is made by
+    a file in `mistakes/`.
 
     Args:
-      exercise: which one.
-      runner: where submissions run.
-      seeds: with how many.
+      exercise: the exercise.
+      runner: runs submissions.
+      seeds: how many sets of cases to try.
       tick: called after every check.
     """
     begin, found = time.perf_counter(), Examined(exercise)
@@ -83,7 +84,7 @@ def examine(exercise: Exercise, runner: Runner, seeds: int, tick: Callable[[], A
 
 
 def _on_paper(exercise: Exercise) -> list[str]:
-    """What can be seen without running anything."""
+    """The defects that can be found without running anything."""
     defects: list[str] = []
 
     def attempt(part: Callable[[], Iterator[str]]) -> None:
@@ -97,7 +98,7 @@ def _on_paper(exercise: Exercise) -> list[str]:
         if [heading for heading in headings if heading in SECTIONS] != list(SECTIONS):
             yield f"page.md needs the sections ## {', ## '.join(SECTIONS)}, in this order"
         if not exercise.page.startswith(f"# {exercise.title}\n"):
-            yield f"page.md must begin with # {exercise.title}, as the catalogue has it"
+            yield f"page.md must begin with # {exercise.title}, the title in the catalogue"
 
     def hints() -> Iterator[str]:
         yield from ([] if exercise.hints else ["hints.md is empty"])
@@ -114,9 +115,9 @@ def _on_paper(exercise: Exercise) -> list[str]:
         if len(re.findall(r"[.!?:](?=\s|$)", exercise.why)) < 2:
             yield "the docstring of solution.py must say why it is right, in two sentences or more"
         if not exercise.one_line:
-            yield "with_anybatch.py never speaks of ab."
+            yield "with_anybatch.py never uses ab."
         elif len(exercise.one_line) > LONGEST:
-            yield f"what speaks of ab. in with_anybatch.py has more than {LONGEST} characters"
+            yield f"the statements that use ab. in with_anybatch.py have more than {LONGEST} characters"
 
     for part in (words, hints, code):
         attempt(part)
@@ -124,7 +125,7 @@ def _on_paper(exercise: Exercise) -> list[str]:
 
 
 def _in_practice(exercise: Exercise, runner: Runner, seeds: int, found: Examined) -> Iterator[str]:
-    """Checks everything; yields what is wrong, or nothing, once for each check."""
+    """Runs every submission; yields what is wrong, or "", after each check."""
     made, times = set(), []
 
     def check(source: str, seed: int, *, anybatch: bool = False) -> Verdict:
@@ -160,12 +161,12 @@ def _in_practice(exercise: Exercise, runner: Runner, seeds: int, found: Examined
             found.notes.append(f"no file in mistakes/ is caught by {stage}: nothing shows that it catches anything")
     if min(times) > QUICK:
         found.notes.append(
-            f"a check takes {min(times):.2f} s, while another exercise runs; {QUICK} s feel like at once"
+            f"a check takes {min(times):.2f} s while another exercise runs; learners notice more than {QUICK} s"
         )
 
 
 def checks_of(exercise: Exercise, seeds: int) -> int:
-    """How many checks an examination takes, as far as can be known."""
+    """How many checks `examine` will make, as far as is known beforehand."""
     try:
         return 1 + seeds * (2 + len(exercise.mistakes))
     except InputError:
@@ -173,13 +174,13 @@ def checks_of(exercise: Exercise, seeds: int) -> int:
 
 
 def examine_all(exercises: Sequence[Exercise], seeds: int, tick: Callable[[], Any]) -> Iterator[Examined]:
-    """Examines exercises, in order; two at a time."""
+    """Examines exercises two at a time; yields the results in order."""
     own = threading.local()
     runners: list[Runner] = []
 
     def work(exercise: Exercise) -> Examined:
         if not hasattr(own, "runner"):
-            own.runner = Runner(hidden=[exercise.folder.parent])  # as a learner's is
+            own.runner = Runner(hidden=[exercise.folder.parent])  # hidden, as for a learner
             runners.append(own.runner)
         return examine(exercise, own.runner, seeds, tick)
 
@@ -194,10 +195,10 @@ def examine_all(exercises: Sequence[Exercise], seeds: int, tick: Callable[[], An
 
 
 def check(course: pathlib.Path | None, name: str | None, *, seeds: int, as_json: bool) -> bool:
-    """Proves a course, or one exercise of it, and shows what is wrong.
+    """Tests a course, or one exercise of it, and shows what is wrong.
 
-    As JSON it is one object: version (1), course, passed, seconds, and exercises: a list of objects with number, name,
-    passed, defects and notes (lists of texts), checks (how many submissions were checked) and seconds.
+    The JSON is one object: version (1), course, passed, seconds, and exercises: a list of objects with number, name,
+    passed, defects and notes (lists of strings), checks (how many submissions were checked) and seconds.
     """
     import sys
 
@@ -229,12 +230,12 @@ def check(course: pathlib.Path | None, name: str | None, *, seeds: int, as_json:
 
 
 def new(folder: pathlib.Path, name: str | None) -> bool:
-    """Writes a course with one exercise, or one more exercise into a course; whole, small, and to be edited."""
+    """Writes a course with one small, complete exercise, or adds such an exercise to a course."""
     path, name_given = folder / "catalogue.toml", name
     name = name or _NAME
     if not re.fullmatch(r"[a-z][a-z0-9_]*", name) or keyword.iskeyword(name):
         raise InputError(
-            "The name of an exercise is in small letters, since it names a folder and a function",
+            "The name of an exercise must be an identifier in lower case, since it names a folder and a function",
             given=f"--exercise {name}",
             remedy=f"For example: anybatch learn dev new {folder} --exercise my_gradient",
         )
@@ -243,14 +244,14 @@ def new(folder: pathlib.Path, name: str | None) -> bool:
         course = Course.read(folder)
         if name_given is None or name in (exercise.name for exercise in course.exercises):
             raise InputError(
-                "A course that is there gets another exercise, with a name of its own",
+                "A course that exists needs a name for the new exercise, one that it does not have yet",
                 given=f"{folder}" + (f" and --exercise {name}" if name_given else ""),
                 remedy=f"anybatch learn dev new {folder} --exercise another_name",
             )
         number, catalogue = course.exercises[-1].number + 1, path.read_text("utf-8").rstrip() + "\n\n"
     elif folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise InputError(
-            "A course begins in a folder that is empty, or not there",
+            "The folder of a new course must be empty, or not exist yet",
             given=str(folder),
             remedy=f"anybatch learn dev new {folder}-course",
         )
@@ -262,16 +263,21 @@ def new(folder: pathlib.Path, name: str | None) -> bool:
     home = folder / f"{number:02}_{name}"
     if home.exists():
         raise InputError(
-            "A new exercise begins in a folder that is not there",
+            "The folder of a new exercise must not exist yet",
             given=str(home),
             remedy=f"Move it, or choose another name: anybatch learn dev new {folder} --exercise another_name",
         )
     _write_exercise(home, name, title)
     content = f'{catalogue}[[exercise]]\nfolder = "{home.name}"\ntitle = "{title}"\n'.encode()
+<<<<<<< HEAD:anybatch/learn/terminal/development.py
     write_atomically(path, content, must="A course needs a folder that can be written", given=str(path))
     print(f"{home} is a whole exercise. Edit its files, and prove it:")
+=======
+    write_whole(path, content, must="A course's folder must be writable", given=str(path))
+    print(f"{home} is a complete exercise. Edit its files, and test it:")
+>>>>>>> learn19:anybatch/learn/terminal/author_commands.py
     print(f"  anybatch learn dev check --course {folder} --exercise {number}")
-    print(f"Try it as a learner does:\n  anybatch learn --course {folder} --at {number}")
+    print(f"Try it as a learner:\n  anybatch learn --course {folder} --at {number}")
     return True
 
 
@@ -286,7 +292,7 @@ def _write_exercise(home: pathlib.Path, name: str, title: str) -> None:
 
 
 def _parameters(tree: ast.Module, function: str) -> tuple[str, ...] | None:
-    """The names of what a function takes; None if there is no such function."""
+    """The names of a function's parameters; None if there is no such function."""
     for node in tree.body:
         if isinstance(node, ast.FunctionDef) and node.name == function:
             return tuple(each.arg for each in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs))
@@ -294,7 +300,7 @@ def _parameters(tree: ast.Module, function: str) -> tuple[str, ...] | None:
 
 
 def _said(verdict: Verdict) -> str:
-    """What became of a check, for its author, with the seed that shows it again."""
+    """The verdict in words for the author, with the seed that reproduces it."""
     if verdict.passed:
         return f"passes (seed {verdict.seed})"
     text = " ".join(verdict.text.split())
@@ -304,7 +310,7 @@ def _said(verdict: Verdict) -> str:
 
 
 def _place(error: Exception, exercise: Exercise) -> str:
-    """Where in check.py an exception comes from."""
+    """The line of check.py that raised an exception, in words."""
     line, trace = None, error.__traceback__
     while trace is not None:
         if trace.tb_frame.f_code.co_filename == str(exercise.folder / "check.py"):

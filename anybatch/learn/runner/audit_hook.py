@@ -1,7 +1,7 @@
-"""What Python code in a check is told when it reaches for the network, other processes, or files that are not its own.
+"""An audit hook that refuses Python code in a check the network, other processes, and other files, with a message.
 
-An audit hook: Python asks it before it opens, connects, forks and so on, on every platform. What goes around Python,
-through C, is the business of the kernel; this gives the messages, and holds where the kernel does not.
+Python calls the hook before it opens a file, connects, forks and so on, on every platform. Code that calls C directly
+goes around it.
 """
 
 import os
@@ -12,7 +12,7 @@ from typing import Any
 NETWORK = "A check has no network"
 PROCESSES = "A check may start no other process"
 SIGNALS = "A check may send no signal to another process"
-MEMORY = "A check may not look into other processes"
+MEMORY = "A check may not read the memory of other processes"
 
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 _NO_NETWORK = (
@@ -20,7 +20,7 @@ _NO_NETWORK = (
     "sethostname",
 )
 _NO_PROCESSES = ("subprocess.Popen", "os.system", "os.fork", "os.forkpty", "os.exec", "os.posix_spawn", "os.spawn")
-# event -> which of its arguments are paths that it changes, and which are folders that these are relative to
+# event -> pairs of argument positions: a path that is changed, and the descriptor of the folder it is relative to
 _CHANGES = {
     **{"os.remove": ((0, 1),), "os.rmdir": ((0, 1),), "os.mkdir": ((0, 2),), "os.truncate": ((0, None),)},
     **{"os.rename": ((0, 2), (1, 3)), "os.link": ((0, 2), (1, 3)), "os.symlink": ((1, 2),)},
@@ -29,11 +29,11 @@ _CHANGES = {
 
 
 def install(writable: str, hidden: Sequence[str]) -> None:
-    """Refuses, from now on and for good, what a check does not need.
+    """Installs the hook, which cannot be removed.
 
     Args:
-      writable: the folder in which files can be changed.
-      hidden: folders that cannot be read.
+      writable: the only folder in which files may be changed.
+      hidden: folders that must not be read.
     """
     handlers = _handlers(_Files(writable, hidden))
 
@@ -70,7 +70,7 @@ def _refuse(sentence: str, name: str) -> Callable[..., None]:
 
 
 def _socket(_: Any, family: int, *__: Any) -> None:
-    # Event loops of Python wake themselves through a pair of these, which leads nowhere else.
+    # A socketpair is allowed: Python's event loops wake themselves with one, and it connects to nothing else.
     if family not in (-1, 1):
         raise PermissionError(f"{NETWORK}: socket.socket is refused.")
 
@@ -89,9 +89,9 @@ class _Files:
         if isinstance(path, int):
             return
         real = self._readable(path)
-        # By the descriptor of a folder around it, a hidden file could be opened without its path ever being seen.
+        # With the descriptor of a parent folder, a hidden file could be opened by a relative path that says nothing.
         if mode is None and os.path.isdir(real) and any(_is_inside(each, _folded(real)) for each in self.hidden):
-            raise PermissionError(f"{real} holds the course: it cannot be opened as a folder in a check.")
+            raise PermissionError(f"{real} contains the course: a check cannot open it as a folder.")
         if flags & _WRITES:
             self._writable(real)
 
@@ -109,9 +109,9 @@ class _Files:
         return handler
 
     def _readable(self, path: Any) -> str:
-        _not_of_others(os.path.abspath(os.fsdecode(path)))  # what a link there leads to is theirs as well
+        _refuse_other_processes(os.path.abspath(os.fsdecode(path)))  # before a link in there is followed
         real = _real(path)
-        _not_of_others(real)
+        _refuse_other_processes(real)
         folded = _folded(real)
         if any(folded == each or _is_inside(folded, each) for each in self.hidden):
             raise PermissionError(f"{real} belongs to the course: a check cannot read it.")
@@ -119,17 +119,17 @@ class _Files:
 
     def _writable(self, real: str) -> None:
         if not (_is_inside(real, self.writable) or real == self.writable or real.startswith("/dev/")):
-            raise PermissionError(f"A check can write in its own empty folder alone ({self.writable}), not to {real}.")
+            raise PermissionError(f"A check can write only in its own empty folder ({self.writable}), not to {real}.")
 
 
-def _not_of_others(path: str) -> None:
+def _refuse_other_processes(path: str) -> None:
     owner = path.split("/")[2] if path.startswith("/proc/") else ""
     if owner.isdigit() and owner != str(os.getpid()):
         raise PermissionError(f"{MEMORY}: {path} is refused.")
 
 
 def _real(path: Any, descriptor: int = -1, is_link: bool = False) -> str:
-    """The real path of what an event names; of a link itself, not of what it leads to, if that is what is changed."""
+    """The real path of a file. With `is_link`, a link at the end is not followed, since the link itself is changed."""
     name = os.fsdecode(path)
     if descriptor is not None and descriptor >= 0 and not os.path.isabs(name):
         name = os.path.join(_of_descriptor(descriptor), name)
@@ -152,5 +152,5 @@ def _is_inside(path: str, folder: str) -> bool:
 
 
 def _folded(path: str) -> str:
-    """On a Mac, names that differ in case are usually the same."""
+    """The path in lower case on a Mac, where names that differ only in case are usually the same file."""
     return path.casefold() if sys.platform == "darwin" else path

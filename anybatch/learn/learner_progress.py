@@ -1,8 +1,8 @@
-"""The learner's folder: the files that are edited, and beside them what was solved, in `.progress.json`.
+"""The learner's folder: the files to edit, and `.progress.json`, the record of what was solved.
 
-**Nothing of the learner's is lost.** A file that is there is not written over; what is put back to its beginning is
-kept under another name; a record that cannot be read is moved aside. Two programs may use one folder: each change is
-made to what the other has written, under a lock.
+**Nothing that a learner wrote is lost.** An existing file is never overwritten; a file that is reset is kept under
+another name; a record that cannot be read is moved aside. Two programs may use one folder: each change is made to the
+current record, under a lock.
 """
 
 import contextlib
@@ -28,17 +28,17 @@ FOLDER = pathlib.Path("anybatch-learn")
 VERSION = 1
 RECORD = ".progress.json"
 LOCK = ".progress.lock"
-LARGEST = 2**20  # bytes of a file that can be an exercise
+LARGEST = 2**20  # bytes of the largest file that is accepted
 
 
 @dataclasses.dataclass(frozen=True)
 class Solved:
-    """That an exercise was solved.
+    """The record of a solved exercise.
 
     Args:
-      hash: of the file that solved it.
-      when: in ISO format, with the time zone.
-      seconds: that the check took.
+      hash: the hash of the file that solved it.
+      when: the time in ISO format, with the time zone.
+      seconds: how long the check took.
     """
 
     hash: str
@@ -47,24 +47,24 @@ class Solved:
 
 
 def hash_of(source: str) -> str:
-    """A name for the contents of a file."""
+    """The SHA-256 hash of a file's text."""
     return hashlib.sha256(source.encode("utf-8", "surrogatepass")).hexdigest()
 
 
 class Progress:
-    """What was solved of a course in a folder, and the files there.
+    """A learner's progress in one course: the record in a folder, and the files there.
 
     Args:
-      folder: the learner's. It need not be there, as long as nothing is written.
+      folder: the learner's folder. It is created when something is written.
       course: the course.
-      say: what to do with a message for the learner.
+      say: called with messages for the learner.
     """
 
     def __init__(self, folder: str | os.PathLike, course: Course, say: Callable[[str], None] = print) -> None:
         self.folder, self.course, self._say = pathlib.Path(folder), course, say
 
     def command(self, *words: str) -> str:
-        """What to type for this course in this folder.
+        """The command line for this course and this folder.
 
         >>> Progress("anybatch-learn", Course.builtin()).command("hint", "5")
         'anybatch learn hint 5'
@@ -76,10 +76,10 @@ class Progress:
         )
 
     def prepare(self) -> None:
-        """Makes the folder, if need be.
+        """Creates the folder if it does not exist.
 
         Raises:
-          InputError: if nothing can be written there.
+          InputError: if the folder is not writable.
         """
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -90,32 +90,32 @@ class Progress:
 
     def _unwritable(self, error: OSError) -> InputError:
         return InputError(
-            "The folder for the exercises must be one that can be written",
+            "The folder for the exercises must be writable",
             given=f"--folder {self.folder} ({error.strerror})",
             remedy="Choose another: anybatch learn --folder ~/anybatch-learn",
         )
 
-    # What was solved.
+    # The record: what was solved, and where the learner is.
 
     @property
     def current(self) -> Exercise:
-        """Where the learner left off: the first exercise, to begin with."""
+        """The exercise where the learner left off; the first one at the start."""
         name = self._mine().get("current")
         return next((exercise for exercise in self.course.exercises if exercise.name == name), self.course.exercises[0])
 
     @property
     def solved(self) -> dict[str, Solved]:
-        """What was solved, by name."""
+        """The solved exercises, by name."""
         fields = [field.name for field in dataclasses.fields(Solved)]
         mine = self._mine().get("solved", {})
         return {name: Solved(*(entry[field] for field in fields)) for name, entry in mine.items()}
 
     def hints_seen(self, exercise: Exercise) -> int:
-        """How many hints the learner has asked for."""
+        """How many hints the learner has seen."""
         return self._mine().get("hints", {}).get(exercise.name, 0)
 
     def state(self, exercise: Exercise) -> str:
-        """One of "solved", "changed" (solved, and edited since), "begun" and "open"."""
+        """The state of an exercise: "solved", "changed" (solved, and edited since), "begun" or "open"."""
         source = self._source_or_none(exercise)
         solved = self.solved.get(exercise.name)
         if solved is not None:
@@ -123,17 +123,17 @@ class Progress:
         return "open" if source is None or source == exercise.starter else "begun"
 
     def go_to(self, exercise: Exercise) -> None:
-        """Keeps where the learner is."""
+        """Records the exercise that the learner is at."""
         self._change(lambda mine: mine.update(current=exercise.name))
 
     def solve(self, exercise: Exercise, source: str, seconds: float) -> None:
-        """Keeps that a file solved the exercise."""
+        """Records that a file solved the exercise."""
         when = datetime.datetime.now().astimezone().isoformat(timespec="seconds")
         entry = dataclasses.asdict(Solved(hash_of(source), when, round(seconds, 3)))
         self._change(lambda mine: mine.setdefault("solved", {}).update({exercise.name: entry}))
 
     def see_hint(self, exercise: Exercise, level: int) -> None:
-        """Keeps that the learner has seen the hints up to this one."""
+        """Records that the learner has seen the hints up to this one."""
 
         def change(mine: dict[str, Any]) -> None:
             hints = mine.setdefault("hints", {})
@@ -144,14 +144,14 @@ class Progress:
     # The files.
 
     def path(self, exercise: Exercise) -> pathlib.Path:
-        """The file of an exercise."""
+        """The path of the learner's file for an exercise."""
         return self.folder / exercise.file_name
 
     def place(self, exercise: Exercise) -> bool:
-        """Copies the starter into the folder, if there is no file of that name. Returns whether there was none.
+        """Copies the starter into the folder, unless the file exists. Returns whether it was copied.
 
         Raises:
-          InputError: if nothing can be written there.
+          InputError: if the folder is not writable.
         """
         try:
             _create(self.path(exercise), exercise.starter.encode())
@@ -162,18 +162,18 @@ class Progress:
         return True
 
     def read(self, exercise: Exercise) -> str:
-        """The file of an exercise.
+        """The text of the learner's file for an exercise.
 
         Raises:
-          InputError: if it is not there, or no text.
+          InputError: if it does not exist, or is not text.
         """
         return read_source(self.path(exercise), self.command("reset", exercise.full_name))
 
     def reset(self, exercise: Exercise) -> pathlib.Path | None:
-        """Puts the starter back, and forgets that the exercise was solved. Returns where the old file is kept.
+        """Puts the starter back, and forgets that the exercise was solved. Returns the path of the old file's copy.
 
         Raises:
-          InputError: if nothing can be written there. The old file is as it was then.
+          InputError: if the folder is not writable. The old file is then unchanged.
         """
         path = self.path(exercise)
         kept, is_moved = None, False
@@ -182,7 +182,7 @@ class Progress:
                 old = path.read_bytes()
                 if old != exercise.starter.encode():
                     kept = self._keep(path, lambda kept: _create(kept, old))
-            elif path.exists():  # a folder, say: it is kept as it is
+            elif path.exists():  # for example a folder, which is renamed
                 kept, is_moved = self._keep(path, lambda kept: _move(path, kept)), True
             _replace(path, exercise.starter)
         except OSError as error:
@@ -211,31 +211,31 @@ class Progress:
         except InputError:
             return None
 
-    # The record.
+    # Reading and writing the record.
 
     def _mine(self) -> dict[str, Any]:
         return self._load()["courses"].get(self.course.name, {})
 
     def _change(self, change: Callable[[dict[str, Any]], Any]) -> None:
-        """Makes a change to the record as it is now, whoever wrote it."""
+        """Applies a change to the current record in the file, which another program may have written."""
         try:
             with self._locked():
                 record = self._load()
                 change(record["courses"].setdefault(self.course.name, {}))
                 _replace(self.folder / RECORD, json.dumps(record, indent=1) + "\n")
         except OSError as error:
-            # A disk that is full is no reason to lose the screen, but it is one to speak.
+            # A full disk should not end the session, but the learner should know.
             self._say(f"Your progress could not be written to {self.folder / RECORD}: {error.strerror}.")
 
     def _load(self) -> dict[str, Any]:
-        """The record; an empty one if there is none. One that cannot be used is moved aside."""
+        """The record; an empty one if there is none. A record that cannot be used is moved aside."""
         path = self.folder / RECORD
         try:
             record = json.loads(path.read_text("utf-8"))
         except FileNotFoundError:
             return {"version": VERSION, "courses": {}}
         except (OSError, ValueError, RecursionError) as error:
-            reason = error.strerror if isinstance(error, OSError) else "it is no JSON"
+            reason = error.strerror if isinstance(error, OSError) else "it is not JSON"
         else:
             reason = _defect(record)
             if not reason:
@@ -251,14 +251,14 @@ class Progress:
         try:
             os.rename(path, aside)
         except OSError:
-            self._say(f"{path} cannot be used ({reason}), nor moved: nothing of it counts for now.")
+            self._say(f"{path} cannot be used ({reason}), and cannot be moved. It is ignored for now.")
         else:
-            self._say(f"{path} cannot be used ({reason}). It is kept as {aside.name}, and a new one was begun.")
+            self._say(f"{path} cannot be used ({reason}). It is kept as {aside.name}, and a new one was started.")
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
         with open(self.folder / LOCK, "a") as file:
-            # A file system without locks does without: each write is still whole.
+            # Some file systems have no locks. Each write is still atomic.
             with contextlib.suppress(OSError):
                 fcntl.flock(file, fcntl.LOCK_EX)
             yield
@@ -268,34 +268,34 @@ def read_source(path: pathlib.Path, reset: str = "") -> str:
     """The text of a learner's file.
 
     Args:
-      path: of the file.
-      reset: the command that puts it back to its beginning.
+      path: the path of the file.
+      reset: the command that puts the original file back.
 
     Raises:
-      InputError: if it is not there, no file, too large, or not in UTF-8.
+      InputError: if it does not exist, is not a file, is too large, or is not UTF-8.
     """
 
     def refuse(reason: str, way_out: str = "") -> InputError:
         return InputError(
-            "The file of an exercise must be there, be text in UTF-8, and have at most 1 MiB",
+            "The file of an exercise must exist, be text in UTF-8, and have at most 1 MiB",
             given=f"{path} ({reason})",
-            remedy=f"{way_out}Put it back to its beginning: {reset or f'anybatch learn reset {path.stem}'}",
+            remedy=f"{way_out}To start over: {reset or f'anybatch learn reset {path.stem}'}",
         )
 
     try:
         about = path.stat()
         if not stat.S_ISREG(about.st_mode) or about.st_size > LARGEST:
-            raise refuse(f"{about.st_size:,} bytes" if stat.S_ISREG(about.st_mode) else "no file")
+            raise refuse(f"{about.st_size:,} bytes" if stat.S_ISREG(about.st_mode) else "not a file")
         return path.read_bytes().decode("utf-8-sig")
     except OSError as error:
         raise refuse(error.strerror or "unreadable") from None
     except UnicodeDecodeError as error:
         where = f"byte {error.start} is {error.object[error.start]:#04x}"
-        raise refuse(where, "Save it in UTF-8. ") from None
+        raise refuse(where, "Save it as UTF-8. ") from None
 
 
 def _create(path: pathlib.Path, data: bytes) -> None:
-    """Writes a file that is not there; wholly, or not at all."""
+    """Writes a new file, completely or not at all. Raises FileExistsError if it exists."""
     with open(path, "xb") as file:
         try:
             file.write(data)
@@ -306,14 +306,14 @@ def _create(path: pathlib.Path, data: bytes) -> None:
 
 
 def _move(path: pathlib.Path, target: pathlib.Path) -> None:
-    """Gives a file or a folder a name that is free."""
+    """Renames a file or a folder. Raises FileExistsError if the new name is taken."""
     if os.path.lexists(target):
         raise FileExistsError
     os.rename(path, target)
 
 
 def _replace(path: pathlib.Path, text: str) -> None:
-    """Writes a file beside, and moves it: who looks sees the old one or the new one, never a part."""
+    """Replaces a file atomically: writes a temporary file next to it, and renames that."""
     beside = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}.part")
     try:
         with open(beside, "w", encoding="utf-8") as file:
@@ -329,9 +329,9 @@ def _replace(path: pathlib.Path, text: str) -> None:
 def _defect(record: Any) -> str | None:
     """Why a record cannot be used, or None."""
     if not isinstance(record, dict) or type(record.get("version")) is not int:
-        return "it is no record of progress"
+        return "it is not a record of progress"
     if record["version"] != VERSION:
-        return f"it has version {record['version']}, and this anybatch knows version {VERSION}"
+        return f"it has version {record['version']}, and this anybatch reads version {VERSION}"
 
     def are(kind: Any, mapping: Any) -> bool:
         return isinstance(mapping, dict) and all(isinstance(value, kind) for value in mapping.values())
@@ -351,5 +351,5 @@ def _defect(record: Any) -> str | None:
             )
         )
         if not is_well:
-            return f"what it has on {name} is damaged"
+            return f"its entry for {name} is damaged"
     return None
