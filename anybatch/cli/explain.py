@@ -7,7 +7,7 @@ from html import escape
 from typing import Any
 
 from anybatch import __version__
-from anybatch.call.files import check_target, write_whole
+from anybatch.call.files import check_target, write_atomically
 from anybatch.cli.problem import load_problem
 from anybatch.cli.spinner import spinner
 from anybatch.errors import InputError
@@ -49,7 +49,7 @@ def explain_problem(target: str, *, html: pathlib.Path | None, plot: pathlib.Pat
         title = f'{_PAGE_START}{__version__}"><title>{escape(target)}</title>'
         content = f"{title}{_STYLE}{plan._repr_html_()}".encode("utf-8", errors="replace")
         must = "The page needs a file that can be written"
-        write_whole(_check_page(html), content, must=must, given=f"--html {html}")
+        write_atomically(_check_page(html), content, must=must, given=f"--html {html}")
     return plan.chosen is not None
 
 

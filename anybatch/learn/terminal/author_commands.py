@@ -269,13 +269,8 @@ def new(folder: pathlib.Path, name: str | None) -> bool:
         )
     _write_exercise(home, name, title)
     content = f'{catalogue}[[exercise]]\nfolder = "{home.name}"\ntitle = "{title}"\n'.encode()
-<<<<<<< HEAD:anybatch/learn/terminal/development.py
-    write_atomically(path, content, must="A course needs a folder that can be written", given=str(path))
-    print(f"{home} is a whole exercise. Edit its files, and prove it:")
-=======
-    write_whole(path, content, must="A course's folder must be writable", given=str(path))
+    write_atomically(path, content, must="A course's folder must be writable", given=str(path))
     print(f"{home} is a complete exercise. Edit its files, and test it:")
->>>>>>> learn19:anybatch/learn/terminal/author_commands.py
     print(f"  anybatch learn dev check --course {folder} --exercise {number}")
     print(f"Try it as a learner:\n  anybatch learn --course {folder} --at {number}")
     return True
