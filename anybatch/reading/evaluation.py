@@ -6,7 +6,7 @@ of data that a loss selects from its batch, as `x[::2]` and `jnp.roll(x, 1, 0)` 
 """
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -69,35 +69,46 @@ class FullBatch:
             self.known.setdefault(output, result)
 
 
+class Examples(NamedTuple):
+    """The examples of a microbatch.
+
+    Args:
+      start: the index in the batch of the first example. It may be traced.
+      size: the number of examples.
+      runs: the number of runs of consecutive examples that they are made of; `start` is in the first.
+      selection: the rows that count as examples, if they are not those of the batch; see `Fact`.
+    """
+
+    start: Any
+    size: int
+    runs: int = 1
+    selection: int | None = None
+
+
 class Microbatch:
-    """Computes the values of the prefix for `size` examples from `start`.
+    """Computes the values of the prefix for the examples of a microbatch.
 
     Args:
       reader: the states of the values.
-      start: the index in the batch of the first example. It may be traced.
-      size: the number of examples.
+      examples: the examples.
       known: the inputs. Batched ones have the rows of these examples only.
       full: values of the full batch: batched inputs, and values that were computed before.
       draw: how to draw random numbers of which only some rows are needed.
-      runs: the number of runs of consecutive examples that the microbatch is made of; `start` is in the first.
-      selection: the rows that count as examples, if they are not those of the batch; see `Fact`.
       looks_up: whether `full` holds the full batch, so that selected rows can be looked up in it.
     """
 
     def __init__(
         self,
         reader: Reader,
-        start: Any,
-        size: int,
+        examples: Examples,
         known: Mapping[Value, Any],
         full: Mapping[Value, Any],
-        draw: "positions.Draw",
-        runs: int = 1,
-        selection: int | None = None,
+        draw: positions.Draw,
         looks_up: bool = False,
     ) -> None:
-        self.selection, self.num_examples = selection, reader.count(selection)
-        self.reader, self.start, self.size, self.draw, self.runs = reader, start, size, draw, runs
+        self.reader, self.draw = reader, draw
+        self.start, self.size, self.runs, self.selection = examples
+        self.num_examples = reader.count(self.selection)
         self.known = dict(known)
         invariant = {value: array for value, array in known.items() if reader.state(value) == INVARIANT}
         self.full_batch = FullBatch({**invariant, **full}, draw)
@@ -113,12 +124,10 @@ class Microbatch:
         """
         inner = Microbatch(
             reader,
-            self.start if start is None else start,
-            self.size,
-            dict(zip(reader.graph.inputs, operands, strict=True)),
-            {},
-            self.draw,
-            self.runs,
+            Examples(self.start if start is None else start, self.size, self.runs),
+            known=dict(zip(reader.graph.inputs, operands, strict=True)),
+            full={},
+            draw=self.draw,
         )
         inner.run(reader.graph.outputs)
         return [inner.as_state(output, state) for output, state in zip(reader.graph.outputs, states, strict=True)]

@@ -19,7 +19,7 @@ from anybatch.errors import InputError
 from anybatch.jaxprs import interpreter, source
 from anybatch.jaxprs.graph import Graph
 from anybatch.reading.positions import Draw
-from anybatch.reading.reader import Fact, NeedsInlining, Reader
+from anybatch.reading.reader import Fact, NeedsInlining, Reader, ReadOptions
 from anybatch.reading.report import Randomness, Reading, report
 from anybatch.reading.rules import RULEBOOK
 from anybatch.reading.split import Seeds, Split
@@ -71,7 +71,12 @@ def split_loss(
         *[Fact(INVARIANT)] * (len(keys) + len(rest)),
     ]
     opened: dict[int, Any] = {}
-    may_reorder = _multiplies_groups(loss.traced.jaxpr)
+    options = ReadOptions(
+        may_reorder=_multiplies_groups(loss.traced.jaxpr),
+        sums_data_later=sums_data_later,
+        may_select=may_select,
+        failed=failed or {},
+    )
     while True:
         graph = Graph(loss.traced.jaxpr, opened)
         for value, const in zip(graph.inputs, consts, strict=False):
@@ -80,23 +85,14 @@ def split_loss(
                     value.hint = const
         _refuse_mutation(graph)
         try:
-            reader = Reader(
-                graph,
-                loss.num_examples,
-                facts,
-                RULEBOOK,
-                top=True,
-                may_reorder=may_reorder,
-                sums_data_later=sums_data_later,
-                may_select=may_select,
-                failed=failed,
-            )
+            reader = Reader(graph, loss.num_examples, facts, RULEBOOK, options, top=True)
         except NeedsInlining as request:
             opened[id(request.equation)] = request.equation, request.function
             continue
         split = Split(loss, reader, Draw(fresh_draws))
         if any(isinstance(state, Batched) and not state.in_batch_order for state in split.states):
-            may_reorder = False  # sorted rows reach the head, which needs them in the order of the full batch
+            # Sorted rows reach the head, which needs them in the order of the full batch.
+            options = dataclasses.replace(options, may_reorder=False)
             continue
         return split
 

@@ -89,15 +89,11 @@ class Rulebook:
     has_linear_backward: Callable[["Reader", Node], bool]
 
 
-class Reader:
-    """The states of all values of a graph.
+@dataclasses.dataclass(frozen=True)
+class ReadOptions:
+    """How a loss is read.
 
     Args:
-      graph: the function.
-      num_examples: the size of the batch that it was traced at.
-      facts: what is known of its inputs.
-      rulebook: the rules.
-      top: True for the loss itself; False for a function nested in it, all of which must run per microbatch.
       may_reorder: whether a microbatch may sort its own examples where the loss sorts those of the batch.
       sums_data_later: whether sums of data alone are added up over the microbatches, as all other sums are. If not,
         they are computed before the first microbatch.
@@ -107,30 +103,40 @@ class Reader:
       failed: primitives that could not be computed as their rules say, and why. They are taken to couple examples.
     """
 
+    may_reorder: bool = False
+    sums_data_later: bool = False
+    reads_derivatives: bool = True
+    may_select: bool = False
+    failed: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+
+class Reader:
+    """The states of all values of a graph.
+
+    Args:
+      graph: the function.
+      num_examples: the size of the batch that it was traced at.
+      facts: what is known of its inputs.
+      rulebook: the rules.
+      options: how to read it.
+      top: True for the loss itself; False for a function nested in it, all of which must run per microbatch.
+    """
+
     def __init__(
         self,
         graph: Graph,
         num_examples: int,
         facts: Sequence[Fact],
         rulebook: Rulebook,
+        options: ReadOptions,
         *,
         top: bool = False,
-        may_reorder: bool = False,
-        sums_data_later: bool = False,
-        reads_derivatives: bool = True,
-        may_select: bool = False,
-        failed: Mapping[str, str] | None = None,
     ) -> None:
-        self.failed = failed or {}
-        self.may_select = may_select
-        self.sums_data_later = sums_data_later
-        self.reads_derivatives = reads_derivatives
-        self.graph, self.rulebook, self.top = graph, rulebook, top
+        self.graph, self.rulebook, self.options, self.top = graph, rulebook, options, top
         self.batch_size = num_examples
         self.num_examples = num_examples  # while a rule is applied, the number of rows of the selection at hand
         self.facts = dict(zip(graph.inputs, facts, strict=True))
         self.uses_batch = {value: fact.state != INVARIANT for value, fact in self.facts.items()}
-        self.may_reorder = may_reorder
         self.sorted_by: dict[int, Value] = {}  # the sort keys of each order
         self.pointers: dict[tuple[int, int | None], Value] = {}  # the positions that a sort returns
         self.outcomes: dict[Node, RuleResult] = {}
@@ -170,12 +176,12 @@ class Reader:
 
     def nested(self, node: Node, jaxpr: Any, facts: Sequence[Fact], reads_derivatives: bool | None = None) -> "Reader":
         """Reads a function inside a node. All of it must run per microbatch."""
-        if reads_derivatives is None:
-            reads_derivatives = self.reads_derivatives
-        options: dict[str, Any] = {"may_reorder": self.may_reorder, "reads_derivatives": reads_derivatives}
-        options["failed"] = self.failed
+        # Only the loss itself leaves sums to the microbatches, or has loops of its own for selections.
+        options = dataclasses.replace(self.options, sums_data_later=False, may_select=False)
+        if reads_derivatives is not None:
+            options = dataclasses.replace(options, reads_derivatives=reads_derivatives)
         graph = Graph(jaxpr, calls=(*node.calls, node.equation))
-        return Reader(graph, self.num_examples, facts, self.rulebook, **options)
+        return Reader(graph, self.num_examples, facts, self.rulebook, options)
 
     @property
     def scales(self) -> bool:
@@ -209,7 +215,7 @@ class Reader:
 
     def _is_computed_first(self, state: State, states: Sequence[State]) -> bool:
         """Whether a value of data alone in this state is computed before the first microbatch."""
-        if not self.sums_data_later:
+        if not self.options.sums_data_later:
             return state == SUMMED or isinstance(state, Head)
         # A function of sums alone can wait until the sums are there.
         return isinstance(state, Head) and state.couples
@@ -218,8 +224,8 @@ class Reader:
         if any(isinstance(state, Head) for state in states):
             has_rows = any(isinstance(state, Batched) for state in states)
             raise NotRowwise(Coupling.FED_BACK if has_rows else "it depends on values of the full batch")
-        if node.name in self.failed:
-            raise NotRowwise(self.failed[node.name], reason=Coupling.RULE_FAILED)
+        if node.name in self.options.failed:
+            raise NotRowwise(self.options.failed[node.name], reason=Coupling.RULE_FAILED)
         rule = self.rulebook.rules.get(node.name)
         if rule is None:
             raise NotRowwise(
@@ -324,7 +330,7 @@ class Reader:
             return rows, selection
         if length <= max(1, min(FEW_ROWS, SMALL_PART * self.batch_size)):
             return INVARIANT, None
-        if length != self.batch_size and not self.may_select:
+        if length != self.batch_size and not self.options.may_select:
             self.kept_in_full[output] = self.rearranged.get(node) or coupling.blame(
                 node, "it selects rows of the batch"
             )

@@ -20,7 +20,7 @@ from anybatch.call.microbatches import slice_examples
 from anybatch.jaxprs import avals, tracing
 from anybatch.jaxprs.graph import Graph, Node, Value
 from anybatch.jaxprs.primitives import ELEMENTWISE
-from anybatch.reading.evaluation import FullBatch, Microbatch
+from anybatch.reading.evaluation import Examples, FullBatch, Microbatch
 from anybatch.reading.positions import Draw
 from anybatch.reading.reader import Reader
 from anybatch.reading.states import INVARIANT, SUMMED, Batched, Head, State, take_rows
@@ -343,9 +343,8 @@ class Split:
                 number = array.shape[rows.axis] // (rows.outer * rows.inner)
                 mine[self.known_first[position]] = take_rows(array, rows, number, start, size)
         index = start if origin is None else origin + start
-        microbatch = Microbatch(
-            self.reader, index, size, mine, full, self.draw, runs, selection, looks_up=origin is None
-        )
+        examples = Examples(index, size, runs, selection)
+        microbatch = Microbatch(self.reader, examples, mine, full, self.draw, looks_up=origin is None)
         microbatch.run(wanted)
         return [jnp.asarray(microbatch.value(value)) for value in wanted]
 

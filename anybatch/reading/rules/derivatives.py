@@ -106,7 +106,7 @@ def _read_primal(reader: Reader, node: Node, states: Sequence[State]) -> tuple[R
     inexact = [position for position, value in enumerate(node.inputs) if value.is_inexact]
     moving = [position for position in inexact if reader.has_gradient(node.inputs[position])]
     results = [position for position, value in enumerate(node.outputs) if value.is_inexact]
-    needed = reader.reads_derivatives and bool(moving and results)
+    needed = reader.options.reads_derivatives and bool(moving and results)
     # If the derivative is not needed now, an outer `grad` may ask for it with respect to any operand.
     return primal, needed, moving if needed else inexact, results
 

@@ -31,7 +31,7 @@ def sort_rows(reader: Reader, node: Node, states: Sequence[State]) -> RuleResult
     """A sort of the examples by one key, together with their positions or other values of theirs."""
     rows = states[0]
     simple = (
-        reader.may_reorder
+        reader.options.may_reorder
         and isinstance(rows, Batched)
         and rows.outer == 1
         and node.params["num_keys"] == 1
