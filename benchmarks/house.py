@@ -1,4 +1,4 @@
-"""How large are the rooms? Modules, lines, parameters and complexity of the package, counted.
+"""How large is the code? Counts the modules, lines, parameters and complexity of the package.
 
     python benchmarks/house.py            # this checkout
     python benchmarks/house.py ../other   # another one, to compare
@@ -14,7 +14,7 @@ import sys
 
 
 def complexity(function: ast.AST) -> int:
-    """McCabe's number: the branches of a function, and one. Functions inside it count by themselves."""
+    """McCabe's complexity: the number of branches, plus one. Nested functions are counted separately."""
     total, nodes = 1, list(ast.iter_child_nodes(function))
     while nodes:
         node = nodes.pop()
@@ -43,13 +43,13 @@ def imported(tree: ast.AST, modules: set[str]) -> set[str]:
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "anybatch":
             for alias in node.names:
-                whole = f"{node.module}.{alias.name}".removeprefix("anybatch.")
-                found.add(whole if whole in modules else node.module.removeprefix("anybatch").lstrip("."))
+                full_name = f"{node.module}.{alias.name}".removeprefix("anybatch.")
+                found.add(full_name if full_name in modules else node.module.removeprefix("anybatch").lstrip("."))
     return found & modules
 
 
 def measure(root: pathlib.Path) -> dict[str, str]:
-    """The table, as text."""
+    """The rows of the table: name to figures."""
     package = root / "anybatch"
     paths = [path for path in package.rglob("*.py") if "courses" not in path.parts]
     name = {path: ".".join(path.relative_to(package).with_suffix("").parts).removesuffix(".__init__") for path in paths}

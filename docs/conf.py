@@ -1,7 +1,7 @@
 import anybatch
 
 project = "anybatch"
-author = "The anybatch authors"
+author = copyright = "The anybatch authors"
 release = anybatch.__version__
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 source_suffix = {".md": "markdown"}

@@ -35,6 +35,13 @@ def test_the_api_page_lists_every_public_name():
     assert [name for name in ab.__all__ if not re.search(rf"\banybatch\.{name}\b", text)] == []
 
 
+def test_how_it_works_names_files_that_exist():
+    text = (ROOT / "docs" / "how_it_works.md").read_text()
+    paths = re.findall(r"`([a-z_]+/[a-z_/]*(?:\.py)?)`", text)
+    assert len(paths) > 10
+    assert [path for path in paths if not (ROOT / "anybatch" / path).exists()] == []
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_links_between_pages_lead_somewhere(page):
     for target in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
