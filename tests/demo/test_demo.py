@@ -36,7 +36,7 @@ def test_the_demo_is_readable_when_piped(tmp_path):
     said, errors = process.communicate(timeout=300)
     assert process.returncode == 0, errors
     assert "\x1b" not in said + errors  # no colours, no cursor movements
-    times = re.search(r"All 256 at once would take [\d.]+ MiB: (\d+) times the budget", said)
+    times = re.search(r"The full batch of 256 would take [\d.]+ MiB: (\d+) times the budget", said)
     assert int(times[1]) >= 10
     assert "All routes give the gradient of the full batch." in said
     first, last = map(float, re.search(r"the loss fell from ([\d.]+) to ([\d.]+)\.", said).groups())
@@ -65,9 +65,9 @@ def stopped(folder, number):
 def test_a_run_that_is_stopped_goes_on(tmp_path):
     (tmp_path / "run.toml").write_text(SETTINGS)
     said, errors = stopped(tmp_path, signal.SIGTERM)
-    assert said.endswith("To go on: anybatch train --config run.toml\n")
+    assert said.endswith("To continue: anybatch train --config run.toml\n")
     steps = int(re.search(r"after step (\d+)", errors)[1])
     said, errors = stopped(tmp_path, signal.SIGINT)
-    assert said.endswith("To go on: anybatch train --config run.toml\n")
+    assert said.endswith("To continue: anybatch train --config run.toml\n")
     assert f"Going on after step {steps}" in errors
     assert len((tmp_path / "anybatch-run" / "log.csv").read_text().splitlines()) > steps

@@ -17,7 +17,7 @@ from anybatch.demo import gpt as gpt_module
 from anybatch.demo import job
 from anybatch.demo.config import RunConfig, example_config
 from anybatch.demo.gpt import GPT, count
-from anybatch.demo.job import RunFolder
+from anybatch.demo.run_folder import RunFolder
 from anybatch.demo.text import Corpus, Vocabulary, Windows, read_text
 from anybatch.report import Report
 from anybatch.report.figures import visible
@@ -93,7 +93,7 @@ def test_texts_that_cannot_be_learned(tmp_path):
         read_text(str(tmp_path / "latin.txt"))
     text = read_text(str(tmp_path / "latin.txt"), "bytes")
     assert Vocabulary.of(text, "bytes").encode(text).tobytes() == "Grüße".encode("latin1")
-    with pytest.raises(ab.InputError, match=r"with 20 characters, of which 2 are held back .*context=8"):
+    with pytest.raises(ab.InputError, match=r"with 20 characters .2 of them for validation., and context = 8"):
         Corpus.of("x" * 20, level="characters", context=8, validation=0.1)
     (tmp_path / "wide.txt").write_text("Grüße", "utf-16")
     with pytest.raises(ab.InputError, match="iconv -f utf-16 -t utf-8"):
@@ -107,7 +107,7 @@ def test_texts_that_cannot_be_learned(tmp_path):
 )
 def test_what_a_short_text_is_told_to_do_would_do(length, context, validation):
     given = {"context": context, "validation": validation}
-    with pytest.raises(ab.InputError, match="Take a longer text") as error:
+    with pytest.raises(ab.InputError, match="Use a longer text") as error:
         Corpus.of("x" * length, level="characters", **given)
     ways = dict(re.findall(r"(context|validation) = ([\d.]+\d|\d)", error.value.remedy))
     for name, value in ways.items():
@@ -117,7 +117,7 @@ def test_what_a_short_text_is_told_to_do_would_do(length, context, validation):
 
 def test_what_is_printed_does_nothing_to_a_terminal(capsys):
     assert visible("a\r\nb\tc\x1b[2J\x07\x9b") == "a\nb\tc\\x1b[2J\\x07\\x9b"
-    job._Speaker(job._console()).text("a\x1b[2Jb")
+    job._Printer(job._console()).text("a\x1b[2Jb")
     assert capsys.readouterr().out == "a\\x1b[2Jb\n"
 
 
@@ -215,8 +215,11 @@ def test_the_example_has_the_defaults(tmp_path):
 @pytest.mark.parametrize(
     "text, said",
     [
-        ("steps = 5\nlearning_rat = 1\n", r"'learning_rat' in .*run.toml, line 2.\nDid you mean learning_rate\? There"),
-        ("[model]\nlayers = 2", "'model' in .*, line 1.\nThere are: text"),
+        (
+            "steps = 5\nlearning_rat = 1\n",
+            r"'learning_rat' in .*run.toml, line 2.\nDid you mean learning_rate\? The options are",
+        ),
+        ("[model]\nlayers = 2", "'model' in .*, line 1.\nThe options are: text"),
         (
             "steps = 1.5",
             r"steps must be a whole number of at least 1 and at most 1,000,000,000, got steps = 1.5 in .*line 1.\n"
@@ -231,10 +234,10 @@ def test_the_example_has_the_defaults(tmp_path):
         ("learning_rate = inf", "got learning_rate = inf"),
         (f"learning_rate = 1{'0' * 400}", "learning_rate must be a number above 0"),
         (f"steps = 1{'0' * 5000}", "must be TOML"),
-        ('out = " "', 'out must be a text in quotes, and not empty, got out = " "'),
+        ('out = " "', 'out must be a string in quotes, and not empty, got out = " "'),
         ("clip = inf", "clip must be a number above 0, got clip = inf"),
         ('dtype = "float64"', 'dtype must be one of "float32", "bfloat16", got dtype = "float64"'),
-        ("text = 3", "text must be a text in quotes, got text = 3"),
+        ("text = 3", "text must be a string in quotes, got text = 3"),
         ("verify = 1", "verify must be true or false, got verify = 1"),
         ("width = 100\nheads = 8", "width must be a multiple of twice the heads, got .*\nFor example: width = 96"),
         ('memory = "much"', "memory must be a number of bytes"),
@@ -259,7 +262,7 @@ def test_settings_that_are_not_allowed(tmp_path, text, said):
 
 
 def test_a_file_of_settings_that_is_not_there():
-    with pytest.raises(ab.InputError, match=r"Make one: anybatch train --example > missing.toml"):
+    with pytest.raises(ab.InputError, match=r"Create one: anybatch train --example > missing.toml"):
         RunConfig.read("missing.toml")
 
 
@@ -296,7 +299,7 @@ def test_what_is_no_file_is_refused_at_once(tmp_path, kind):
     path = special(kind, tmp_path / "it")
     if kind == "closed" and os.access(path, os.R_OK):
         pytest.skip("the superuser may read everything")
-    with pytest.raises(ab.InputError, match="(?s)The settings must be in a file that can be read.*" + SPECIAL[kind]):
+    with pytest.raises(ab.InputError, match="(?s)The options must be in a file that can be read.*" + SPECIAL[kind]):
         RunConfig.read(path)
     with pytest.raises(ab.InputError, match="(?s)The text must be a file that can be read.*" + SPECIAL[kind]):
         read_text(str(path))
@@ -355,7 +358,7 @@ def test_a_run_from_its_beginning_to_its_report(config, tmp_path, capsys):
     assert "\x1b" not in said
     for part in (
         "mean over 16 examples",
-        "All 16 at once take",
+        "The full batch of 16 takes",
         "Before training\nabcab ca",
         "After 4 steps\nabcab ca",
     ):
@@ -370,10 +373,10 @@ def test_a_run_from_its_beginning_to_its_report(config, tmp_path, capsys):
     assert json.loads(settings)["run"] == "train"
 
     # What is there is not written over, and goes on with the same model and the same text alone.
-    with pytest.raises(ab.InputError, match=r"with a run of 4 steps\.\nLeave --no-resume out"):
+    with pytest.raises(ab.InputError, match=r"with a run of 4 steps\.\nLeave out --no-resume"):
         job.Job(config, resume=False)
     for change, said in (
-        ({"width": 16}, "got width = 16, and width = 8 in .*\nGo on with width = 8, or .* rm -r"),
+        ({"width": 16}, "got width = 16, and width = 8 in .*\nContinue with width = 8, or .* rm -r"),
         ({"dropout": 0.1}, "got dropout = 0.1, and dropout = 0.0 in"),
         ({"level": "bytes"}, 'got level = "bytes", and level = "characters" in'),
     ):
@@ -381,16 +384,16 @@ def test_a_run_from_its_beginning_to_its_report(config, tmp_path, capsys):
             job.Job(dataclasses.replace(config, **change))
     for text in ("abcdab dcabca " * 20, "acbab cabca " * 20):
         (tmp_path / "other.txt").write_text(text)
-        with pytest.raises(ab.InputError, match="must have the text it had before"):
+        with pytest.raises(ab.InputError, match="must have the same text as before"):
             job.Job(dataclasses.replace(config, text="other.txt"))
     # The demo is not to begin there, be it at its end or not.
     for steps, resume in ((4, True), (9, True), (9, False)):
-        with pytest.raises(ab.InputError, match="a run of 4 steps that is not the demo's"):
+        with pytest.raises(ab.InputError, match="a run of 4 steps that is not a demo"):
             job.Job(dataclasses.replace(config, steps=steps), resume=resume, is_demo=True)
     # The control: what may change is told.
     (tmp_path / "text.txt").rename(tmp_path / "moved.txt")
     moved = dataclasses.replace(config, text="moved.txt", batch=32, seed=1, sample=5)
-    notes = ["It goes on with batch = 32, was 16.", "It goes on with seed = 1, was 0."]
+    notes = ["It continues with batch = 32, was 16.", "It continues with seed = 1, was 0."]
     going_on = job.Job(moved)
     assert going_on.folder.changes() == notes and going_on.folder.steps_saved() == 4
     assert (out / "settings.json").read_bytes() == settings
@@ -418,7 +421,7 @@ def test_the_demo_clears_its_own_run_and_nothing_else(tmp_path):
     assert not run_folder(dataclasses.replace(config, steps=6), is_demo=True).is_replaced  # it goes on
     (checkpoints / "thesis.tex").touch()
     for resume in (True, False):
-        with pytest.raises(ab.InputError, match=r"nothing but checkpoints among its own, got .* with thesis.tex"):
+        with pytest.raises(ab.InputError, match=r"must have nothing else in it, got .* with thesis.tex"):
             run_folder(config, is_demo=True, resume=resume)
     (checkpoints / "thesis.tex").unlink()
     again = run_folder(config, is_demo=True)
@@ -439,14 +442,14 @@ def test_files_of_others_are_left_alone(tmp_path, name, resume):
     (tmp_path / name).parent.mkdir(exist_ok=True)
     (tmp_path / name).write_text("{}")
     for is_demo in (True, False):
-        with pytest.raises(ab.InputError, match=f"must be new, or one of a run, got .* with {name}"):
+        with pytest.raises(ab.InputError, match=f"must be new, or have a run in it, got .* with {name}"):
             run_folder(RunConfig(out=str(tmp_path)), resume=resume, is_demo=is_demo)
     assert (tmp_path / name).read_text() == "{}" and len(list(tmp_path.iterdir())) == 1
 
 
 def test_settings_of_another_program_are_left_alone(tmp_path):
     (tmp_path / "settings.json").write_text('{"run": "fast"}')
-    with pytest.raises(ab.InputError, match=r"must be new, or one of a run, got .* with settings.json"):
+    with pytest.raises(ab.InputError, match=r"must be new, or have a run in it, got .* with settings.json"):
         run_folder(RunConfig(out=str(tmp_path)))
 
 
@@ -469,7 +472,7 @@ def test_a_report_goes_home_or_into_the_folder(config, tmp_path, monkeypatch):
 )
 def test_what_became_of_the_loss(losses, said):
     history = [{"step": step, "loss": loss, "eval.loss": loss} for step, loss in enumerate(losses, 1)]
-    notes = job._learned(types.SimpleNamespace(history=history, steps=len(losses), seconds=1.0))
+    notes = job._loss_notes(types.SimpleNamespace(history=history, steps=len(losses), seconds=1.0))
     assert notes[0].endswith(f": {said}")
     assert ("not finite" in notes[1]) == ("not finite" in said)
 
@@ -481,10 +484,10 @@ def test_a_signal_after_the_last_step_costs_no_report(config, tmp_path, monkeypa
 
     monkeypatch.setattr(job, "fit", stopped)
     assert job.run(config, command="again") == 143
-    assert "To go on: again" in capsys.readouterr().out and not (tmp_path / "anybatch-report.html").exists()
+    assert "To continue: again" in capsys.readouterr().out and not (tmp_path / "anybatch-report.html").exists()
     assert job.run(dataclasses.replace(config, steps=3, batch=15), command="again") == 143
     said = capsys.readouterr().out
-    assert "To go on" not in said and "It goes on with batch = 15, was 16." in said
+    assert "To continue" not in said and "It continues with batch = 15, was 16." in said
     assert (tmp_path / "anybatch-report.html").exists()
 
 
@@ -500,14 +503,14 @@ def test_a_report_takes_the_place_of_nothing_else(config, tmp_path, monkeypatch)
         with pytest.raises(ab.InputError) as caught:
             job.run(dataclasses.replace(config, report=f"anybatch-run/{report}"), command="again")
         assert str(caught.value) == (
-            "The report must be a file of its own, got "
-            f"report = 'anybatch-run/{report}', which the run writes itself.\n"
+            "The report must not overwrite the text or a file of the run, got "
+            f"report = 'anybatch-run/{report}', which the run itself writes.\n"
             'For example: report = "anybatch-report.html"'
         )
     assert {path: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()} == before
     Report("A run", []).write(tmp_path / "page.html")  # a report may be the text, too
     page = (tmp_path / "page.html").read_bytes()
-    with pytest.raises(ab.InputError, match=r"of its own, got report = 'page.html', which is the text\."):
+    with pytest.raises(ab.InputError, match=r"of the run, got report = 'page.html', which is the text\."):
         job.run(dataclasses.replace(config, text="page.html", report="page.html"), command="again")
     assert (tmp_path / "page.html").read_bytes() == page
     job.Job(dataclasses.replace(config, report="page.html"))  # the control
@@ -542,7 +545,7 @@ def test_a_second_run_does_not_change_what_the_first_was_told(tmp_path, monkeypa
 
 def test_nothing_is_begun_that_cannot_be_written(config, tmp_path):
     (tmp_path / "file").touch()
-    with pytest.raises(ab.InputError, match="folder of a run must be one that can be written, got out = 'file'"):
+    with pytest.raises(ab.InputError, match="folder of a run must be writable, got out = 'file'"):
         job.Job(dataclasses.replace(config, out="file"))
     with pytest.raises(ab.InputError, match=r"report = 'missing/r.html'.\nFor example .* mkdir -p"):
         job.Job(dataclasses.replace(config, report="missing/r.html"))
