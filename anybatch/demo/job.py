@@ -27,7 +27,7 @@ from anybatch.jaxprs import versions
 from anybatch.planning.plan import Plan
 from anybatch.reading.read import read
 from anybatch.report import Report
-from anybatch.report.figures import visible
+from anybatch.report.svg import visible
 from anybatch.training.loop import Fitted, fit
 from anybatch.training.step import train_step
 from anybatch.verification.verify import Verification, verify
@@ -320,7 +320,7 @@ def _plan(printer: _Printer, step: Any, state: Any, batch: Any) -> Plan:
 
 def _plan_in_words(plan: Plan) -> str:
     """A sentence that compares the memory of the full batch with the memory of the chosen candidate."""
-    full = next((each for each in plan.candidates if each.microbatch_size == plan.num_examples), None)
+    full = next((each for each in plan.candidates if each.is_full_batch), None)
     if full is None or full.total is None or plan.chosen is None or plan.chosen.total is None:
         return ""
     if plan.chosen == full or plan.budget is None:

@@ -20,7 +20,7 @@ from anybatch.demo.gpt import GPT, count
 from anybatch.demo.run_folder import RunFolder
 from anybatch.demo.text import Corpus, Vocabulary, Windows, read_text
 from anybatch.report import Report
-from anybatch.report.figures import visible
+from anybatch.report.svg import visible
 from anybatch.training import checkpoint_folder
 from anybatch.training.batches import open_source
 from anybatch.training.checkpoints import Checkpoints

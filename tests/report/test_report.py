@@ -20,7 +20,8 @@ import pytest
 
 import anybatch as ab
 from anybatch.report import Report
-from anybatch.report.figures import Series, column, smoothed, thinned
+from anybatch.report.figures import column, smoothed
+from anybatch.report.svg import Series, thinned
 
 FIGURES = [
     "loss",
@@ -187,12 +188,12 @@ def views(report):
 
 
 def test_every_plot_is_seen_on_every_screen(views):
-    *whole, short = views["light"]
-    assert [view["width"] for view in whole] == [1100, 390, 720]
-    for view in [*whole, views["dark"]]:
+    *complete, history_only = views["light"]
+    assert [view["width"] for view in complete] == [1100, 390, 720]
+    for view in [*complete, views["dark"]]:
         assert faults(view, FIGURES) == []
     history_alone = [name for name in FIGURES if name not in ("memory", "time")]
-    assert faults(short, history_alone) == []
+    assert faults(history_only, history_alone) == []
 
 
 @pytest.mark.parametrize(
@@ -255,14 +256,14 @@ def heads(page):
 
 
 def test_key_figures(report):
-    plan, whole = report.plan, report.plan.candidates[0]
-    assert whole.route == "all at once" and plan.microbatch_size < 64
+    plan, full_batch = report.plan, report.plan.candidates[0]
+    assert full_batch.is_full_batch and plan.microbatch_size < 64
     page = report.html()
     figures = {label: value for label, (_, value, _) in heads(page).items()}
     assert figures["Steps"] == "200" and "in 20 s, 140 skipped" not in page and "in 20 s, 1 skipped" in page
     assert figures["Effective batch"] == "64" and figures["Microbatch"] == str(plan.microbatch_size)
     assert figures["Loss"] == f"{report.history[-1]['loss']:.4g}" and figures["Throughput"] == "900"
-    assert f"{whole.total / 1024:.1f} KiB for the full batch" in page
+    assert f"{full_batch.total / 1024:.1f} KiB for the full batch" in page
     assert figures["Gradient"] == "verified"
 
 
@@ -343,8 +344,8 @@ def test_values_that_are_no_numbers_leave_gaps():
     assert path.count("M") == 4 and path.count("L") == 1 and path.count("h0") == 3  # 1-2, 5, 7, 10
     assert "nan" not in path and "inf" not in path
     assert "5 of 10 rows have no finite value here." in Report("Gaps", history).html()
-    whole = Report("Invariant", [{"step": step, "loss": float(step)} for step in range(1, 11)]).html()
-    assert re.search(r'<path class="curve blue" d="([^"]*)"', whole)[1].count("M") == 1
+    control = Report("No gaps", [{"step": step, "loss": float(step)} for step in range(1, 11)]).html()
+    assert re.search(r'<path class="curve blue" d="([^"]*)"', control)[1].count("M") == 1
 
 
 @pytest.mark.parametrize("unknown", [math.nan, None], ids=str)
@@ -503,12 +504,12 @@ def _umask():
 
 def test_a_place_that_cannot_be_written_is_named(tmp_path):
     report = Report("A run", [], samples=[("never drawn", None)])
-    with pytest.raises(ab.InputError, match=r"in a folder that is there, got path=.*missing/report\.html") as error:
+    with pytest.raises(ab.InputError, match=r"in a folder that exists, got path=.*missing/report\.html") as error:
         report.write(tmp_path / "missing" / "report.html")
     assert f'mkdir -p "{tmp_path}/missing"' in str(error.value)
     with pytest.raises(ab.InputError, match="needs the name of a file"):
         report.write(tmp_path)
-    with pytest.raises(ab.InputError, match=r"a folder that can be written, got path=.*too long"):
+    with pytest.raises(ab.InputError, match=r"a folder that is writable, got path=.*too long"):
         report.write(tmp_path / ("r" * 300))
     assert list(tmp_path.iterdir()) == []
 
