@@ -1,4 +1,4 @@
-"""What a run of `anybatch train` can be told, in a file of TOML."""
+"""The options of `anybatch train` and `anybatch demo`, and the TOML file they are read from."""
 
 import dataclasses
 import difflib
@@ -15,17 +15,17 @@ from anybatch.call.options import POLICIES
 from anybatch.demo.text import LEVELS
 from anybatch.errors import InputError
 
-# Of a file of settings.
-MOST_BYTES = 2**20
+MOST_BYTES = 2**20  # of a TOML file
 
 
-def _setting(default: Any, about: str, **allowed: Any) -> Any:
+def _option(default: Any, about: str, **allowed: Any) -> Any:
+    """A field of `RunConfig`: its default, its comment in the example file, and which values are allowed."""
     return dataclasses.field(default=default, metadata={"about": about, **allowed})
 
 
 @dataclasses.dataclass(frozen=True)
 class RunConfig:
-    """A run that learns a text. Every setting has a default, and is checked when it is made.
+    """The options of a run. Each has a default, and is checked when the object is created.
 
     >>> RunConfig(steps=0)
     Traceback (most recent call last):
@@ -33,43 +33,45 @@ class RunConfig:
     For example: steps = 1000
     """
 
-    text: str = _setting(
-        "", "a file of yours, as seen from where you are; empty for the fables of the demo", is_path=True
+    text: str = _option("", "your text file, relative to the current folder; empty for the demo's fables", is_path=True)
+    level: str = _option("characters", "what a token is; bytes work for any encoding", choices=LEVELS)
+    validation: float = _option(
+        0.1, "the share of the text, at its end, that is used for validation only", least=0.0, below=1.0
     )
-    level: str = _setting("characters", "what a token is; bytes will do for any encoding", choices=LEVELS)
-    validation: float = _setting(0.1, "the share at the end of the text that is held back", least=0.0, below=1.0)
-    out: str = _setting(
+    out: str = _option(
         "anybatch-run", "the folder for checkpoints, the log and the vocabulary", filled=True, is_path=True
     )
-    report: str = _setting("anybatch-report.html", "where the report goes; empty for none", is_path=True)
+    report: str = _option("anybatch-report.html", "the file for the report; empty for none", is_path=True)
 
-    layers: int = _setting(4, "of the GPT", least=1, most=10**4)
-    heads: int = _setting(4, "of attention, in each layer", least=1, most=10**4)
-    width: int = _setting(128, "a multiple of twice the heads", least=2, most=10**6)
-    context: int = _setting(64, "how many tokens it looks back on", least=1, most=10**7)
-    dropout: float = _setting(0.0, "the share of each layer's work that is left out in training", least=0.0, below=1.0)
-    dtype: str = _setting("float32", "in which the layers compute", choices=("float32", "bfloat16"))
+    layers: int = _option(4, "layers of the GPT", least=1, most=10**4)
+    heads: int = _option(4, "attention heads in each layer", least=1, most=10**4)
+    width: int = _option(128, "features per token; a multiple of twice the heads", least=2, most=10**6)
+    context: int = _option(64, "tokens that the model sees at a time", least=1, most=10**7)
+    dropout: float = _option(0.0, "the dropout rate in training", least=0.0, below=1.0)
+    dtype: str = _option("float32", "the dtype that the layers compute in", choices=("float32", "bfloat16"))
 
-    batch: int = _setting(256, "windows of the text in each step, however many fit at once", least=1, most=10**7)
-    memory: str = _setting("", 'what a step may take: "64MiB", "8GiB", "80%" of what is left; empty for what there is')
-    remat: str = _setting("", "computes activations twice, to save memory", choices=("", "auto", *POLICIES))
-    steps: int = _setting(1000, "how many", least=1, most=10**9)
-    learning_rate: float = _setting(3e-3, "at its highest; it rises first, and falls to a tenth", above=0.0)
-    warmup: int = _setting(20, "steps in which it rises", least=0, most=10**9)
-    weight_decay: float = _setting(0.1, "of AdamW", least=0.0)
-    clip: float = _setting(1.0, "the largest norm of a gradient that is not scaled down", above=0.0)
-    seed: int = _setting(0, "of everything that is drawn", least=0, below=2**32)
+    batch: int = _option(
+        256, "windows of the text in each step; they need not fit into memory at once", least=1, most=10**7
+    )
+    memory: str = _option("", 'memory for a step: "64MiB", "8GiB", "80%" of the free memory; empty for all of it')
+    remat: str = _option("", "recompute activations, to save memory", choices=("", "auto", *POLICIES))
+    steps: int = _option(1000, "number of steps", least=1, most=10**9)
+    learning_rate: float = _option(3e-3, "the peak; it falls to a tenth of that", above=0.0)
+    warmup: int = _option(20, "steps in which the learning rate rises", least=0, most=10**9)
+    weight_decay: float = _option(0.1, "of AdamW", least=0.0)
+    clip: float = _option(1.0, "gradients with a larger norm are scaled down to this", above=0.0)
+    seed: int = _option(0, "the seed of all random numbers", least=0, below=2**32)
 
-    evaluate_every: int = _setting(50, "steps", least=1, most=10**9)
-    checkpoint_every: int = _setting(100, "steps", least=1, most=10**9)
-    verify: bool = _setting(True, "compare the gradient of some windows with that of the full batch, first")
-    prompt: str = _setting("", "what the samples begin with; empty for the beginning of the text")
-    sample: int = _setting(400, "how many tokens they have", least=0, most=10**7)
-    temperature: float = _setting(0.6, "of the samples: below 1, it prefers what is likely", least=0.0)
+    evaluate_every: int = _option(50, "steps between evaluations", least=1, most=10**9)
+    checkpoint_every: int = _option(100, "steps between checkpoints", least=1, most=10**9)
+    verify: bool = _option(True, "first compare the gradient in microbatches with the full batch's, on a few windows")
+    prompt: str = _option("", "how the samples begin; empty for the beginning of the text")
+    sample: int = _option(400, "tokens in a sample", least=0, most=10**7)
+    temperature: float = _option(0.6, "of the samples; below 1, likely tokens become likelier", least=0.0)
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
-            # Whole numbers will do where others are meant.
+            # `_checked` turns an int into a float where a float is expected.
             object.__setattr__(self, field.name, _checked(field, getattr(self, field.name)))
         if self.width % (2 * self.heads):
             nearest = max(round(self.width / (2 * self.heads)), 1) * 2 * self.heads
@@ -82,10 +84,10 @@ class RunConfig:
 
     @classmethod
     def read(cls, path: str | pathlib.Path) -> "RunConfig":
-        """The settings in a file.
+        """Reads the options from a TOML file.
 
         Raises:
-          InputError: if it cannot be read, is no TOML, or has settings that are not known or not allowed.
+          InputError: if the file cannot be read, is not TOML, or has an option that is unknown or not allowed.
         """
         try:
             text = read_regular(path, MOST_BYTES).decode("utf-8")
@@ -93,17 +95,17 @@ class RunConfig:
             reason = "not UTF-8" if isinstance(error, UnicodeDecodeError) else error.strerror
             new = path if isinstance(error, FileNotFoundError) else "run.toml"
             raise InputError(
-                "The settings must be in a file that can be read",
-                given=f"{shown(path)} ({reason})",
-                remedy=f"Make one: anybatch train --example > {new}",
+                "The options must be in a file that can be read",
+                given=f"{_shown(path)} ({reason})",
+                remedy=f"Create one: anybatch train --example > {new}",
             ) from None
         try:
             given = tomllib.loads(text)
         except (ValueError, RecursionError) as error:
             raise InputError(
-                "The settings must be TOML: one `name = value` in each line, texts in quotes",
+                "The file with the options must be TOML: one `name = value` in each line, strings in quotes",
                 given=f"{path}: {error}",
-                remedy="anybatch train --example shows one.",
+                remedy="anybatch train --example prints such a file.",
             ) from None
         known = {field.name: field for field in dataclasses.fields(cls)}
         for name, value in given.items():
@@ -111,9 +113,9 @@ class RunConfig:
             if name not in known:
                 near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
                 raise InputError(
-                    "Every setting must be one that is known",
+                    "Every option must be one of a run",
                     given=f"{name!r} in {where}",
-                    remedy=(f"Did you mean {near[0]}? " if near else "") + f"There are: {', '.join(known)}.",
+                    remedy=(f"Did you mean {near[0]}? " if near else "") + f"The options are: {', '.join(known)}.",
                 )
             try:
                 _checked(known[name], value)
@@ -123,49 +125,49 @@ class RunConfig:
 
 
 def example_config() -> str:
-    """All settings with their defaults, as a file to begin with.
+    """A TOML file with all options and their defaults.
 
     >>> tomllib.loads(example_config())["batch"]
     256
     """
     gaps = ("layers", "batch", "evaluate_every")
-    lines = ["# A run of anybatch train. What is left out has the value that is shown here."]
+    lines = ["# The options of anybatch train. An option that is left out has the value shown here."]
     for field in dataclasses.fields(RunConfig):
         choices = " | ".join(f'"{choice}"' for choice in field.metadata.get("choices", ()))
         about = field.metadata["about"] + (f"; {choices}" if choices else "")
         lines += [""] if field.name in gaps else []
-        lines.append(f"{f'{field.name} = {written(field.default)}':<34}# {about}")
+        lines.append(f"{f'{field.name} = {as_toml(field.default)}':<34}# {about}")
     return "\n".join(lines) + "\n"
 
 
 def _checked(field: "dataclasses.Field[Any]", value: Any) -> Any:
-    """A value of a setting, if it is allowed."""
+    """The value of an option. Raises an InputError if it is not allowed."""
     allowed, kind = field.metadata, type(field.default)
     if kind is float and type(value) is int and abs(value) < 2**63:
         value = float(value)
     limits = (
-        allowed.get("least") is None or _is_so(value, ">=", allowed["least"]),
-        allowed.get("above") is None or _is_so(value, ">", allowed["above"]),
-        allowed.get("most") is None or _is_so(value, "<=", allowed["most"]),
-        allowed.get("below") is None or _is_so(value, "<", allowed["below"]),
+        allowed.get("least") is None or _holds(value, ">=", allowed["least"]),
+        allowed.get("above") is None or _holds(value, ">", allowed["above"]),
+        allowed.get("most") is None or _holds(value, "<=", allowed["most"]),
+        allowed.get("below") is None or _holds(value, "<", allowed["below"]),
         allowed.get("choices") is None or value in allowed["choices"],
         not allowed.get("filled") or bool(str(value).strip()),
     )
     must = f"{field.name} must be {_requirement(kind, allowed)}"
     if allowed.get("is_path") and "\0" in str(value):
-        must = f"{field.name} must be the name of a file or a folder, which has no NUL character"
+        must = f"{field.name} must be the name of a file or a folder, without a NUL character"
     elif type(value) is kind and all(limits):
         return value
-    given = written(value) if isinstance(value, (bool, int, float, str)) else repr(value)
+    given = as_toml(value) if isinstance(value, (bool, int, float, str)) else repr(value)
     raise InputError(
         must,
         given=f"{field.name} = {given}",
-        remedy=f"For example: {field.name} = {written(field.default)}",
+        remedy=f"For example: {field.name} = {as_toml(field.default)}",
     )
 
 
-def _is_so(value: Any, relation: str, limit: Any) -> bool:
-    """Whether a number is on the right side of a limit; what is no number, or not finite, is not."""
+def _holds(value: Any, relation: str, limit: Any) -> bool:
+    """True if the value is a finite number for which the relation holds."""
     if not isinstance(value, (int, float)) or (isinstance(value, float) and not math.isfinite(value)):
         return False
     return bool({">=": operator.ge, ">": operator.gt, "<=": operator.le, "<": operator.lt}[relation](value, limit))
@@ -174,22 +176,22 @@ def _is_so(value: Any, relation: str, limit: Any) -> bool:
 def _requirement(kind: type, allowed: Any) -> str:
     if "choices" in allowed:
         return "one of " + ", ".join(f'"{choice}"' for choice in allowed["choices"])
-    words = {int: "a whole number", float: "a number", str: "a text in quotes", bool: "true or false"}[kind]
+    words = {int: "a whole number", float: "a number", str: "a string in quotes", bool: "true or false"}[kind]
     if allowed.get("filled"):
         return f"{words}, and not empty"
     bounds = [("least", "of at least"), ("above", "above"), ("most", "at most"), ("below", "below")]
-    told = [f"{text} {_number(allowed[name])}" for name, text in bounds if name in allowed]
-    return " ".join([words, " and ".join(told)]).strip()
+    parts = [f"{text} {_number(allowed[name])}" for name, text in bounds if name in allowed]
+    return " ".join([words, " and ".join(parts)]).strip()
 
 
 def _number(value: float) -> str:
     return f"{value:,}" if isinstance(value, int) else f"{value:g}"
 
 
-def written(value: Any) -> str:
-    """A value as TOML has it.
+def as_toml(value: Any) -> str:
+    """A value in the syntax of TOML.
 
-    >>> written("a"), written(True), written(0.5)
+    >>> as_toml("a"), as_toml(True), as_toml(0.5)
     ('"a"', 'true', '0.5')
     """
     if isinstance(value, bool):
@@ -200,14 +202,53 @@ def written(value: Any) -> str:
     return f"{value}"
 
 
-def shown(path: Any) -> str:
-    """A path as a message shows it."""
+def _shown(path: Any) -> str:
+    """A path for a message, with control characters escaped."""
     return str(path) if str(path).isprintable() else repr(str(path))
 
 
 def _line_of(name: str, text: str, path: Any) -> str:
-    """Where a setting stands, if that is easily seen."""
+    """The file, and the line in which an option is set if a simple search finds it."""
     for number, line in enumerate(text.splitlines(), 1):
         if re.match(rf"""\s*\[*\s*["']?{re.escape(name)}["']?\s*[.=\]]""", line):
             return f"{path}, line {number}"
     return str(path)
+
+
+# The options of `anybatch demo`: a minute on two cores.
+SMALL_DEMO = RunConfig(
+    out="anybatch-demo",
+    layers=2,
+    width=96,
+    context=32,
+    batch=256,
+    memory="14MiB",
+    steps=200,
+    learning_rate=1e-2,
+    warmup=10,
+    evaluate_every=20,
+    checkpoint_every=60,
+    prompt="The ",
+    temperature=0.5,
+)
+
+# The options of `anybatch demo --gpu-size`. The model is the smallest GPT-2 with a vocabulary of characters: 85 million
+# parameters.
+GPU_DEMO = RunConfig(
+    out="anybatch-demo-gpu",
+    layers=12,
+    heads=12,
+    width=768,
+    context=512,
+    dropout=0.1,
+    dtype="bfloat16",
+    batch=512,
+    memory="12GiB",
+    steps=200,
+    learning_rate=1e-3,
+    warmup=20,
+    evaluate_every=20,
+    checkpoint_every=100,
+    prompt="The ",
+    sample=800,
+)

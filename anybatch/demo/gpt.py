@@ -1,8 +1,7 @@
-"""A small GPT in plain JAX, in one file: parameters, loss, and text that it writes.
+"""A small GPT in plain JAX, in one file: parameters, loss and sampling.
 
-Layers of attention and of a network of two matrices, each behind a norm and added to what came before. Positions are
-rotations of queries and keys. The embedding of a token is also the row that its probability is computed with. All
-layers are stacked and run by `lax.scan`, so that twelve compile as fast as one.
+A pre-norm transformer with RMS norms, rotary position embeddings, a squared-ReLU MLP and tied embeddings. The layers'
+parameters are stacked and the layers run by `lax.scan`, so that twelve compile as fast as one.
 """
 
 import dataclasses
@@ -14,7 +13,7 @@ import jax.numpy as jnp
 
 Params = dict[str, Any]
 
-# So many layers compile and run faster one by one than as a loop.
+# Up to this many layers are unrolled: they compile and run faster than a loop.
 FEW = 3
 
 
@@ -24,18 +23,18 @@ class GPT:
 
     >>> gpt = GPT(vocabulary=50, context=16, layers=2, heads=2, width=8)
     >>> params = gpt.init(jax.random.key(0))
-    >>> tokens = jnp.zeros((3, 17), jnp.int32)  # one more than the context: each is predicted from those before it
-    >>> bool(abs(jax.jit(gpt.loss)(params, tokens) - 3.9) < 0.1)  # it knows nothing yet: log(50)
+    >>> tokens = jnp.zeros((3, 17), jnp.int32)  # context + 1: each token is predicted from those before it
+    >>> bool(abs(jax.jit(gpt.loss)(params, tokens) - 3.9) < 0.1)  # untrained: log(50)
     True
 
     Args:
-      vocabulary: how many tokens there are.
-      context: how many tokens it looks back on.
-      layers: how many layers.
-      heads: of attention, in each layer.
-      width: of what goes from layer to layer, a multiple of twice the heads.
-      dropout: the share of what each half of a layer adds that is left out in training, if there is a key.
-      dtype: in which the layers compute. Parameters, norms, and the loss stay in float32.
+      vocabulary: the number of different tokens.
+      context: the number of tokens that the model sees at a time.
+      layers: the number of layers.
+      heads: the number of attention heads in each layer.
+      width: the number of features of a token; a multiple of twice the heads.
+      dropout: the dropout rate of the output of attention and MLP. Applied only if `loss` gets a key.
+      dtype: the dtype the layers compute in. Parameters, norms and the loss stay in float32.
     """
 
     vocabulary: int
@@ -48,7 +47,7 @@ class GPT:
 
     @functools.partial(jax.jit, static_argnames="self")
     def init(self, key: jax.Array) -> Params:
-        """Parameters to begin with: what a layer adds is small, the smaller the more layers there are."""
+        """Initial parameters. The output projections of a layer are scaled down by the square root of 2 * layers."""
         keys = iter(jax.random.split(key, 5))
         layers, width = self.layers, self.width
 
@@ -70,12 +69,12 @@ class GPT:
         }
 
     def loss(self, params: Params, tokens: jax.Array, key: jax.Array | None = None) -> jax.Array:
-        """The mean over all tokens but the first of each row, of what it costs to say them: -log(probability).
+        """The mean cross-entropy of each token given those before it. The first token of a row is not predicted.
 
         Args:
-          params: as of `init`.
-          tokens: whole numbers of shape (examples, context + 1), or shorter rows.
-          key: for dropout. Without one, nothing is left out.
+          params: as returned by `init`.
+          tokens: integers of shape (examples, context + 1). Rows may be shorter.
+          key: for dropout. None for no dropout.
         """
         tokens = tokens.astype(jnp.int32)
         logits = self.logits(params, tokens[:, :-1], key)
@@ -84,7 +83,7 @@ class GPT:
         return jnp.mean(jax.nn.logsumexp(logits, axis=-1) - chosen)
 
     def logits(self, params: Params, tokens: jax.Array, key: jax.Array | None = None) -> jax.Array:
-        """What it thinks of each token that may come next: float32, of shape (examples, length, vocabulary)."""
+        """The logits of the next token, in float32, of shape (examples, length, vocabulary)."""
         dtype = jnp.dtype(self.dtype)
         layers = jax.tree.map(lambda leaf: leaf.astype(dtype), params["layers"])
         keys = None if key is None or not self.dropout else jax.random.split(key, self.layers)
@@ -92,20 +91,20 @@ class GPT:
 
         def one_layer(x: jax.Array, layer: tuple[Params, jax.Array | None]) -> tuple[jax.Array, None]:
             weights, key = layer
-            ours, theirs = (None, None) if key is None else jax.random.split(key)
-            x = x + self._drop(ours, self._attend(weights, _normalise(x, weights["attention_norm"]), angles))
+            attention_key, network_key = (None, None) if key is None else jax.random.split(key)
+            x = x + self._drop(attention_key, self._attend(weights, _normalise(x, weights["attention_norm"]), angles))
             hidden = jax.nn.relu(_normalise(x, weights["network_norm"]) @ weights["network_in"])
-            hidden = hidden**2  # as good as gelu, and far cheaper where there is no accelerator
-            return x + self._drop(theirs, hidden @ weights["network_out"]), None
+            hidden = hidden**2  # as good as gelu, and much cheaper on a CPU
+            return x + self._drop(network_key, hidden @ weights["network_out"]), None
 
-        # The rows are small numbers, so that the first probabilities are alike; as a beginning they are made larger.
+        # Embeddings are small, so that the tied logits start near zero. As inputs they are scaled up.
         x = (params["embedding"][tokens] * self.width**0.5).astype(dtype)
         x, _ = jax.lax.scan(one_layer, x, (layers, keys), unroll=self.layers <= FEW)
         x = _normalise(x, params["norm"].astype(dtype))
         return jnp.einsum("btw,vw->btv", x, params["embedding"].astype(dtype), preferred_element_type=jnp.float32)
 
     def _attend(self, weights: Params, x: jax.Array, angles: jax.Array) -> jax.Array:
-        """From each token to those before it."""
+        """Causal multi-head attention."""
         examples, length, width = x.shape
         mixed = (x @ weights["attention_in"]).reshape(examples, length, 3, self.heads, width // self.heads)
         query, keys, values = (mixed[:, :, part] for part in range(3))
@@ -113,8 +112,8 @@ class GPT:
         scores = (
             jnp.einsum("bqhw,bkhw->bhqk", query, keys, preferred_element_type=jnp.float32) * query.shape[-1] ** -0.5
         )
-        is_before = jnp.tri(length, dtype=bool)[None, None]
-        shares = jax.nn.softmax(jnp.where(is_before, scores, jnp.full_like(scores, -1e30)))
+        is_causal = jnp.tri(length, dtype=bool)[None, None]
+        shares = jax.nn.softmax(jnp.where(is_causal, scores, jnp.full_like(scores, -1e30)))
         attended = jnp.einsum("bhqk,bkhw->bqhw", shares.astype(x.dtype), values)
         return attended.reshape(examples, length, width) @ weights["attention_out"]
 
@@ -128,7 +127,7 @@ class GPT:
     def sample(
         self, params: Params, prompt: jax.Array, key: jax.Array, *, length: int, temperature: float = 1.0
     ) -> jax.Array:
-        """Goes on writing: the prompt, and `length` tokens after it, each drawn by its probability.
+        """Samples `length` tokens after the prompt. Returns the prompt and these tokens.
 
         >>> gpt = GPT(vocabulary=50, context=16, layers=2, heads=2, width=8)
         >>> prompt = jnp.array([1, 2, 3])
@@ -137,14 +136,14 @@ class GPT:
         ((43,), [1, 2, 3])
 
         Args:
-          params: as of `init`.
+          params: as returned by `init`.
           prompt: at least one token.
-          key: of the numbers it draws.
-          length: how many tokens to write.
-          temperature: below 1 it prefers what is likely; at 0 it always takes the likeliest.
+          key: a PRNG key.
+          length: the number of tokens to sample.
+          temperature: below 1, likely tokens become likelier; at 0 the likeliest token is always taken.
         """
         begin, end = len(prompt), len(prompt) + length
-        # What is not written yet is zeros: no token looks ahead.
+        # Tokens not sampled yet are zeros, which causal attention never sees.
         text = jnp.zeros(max(end, self.context), jnp.int32).at[:begin].set(prompt)
 
         def write(place: jax.Array, text: jax.Array) -> jax.Array:
@@ -163,18 +162,18 @@ def _normalise(x: jax.Array, scale: jax.Array) -> jax.Array:
 
 
 def _angles(length: int, width: int) -> jax.Array:
-    """How far the pairs of numbers of a head are rotated, at each position: from one radian to almost none."""
+    """The angles of the rotary embedding, of shape (length, width / 2): 1 radian per position down to almost 0."""
     frequencies = 10_000.0 ** -jnp.linspace(0.0, 1.0, width // 2, endpoint=False)
     return jnp.arange(length, dtype=jnp.float32)[:, None] * frequencies[None]
 
 
 def _rotate(x: jax.Array, angles: jax.Array) -> jax.Array:
-    """Rotates pairs by their positions, so that a query and a key know how far apart they are."""
+    """Rotary position embedding: products of rotated queries and keys depend on their distance only."""
     one, other = jnp.split(x, 2, axis=-1)
     cosine, sine = (f(angles)[None, :, None].astype(x.dtype) for f in (jnp.cos, jnp.sin))
     return jnp.concatenate([one * cosine - other * sine, one * sine + other * cosine], axis=-1)
 
 
 def count(params: Params) -> int:
-    """How many numbers there are to learn."""
+    """The number of parameters."""
     return sum(leaf.size for leaf in jax.tree.leaves(params))

@@ -1,4 +1,4 @@
-"""A text as numbers: its vocabulary, what is learned from and what is held back, and batches of windows."""
+"""A text as training data: its vocabulary, its training and validation parts, and batches of windows."""
 
 import dataclasses
 import importlib.resources
@@ -12,29 +12,28 @@ import numpy as np
 from anybatch.call.files import read_regular
 from anybatch.errors import InputError
 
-# A text is held in memory, several times.
-MOST_BYTES = 2**32
+MOST_BYTES = 2**32  # of a text, which is held in memory several times
 
 LEVELS = ("characters", "bytes")
 
 
 @dataclasses.dataclass(frozen=True)
 class Vocabulary:
-    """The tokens of a text: its characters, or all 256 bytes.
+    """The tokens of a text: its distinct characters, or all 256 bytes.
 
     >>> vocabulary = Vocabulary.of("banana", "characters")
     >>> vocabulary.size, vocabulary.encode("nab").tolist(), vocabulary.decode([1, 0, 2, 0])
     (3, [2, 0, 1], 'bana')
 
     Args:
-      characters: in order, each of them once; None for bytes.
+      characters: each character once, sorted; None for bytes.
     """
 
     characters: str | None
 
     @classmethod
     def of(cls, text: str, level: str) -> "Vocabulary":
-        """The vocabulary of a text, at one of the `LEVELS`."""
+        """The vocabulary of a text. `level` is one of `LEVELS`."""
         if level == "bytes":
             return cls(None)
         return cls("".join(map(chr, np.unique(_codes(text)).tolist())))
@@ -44,7 +43,7 @@ class Vocabulary:
         return 256 if self.characters is None else len(self.characters)
 
     def encode(self, text: str) -> np.ndarray:
-        """The numbers of a text.
+        """The token ids of a text.
 
         Raises:
           InputError: for characters that are not in the vocabulary.
@@ -56,14 +55,14 @@ class Vocabulary:
         unknown = sorted(set(codes[known[ids] != codes].tolist()))
         if unknown:
             raise InputError(
-                "Every character must be one of the text that is learned",
+                "Every character must occur in the text that the model learns",
                 given=", ".join(repr(chr(code)) for code in unknown[:10]),
-                remedy='Leave them out, or learn bytes instead: level = "bytes".',
+                remedy='Leave these out, or learn bytes instead: level = "bytes".',
             )
         return ids.astype(np.uint8 if self.size <= 256 else np.int32)
 
     def decode(self, ids: Any) -> str:
-        """The text of some numbers. Bytes that make no character become U+FFFD."""
+        """The text of some token ids. Bytes that are not valid UTF-8 become U+FFFD."""
         numbers = np.asarray(ids).tolist()
         if self.characters is None:
             return bytes(numbers).decode("utf-8", "replace")
@@ -72,7 +71,7 @@ class Vocabulary:
 
 @dataclasses.dataclass(frozen=True)
 class Corpus:
-    """A text, split in two: what is learned from, and what is held back to see whether it is learned by heart."""
+    """A text as token ids, split into a training part and a validation part."""
 
     vocabulary: Vocabulary
     training: np.ndarray
@@ -80,13 +79,13 @@ class Corpus:
 
     @classmethod
     def of(cls, text: str, *, level: str, context: int, validation: float, name: str = "text") -> "Corpus":
-        """Splits a text: its end is held back.
+        """Splits a text. The validation part is its end.
 
         Args:
-          text: all of it.
-          level: one of the `LEVELS`.
-          context: how many tokens a window has, beside the one that follows.
-          validation: the share to hold back; 0 for none.
+          text: the complete text.
+          level: one of `LEVELS`.
+          context: the number of tokens in a window, not counting the token to predict after the last one.
+          validation: the share of the text that becomes the validation part; 0 for none.
           name: of the text, for messages.
 
         Raises:
@@ -94,19 +93,19 @@ class Corpus:
         """
         vocabulary = Vocabulary.of(text, level)
         ids = vocabulary.encode(text)
-        held_back = round(len(ids) * validation)
-        least = len(ids) - held_back if not held_back else min(held_back, len(ids) - held_back)
+        held_out = round(len(ids) * validation)
+        least = len(ids) - held_out if not held_out else min(held_out, len(ids) - held_out)
         if least < context + 1:
-            part = "" if not held_back else f", of which {held_back:,} are held back to validate"
+            part = "" if not held_out else f" ({held_out:,} of them for validation)"
             raise InputError(
-                f"A text must have more {level} than the context, in each part of it",
-                given=f"{name} with {len(ids):,} {level}{part}, and context={context}",
+                f"Each part of a text must have more {level} than the context",
+                given=f"{name} with {len(ids):,} {level}{part}, and context = {context}",
                 remedy=_ways_out(len(ids), context, least),
             )
-        return cls(vocabulary, ids[: len(ids) - held_back], ids[len(ids) - held_back :])
+        return cls(vocabulary, ids[: len(ids) - held_out], ids[len(ids) - held_out :])
 
     def validation_windows(self, context: int, most: int) -> np.ndarray:
-        """Windows of what was held back that do not overlap, spread over all of it, at most so many."""
+        """At most `most` windows of the validation part, without overlap and evenly apart."""
         starts = np.arange(0, len(self.validation) - context, context)
         if len(starts) > most:
             starts = starts[np.linspace(0, len(starts) - 1, most).round().astype(int)]
@@ -114,10 +113,10 @@ class Corpus:
 
 
 class Windows:
-    """Batches of windows at random places of a text, without an end: a source for `anybatch.fit`.
+    """An endless source of batches for `anybatch.fit`: windows at random positions of a text.
 
-    **Reproducible.** Batch `k` depends on the seed and on `k` alone, so that a run that was stopped goes on at once
-    with the batches it would have had.
+    **Reproducible.** Batch `k` depends only on the seed and on `k`. A run that was stopped continues with the batches
+    that it would have had.
 
     >>> windows = Windows(np.arange(100), context=4, batch_size=2, seed=0)
     >>> batch = next(iter(windows))["tokens"]
@@ -135,11 +134,11 @@ class Windows:
         opened: Callable[[], None] | None = None,
     ) -> None:
         self._ids, self._context, self._batch_size, self._seed = ids, context, batch_size, seed
-        self._opened = opened  # called when somebody begins to go through them
+        self._opened = opened  # called when an iteration starts
 
     def batch(self, number: int) -> dict[str, np.ndarray]:
-        """One of them."""
-        # Of numpy's generators, the raw numbers of one never change; how it makes ranges of them may.
+        """Batch `number`, counted from 0."""
+        # NumPy guarantees that the raw output of a bit generator stays the same in all versions, but not `integers`.
         raw = np.random.Philox(key=self._seed, counter=[0, 0, 0, number]).random_raw(self._batch_size)
         starts = (raw % np.uint64(len(self._ids) - self._context)).astype(np.int64)
         return {"tokens": _windows(self._ids, starts, self._context)}
@@ -151,7 +150,7 @@ class Windows:
 
 
 class _WindowsIterator(Iterator[dict[str, np.ndarray]]):
-    """Where an iteration stands, as loaders have it: with a state to save, and to go on from."""
+    """An iterator over batches whose position can be saved and restored."""
 
     def __init__(self, windows: Windows) -> None:
         self._windows, self._number = windows, 0
@@ -168,10 +167,10 @@ class _WindowsIterator(Iterator[dict[str, np.ndarray]]):
 
 
 def read_text(path: str, level: str = "characters") -> str:
-    """The text in a file, or the fables that come with anybatch if there is no path.
+    """The text in a file, or the fables that come with anybatch if `path` is empty.
 
     Raises:
-      InputError: if it cannot be read, is empty, or is not UTF-8, unless its bytes are all that is asked for.
+      InputError: if the file cannot be read, is empty, or is not UTF-8 (which `level="bytes"` does not require).
     """
     if not path:
         return importlib.resources.files("anybatch.demo").joinpath("fables.txt").read_text("utf-8")
@@ -181,11 +180,11 @@ def read_text(path: str, level: str = "characters") -> str:
         raise InputError(
             "The text must be a file that can be read",
             given=f"text = {path!r} ({error.strerror})",
-            remedy=f"Name a file as it is seen from {pathlib.Path.cwd()}, or leave text out for the fables that come "
-            "with anybatch.",
+            remedy=f"Name a file relative to {pathlib.Path.cwd()}, or leave out `text` for the fables that come with "
+            "anybatch.",
         ) from None
     if not data:
-        raise InputError("A text must have something in it", given=f"{path}: 0 bytes", remedy="Name another file.")
+        raise InputError("A text must not be empty", given=f"{path}: 0 bytes", remedy="Name another file.")
     try:
         return data.decode("utf-8", "surrogateescape" if level == "bytes" else "strict").removeprefix("\ufeff")
     except UnicodeDecodeError as error:
@@ -198,20 +197,20 @@ def read_text(path: str, level: str = "characters") -> str:
 
 
 def _ways_out(length: int, context: int, least: int) -> str:
-    """What to do about a text that is too short: what is named would do."""
-    ways = ["Take a longer text"]
+    """Options with which a text of this length is long enough, as a sentence."""
+    ways = ["Use a longer text"]
     if least >= 2:
         ways.append(f"or a shorter context: context = {least - 1}")
     for share in (0.1, 0.25, 0.5, 0.0):
-        held_back = round(length * share)
-        if min(held_back or length, length - held_back) > context:
-            ways.append(f"or hold back another share: validation = {share}")
+        held_out = round(length * share)
+        if min(held_out or length, length - held_out) > context:
+            ways.append(f"or another share for validation: validation = {share}")
             break
     return ", ".join(ways) + "."
 
 
 def _encoding(data: bytes) -> str:
-    """What a text that is not UTF-8 may be in: the marks at its beginning tell, if it has one."""
+    """A guess at the encoding of a text that is not UTF-8, from its byte order mark."""
     if data.startswith((b"\xff\xfe\0\0", b"\0\0\xfe\xff")):
         return "utf-32"
     return "utf-16" if data.startswith((b"\xff\xfe", b"\xfe\xff")) else "latin1"

@@ -1,4 +1,4 @@
-"""`Report`: a training run on one page that needs nothing else."""
+"""`Report`: a training run as one HTML page, without other files."""
 
 import dataclasses
 import importlib.resources
@@ -23,10 +23,9 @@ from anybatch.report.figures import (
     memory_figure,
     noise_figure,
     other_columns,
-    short,
     time_figure,
-    visible,
 )
+from anybatch.report.svg import short, visible
 from anybatch.report.tables import (
     alarm,
     found_environment,
@@ -38,24 +37,24 @@ from anybatch.report.tables import (
 )
 from anybatch.verification.verify import Verification
 
-# How a report is known again: by the beginning of the page, which names what wrote it.
+# A report is recognised by the start of the page. A file that does not match is never overwritten.
 _OURS = re.compile(rb'<!DOCTYPE html>.*<meta name="generator" content="anybatch \d', re.DOTALL)
 
 MOST_CHARACTERS = 20_000  # of a sample
-MOST_COLUMNS = 12  # evaluations and scalars of aux that get a plot
-MOST_NAMES = 24  # of columns that get none
+MOST_COLUMNS = 12  # plots of evaluations and auxiliary scalars
+MOST_NAMES = 24  # of columns without a plot
 
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """A training run as one page of HTML: what it came to, what it took, and how that was decided.
+    """A training run as one HTML page: curves, memory and time, the plan, the verification and samples.
 
-    Whatever is None or empty is left out, with its heading. The page has everything in it: it loads nothing and runs no
-    script, follows the light or dark scheme of the reader, and prints.
+    Sections without content are left out. The page is one file: it loads nothing and runs no script. It follows the
+    light or dark scheme of the reader, and can be printed.
 
-    **Safe.** Every text is shown as text: markup in a title or a sample is not followed.
-    **Small.** Of a long history, curves keep about 1,000 points, the extremes among them.
-    **Reproducible.** The same report is the same page, byte for byte: it has no date in it.
+    **Safe.** Every text is escaped: markup in a title or a sample is shown as text.
+    **Small.** The curves of a long history have about 1,000 points, with all extremes.
+    **Reproducible.** The same report gives the same page, byte for byte: it has no date.
 
     >>> import anybatch as ab
     >>> from anybatch.report import Report
@@ -64,17 +63,17 @@ class Report:
     (1, 0)
 
     Args:
-      title: of the page.
-      history: the rows of a run, as `fit` returns them or as they were read from its log. Columns: `step`, `loss`,
-        `gradient_norm`, `skipped`, `noise_scale`, `examples_per_second`, `tokens_per_second`, `seconds` (since the
-        start), `eval` or `eval.*`, and `aux.*`. None, NaN and infinite numbers are gaps.
-      plan: how the gradient is computed, and what else was looked at: `ab.plan`, `ab.explain`.
+      title: the title of the page.
+      history: the rows of a run, as returned by `fit` or read from its log. Columns: `step`, `loss`, `gradient_norm`,
+        `skipped`, `noise_scale`, `examples_per_second`, `tokens_per_second`, `seconds` (since the start), `eval` or
+        `eval.*`, and `aux.*`. None, NaN and infinite numbers are gaps.
+      plan: how the gradient is computed, and the other candidates: `ab.plan`, `ab.explain`.
       reading: how the loss uses its examples: `ab.read`.
-      verification: that the gradient is the one of the full batch: `ab.verify`.
-      noise: the gradient noise scale of the run, averaged.
-      samples: pairs of a caption and a text, such as what a language model writes before and after.
-      settings: what was asked for, by name.
-      environment: what it ran on, by name. By default, what is found here and now.
+      verification: the comparison with the gradient of the full batch: `ab.verify`.
+      noise: the gradient noise scale, averaged over the run.
+      samples: pairs of a caption and a text, such as a language model's output before and after training.
+      settings: the options of the run, by name.
+      environment: software and hardware, by name. By default those of this process.
       notes: sentences for the head of the page.
     """
 
@@ -90,10 +89,10 @@ class Report:
     notes: Sequence[str] = ()
 
     def html(self) -> str:
-        """The page.
+        """The page as a string.
 
         Raises:
-          InputError: without jinja2.
+          InputError: if jinja2 is not installed.
         """
         numbers = key_figures(self.history, self.plan, self.verification, self._examples)
         training, more_columns = self._training_figures()
@@ -101,7 +100,7 @@ class Report:
             report=self,
             version=__version__,
             key_figures=numbers,
-            # As many beside each other as leave the last row fullest.
+            # The number of columns that leaves the fewest empty places in the last row.
             columns=min((4, 5, 3), key=lambda columns: -len(numbers) % columns),
             loss=loss_figure(self.history),
             training=training,
@@ -109,40 +108,40 @@ class Report:
             alarm=alarm(self.verification) if self.verification else "",
             history_table=history_table(self.history),
             noise_words=self._noise_words(),
-            plan=_told(self.plan) if self.plan else None,
+            plan=_plan_section(self.plan) if self.plan else None,
             reading_table=reading_table(self.reading) if self.reading else None,
             verification_table=verification_table(self.verification) if self.verification else None,
             samples=[(caption, _cut(text)) for caption, text in self.samples],
-            settings={name: _setting(value) for name, value in self.settings.items()},
+            settings={name: _shown(value) for name, value in self.settings.items()},
             environment=found_environment() if self.environment is None else self.environment,
         )
 
     def write(self, path: str | os.PathLike[str]) -> pathlib.Path:
-        """Writes the page to a file, all of it or nothing: a report that is there already is replaced in one moment.
+        """Writes the page to a file, atomically: an earlier report is replaced only when the new one is complete.
 
-        **No other file is replaced**: not one that is neither empty nor a report of anybatch.
+        **No other file is replaced**: only an empty file, or an earlier report of anybatch.
 
         Args:
           path: of the file. `~` is the home folder.
 
         Returns:
-          Its path.
+          The path of the file.
 
         Raises:
-          InputError: for a folder that is not there or cannot be written, or a file that is no report, before anything
-            is drawn; for a disk that is full.
+          InputError: before anything is drawn, if the folder does not exist or is not writable, or the file is not a
+            report; later, if the disk is full.
         """
         target = check_path(path)
-        options = {"must": "A report needs a folder that can be written", "given": f"path={str(path)!r}"}
+        options = {"must": "A report needs a folder that is writable", "given": f"path={str(path)!r}"}
         check_writable(target, **options)
-        # Half of a pair of code units is no character; nobody could read it either.
+        # A lone surrogate cannot be encoded; it becomes a question mark.
         content = self.html().encode("utf-8", errors="replace")
         write_atomically(check_path(path), content, **options)
         return pathlib.Path(os.path.expanduser(path))
 
     @property
     def _examples(self) -> int | None:
-        """How many examples a step has, as far as the parts of the report know."""
+        """The number of examples in a step. None if no part of the report says it."""
         for part in (self.plan, self.reading):
             if part is not None:
                 return part.num_examples
@@ -150,14 +149,14 @@ class Report:
         return given if isinstance(given, int) and not isinstance(given, bool) else None
 
     def _batch_in_units(self) -> tuple[float | None, str]:
-        """The batch in what the noise scale counts: tokens, say, for a loss that is a mean over tokens."""
+        """The size of the batch in the units of the noise scale (tokens, for a mean over tokens), and their name."""
         if self.noise is not None and float(self.noise.steps) > 0:
             units = float(self.noise.units) / float(self.noise.steps)
             return units, "examples" if self._examples == units else "units"
         return (None, "units") if self._examples is None else (float(self._examples), "examples")
 
     def _training_figures(self) -> tuple[list[Figure], str]:
-        """The plots below that of the loss, and a sentence about the columns that have none for want of room."""
+        """The plots below the loss, and a sentence that names the columns without a plot."""
         batch, unit = self._batch_in_units()
         others: list[Figure] = []
         left = other_columns(self.history)
@@ -174,7 +173,7 @@ class Report:
         return figures, _more(drawn_losses(self.history)[1] + left)
 
     def _noise_words(self) -> str:
-        """What the noise scale says about this batch."""
+        """Sentences that compare the noise scale with the size of the batch."""
         if self.noise is None:
             return ""
         if not bool(self.noise.is_defined):
@@ -191,19 +190,19 @@ class Report:
 
 
 def check_path(path: str | os.PathLike[str], given: str | None = None) -> pathlib.Path:
-    """The file that a report is written to, links followed.
+    """The file that a report would be written to, links followed.
 
     Args:
       path: of the report. `~` is the home folder.
-      given: how the user named it, for the error.
+      given: how the user named the path, for the error.
 
     Raises:
-      InputError: if its folder is not there, or it is a file that is neither empty nor a report of anybatch.
+      InputError: if the folder does not exist, or the file is neither empty nor a report of anybatch.
     """
     target, given = pathlib.Path(os.path.expanduser(path)), given or f"path={str(path)!r}"
     if not target.name or os.path.isdir(target) or not os.path.isdir(target.parent):
         raise InputError(
-            "A report needs the name of a file in a folder that is there",
+            "A report needs the name of a file in a folder that exists",
             given=given,
             remedy=f'For example report.write("report.html"), or first: mkdir -p "{target.parent}"',
         )
@@ -211,8 +210,8 @@ def check_path(path: str | os.PathLike[str], given: str | None = None) -> pathli
     return check_target(path, must=must, given=given, is_ours=lambda content: bool(_OURS.match(content[:2048])))
 
 
-def _told(plan: Plan) -> dict[str, Any]:
-    """A plan in the pieces that the page has of it."""
+def _plan_section(plan: Plan) -> dict[str, Any]:
+    """What the template needs for the section about a plan."""
     each = " each" if plan.devices.count > 1 else ""
     within = "" if plan.budget is None else f", within {readable(plan.budget)}{each} ({plan.budget_source})"
     predicts = any(candidate.bytes is None and candidate.predicted is not None for candidate in plan.candidates)
@@ -241,8 +240,8 @@ def _known(*found: Figure | None) -> list[Figure]:
     return [figure for figure in found if figure is not None]
 
 
-def _setting(value: Any) -> str:
-    """As it is typed, but for what only programmers would type."""
+def _shown(value: Any) -> str:
+    """The value of an option as text."""
     return {True: "yes", False: "no", None: "none"}[value] if isinstance(value, bool | None) else str(value)
 
 
@@ -262,8 +261,9 @@ def _template() -> Any:
         raise InputError(
             "A report needs jinja2", given="a Python without it", remedy='pip install "anybatch[cli]"'
         ) from None
-    # In every place, not in those that somebody thought of.
-    room = jinja2.Environment(
+    # Escape every value, wherever the template uses it.
+    environment = jinja2.Environment(
         autoescape=True, finalize=_visible, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
-    return room.from_string(importlib.resources.files("anybatch.report").joinpath("page.html.jinja").read_text("utf-8"))
+    source = importlib.resources.files("anybatch.report").joinpath("page.html.jinja").read_text("utf-8")
+    return environment.from_string(source)

@@ -1,9 +1,8 @@
-"""What a report says in numbers: the key figures at its head, and its tables."""
+"""The numbers of a report: the key figures at its head, and its tables."""
 
 import dataclasses
 import math
 import platform
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -14,18 +13,17 @@ from anybatch.call.memory import memory_limit, readable
 from anybatch.jaxprs import versions
 from anybatch.planning.plan import Candidate, Plan
 from anybatch.reading.report import Reading
-from anybatch.report.figures import Series, column, drawable, is_rate, number, scientific, short
+from anybatch.report.figures import History, column, is_rate, number
+from anybatch.report.svg import Series, drawable, scientific, short
 from anybatch.verification.verify import RouteCheck, Verification
 
-MOST_ROWS = 12
-MOST_EVALUATIONS = 3  # columns of the table
-
-History = Sequence[Mapping[str, Any]]
+MOST_ROWS = 12  # of the table of the history
+MOST_EVALUATIONS = 3  # columns of that table
 
 
 @dataclasses.dataclass(frozen=True)
 class KeyFigure:
-    """One number of the head of the page."""
+    """One of the numbers at the head of the page."""
 
     label: str
     value: str
@@ -35,7 +33,7 @@ class KeyFigure:
 
 @dataclasses.dataclass(frozen=True)
 class Table:
-    """Cells as text. Numbers stand to the right, what is named in `left` to the left."""
+    """A table of texts. Columns named in `left` are aligned to the left, all others to the right."""
 
     caption: str
     header: tuple[str, ...]
@@ -44,7 +42,7 @@ class Table:
     left: frozenset[str] = frozenset()
 
     def without_empty_columns(self) -> "Table":
-        """The same without columns in which there is nothing."""
+        """The table without columns that are empty in every row."""
         kept = [place for place in range(len(self.header)) if any(row[place] for row in self.rows)]
         rows = tuple(tuple(row[place] for place in kept) for row in self.rows)
         return dataclasses.replace(self, header=tuple(self.header[place] for place in kept), rows=rows)
@@ -53,7 +51,7 @@ class Table:
 def key_figures(
     history: History, plan: Plan | None, verification: Verification | None, batch: int | None
 ) -> list[KeyFigure]:
-    """The numbers at the head of the page; those that nobody knows are left out."""
+    """The key figures at the head of the page. Unknown ones are left out."""
     figures = [*_of_history(history)]
     if batch is not None:
         figures.append(KeyFigure("Effective batch", f"{batch:,}", "examples in a step"))
@@ -66,7 +64,7 @@ def key_figures(
 
 
 def alarm(found: Verification) -> str:
-    """What the head of the page says of routes that differ; nothing if none does."""
+    """A warning for the head of the page if gradients differ, else an empty string."""
     if found.ok:
         return ""
     count, many = sum(not route.ok for route in found.routes), len(found.routes)
@@ -86,13 +84,13 @@ def _of_verification(found: Verification) -> KeyFigure:
 
 
 def _worst(found: Verification) -> tuple[str, str, float] | None:
-    """The route, where in it, and the difference that are furthest off: among those that fail, if any does.
+    """The largest difference, as (name of the route, place, difference). NaN counts as larger than any number.
 
-    What is not a number is further off than all that are.
+    If routes fail, only those are compared.
     """
     routes = [route for route in found.routes if not route.ok] or found.routes
     places = [(route.name, f"at {route.leaf}", route.gradient) for route in routes]
-    # A route may fail in its value, in aux or by its rounding alone, with a gradient that is right.
+    # A route with the right gradient may still fail in its value, in aux or by its rounding.
     for route in routes:
         places += [(route.name, f"at {leaf.name}", leaf.difference) for leaf in route.leaves if not leaf.ok]
         if route.rounding is not None and not route.rounding <= (route.expected_rounding or 0.0):
@@ -124,7 +122,7 @@ def _of_history(history: History) -> list[KeyFigure]:
 
 
 def _of_loss(series: Series) -> list[KeyFigure]:
-    """The last loss. One that is not finite is the end of a run, whatever it was before."""
+    """The last loss. If it is not finite, the figure is marked as wrong."""
     if not len(series):
         return []
     known = series.known
@@ -142,17 +140,17 @@ def _of_plan(plan: Plan) -> list[KeyFigure]:
     figures = [KeyFigure("Microbatch", f"{plan.chosen.microbatch_size:,}", plan.chosen.route)]
     total = plan.chosen.total
     full_batch = [each for each in plan.candidates if each.is_full_batch and each.method is None]
-    whole = next((each.total for each in full_batch if each.total), None)
+    full_total = next((each.total for each in full_batch if each.total), None)
     if total is not None:
         note = "" if plan.budget is None else f"of {readable(plan.budget)} allowed"
-        if whole is not None and whole != total:
-            note = f"{readable(whole)} for the full batch"
+        if full_total is not None and full_total != total:
+            note = f"{readable(full_total)} for the full batch"
         figures.append(KeyFigure("Memory", readable(total), note))
     return figures
 
 
 def _throughput(history: History) -> list[KeyFigure]:
-    """The median, which does not see the steps that compile."""
+    """The median throughput, which ignores the slow steps that compile."""
     rates = {
         unit: np.median(drawable(found.values))
         for unit in ("examples", "tokens")
@@ -166,7 +164,7 @@ def _throughput(history: History) -> list[KeyFigure]:
 
 
 def history_table(history: History) -> Table | None:
-    """Some rows of the history, evenly apart, the first and the last among them."""
+    """Some rows of the history, evenly apart, with the first and the last. None if there is nothing to show."""
     names = [
         name
         for name in ("loss", "gradient_norm", "noise_scale", "examples_per_second", "tokens_per_second")
@@ -177,34 +175,32 @@ def history_table(history: History) -> Table | None:
     names += evaluations
     if not history or not names:
         return None
-    # Those with an evaluation tell more.
-    telling = [
-        place for place, row in enumerate(history) if any(math.isfinite(number(row.get(e))) for e in evaluations)
-    ]
-    telling = sorted({0, *telling, len(history) - 1}) if len(telling) > 1 else list(range(len(history)))
-    chosen = np.unique(np.linspace(0, len(telling) - 1, min(MOST_ROWS, len(telling))).round().astype(int))
+    # Prefer rows with an evaluation.
+    places = [place for place, row in enumerate(history) if any(math.isfinite(number(row.get(e))) for e in evaluations)]
+    places = sorted({0, *places, len(history) - 1}) if len(places) > 1 else list(range(len(history)))
+    chosen = np.unique(np.linspace(0, len(places) - 1, min(MOST_ROWS, len(places))).round().astype(int))
     rows = []
-    for place in (telling[int(each)] for each in chosen):
+    for place in (places[int(each)] for each in chosen):
         row, step = history[place], number(history[place].get("step"))
-        # A log that was read back has NaN where there was no evaluation; the first step has no rate.
+        # A log that was read from its file has NaN where there was no evaluation. The first step has no rate.
         may_miss = [*evaluations, *filter(is_rate, names)]
         missing = {name for name in may_miss if not math.isfinite(number(row.get(name)))}
         cells = [_cell(row[name]) if name in row and name not in missing else "" for name in names]
         rows.append((f"{step:,.0f}" if math.isfinite(step) else str(place + 1), *cells))
-    some = f"{len(rows)} of {len(history):,} rows" if len(rows) < len(history) else "All rows"
-    some += f", {len(evaluations)} of {len(evaluated)} evaluations" if len(evaluations) < len(evaluated) else ""
+    caption = f"{len(rows)} of {len(history):,} rows" if len(rows) < len(history) else "All rows"
+    caption += f", {len(evaluations)} of {len(evaluated)} evaluations" if len(evaluations) < len(evaluated) else ""
     header = ("step", *(name.replace("_", " ") for name in names))
-    return Table(some, header, tuple(rows), ("",) * len(rows)).without_empty_columns()
+    return Table(caption, header, tuple(rows), ("",) * len(rows)).without_empty_columns()
 
 
 def _cell(value: Any) -> str:
-    """Four digits always, so that those of a column stand below each other."""
+    """A number with exactly four digits where possible, so that the numbers of a column are aligned."""
     found = number(value)
     return f"{found:#.4g}" if 1e-3 <= abs(found) < 1000 else "" if value is None else short(found)
 
 
 def plan_table(plan: Plan) -> Table:
-    """All candidates, the chosen one marked."""
+    """All candidates of a plan. The chosen one is marked."""
     header = (
         *("route", "microbatch", "method", "remat", "reduce", "total", "arguments", "gradients", "results"),
         *("activations", "time", "fits"),
@@ -214,7 +210,7 @@ def plan_table(plan: Plan) -> Table:
     )
     rows = tuple(_plan_cells(each) for each in plan.candidates)
     left = frozenset({"route", "method", "remat", "reduce", "fits"})
-    return Table("Ways of computing the gradient", header, rows, styles, left).without_empty_columns()
+    return Table("Candidates", header, rows, styles, left).without_empty_columns()
 
 
 def _plan_cells(each: Candidate) -> tuple[str, ...]:
@@ -234,24 +230,24 @@ def _plan_cells(each: Candidate) -> tuple[str, ...]:
 
 
 def reading_table(reading: Reading) -> Table | None:
-    """What microbatches add up or gather; None if nothing."""
+    """The values that are summed over the microbatches or gathered from them. None if there are none."""
     if not reading.frontier:
         return None
     rows = tuple(
         (
-            "adds up" if item.how == "sum" else "gathers",
+            "summed" if item.how == "sum" else "gathered",
             f"{item.dtype}[{','.join(map(str, item.shape))}]",
             readable(item.bytes),
             f"{item.file}:{item.line}" if item.file else "",
         )
         for item in reading.frontier
     )
-    header, left = ("does", "what", "size", "where"), frozenset({"does", "what", "where"})
+    header, left = ("how", "array", "size", "where"), frozenset({"how", "array", "where"})
     return Table("What is kept of each microbatch", header, rows, ("",) * len(rows), left).without_empty_columns()
 
 
 def verification_table(found: Verification) -> Table:
-    """Every route with its differences and what rounding explains."""
+    """Every route with its differences, and the differences that rounding explains."""
     given = f"in {found.given_dtype}" if found.given_dtype is not None else ""
     header = ("route", "gradient", "allowed", "worst at", "value", "aux", given, "allowed there", "")
 
@@ -275,7 +271,7 @@ def _difference(value: float | None) -> str:
 
 
 def duration(seconds: float) -> str:
-    """A time for people.
+    """A time in the largest fitting units.
 
     >>> duration(0.0312), duration(75), duration(7322)
     ('0.031 s', '1 min 15 s', '2 h 2 min')
@@ -287,7 +283,7 @@ def duration(seconds: float) -> str:
 
 
 def found_environment() -> dict[str, str]:
-    """What the page was made on."""
+    """The software and hardware of this process, by name."""
     version, runtime = versions.versions()
     devices = jax.local_devices()
     found = {

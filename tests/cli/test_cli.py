@@ -27,7 +27,7 @@ def test_help_names_the_commands():
     assert "demo" in result.stdout + result.stderr
 
 
-def test_demo_refuses_what_cannot_be_before_it_begins(tmp_path):
+def test_demo_refuses_bad_options_before_it_starts(tmp_path):
     result = run("demo", "--steps", "0")
     assert result.returncode == 2
     assert "--steps" in result.stderr
@@ -79,7 +79,7 @@ def test_the_help_of_train_can_be_pasted():
 
 
 @pytest.mark.parametrize("report", ["book.txt", "run.toml", "link.html", "anybatch-run/log.csv"])
-def test_train_writes_its_report_over_no_file_of_the_user(tmp_path, monkeypatch, report):
+def test_the_report_of_train_overwrites_no_other_file(tmp_path, monkeypatch, report):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "book.txt").write_text("Call me Ishmael. " * 50)
     (tmp_path / "link.html").symlink_to("book.txt")

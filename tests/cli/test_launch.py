@@ -15,7 +15,7 @@ from cases.processes import end
 from anybatch.cli import launch
 from anybatch.errors import InputError
 
-# Scripts that wait say so, and where they are.
+# A script that waits, and prints its process id so that a test can see whether it still runs.
 WAIT = """
 import os, sys, time
 print("waits as", os.getpid(), flush=True)
@@ -90,7 +90,7 @@ def test_output_arguments_and_variables(script):
     "how, status, said",
     [("sys.exit(7)", 7, "ended with status 7"), ("os.kill(os.getpid(), 9)", 137, "was killed by SIGKILL")],
 )
-def test_one_that_fails_ends_the_others(script, how, status, said):
+def test_when_one_process_fails_the_others_are_ended(script, how, status, said):
     path = script(
         f"""
         import os, sys, time
@@ -128,7 +128,7 @@ def test_the_processes_end_with_the_launcher(script, number, status):
 
 
 @pytest.mark.full
-def test_the_timeout_ends_even_those_that_ignore_it(script):
+def test_the_timeout_ends_processes_that_ignore_sigterm(script):
     path = script("import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)" + WAIT)
     started = time.monotonic()
     result = run("--timeout", 2, path)
@@ -139,7 +139,7 @@ def test_the_timeout_ends_even_those_that_ignore_it(script):
 
 
 @pytest.mark.full
-def test_nobody_reads_any_more(script):
+def test_a_closed_stdout_ends_the_processes(script):
     path = script("import time\nfor turn in range(600): print(turn, flush=True); time.sleep(0.1)")
     launcher = subprocess.Popen(command(path), stdout=subprocess.PIPE, start_new_session=True)
     try:
@@ -150,7 +150,7 @@ def test_nobody_reads_any_more(script):
         end(launcher)
 
 
-def test_a_script_that_is_not_there():
+def test_a_missing_script_is_refused():
     result = run("--processes", 4, "nowhere.py")
     assert result.returncode == 2
     assert result.stderr.startswith("The script must be a file, got 'nowhere.py'.\nanybatch launch --processes 4")
@@ -202,7 +202,7 @@ def starts_nothing(monkeypatch):
     ],
     ids=lambda value: str(value) if isinstance(value, dict) else "",
 )
-def test_more_than_the_machine_can_take_is_refused_before_anything_starts(script, monkeypatch, options, message):
+def test_too_many_processes_or_devices_are_refused_before_anything_starts(script, monkeypatch, options, message):
     monkeypatch.setattr(launch, "_cpus", lambda: 2)
     with pytest.raises(InputError) as caught:
         launch.launch(script("print(1)"), **options)
@@ -215,8 +215,8 @@ def test_more_than_the_machine_can_take_is_refused_before_anything_starts(script
     [(2, {"processes": 16}), (2, {"processes": 17, "max_processes": 17}), (64, {"processes": 256})],
     ids=str,
 )
-def test_as_many_as_the_machine_can_take_are_started(script, monkeypatch, cpus, options):
-    """The control: these are not refused, and get as far as the first start."""
+def test_allowed_numbers_of_processes_are_started(script, monkeypatch, cpus, options):
+    """The control: these are not refused; the first start is reached."""
     monkeypatch.setattr(launch, "_cpus", lambda: cpus)
     with pytest.raises(AssertionError, match="a process was started"):
         launch.launch(script("print(1)"), **options)
@@ -229,7 +229,7 @@ def test_the_command_refuses_too_many(script, options):
     assert "must be at most" in result.stderr and "100000" in result.stderr
 
 
-def test_if_the_system_starts_no_more_those_that_run_are_ended(script, monkeypatch, tmp_path):
+def test_if_a_start_fails_the_processes_already_started_are_ended(script, monkeypatch, tmp_path):
     started = []
 
     def start(command, environment):

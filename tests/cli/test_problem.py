@@ -1,4 +1,4 @@
-"""`anybatch explain`, `verify` and `doctor`: on a problem of one's own, as a user runs them."""
+"""`anybatch explain`, `verify` and `doctor`, as a user runs them."""
 
 import os
 import re
@@ -19,7 +19,7 @@ from anybatch.report import Report
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """A folder of somebody's own, with the example that the help shows."""
+    """A user's folder, with the example from the help."""
     shown = run("explain", "--help", cwd=tmp_path).stdout
     example = re.search(r"^ *# train\.py\n(?:.*\n)*?.*return loss.*\n", shown, re.MULTILINE)
     (tmp_path / "train.py").write_text(textwrap.dedent(example[0]))
@@ -57,19 +57,19 @@ def test_the_example_of_the_help_works_as_pasted(folder):
         (["--html", "missing/plan.html"], "mkdir -p"),
     ],
 )
-def test_explain_replaces_no_file_of_somebody_else(tmp_path, monkeypatch, options, words):
+def test_explain_overwrites_no_other_file(tmp_path, monkeypatch, options, words):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "folder").mkdir()
     (tmp_path / "train.py").write_text("def problem(): ...")
     Report("A run", []).write("report.html")
     before = {path: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()}
-    monkeypatch.setattr(explain, "load_problem", lambda target: pytest.fail("it began to plan"))
+    monkeypatch.setattr(explain, "load_problem", lambda target: pytest.fail("planning has started"))
     result = CliRunner().invoke(cli.app, ["explain", "train.py:problem", *options])
     assert result.exit_code == 2 and words in result.output
     assert {path: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()} == before
 
 
-def test_explain_replaces_its_own_page(tmp_path, monkeypatch, capsys):
+def test_explain_overwrites_its_own_page(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(explain, "load_problem", lambda target: (lambda w, x: jnp.mean(x * w), 1.0, jnp.ones(8)))
     for _ in range(2):
         explain.explain_problem("<it>", html=tmp_path / "plan.html", plot=tmp_path / "plan.svg", timed=False)
@@ -82,7 +82,7 @@ def test_verify_compares_the_routes(folder):
     assert "microbatch_size=5" in result.stdout and "All routes give the gradient of the full batch." in result.stdout
 
 
-def test_a_file_is_a_module_too_and_nothing_that_fits_is_exit_status_1(folder):
+def test_a_path_names_a_module_too_and_the_status_is_1_if_nothing_fits(folder):
     result = run("explain", "train.py:problem", "--memory", "2MiB", "--no-time", cwd=folder)
     assert result.returncode == 1
     assert "Nothing fits: even 1 example at a time needs" in result.stdout
@@ -124,7 +124,7 @@ def needs(argument): return argument
         ("unmet:problem", "unmet must import, got ModuleNotFoundError: No module named 'surely_not_there' at "),
     ],
 )
-def test_what_is_wrong_with_a_problem_is_said(tmp_path, monkeypatch, target, message):
+def test_errors_say_what_is_wrong_with_a_problem(tmp_path, monkeypatch, target, message):
     (tmp_path / "mine.py").write_text(PROBLEMS)
     (tmp_path / "broken.py").write_text("x = 1\ny = x / 0\n")
     (tmp_path / "typo.py").write_text("def problem(:\n")
@@ -148,14 +148,14 @@ def test_errors_have_no_traceback_and_exit_status_2(folder):
     assert result.returncode == 2 and result.stderr.startswith("memory must be a number of bytes")
 
 
-def test_doctor_says_what_there_is(tmp_path):
+def test_doctor_shows_what_is_installed(tmp_path):
     result = run("doctor", cwd=tmp_path, ANYBATCH_CACHE=str(tmp_path / "cache"))
     assert result.returncode == 0, result.stdout + result.stderr
     for text in (f"anybatch          {ab.__version__}", "Python", "JAX", "device", "cache", "0 plans", "optax"):
         assert text in result.stdout
 
 
-def test_doctor_says_what_is_missing(monkeypatch, tmp_path):
+def test_doctor_shows_what_is_missing(monkeypatch, tmp_path):
     def version(package):
         raise doctor.importlib.metadata.PackageNotFoundError(package)
 

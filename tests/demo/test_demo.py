@@ -36,20 +36,20 @@ def test_the_demo_is_readable_when_piped(tmp_path):
     said, errors = process.communicate(timeout=300)
     assert process.returncode == 0, errors
     assert "\x1b" not in said + errors  # no colours, no cursor movements
-    times = re.search(r"All 256 at once would take [\d.]+ MiB: (\d+) times the budget", said)
+    times = re.search(r"The full batch of 256 would take [\d.]+ MiB: (\d+) times the budget", said)
     assert int(times[1]) >= 10
     assert "All routes give the gradient of the full batch." in said
     first, last = map(float, re.search(r"the loss fell from ([\d.]+) to ([\d.]+)\.", said).groups())
     assert first > 3.9 and last < 3.0
     assert re.search(r"The gradient noise scale at the end is [\d.]+ windows", said)
     assert "step 12/12" in errors
-    # By this mark the next one knows that it may begin anew here.
+    # The mark by which the next demo knows that it may replace this one.
     assert json.loads((tmp_path / "anybatch-demo" / "settings.json").read_text())["run"] == "demo"
     assert "<h2>Verification</h2>" in (tmp_path / "anybatch-report.html").read_text()
 
 
 def stopped(folder, number):
-    """Starts a run, and sends it a signal after its first step. Returns what it printed, and what it said of itself."""
+    """Starts a run and sends it a signal after its first step. Returns its stdout and stderr."""
     process = start(folder, "train", "--config", "run.toml")
     lines = [process.stderr.readline()]
     while not lines[-1].startswith("step "):
@@ -62,12 +62,12 @@ def stopped(folder, number):
 
 
 @pytest.mark.slow
-def test_a_run_that_is_stopped_goes_on(tmp_path):
+def test_a_stopped_run_continues(tmp_path):
     (tmp_path / "run.toml").write_text(SETTINGS)
     said, errors = stopped(tmp_path, signal.SIGTERM)
-    assert said.endswith("To go on: anybatch train --config run.toml\n")
+    assert said.endswith("To continue: anybatch train --config run.toml\n")
     steps = int(re.search(r"after step (\d+)", errors)[1])
     said, errors = stopped(tmp_path, signal.SIGINT)
-    assert said.endswith("To go on: anybatch train --config run.toml\n")
+    assert said.endswith("To continue: anybatch train --config run.toml\n")
     assert f"Going on after step {steps}" in errors
     assert len((tmp_path / "anybatch-run" / "log.csv").read_text().splitlines()) > steps

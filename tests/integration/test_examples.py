@@ -1,4 +1,4 @@
-"""The examples, as a user starts them, at small sizes."""
+"""The examples, as a user runs them, at small sizes."""
 
 import ast
 import contextlib
@@ -73,22 +73,22 @@ def test_clip_finds_two_passes_and_the_gradient_of_the_full_batch(tmp_path):
 
 
 @pytest.mark.slow
-def test_digits_spend_what_was_asked_for_and_are_learned(tmp_path):
+def test_digits_are_learned_within_the_privacy_budget(tmp_path):
     pytest.importorskip("sklearn")
     command = python(FOLDER / "dp_sgd_digits.py", "--batch", 128, "--epsilon", 8, "--steps")
     text = ended_well([*command, "40"], tmp_path)
     assert "epsilon 8.00 at delta 0.0001, after 40 steps" in text
     assert number(r"([\d.]+)% after", text) > 50 > 20 > number(r"([\d.]+)% before", text)
     other = subprocess.run([*command, "60"], cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True)
-    # With the noise for 60 steps, the account of the 40 before would be wrong.
+    # The noise for 60 steps differs from that for 40, so the privacy accounting of the first 40 would be wrong.
     assert other.returncode == 1 and "A private run must go on with the step that it had" in other.stderr
     assert "begin anew with another folder" in other.stderr
 
 
 @pytest.mark.slow
-def test_many_processes_stop_together_and_go_on_in_one_with_the_same_bits(tmp_path):
+def test_many_processes_stop_together_and_continue_in_one_with_the_same_bits(tmp_path):
     small = ("--steps", 30, "--batch", 256, "--width", 32, "--folder")
-    expected = bits(ended_well(launched(2, 2, *small, tmp_path / "whole"), tmp_path))
+    expected = bits(ended_well(launched(2, 2, *small, tmp_path / "complete"), tmp_path))
     assert len(expected) == 2 and len(set(expected)) == 1
     command = launched(2, 2, *small, tmp_path / "stopped", "--pause", 0.2)
     stopped = subprocess.Popen(command, cwd=tmp_path, env=ENVIRONMENT, stderr=subprocess.PIPE, text=True)

@@ -1,4 +1,4 @@
-"""A batch that does not fit trains as it would if it did, step by step: GPT, float32, a budget for the whole step."""
+"""A GPT trained within a memory budget has the loss curve of one trained on the full batch."""
 
 import importlib.resources
 
@@ -15,7 +15,7 @@ BUDGET = "3MiB"
 
 
 def curve(examples, steps=8, **options):
-    """The losses of a run, and the bytes of its whole step."""
+    """The losses of a run, and the bytes that its step takes."""
     text = importlib.resources.files("anybatch.demo").joinpath("fables.txt").read_text()
     corpus = Corpus.of(text, level="characters", context=16, validation=0.0)
     gpt = GPT(corpus.vocabulary.size, context=16, layers=2, heads=2, width=32)
@@ -39,9 +39,9 @@ def test_a_batch_of_512_in_a_small_budget_has_the_loss_curve_of_the_full_batch()
     full, at_once = curve(512, microbatch_size=None)
     within, taken = curve(512, memory=BUDGET)
     assert taken <= 3 * 2**20 < at_once / 5
-    # Sums of 8,192 tokens in float32, in another order, eight updates long.
+    # Rounding: sums over 8,192 tokens in float32, in another order, for eight updates.
     np.testing.assert_allclose(within, full, rtol=2e-6)
     assert full[-1] < full[0] - 0.3  # it did learn
-    # The control: half the batch is another curve.
+    # The control: half the batch gives another curve.
     other, _ = curve(256, memory=BUDGET)
     assert np.max(np.abs(other - full) / full) > 3e-4

@@ -1,4 +1,4 @@
-"""Real models, read and microbatched with nothing declared, give exactly what the full batch gives."""
+"""Real models, with no reduction declared, have the value and gradient of the full batch."""
 
 import chex
 import jax
@@ -23,7 +23,7 @@ def problem(case):
 
 
 def comparable(tree):
-    """Keys as the integers that they are made of."""
+    """The tree with PRNG keys replaced by their integers."""
     return jax.tree.map(lambda x: jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x, tree)
 
 
@@ -34,14 +34,14 @@ def check_equal(actual, expected):
 
 
 def check_worth_comparing(gradient):
-    """Finite, and not zero; but softmax removes the bias of attention's keys, and there it is."""
+    """Checks that a gradient is finite and not zero. That of the keys' bias in attention is always zero, by softmax."""
     chex.assert_tree_all_finite(gradient)
     leaves = jax.tree_util.tree_leaves_with_path(gradient)
     zeros = [jax.tree_util.keystr(path) for path, leaf in leaves if np.abs(leaf).max() < 1e-6]
     assert all("['key']['bias']" in name for name in zeros), zeros
 
 
-# Those with something of their own, on every run; the others differ in what the tables of losses have too.
+# These run always, since each has something that no other test covers. The rest is covered by the tables of losses.
 TELLING = {
     *("gpt_scanned", "mixture_of_experts", "two_towers", "nnx_model", "equinox_model_with_dropout"),
     "variational_autoencoder",
@@ -82,7 +82,7 @@ def test_reading_counts_the_passes(model_defaults, case):
     ],
 )
 def test_the_comparison_can_fail(model_defaults, name):
-    """The control: the mean of the microbatches' own gradients, which is what one gets without a reading."""
+    """The control: the mean of the microbatches' gradients, which is what a loop without anybatch computes."""
     (case,) = (case for case in ZOO if case.name == name)
     loss, (params, batch, *rest) = problem(case)
     fun = jax.jit(jax.grad(loss, has_aux=case.has_aux))

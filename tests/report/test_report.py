@@ -1,4 +1,4 @@
-"""The report: what its page promises, as a real browser sees it."""
+"""The report, also as a real browser shows it."""
 
 import dataclasses
 import html
@@ -20,7 +20,8 @@ import pytest
 
 import anybatch as ab
 from anybatch.report import Report
-from anybatch.report.figures import Series, column, smoothed, thinned
+from anybatch.report.figures import column, smoothed
+from anybatch.report.svg import Series, thinned
 
 FIGURES = [
     "loss",
@@ -58,7 +59,7 @@ def timed(plan):
 
 @pytest.fixture(scope="module")
 def report():
-    """One with everything in it, from a small loss."""
+    """A report with all sections, from a small loss."""
     params = {"w": jnp.ones((8, 16)), "v": jnp.ones((16,))}
     batch = {"x": jnp.sin(jnp.arange(512.0)).reshape(64, 8), "y": jnp.cos(jnp.arange(64.0))}
 
@@ -83,7 +84,7 @@ def report():
 
 # --- in a browser ---------------------------------------------------------------------------------------------------
 
-# A page is put into a frame as wide as a screen, untouched, and looked at from outside.
+# Each page is shown in an iframe as wide as a screen. This script, outside the iframes, inspects them.
 LOOK = """
 const size = (e) => { const r = e.getBoundingClientRect(); return [r.width, r.height]; };
 function apart(texts) {
@@ -121,12 +122,12 @@ window.onload = () => document.body.setAttribute(
 
 
 def seen(pages, scheme):
-    """What a browser makes of pages, each with a width to show it at; in one go, since a browser starts slowly."""
+    """What the script finds in pages, given as (page, width). One browser shows all of them, since it starts slowly."""
     browser = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
     if browser is None:
         assert not os.environ.get("CI"), "CI needs Chromium: the report is looked at in a browser"
         pytest.skip("no Chromium on PATH")
-    # Without the policy that forbids a page to load anything, so that trying to would be seen.
+    # The policy that forbids a page to load anything is removed, so that an attempt to load something is seen.
     frames = [
         f'<iframe width="{width}" height="900" srcdoc="{html.escape(POLICY.sub("", page))}"></iframe>'
         for page, width in pages
@@ -146,11 +147,11 @@ def seen(pages, scheme):
 
 
 def faults(view, expected):
-    """What is wrong with a page as it was seen."""
+    """The faults of a page, from what the script found."""
     found = [] if sorted(view["figures"]) == sorted(expected) else [f"figures: {sorted(view['figures'])}"]
     for name, figure in view["figures"].items():
         if len(figure["plots"]) != 1 or min(figure["plots"][0]) < 150:
-            found.append(f"{name}: not to be seen")
+            found.append(f"{name}: not visible")
         if not figure["curves"] or any(width < 50 for width, _ in figure["curves"]):
             found.append(f"{name}: no curve")
         if max((height for _, height in figure["curves"]), default=0) < 20:
@@ -186,19 +187,19 @@ def views(report):
     }
 
 
-def test_every_plot_is_seen_on_every_screen(views):
-    *whole, short = views["light"]
-    assert [view["width"] for view in whole] == [1100, 390, 720]
-    for view in [*whole, views["dark"]]:
+def test_every_plot_is_visible_on_every_screen(views):
+    *complete, history_only = views["light"]
+    assert [view["width"] for view in complete] == [1100, 390, 720]
+    for view in [*complete, views["dark"]]:
         assert faults(view, FIGURES) == []
     history_alone = [name for name in FIGURES if name not in ("memory", "time")]
-    assert faults(short, history_alone) == []
+    assert faults(history_only, history_alone) == []
 
 
 @pytest.mark.parametrize(
     "fault", ["no curve", "overflows", "loads something", "has a script", "text that cannot be read"]
 )
-def test_the_look_can_find_faults(views, fault):
+def test_faults_are_found(views, fault):
     assert any(fault in found for found in faults(views["controls"][fault], FIGURES))
 
 
@@ -237,7 +238,7 @@ def test_headings_are_in_order_and_all_there(report):
     ]
 
 
-def test_what_is_not_there_has_no_heading():
+def test_empty_sections_have_no_heading():
     page = Report("Nothing", [], environment={}).html()
     assert headings(page) == [("1", "Nothing")]
     assert "<svg" not in page and "<table" not in page and "<dl" not in page
@@ -255,29 +256,31 @@ def heads(page):
 
 
 def test_key_figures(report):
-    plan, whole = report.plan, report.plan.candidates[0]
-    assert whole.route == "all at once" and plan.microbatch_size < 64
+    plan, full_batch = report.plan, report.plan.candidates[0]
+    assert full_batch.is_full_batch and plan.microbatch_size < 64
     page = report.html()
     figures = {label: value for label, (_, value, _) in heads(page).items()}
     assert figures["Steps"] == "200" and "in 20 s, 140 skipped" not in page and "in 20 s, 1 skipped" in page
     assert figures["Effective batch"] == "64" and figures["Microbatch"] == str(plan.microbatch_size)
     assert figures["Loss"] == f"{report.history[-1]['loss']:.4g}" and figures["Throughput"] == "900"
-    assert f"{whole.total / 1024:.1f} KiB for the full batch" in page
+    assert f"{full_batch.total / 1024:.1f} KiB for the full batch" in page
     assert figures["Gradient"] == "verified"
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, None], ids=str)
-def test_a_loss_that_is_not_finite_is_told_at_the_head(value):
+def test_a_loss_that_is_not_finite_is_shown_at_the_head(value):
     finite = [{"step": step, "loss": 3 - step / 100} for step in range(1, 100)]
     broken = [row | {"loss": value} if row["step"] >= 50 else row for row in finite]
     assert heads(Report("Broken", broken).html())["Loss"] == ("wrong", "not finite", "last 2.51 at step 49")
     never = [row | {"loss": value} for row in finite]
     assert heads(Report("Never", never).html())["Loss"] == ("wrong", "not finite", "in all 99 rows")
-    once = [row | {"loss": value} if row["step"] == 50 else row for row in finite]  # the control: it went on
+    once = [
+        row | {"loss": value} if row["step"] == 50 else row for row in finite
+    ]  # the control: the loss became finite again
     assert heads(Report("Once", once).html())["Loss"] == ("", "2.01", "from 2.99 at step 1")
 
 
-def test_a_wrong_gradient_is_told():
+def test_a_wrong_gradient_is_shown():
     def loss(w, x):
         return jnp.mean((w * x - 1) ** 2)
 
@@ -301,7 +304,7 @@ def test_the_worst_route_is_one_that_fails_and_nan_is_worst_of_all(report):
             dataclasses.replace(same, name=f"route {place}", ok=False, gradient=difference, leaves=())
             for place, difference in enumerate(differences)
         ]
-        coarse = dataclasses.replace(same, gradient=1e9)  # the control: far off, and allowed to be
+        coarse = dataclasses.replace(same, gradient=1e9)  # the control: a large difference that is allowed
         failed = dataclasses.replace(report.verification, ok=False, routes=(coarse, *routes))
         return re.search(r'<p class="alarm" role="alert">(.*?)</p>', Report("Wrong", [], verification=failed).html())[1]
 
@@ -331,11 +334,11 @@ def test_a_long_history_stays_small_and_keeps_its_spike():
     series = thinned(column(history, "loss"))
     assert len(series) <= 1002 and series.values.max() == 77.0
     assert series.values.min() == min(row["loss"] for row in history)
-    strided = column(history[::100], "loss")  # the control: every hundredth row does not see it
+    strided = column(history[::100], "loss")  # the control: the spike is not in every hundredth row
     assert strided.values.max() < 10
 
 
-def test_values_that_are_no_numbers_leave_gaps():
+def test_values_that_are_not_numbers_leave_gaps():
     history = [{"step": step, "loss": float(step)} for step in range(1, 11)]
     for place, value in ((2, None), (3, math.nan), (5, math.inf), (7, "lost"), (8, 10**400)):
         history[place]["loss"] = value
@@ -343,22 +346,22 @@ def test_values_that_are_no_numbers_leave_gaps():
     assert path.count("M") == 4 and path.count("L") == 1 and path.count("h0") == 3  # 1-2, 5, 7, 10
     assert "nan" not in path and "inf" not in path
     assert "5 of 10 rows have no finite value here." in Report("Gaps", history).html()
-    whole = Report("Invariant", [{"step": step, "loss": float(step)} for step in range(1, 11)]).html()
-    assert re.search(r'<path class="curve blue" d="([^"]*)"', whole)[1].count("M") == 1
+    control = Report("No gaps", [{"step": step, "loss": float(step)} for step in range(1, 11)]).html()
+    assert re.search(r'<path class="curve blue" d="([^"]*)"', control)[1].count("M") == 1
 
 
 @pytest.mark.parametrize("unknown", [math.nan, None], ids=str)
-def test_the_first_step_has_no_rate_and_that_is_no_failure(unknown):
+def test_a_missing_rate_at_the_first_step_is_not_a_gap(unknown):
     history = [{"step": step, "loss": 1.0, "examples_per_second": 900.0 + step} for step in range(1, 11)]
     history[0]["examples_per_second"] = unknown
     page = Report("First", history).html()
     assert "no finite value" not in page and "not finite" not in page
     assert "<tr><td>1</td><td>1.000</td><td></td></tr>" in page
-    history[5]["examples_per_second"] = unknown  # the control: in the midst it is a gap
+    history[5]["examples_per_second"] = unknown  # the control: in the middle it is a gap
     assert "1 of 9 rows has no finite value here." in Report("Midst", history).html()
 
 
-def test_the_legend_names_every_curve_and_what_is_not_drawn_is_named():
+def test_the_legend_names_every_curve_and_a_note_the_columns_not_drawn():
     def legend(page):
         return re.findall(r'<li><svg[^>]*><\w+ class="\w+ ([^"]*)"[^>]*></svg>(.*?)</li>', page.replace("/>", ">"))
 
@@ -380,7 +383,7 @@ def test_large_numbers_read_the_same_everywhere():
     assert "<td>2.5\u00d710¹²⁰</td>" in page and "highest 2.5\u00d710¹²⁰ at step 2" in page
 
 
-def test_what_turns_the_direction_of_writing_is_shown_as_its_code():
+def test_characters_that_change_the_direction_of_writing_are_shown_as_codes():
     turns = [chr(code) for code in (*range(0x202A, 0x202F), *range(0x2066, 0x206A))]
     history = [{"step": step, "loss": 1.0, f"aux.{''.join(turns)}": 1.0 * step} for step in (1, 2)]
     page = Report("".join(turns), history, samples=[("".join(turns), "".join(turns))]).html()
@@ -421,13 +424,13 @@ def test_smoothing_has_no_lag_and_less_noise():
 
 
 @pytest.mark.parametrize("length", [100, 200_000])
-def test_the_smoothed_curve_begins_at_the_first_value_and_lies_on_steep_rows(length):
+def test_the_smoothed_curve_starts_at_the_first_value_and_follows_steep_rows(length):
     steps = np.arange(1.0, length + 1)
     rows = Series(steps, 1 / steps)
     smooth = smoothed(rows)
     assert smooth.values[0] == rows.values[0]
-    assert np.max(smooth.values * steps) < 1.15  # windows back to the first value: 1.7 and 25 times
-    # What is drawn is that curve, with straight lines between some of its points.
+    assert np.max(smooth.values * steps) < 1.15  # with windows back to the first value it would be 1.7 and 25
+    # The drawn curve has straight lines between some of its points.
     drawn = thinned(smooth, 333)
     between = np.exp(np.interp(steps, drawn.steps, np.log(drawn.values)))
     assert np.max(between * steps) < 1.25
@@ -447,12 +450,12 @@ def luminance(color):
 
 
 def contrast(one, other):
-    """As WCAG 2 has it."""
+    """The contrast ratio of WCAG 2."""
     dark, light = sorted((luminance(one), luminance(other)))
     return (light + 0.05) / (dark + 0.05)
 
 
-def test_every_colour_can_be_read_on_every_ground():
+def test_every_colour_has_enough_contrast_on_every_background():
     page = Report("Colours", []).html()
     schemes = [dict(re.findall(r"--(\w+): (#\w{6});", block)) for block in re.findall(r":root \{(.*?)\}", page, re.S)]
     assert len(schemes) == 3  # light, dark, printed
@@ -480,7 +483,7 @@ def test_write_is_all_or_nothing(tmp_path):
     assert path.stat().st_mode & 0o777 == 0o666 & ~_umask()
 
 
-def test_how_a_loss_couples_examples_is_said_in_the_words_of_the_reading():
+def test_a_coupled_loss_is_described_in_the_words_of_the_reading():
     def loss(w, x):
         return jnp.mean((x @ w) ** 2) + jax.lax.stop_gradient(jnp.max(x @ w))
 
@@ -489,7 +492,7 @@ def test_how_a_loss_couples_examples_is_said_in_the_words_of_the_reading():
     assert f"<strong>Couples examples</strong>: {reading.how}." in page and "one pass" not in page
 
 
-def test_write_knows_the_home_folder(tmp_path, monkeypatch):
+def test_write_expands_the_home_folder(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     assert Report("Home", []).write("~/report.html") == tmp_path / "report.html"
     assert [each.name for each in tmp_path.iterdir()] == ["report.html"]
@@ -501,14 +504,14 @@ def _umask():
     return mask
 
 
-def test_a_place_that_cannot_be_written_is_named(tmp_path):
+def test_an_unwritable_path_is_named(tmp_path):
     report = Report("A run", [], samples=[("never drawn", None)])
-    with pytest.raises(ab.InputError, match=r"in a folder that is there, got path=.*missing/report\.html") as error:
+    with pytest.raises(ab.InputError, match=r"in a folder that exists, got path=.*missing/report\.html") as error:
         report.write(tmp_path / "missing" / "report.html")
     assert f'mkdir -p "{tmp_path}/missing"' in str(error.value)
     with pytest.raises(ab.InputError, match="needs the name of a file"):
         report.write(tmp_path)
-    with pytest.raises(ab.InputError, match=r"a folder that can be written, got path=.*too long"):
+    with pytest.raises(ab.InputError, match=r"a folder that is writable, got path=.*too long"):
         report.write(tmp_path / ("r" * 300))
     assert list(tmp_path.iterdir()) == []
 
@@ -525,7 +528,7 @@ def test_a_place_that_cannot_be_written_is_named(tmp_path):
     ids=["text", "page", "quotation", "plan", "bytes"],
 )
 @pytest.mark.parametrize("way", ["file", "symlink"])
-def test_a_file_that_is_no_report_is_not_replaced(tmp_path, content, way):
+def test_a_file_that_is_not_a_report_is_not_replaced(tmp_path, content, way):
     (tmp_path / "book.txt").write_bytes(content)
     (tmp_path / "link.html").symlink_to("book.txt")
     path = tmp_path / ("book.txt" if way == "file" else "link.html")
@@ -540,7 +543,7 @@ def test_a_file_that_is_no_report_is_not_replaced(tmp_path, content, way):
 
 
 def test_reports_and_empty_files_are_replaced(tmp_path):
-    """The control. Whoever made a link to a report still has it."""
+    """The control. A link to a report stays a link."""
     path, link = tmp_path / "report.html", tmp_path / "link.html"
     path.touch()
     link.symlink_to("report.html")
@@ -551,7 +554,7 @@ def test_reports_and_empty_files_are_replaced(tmp_path):
 
 
 @pytest.mark.parametrize("special", ["fifo", "device"])
-def test_what_is_no_plain_file_is_not_replaced(tmp_path, special):
+def test_pipes_and_devices_are_not_replaced(tmp_path, special):
     path = tmp_path / "report.html"
     if special == "fifo":
         os.mkfifo(path)
@@ -562,7 +565,7 @@ def test_what_is_no_plain_file_is_not_replaced(tmp_path, special):
     assert not path.is_file()
 
 
-def test_a_page_that_is_not_all_written_leaves_the_one_before(tmp_path, monkeypatch):
+def test_an_interrupted_write_leaves_the_earlier_page(tmp_path, monkeypatch):
     path = Report("First", []).write(tmp_path / "report.html")
     for error, raised in [
         (OSError(28, "No space left on device"), ab.InputError),
@@ -584,7 +587,7 @@ def test_without_jinja2_it_says_what_to_install(monkeypatch):
         Report("A run", []).html()
 
 
-def test_the_environment_is_found_or_given():
+def test_the_environment_can_be_given():
     page = Report("Here", []).html()
     assert ab.__version__ in page and jax.local_devices()[0].device_kind in page
     given = Report("There", [], environment={"Device": "8 x TPU v6"}).html()
