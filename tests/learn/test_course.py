@@ -124,7 +124,7 @@ def {CALL}:
 """
 THIEVES = {
     "the solution from the disk": (BY_DISK, "file", "solution"),
-    "the library": (BY_IMPORT, "file", "writing it by hand"),
+    "the library": (BY_IMPORT, "file", "you write it by hand"),
     "a module that is there already": (BY_MODULES, "run", "StopIteration"),
     "the check from the disk": (BY_PATH, "file", "check"),
     "the stack": (BY_STACK, "run", "no reference up the stack"),
