@@ -1,11 +1,11 @@
-"""How long does a learner wait for an answer, after the first?
+"""How long does a learner wait for a verdict, after the first one?
 
     python benchmarks/learn.py [--rounds 5]
 
-Each solution of the course is checked, and each starter, in turns, with a pause between two as somebody who edits
-makes it. A check is all of it: a process of its own, tracing, compiling, running, and judging. Beside it stands what a
-new process takes until it has imported the same libraries and added 1 and 1. All of it is on the CPU, as a learner has
-it. Expected: every median below half a second on two cores.
+Checks every solution and every starter of the course, with a pause between two checks, as if somebody edited the file.
+The time includes everything: the process, tracing, compiling, running and judging. For comparison, it also measures a
+new process that imports the same libraries and adds 1 and 1. Everything runs on the CPU, as for a learner. Expected:
+every median is below half a second on two cores.
 """
 
 import argparse
@@ -40,11 +40,11 @@ def main() -> int:
     with Runner() as runner:
         for exercise in exercises:
             runner.keep_warm(devices_of(exercise))
-            grade(exercise, exercise.solution, runner)  # the first, which may wait for imports
+            grade(exercise, exercise.solution, runner)  # not measured: the first check may wait for imports
             times, starters = [], []
             for _ in range(rounds):
                 for source, into in ((exercise.solution, times), (exercise.starter, starters)):
-                    time.sleep(0.7)  # nobody saves faster, and a spare process is made ready meanwhile
+                    time.sleep(0.7)  # nobody saves faster than that, and a spare process gets ready meanwhile
                     verdict = grade(exercise, source, runner)
                     assert verdict.passed == (source is exercise.solution), verdict
                     into.append(verdict.seconds)

@@ -1,4 +1,4 @@
-"""A small course for the tests of `anybatch learn`, and a check that needs no other process."""
+"""A small course for the tests of `anybatch learn`, and a stand-in for the grader."""
 
 import time
 
@@ -18,7 +18,7 @@ def write_course(folder):
 
 
 def grade(exercise, source, runner=None, *, path=None, seed=None, anybatch=False):
-    """Passes what says "right"; is slow where it is told to be."""
+    """Passes a file that contains "right"; is slow if the file contains "slow"."""
     if "slow" in source:
         time.sleep(1.0)
     if "explode" in source:
@@ -31,7 +31,7 @@ def grade(exercise, source, runner=None, *, path=None, seed=None, anybatch=False
 
 
 class Runner:
-    """Runs nothing, and counts."""
+    """Runs nothing, and counts how often it was started."""
 
     started = 0
 

@@ -1,6 +1,6 @@
-"""Files that have the right value, and the operation that an exercise is about beside what computes it.
+"""Decoys: files with the right value that contain the operation of the exercise, but do not use its result.
 
-`DECOYS` has, for the name of an exercise, files with the stage that must catch each, and words of the verdict.
+`DECOYS`: name of an exercise -> files, each with the stage that must catch it and words of the verdict.
 """
 
 from collections.abc import Iterator
@@ -13,7 +13,7 @@ COURSE = Course.builtin()
 NOTHING = "has no influence on the answer"
 PART = "Part of the answer does not come from the"
 
-# Where `a` is computed in another way, `b` by the operation that is asked for, and `p` is one of the numbers given.
+# Ways to combine `a`, computed in another way, with `b`, computed by the required operation. `p` is an argument.
 IGNORED = {
     "times a zero": "jax.tree.map(lambda a, b: a + 0 * b, a, b)",
     "times what is always zero": "jax.tree.map(lambda a, b: a + jnp.minimum(jnp.abs(p), 0) * b, a, b)",
@@ -25,7 +25,7 @@ IGNORED = {
     "behind a barrier": "lax.optimization_barrier((a, b))[0]",
     "clipped to the other": "jax.tree.map(lambda a, b: jnp.clip(b, a, a), a, b)",
     "its sign": "jax.tree.map(lambda a, b: a * jnp.sign(b) ** 2 + jnp.where(b == 0, a, 0), a, b)",
-    "inside of a call": "jax.jit(lambda *ab: jax.tree.map(lambda a, b: a + jnp.minimum(jnp.abs(p), 0) * b, *ab))(a, b)",
+    "inside a call": "jax.jit(lambda *ab: jax.tree.map(lambda a, b: a + jnp.minimum(jnp.abs(p), 0) * b, *ab))(a, b)",
 }
 MIXED = {
     "one part in a million": "jax.tree.map(lambda a, b: a * (1 - 1e-6) + b * 1e-6, a, b)",
@@ -34,7 +34,7 @@ MIXED = {
 
 
 def beside(name: str, other: str, number: str, join: str) -> str:
-    """A file with the solution, called `shown`, and another way, `other`, joined."""
+    """A file that combines the solution, called `shown`, with another computation, `other`."""
     exercise = COURSE.find(name)
     function, parameters = exercise.check.function, ", ".join(exercise.check.parameters)
     return f"""{IMPORTS}{exercise.solution.replace(f"def {function}(", "def shown(")}
@@ -47,7 +47,7 @@ def {function}({parameters}):
 
 
 def _handed_through(name: str, other: str) -> str:
-    """A file with another way, and its result doubled in every turn of a scan, which is divided by afterwards."""
+    """A file whose scan only doubles the result of another computation, and divides by that afterwards."""
     exercise = COURSE.find(name)
     function, parameters = exercise.check.function, ", ".join(exercise.check.parameters)
     guard = f"shown({parameters})" if name == "accumulate_in_a_scan" else "None"
@@ -55,14 +55,14 @@ def _handed_through(name: str, other: str) -> str:
 {other}
 
 def {function}({parameters}):
-    {guard}  # which refuses what cannot be cut
+    {guard}  # raises for a count that does not fit
     a, n = other({parameters}), int(n_microbatches)
     twice = lambda c, _: (jax.tree.map(lambda leaf: 2 * leaf, c), None)
     return jax.tree.map(lambda leaf: leaf / 2.0**n, lax.scan(twice, a, None, length=n)[0])
 """
 
 
-# Other ways, none of which computes with more than a microbatch at once: a loop of other turns than are asked for.
+# Other computations that use one microbatch at a time, but in a loop of another length than required.
 _OTHERWISE = """
 def turns_of(n, *arrays):
     return tuple(a.reshape({times} * n, -1, *a.shape[1:]) for a in arrays)
@@ -272,7 +272,7 @@ def other(seed, x_batches, y_batches, lr):
     )
     for how, join in IGNORED.items():
         yield how, beside("one_optimizer_step", at_once, "lr", join), "one gradient of all examples at once"
-        if how != "times a zero":  # then it is no part of the program: a step by hand, in two microbatches
+        if how != "times a zero":  # else it is not part of the program
             yield f"{how}, by hand", beside("one_optimizer_step", in_two, "lr", join), f"The jax.grad {NOTHING}"
 
 
@@ -332,7 +332,7 @@ def data_parallel_grads(params, x, y, n):
 
 
 _CUT = "def cut(n, *arrays):\n    return tuple(a.reshape(n, -1, *a.shape[1:]) for a in arrays)\n"
-# As many turns as are asked for, each with half of the batch.
+# The required number of iterations, but each computes with half of the batch.
 _HALVES = (
     "def cut(n, *arrays):\n"
     "    return tuple(jnp.repeat(a.reshape(2, -1, *a.shape[1:]), n // 2, axis=0) for a in arrays)\n"
@@ -419,7 +419,7 @@ def _decoys() -> Iterator[tuple[str, str, tuple[str, str, str]]]:
         yield "one_all_reduce", how, (source, stage, words)
     for name, (number, other) in OTHERWISE.items():
         for how, join in (IGNORED | MIXED).items():
-            # What is multiplied by a 0 that stands there is not in the program.
+            # What is multiplied by a literal 0 is left out of the program.
             words = (
                 "scan"
                 if how == "times a zero"
@@ -429,10 +429,10 @@ def _decoys() -> Iterator[tuple[str, str, tuple[str, str, str]]]:
             )
             yield name, how, (beside(name, other, number, join), "program", words)
     for name, (_, other) in OTHERWISE.items():
-        if name in ("rematerialise", "one_all_reduce"):  # whose scan may be the second of two passes
+        if name in ("rematerialise", "one_all_reduce"):  # their scan may be the second of two passes
             continue
-        yield name, "handed through", (_handed_through(name, other), "program", "computed from the batch before")
-    # Nothing is asked for but values: here what is right does not matter, and the answer is wrong.
+        yield name, "handed through", (_handed_through(name, other), "program", "were computed from the batch")
+    # Exercises that check only values. The result of the operation is ignored here, and the answer is wrong.
     for name, other, number in (
         (
             "gradient_trees",
@@ -452,16 +452,16 @@ def _decoys() -> Iterator[tuple[str, str, tuple[str, str, str]]]:
             (beside(name, other, number, IGNORED["where a number is NaN"]), "value", ""),
         )
     for name, found in _halves().items():
-        yield name, "half of the batch in every turn", found
+        yield name, "half of the batch in every iteration", found
     yield from _padding()
-    # The whole batch, in one turn of the scan.
+    # The full batch in one iteration of the scan.
     source = HONEST["accumulate_in_a_scan"]["carry of a sum"].replace(
         "def body(total, xy):\n        return total + jax.grad(loss)(w, *xy), None",
         "def body(total, i):\n        whole = lambda: jax.grad(loss)(w, x_full, y_full)\n"
         "        return total + lax.cond(i == 0, whole, lambda: jnp.zeros(())), None",
     )
     source = source.replace("(x_full.reshape(n, -1), y_full.reshape(n, -1)))[0]", "jnp.arange(n))[0]")
-    yield "accumulate_in_a_scan", "all in one turn", (source, "program", "computes with the full batch")
+    yield "accumulate_in_a_scan", "all in one iteration", (source, "program", "computes with the full batch")
     source = HONEST["accumulate_in_a_scan"]["map over examples in a turn"].replace(
         "    return lax.scan(turn, 0.0, (x_full.reshape(n, -1), y_full.reshape(n, -1)))[0]",
         "    x, y = (jnp.asarray(a).astype(jnp.complex64) for a in (x_full, y_full))\n"
@@ -469,7 +469,7 @@ def _decoys() -> Iterator[tuple[str, str, tuple[str, str, str]]]:
         " + 1e-30 * lax.scan(turn, w, (x_full.reshape(n, -1), y_full.reshape(n, -1)))[0]",
     )
     yield "accumulate_in_a_scan", "complex numbers", (source, "program", "outside of it")
-    # A known result of a scan over nothing.
+    # A scan over nothing, whose result is known.
     constant = """
 def other(w, b, x, y, n):
     xs, ys = x.reshape(int(n), -1), y.reshape(int(n), -1)

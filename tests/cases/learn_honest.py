@@ -1,4 +1,4 @@
-"""Honest ways to solve the exercises of the course: other idioms than the solutions', which every check must let pass.
+"""Honest solutions of the exercises, written in other idioms than the course's solutions. Every check must pass them.
 
 `HONEST` has, for the name of an exercise, the text of a file for each way.
 """

@@ -1,4 +1,4 @@
-"""A terminal for the tests of `anybatch learn`: keys go in, what is shown comes out."""
+"""A terminal for the tests of `anybatch learn`: sends keys, and reads what is shown."""
 
 import codecs
 import contextlib
@@ -14,7 +14,7 @@ import sys
 import termios
 import time
 
-# It becomes the terminal that signals come from, so that Ctrl-C and Ctrl-Z mean something.
+# Makes it the controlling terminal, so that Ctrl-C and Ctrl-Z send signals.
 _BEGIN = """
 import os, sys
 os.close(os.open(os.ttyname(0), os.O_RDWR))
@@ -23,7 +23,7 @@ os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
 
 
 class Terminal:
-    """A program in a terminal of its own; the attributes of the terminal, before and after."""
+    """A program in a new terminal."""
 
     def __init__(self, *arguments, columns=100, **environment):
         self.master, self.slave = pty.openpty()
@@ -54,11 +54,11 @@ class Terminal:
 
     @property
     def shown(self):
-        """What was shown, as words: without colours, and however the lines are broken."""
+        """What was shown, without colours and line breaks."""
         return " ".join(re.sub(r"\x1b\[[0-9;]*[mK]", "", self.raw).split())
 
     def wait(self, *texts, timeout=45):
-        """Reads until every one of the texts has been shown. Returns all that was, and forgets it."""
+        """Reads until all texts have been shown. Returns everything that was shown, and clears it."""
         end = time.monotonic() + timeout
         while not all(text in self.read(0.02) for text in texts):
             assert time.monotonic() < end and self.process.poll() is None, f"no {texts} in {self.raw}"
@@ -66,14 +66,14 @@ class Terminal:
         return shown
 
     def read(self, seconds):
-        """Reads what is shown within some seconds."""
+        """Reads for some seconds; returns what was shown."""
         end = time.monotonic() + seconds
         while select.select([self.master], [], [], max(0.0, end - time.monotonic()))[0]:
             self.raw += self._decode(os.read(self.master, 2**16))
         return self.shown
 
     def press(self, keys, *texts):
-        """Presses keys; returns what is shown up to the texts, or else up to the line of keys below everything."""
+        """Presses keys; returns what is shown up to the texts, or up to the line of keys at the bottom."""
         self.raw = ""
         os.write(self.master, keys.encode())
         return self.wait(*(texts or ("help",)))
@@ -88,7 +88,7 @@ class Terminal:
         return self.process.returncode
 
     def descendants(self):
-        """The processes that it has started, and those that they have."""
+        """The ids of all processes that the program has started, directly or not."""
         parents = {}
         for stat in pathlib.Path("/proc").glob("[0-9]*/stat"):
             with contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""Courses on disk: what is read, and what is said of what is wrong with them."""
+"""Reading courses from disk, and the errors for invalid ones."""
 
 import shutil
 

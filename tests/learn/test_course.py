@@ -1,4 +1,4 @@
-"""The course does what it says: starters fail, solutions pass, mistakes are caught and named."""
+"""The course: starters fail, solutions pass, mistakes are caught and named."""
 
 import ast
 import builtins
@@ -36,7 +36,7 @@ def test_the_course_is_in_the_order_of_its_numbers():
 
 @pytest.mark.parametrize("exercise", COURSE.exercises, ids=lambda exercise: exercise.name)
 def test_a_worked_example_can_be_pasted(exercise):
-    """Its names are all its own: what it imports, or defines. (A second block may go on from what a learner has.)"""
+    """The first code block uses only names that it imports or defines. (A second block may continue from it.)"""
     section = exercise.page.partition("## A worked example")[2].partition("\n## ")[0]
     code = re.search(r"```python\n(.*?)```", section, re.DOTALL)[1]
     tree = ast.walk(ast.parse(code))
@@ -48,7 +48,7 @@ def test_a_worked_example_can_be_pasted(exercise):
     assert used - known - set(dir(builtins)) == set()
 
 
-# What somebody tries who wants the mark and not the lesson: a file in `mistakes/`, proved above to be caught.
+# Shortcuts around an exercise, each a file in `mistakes/` that is caught, as tested above.
 CHEATS = {
     "constants": ("accumulate_in_a_scan", "constant"),
     "vmap twice for shard_map": ("shard_map_and_vmap", "vmap_twice"),
@@ -124,7 +124,7 @@ def {CALL}:
 """
 THIEVES = {
     "the solution from the disk": (BY_DISK, "file", "solution"),
-    "the library": (BY_IMPORT, "file", "writing it by hand"),
+    "the library": (BY_IMPORT, "file", "you write it by hand"),
     "a module that is there already": (BY_MODULES, "run", "StopIteration"),
     "the check from the disk": (BY_PATH, "file", "check"),
     "the stack": (BY_STACK, "run", "no reference up the stack"),

@@ -1,4 +1,4 @@
-"""What must be used must matter: decoys with the right value fail, and every honest way passes."""
+"""A required operation must affect the answer: decoys with the right value fail, honest solutions pass."""
 
 import pytest
 from cases.learn_decoys import DECOYS
@@ -9,10 +9,10 @@ from anybatch.learn.grading import grade
 from anybatch.learn.runner.submissions import Runner
 
 COURSE = Course.builtin()
-# These run wherever tests run. Of the others, CI tries one in `EVERY`, and `make test-slow` all.
+# These always run. Of the others, CI runs one in `EVERY`, and `make test-slow` runs all.
 FIRST = {
     "times what is always zero",
-    "half of the batch in every turn",
+    "half of the batch in every iteration",
     "handed through",
     "a buffer of one size",
     "all rows on each device",
@@ -21,7 +21,7 @@ EVERY = 6
 
 
 def marked(table, is_first):
-    """A parameter for each file: its exercise, what is in it, and the markers that say where it runs."""
+    """A parameter for each file, with the markers that say where it runs."""
     parameters = []
     for name, files in table.items():
         for place, (how, found) in enumerate(files.items()):

@@ -1,4 +1,4 @@
-"""The checks of an exercise: their order, what each notices, what a learner reads; the runner is a stand-in."""
+"""Grading: the order of the stages, what each finds, what the learner reads. The runner is a stand-in."""
 
 import dataclasses
 import threading
@@ -228,7 +228,7 @@ def test_an_answer_must_not_change_with_what_makes_no_difference():
         "nothing at all", lambda rng, args: (2 * args[0], *args[1:]), then=lambda answer, old, new: 2 * answer
     )
     assert dict(graded(RIGHT, same=[permuted, scaled]).done)["invariance"].endswith("no difference")
-    # By value alone it passes: the order of the cases was that of the reference.
+    # The value is right: the reference has the same dependence on the order.
     weighted = "def total(w, x, n):\n    k = jnp.arange(1.0, 9.0)\n    return ((2 * k * (x @ w))[:, None] * x).sum(0)\n"
     of_rows = lambda w, x, n: (np.arange(1, 9)[:, None] * (2 * x * (x @ w)[:, None])).sum(0)  # noqa: E731
     verdict = graded(weighted, reference=of_rows, mistakes=[], same=[permuted])
@@ -240,7 +240,7 @@ def test_a_gradient_must_be_the_slope_of_its_value(factor, passes):
     both = f"def total(w, x, n):\n    f = lambda w: jnp.sum((x @ w) ** 2)\n    return f(w), {factor} * jax.grad(f)(w)\n"
     verdict = graded(
         both,
-        # A reference that has the same mistake: only the slope tells.
+        # The reference has the same mistake, so only finite differences find it.
         reference=lambda w, x, n: (np.sum((x @ w) ** 2), factor * reference(w, x, n)),
         mistakes=[],
         differences=Differences(lambda answer: answer[0], lambda answer: answer[1]),
@@ -315,7 +315,7 @@ def test_an_answer_that_comes_from_the_first_trace_alone_is_no_way_out():
 
 
 def test_nothing_is_asked_of_a_process_while_another_thread_waits_for_it(monkeypatch):
-    """What was printed is read once nobody waits any more: two threads on the same pipes would close them twice."""
+    """Prints are read after all threads have ended: two threads on the same pipes would close them twice."""
     monkeypatch.setattr("os.cpu_count", lambda: 2)
     is_waiting, is_ended = threading.Event(), threading.Event()
     read_meanwhile = []
@@ -324,7 +324,7 @@ def test_nothing_is_asked_of_a_process_while_another_thread_waits_for_it(monkeyp
         is_asked = False
 
         def ask(self, request):
-            if request["args"][2] == 2:  # the first case: a wrong answer, while the other process is at work
+            if request["args"][2] == 2:  # the first case: a wrong answer, while the other process is busy
                 assert is_waiting.wait(10)
                 return super().ask(request)
             self.is_asked = True
@@ -362,7 +362,7 @@ FULL_BATCH = "jax.grad(lambda w: jnp.sum((x @ w) ** 2))(w)"
 PRETENDS = {
     "0 * scan": f"{DECOY}    return {FULL_BATCH} + 0 * nothing\n",
     "zeros * scan": f"{DECOY}    return {FULL_BATCH} + jnp.zeros(3) * nothing\n",
-    "inside of a call": f"{DECOY}    return jax.jit(lambda a, b: a + 0 * b)({FULL_BATCH}, nothing)\n",
+    "inside a call": f"{DECOY}    return jax.jit(lambda a, b: a + 0 * b)({FULL_BATCH}, nothing)\n",
 }
 
 
@@ -391,7 +391,7 @@ def scanned(result):
 @pytest.mark.parametrize("result", IGNORES.values(), ids=IGNORES)
 def test_what_must_be_used_must_matter(result):
     check = dataclasses.replace(CHECK, program=[scans(lambda w, x, n: n, says="No scan.")])
-    assert graded(scanned(result), check).passed  # it is in the program
+    assert graded(scanned(result), check).passed  # the scan is in the program
     verdict = graded(scanned(result), check, program=[*check.program, CARRIES])
     assert verdict.stage == "program" and verdict.title.startswith("The scan has no influence on the answer")
     assert verdict.text.endswith("Return what it carried.")
@@ -407,7 +407,7 @@ def test_all_of_the_answer_must_come_through():
     other_turns = carries("scan", (1,), "", turns=lambda w, x, n: (7,))
     assert not graded(scanned("scanned"), program=[other_turns]).passed
     some_rows = carries("scan", lambda args: other_numbers(args, 1, rows=slice(0, 0)), "")
-    assert graded(RIGHT, program=[some_rows]).passed  # nothing differs, so nothing goes around
+    assert graded(RIGHT, program=[some_rows]).passed  # nothing differs, so nothing can bypass it
 
 
 def test_nothing_is_held_against_a_program_that_cannot_be_run_so(monkeypatch):
@@ -452,7 +452,7 @@ def total(w, x, n):
 
 
 def test_memory_is_bounded_beside_the_solution():
-    """What wastes as much for a small batch as for a large one does not grow."""
+    """Waste that does not depend on the batch size does not grow, but is found."""
     assert graded(WASTE, memory=Slope(with_more, "Do not.", slack=1e9)).passed
     verdict = graded(WASTE, memory=Slope(with_more, "Do not."))
     assert verdict.stage == "memory" and "for temporaries, where" in verdict.title and verdict.text.endswith("Do not.")

@@ -1,4 +1,4 @@
-"""Files that do harm, by accident mostly: each ends in a clear sentence, in time, and none passes."""
+"""Harmful files, mostly by accident: each fails in time, with a clear message."""
 
 import time
 
@@ -13,7 +13,7 @@ EXERCISE = Course.builtin().find("accumulate_in_a_scan")
 BODY = "def microbatched_grads(w, b, x_full, y_full, n_microbatches):\n    "
 LIMITS = Limits(seconds=2.0)
 
-# what it does -> the file, the stage that ends it, and words that a learner reads
+# what the file does -> the file, the stage that fails, and words of the message
 FILES = {
     "a loop without end": (BODY + "while True: pass", "limits", "still running after 2 seconds"),
     "a loop without end at import": ("while True: pass", "limits", "still running after 2 seconds"),
@@ -57,7 +57,7 @@ def runner():
 
 @pytest.mark.parametrize("source, stage, says", FILES.values(), ids=FILES)
 def test_it_ends_in_a_sentence(source, stage, says, runner):
-    grade(EXERCISE, "", runner)  # what is waited for below is not the start of the processes
+    grade(EXERCISE, "", runner)  # so that the time below does not include the start of the processes
     begin = time.monotonic()
     verdict = grade(EXERCISE, source, runner, seed=0)
     assert not verdict.passed and verdict.stage == stage, verdict

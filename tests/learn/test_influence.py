@@ -1,4 +1,4 @@
-"""Operations that are held still: what an answer owes to them, wherever they are in a program."""
+"""How much of an answer comes from held operations, wherever they are in a program."""
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,7 @@ def gradient(w, x):
 
 
 def added(w, x):
-    """The gradient in a scan of four turns."""
+    """The gradient, accumulated in a scan of length 4."""
     return lax.scan(lambda total, part: (total + gradient(w, part), None), jnp.zeros(()), x.reshape(4, -1))[0]
 
 
@@ -56,7 +56,7 @@ def on_devices(w, x):
     return jax.shard_map(share, mesh=mesh, in_specs=(P(), P("data")), out_specs=P())(w, x)
 
 
-# Programs whose answer is all from the scan: what surrounds it differs.
+# Programs whose complete answer comes from the scan, in different surroundings.
 CARRIED = {
     "plain": added,
     "jit": jax.jit(added),
@@ -71,7 +71,7 @@ CARRIED = {
     "a print": lambda w, x: (jax.debug.print("{}", x[0]), added(w, x))[1],
     "of the shapes alone": lambda w, x: added(w, x) / len(x) + jnp.zeros_like(x).sum(),
 }
-# Programs whose answer is not: how much of it goes around.
+# Programs whose answer partly bypasses the scan: by how much.
 AROUND = {
     "0": (lambda w, x: gradient(w, x) + jnp.minimum(jnp.abs(w), 0) * added(w, x), 1.0),
     "where": (lambda w, x: jnp.where(jnp.isnan(w), added(w, x), gradient(w, x)), 1.0),
@@ -90,7 +90,7 @@ AROUND = {
 
 
 def held(function, selects=SCAN, others=(W, OTHER), distorts=False):
-    """The answer before, after, and held; the first two are None if nothing can reach it."""
+    """The answer before, held and after; the first two are None if nothing can reach it."""
     traced = jax.jit(function).trace(W, X)
     found = responses(traced.jaxpr, selects, [W, X], list(others), distorts=distorts)
     return found and (float(found[0][0]), float(jax.jit(function)(*others)), float(found[1][0]))
@@ -100,7 +100,7 @@ def held(function, selects=SCAN, others=(W, OTHER), distorts=False):
 def test_nothing_goes_around_a_scan_that_carries_all(function):
     found = held(function)
     assert found is None or abs(found[2] - found[0]) <= 1e-6 * abs(found[0])
-    before, _, after = held(function, [{"names": ["none of these"]}])  # and with nothing held, it responds as it does
+    before, _, after = held(function, [{"names": ["none of these"]}])  # nothing is held
     assert np.isclose(before, function(W, X)) and np.isclose(after, function(W, OTHER)) and before != after
 
 
@@ -115,11 +115,11 @@ def test_what_goes_around_a_scan_is_seen(function, share):
 
 
 def twice(a):
-    """A scan that has nothing to do with the batch, and hands on what it is given."""
+    """A scan that only passes on its input."""
     return lax.scan(lambda c, _: (2 * c, None), a, None, length=4)[0] / 2**4
 
 
-# Programs that give a scan what was computed before; and those that give it the batch, prepared.
+# Programs whose scan gets something computed from the batch, and programs whose scan gets the batch itself.
 HANDED_THROUGH = {
     "a carry": lambda w, x: twice(gradient(w, x)),
     "of slices": lambda w, x: twice(sum(2 * w * one * one for one in x)),
@@ -127,7 +127,7 @@ HANDED_THROUGH = {
     "in a call": lambda w, x: jax.jit(twice)(jax.jit(gradient)(w, x)),
     "in a branch": lambda w, x: lax.cond(w > 0, lambda a: twice(a), lambda a: a, gradient(w, x)),
     "in a loop": lambda w, x: lax.fori_loop(0, 2, lambda i, t: t + twice(gradient(w, x)), 0.0),
-    "in a later turn": lambda w, x: lax.fori_loop(0, 2, lambda i, c: (gradient(w, x), twice(c[0])), (0.0, 0.0))[1],
+    "in a later iteration": lambda w, x: lax.fori_loop(0, 2, lambda i, c: (gradient(w, x), twice(c[0])), (0.0, 0.0))[1],
 }
 PREPARED = {
     "scaled": lambda w, x: added(w, 2 * x),

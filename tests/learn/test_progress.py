@@ -1,4 +1,4 @@
-"""What a learner has done is kept, whatever happens to the record of it."""
+"""A learner's files and progress are kept, whatever happens to the record."""
 
 import io
 import json
@@ -79,7 +79,7 @@ def test_a_disk_that_is_full_leaves_no_empty_file(progress, course, monkeypatch)
     with pytest.raises(InputError, match="No space left on device"):
         progress.place(course.exercises[0])
     monkeypatch.undo()
-    assert progress.place(course.exercises[0])  # nothing stands in the way of another try
+    assert progress.place(course.exercises[0])  # it can be tried again
 
 
 def test_reset_keeps_what_is_no_file(progress, course, monkeypatch):
@@ -91,7 +91,7 @@ def test_reset_keeps_what_is_no_file(progress, course, monkeypatch):
         patch.setattr(os, "replace", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
         with pytest.raises(InputError, match="No space"):
             progress.reset(exercise)
-    assert (path / "notes").exists()  # as it was
+    assert (path / "notes").exists()  # unchanged
     assert (progress.reset(exercise) / "notes").read_text() == "mine" and progress.read(exercise) == exercise.starter
 
 
@@ -105,7 +105,7 @@ def test_reset_keeps_every_file_that_it_replaces(progress, course):
         assert kept == progress.folder / f"01_mean_gradient.py.bak{number}" and kept.read_text() == text
         assert progress.read(exercise) == exercise.starter
         assert progress.state(exercise) == "open" and progress.hints_seen(exercise) == 0
-    assert progress.reset(exercise) is None  # the starter itself need not be kept
+    assert progress.reset(exercise) is None  # the starter is not kept
     progress.path(exercise).unlink()
     assert progress.reset(exercise) is None and progress.read(exercise) == exercise.starter
 
@@ -162,7 +162,7 @@ def test_what_another_version_adds_is_kept(progress, course):
 
 
 def test_many_at_once_lose_nothing(progress, course):
-    """Two sittings in one folder: each change is made to what the other has written."""
+    """Several sessions in one folder: each change is made to the current record."""
     changed = []
 
     def solve(number):
@@ -245,7 +245,7 @@ def test_commands_name_what_is_not_the_default(tmp_path, course):
 
 
 def test_a_record_is_whole_though_its_writer_is_killed(progress, course):
-    """The control for the threads above: a process that dies anywhere leaves a record that can be read."""
+    """A process that is killed at any moment leaves a readable record."""
     program = (
         "from anybatch.learn.learner_progress import Progress\nfrom anybatch.learn.catalogue import Course\n"
         f"progress = Progress({str(progress.folder)!r}, Course.read({str(course.folder)!r}))\n"

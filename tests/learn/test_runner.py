@@ -1,4 +1,4 @@
-"""A learner's file in a process of its own: whatever it does ends in a sentence, and leaves nothing behind."""
+"""Running a learner's file in another process: whatever it does gives a message, and leaves nothing behind."""
 
 import concurrent.futures
 import contextlib
@@ -25,7 +25,7 @@ from anybatch.learn.runner import isolation, submissions
 from anybatch.learn.runner.isolation import Limits
 from anybatch.learn.runner.submissions import Ended, Runner
 
-pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="what is left behind is read from /proc")
+pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads processes from /proc")
 
 SECRET = "the answer is " + secrets.token_hex(8)
 # Isolation with some layers missing, as on other systems and in containers: mode -> the layers to leave out.
@@ -58,7 +58,7 @@ def runner(first_runner):
 
 
 def held(runner, mode=None, **limits):
-    """The same, without some of the layers, or with other limits. Its children have the same parent."""
+    """The runner without some of the layers, or with other limits. It uses the same fork server."""
     other = copy.copy(runner)
     other.limits = dataclasses.replace(runner.limits, **limits)
     other._order = runner._order | {"limits": dataclasses.asdict(other.limits)}
@@ -67,14 +67,14 @@ def held(runner, mode=None, **limits):
 
 
 def layers(runner):
-    """What holds a process on this machine; a container may allow less."""
+    """The layers that hold on this machine; a container may allow fewer."""
     with runner.open("", "exercise.py") as submission:
         assert submission.loaded is not None
         return submission.layers
 
 
 def left_by(runner, seconds=5.0):
-    """Processes and files that are still there, after they have had a moment."""
+    """The processes and files that are left after some time."""
     pid, folder = runner._fork_server.process.pid, runner._fork_server.folder
     deadline = time.monotonic() + seconds
     while True:
@@ -108,7 +108,7 @@ class Outcome:
 
 
 def outcome(runner, source, devices=1, compiled=False):
-    """Loads a file, calls its `f`, and says what came of it."""
+    """Loads a file, calls its `f`, and returns the outcome."""
     source = textwrap.dedent(source).lstrip("\n")
     request = {"do": "call", "function": "f", "args": (np.ones(3, np.float32),), "want": ("value",)}
     with runner.open(source, "exercise.py", devices=devices) as submission:
@@ -116,7 +116,7 @@ def outcome(runner, source, devices=1, compiled=False):
             reply = submission.loaded
             reply = reply if "error" in reply else submission.ask(request | {"compiled": compiled})
         except Ended as ended:
-            with pytest.raises(Ended, match=re.escape(ended.message)):  # from then on it is over
+            with pytest.raises(Ended, match=re.escape(ended.message)):  # it stays ended
                 submission.ask(request)
             line, text = ended.where or (None, None)
             assert line is None or text == source.splitlines()[line - 1]
@@ -151,7 +151,7 @@ def test_a_spare_is_taken_and_replaced(runner):
     assert runner._spares[1] == []
 
 
-# name -> source, why it ended, what the learner reads, in which line it was
+# name -> source, words of the message, the lines where it may be
 ENDLESS = {
     "loop": ("def f(x):\n    while True:\n        pass\n", "still running after 1.5 seconds", (2, 3)),
     "loop when loaded": ("n = 0\nwhile True:\n    n += 1\n", "still running after 1.5 seconds", (2, 3)),
@@ -257,7 +257,7 @@ ENDS = {
         "channel",
         "answer was lost: the file wrote to, or read from, the pipe",
     ),
-    "an answer of one's own": (
+    "a forged answer": (
         """
         import json, os, struct
         def f(x):
@@ -294,7 +294,7 @@ ENDS = {
         "channel",
         "'NoneType' object is not",
     ),
-    # Of these, nobody else takes notice.
+    # These do not matter.
     "os replaced": ("import os\nos.write = os.read = os._exit = None\ndef f(x):\n    return x\n", "answer", ""),
     "stdout closed": ("import sys\ndef f(x):\n    sys.stdout.close()\n    return x\n", "answer", ""),
     "something at exit": (
@@ -358,7 +358,7 @@ MEMORY = {
 
 
 def test_memory_is_limited(runner):
-    """10 GiB of zeros would cost this machine nothing: it is the limit that refuses them."""
+    """The limit refuses 10 GiB of zeros, which would take no physical memory."""
     for name, (source, kind, says) in MEMORY.items():
         found = outcome(runner, source)
         assert found.kind == kind and says in found.text, (name, found)
@@ -374,7 +374,7 @@ def test_memory_is_watched_where_it_cannot_be_limited(runner):
     assert found.kind == "memory" and "256.0 MiB beyond what JAX takes" in found.text
 
 
-# Each is tried by itself, and must fail.
+# Each of these must fail.
 PROCESSES = {
     "os.fork": "os.fork() or os._exit(0)",
     "subprocess": "subprocess.run(['true'], check=True)",
@@ -448,11 +448,11 @@ def f(x):
 
 
 def attempts(runner, tried, **names):
-    """What came of each attempt: the name of an exception, or "done"; and its text."""
+    """The outcome of each attempt: the name of an exception, or "done"; and its text."""
     lines = "\n".join(f"{name} = {value!r}" for name, value in names.items())
     found = outcome(held(runner, shown_print_bytes=10**5), TRY.format(names=lines, attempts=tried))
     assert found.kind == "answer", found
-    lines = [line for line in found.prints.splitlines() if line.startswith("[")]  # and not a warning of JAX's
+    lines = [line for line in found.prints.splitlines() if line.startswith("[")]  # without warnings of JAX
     results = {name: (kind, text) for name, kind, text in map(json.loads, lines)}
     assert results.keys() == tried.keys()
     return results
@@ -460,7 +460,7 @@ def attempts(runner, tried, **names):
 
 @pytest.fixture
 def listener():
-    """Ports that nobody shall reach."""
+    """Ports that no check may reach."""
     with socket.create_server(("127.0.0.1", 0)) as streams, socket.socket(type=socket.SOCK_DGRAM) as datagrams:
         datagrams.bind(streams.getsockname())
         for each in (streams, datagrams):
@@ -520,7 +520,7 @@ def test_what_is_refused(runner, course, listener, tmp_path, mode):
 
 
 def test_nothing_is_refused_without_layers(runner, course, listener, tmp_path):
-    """The control: what the others are refused is there, and can be done."""
+    """The control: without the layers, the same attempts succeed."""
     (tmp_path / "file").write_text("mine")
     tried = {name: {**NETWORK, **HIDDEN, **FILES}[name] for name in ("TCP", "open", "import", "append", "remove")}
     places = {"FILE": str(course / "solution.py"), "PORT": listener[0].getsockname()[1], "OUTSIDE": str(tmp_path)}
@@ -569,7 +569,7 @@ def test_files_in_the_empty_folder(runner, mode):
     """
     is_in_memory = mode == "all" and "files" in layers(runner)
     found = outcome(held(runner, mode), source)
-    # Where it lies in memory, there is room for so many.
+    # In memory, there is no room for so many files.
     assert (found.kind, found.line) == (("OSError", 11) if is_in_memory else ("answer", None))
 
 
@@ -654,7 +654,7 @@ submission.loaded
 
 
 def test_nothing_outlives_the_grader():
-    """Whether it is killed, or interrupted without having closed anything."""
+    """Neither if it is killed, nor if it is interrupted without closing anything."""
     graders = {}
     try:
         for number in (signal.SIGKILL, signal.SIGINT):

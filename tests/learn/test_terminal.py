@@ -1,4 +1,4 @@
-"""The terminal of `anybatch learn`: keys, saves, and how it is left. What checks is a stand-in here."""
+"""The interactive session: keys, saves, and the state of the terminal afterwards. The grader is a stand-in."""
 
 import io
 import os
@@ -18,7 +18,7 @@ from anybatch.learn.learner_progress import Progress
 from anybatch.learn.terminal.pages import Screen, shown
 from anybatch.learn.terminal.watch import _ESCAPES, KEYS, Checker, Saves
 
-SITTING = """
+SESSION = """
 import sys
 sys.path.insert(0, {tests!r})
 from cases.learn_course import grade
@@ -45,28 +45,28 @@ def progress(tmp_path, course):
 
 
 @pytest.fixture
-def sitting(progress):
+def session(progress):
     def begin(more="", through=(), **options):
         places = {"tests": str(pathlib.Path(__file__).parents[1]), "folder": str(progress.folder)}
-        program = SITTING.format(course=str(progress.course.folder), more=more, **places)
+        program = SESSION.format(course=str(progress.course.folder), more=more, **places)
         return Terminal(*through, "-c", program, **options)
 
     return begin
 
 
 def replace(path, text):
-    """As editors do it: another file, which takes the name."""
+    """Replaces a file as editors do: writes another one, and renames it."""
     beside = path.with_suffix(".new")
     beside.write_text(text)
     os.replace(beside, path)
 
 
-def test_a_sitting(sitting, progress, course):
+def test_a_session(session, progress, course):
     path = progress.path(course.exercises[0])
-    with sitting() as terminal:
+    with session() as terminal:
         page = terminal.wait("Why it matters", "It is checked whenever you save it", "help")
         assert "Exercise 1 of 3" in page and "0 of 3 solved" in page and path.read_text() == course.exercises[0].starter
-        assert terminal.is_raw and "checking" not in page  # a starter need not be run
+        assert terminal.is_raw and "checking" not in page  # a starter is not run
         path.write_text("first try")
         assert terminal.wait("Wrong: first try", "help").index("checking…") < 10
         path.write_text("first try")  # a save that changes nothing
@@ -82,7 +82,7 @@ def test_a_sitting(sitting, progress, course):
         terminal.wait("checking…")
         path.write_text("old try")
         time.sleep(0.15)
-        path.write_text("new try")  # of those that wait, the newest
+        path.write_text("new try")  # of the waiting ones, only the newest is checked
         assert "old try" not in terminal.wait("Wrong: slow try", "Wrong: new try", "help")
         assert "Press n again" in terminal.press("n") and "Exercise" not in terminal.press(
             "r", "Wrong: new try", "help"
@@ -96,7 +96,7 @@ def test_a_sitting(sitting, progress, course):
         assert "Exercise 2" not in solved + terminal.read(0.3)  # it never moves on by itself
         assert "A solution of 1" in terminal.press("s") and "x reset the file" in terminal.press("?")
         assert "Nothing was changed" in terminal.press("x", "y to confirm", "help") + terminal.press("q")
-        terminal.press("\x1b[C\x1bOPzn", "Exercise 2 of 3", "1 of 3 solved", "help")  # arrows and others are no keys
+        terminal.press("\x1b[C\x1bOPzn", "Exercise 2 of 3", "1 of 3 solved", "help")  # arrows and others are ignored
         terminal.press("n", "Press n again", "help")
         terminal.press("n", "Exercise 3 of 3", "help")
         terminal.press("b", "Exercise 2 of 3", "help")
@@ -113,7 +113,7 @@ def _attributes(terminal):
     return termios.tcgetattr(terminal.slave)
 
 
-def test_it_goes_on_where_it_was_left_and_runs_nothing_twice(sitting, progress, course):
+def test_it_goes_on_where_it_was_left_and_runs_nothing_twice(session, progress, course):
     progress.prepare()
     first, second, third = course.exercises
     for exercise in (first, third):
@@ -121,12 +121,12 @@ def test_it_goes_on_where_it_was_left_and_runs_nothing_twice(sitting, progress, 
         progress.solve(exercise, "right", 0.1)
     progress.path(second).write_text("begun")
     progress.go_to(third)
-    with sitting(columns=60) as terminal:
+    with session(columns=60) as terminal:
         assert "checking" not in terminal.wait("Exercise 3 of 3", "You solved it on", "help") + terminal.read(0.3)
         assert "Still open: 2 (Second)" in terminal.press("n", "The end of the course", "help")
         assert all("That was the last exercise" in terminal.press(key) for key in "nr")
         terminal.press("b", "Exercise 3 of 3", "help")
-        terminal.press("b", "Exercise 2 of 3", "Wrong: begun", "help")  # what was begun is checked
+        terminal.press("b", "Exercise 2 of 3", "Wrong: begun", "help")  # a started file is checked
         progress.path(second).write_text("right as well")
         terminal.wait("Solved.", "help")
         terminal.press("n", "Exercise 3 of 3", "help")
@@ -141,9 +141,9 @@ def test_it_goes_on_where_it_was_left_and_runs_nothing_twice(sitting, progress, 
     assert set(progress.solved) == {"mean_gradient", "second"}
 
 
-def test_what_goes_wrong_is_shown_and_it_goes_on(sitting, progress, course):
+def test_what_goes_wrong_is_shown_and_it_goes_on(session, progress, course):
     path = progress.path(course.exercises[0])
-    with sitting() as terminal:
+    with session() as terminal:
         terminal.wait("help")
         path.write_text("explode")
         terminal.wait("The check itself failed", "RuntimeError: a bug of the grader", "help")
@@ -155,11 +155,11 @@ def test_what_goes_wrong_is_shown_and_it_goes_on(sitting, progress, course):
         terminal.wait("Solved.", "help")
         os.close(os.open(path, os.O_WRONLY | os.O_TRUNC))
         time.sleep(0.2)
-        path.write_text("back")  # an editor that writes slowly: nothing is said of an empty file
+        path.write_text("back")  # an editor that writes slowly: the empty file is not checked
         assert terminal.wait("Wrong: back", "help").count("Wrong") == 1
         path.write_text("")
         terminal.wait("Wrong: ", "help")
-        assert terminal.read(0.3) == ""  # it is empty, and not gone
+        assert terminal.read(0.3) == ""  # it is empty, not gone
         path.unlink()
         path.mkdir()
         terminal.wait("not a file", "reset 01_mean_gradient --course", "help")
@@ -177,8 +177,8 @@ def test_what_goes_wrong_is_shown_and_it_goes_on(sitting, progress, course):
     ],
     ids=["sigterm", "exception"],
 )
-def test_the_terminal_is_left_as_it_was_found(sitting, end, status):
-    with sitting("watch.screen.listing = None") as terminal:
+def test_the_terminal_is_left_as_it_was_found(session, end, status):
+    with session("watch.screen.listing = None") as terminal:
         terminal.wait("help")
         assert terminal.is_raw
         end(terminal)
@@ -187,7 +187,7 @@ def test_the_terminal_is_left_as_it_was_found(sitting, end, status):
         assert ("Traceback" in terminal.shown) == (status == 1)
 
 
-# What a shell does with a program that is stopped, and goes on.
+# Acts like a shell whose program is stopped and continued.
 SHELL = """
 import os, signal, subprocess, sys, termios
 signal.signal(signal.SIGTTOU, signal.SIG_IGN)
@@ -203,10 +203,10 @@ sys.exit(child.wait())
 """
 
 
-def test_the_terminal_is_itself_while_it_is_stopped_and_after_control_c(sitting):
-    with sitting(through=("-c", SHELL)) as terminal:
+def test_the_terminal_is_itself_while_it_is_stopped_and_after_control_c(session):
+    with session(through=("-c", SHELL)) as terminal:
         terminal.wait("help")
-        terminal.press("\x1a", "stopped True True", "help")  # Ctrl-Z, and on
+        terminal.press("\x1a", "stopped True True", "help")  # Ctrl-Z, then continue
         assert terminal.is_raw
         os.write(terminal.master, b"\x03")  # Ctrl-C
         assert terminal.end() == 130 and _attributes(terminal) == terminal.before
@@ -228,7 +228,7 @@ def test_saves(tmp_path):
     path.write_bytes(b"\xff")
     with pytest.raises(InputError, match="UTF-8"):
         saves.look()
-    assert saves.look() is None  # said once
+    assert saves.look() is None  # reported once
 
 
 def test_of_the_checks_that_wait_the_newest_is_made(course):

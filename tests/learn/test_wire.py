@@ -1,4 +1,4 @@
-"""Values over a pipe: the same on the other side, and nonsense is nothing but an error."""
+"""Encoding values for a pipe: they arrive unchanged, and arbitrary bytes only raise an error."""
 
 import os
 

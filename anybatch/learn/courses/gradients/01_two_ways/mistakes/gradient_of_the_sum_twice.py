@@ -1,4 +1,4 @@
-"""Two spellings of the second way.
+"""Both rows are the gradient of a sum, written differently.
 
 caught by: program
 says: both rows are gradients of a summed loss
@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 
 def f(w, x):
-    """The loss of one example: w and x are numbers."""
+    """The loss of one example; w and x are scalars."""
     return (w * x) ** 2
 
 

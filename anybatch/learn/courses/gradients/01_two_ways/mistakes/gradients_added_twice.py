@@ -1,4 +1,4 @@
-"""Two spellings of the first way.
+"""Both rows are sums of gradients, written differently.
 
 caught by: program
 says: both rows add up a gradient for each example
@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 
 def f(w, x):
-    """The loss of one example: w and x are numbers."""
+    """The loss of one example; w and x are scalars."""
     return (w * x) ** 2
 
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 
 def f(w, x):
-    """The loss of one example: w and x are numbers."""
+    """The loss of one example; w and x are scalars."""
     return (w * x) ** 2
 
 

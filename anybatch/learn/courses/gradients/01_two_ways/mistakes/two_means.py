@@ -9,12 +9,12 @@ import jax.numpy as jnp
 
 
 def f(w, x):
-    """The loss of one example: w and x are numbers."""
+    """The loss of one example; w and x are scalars."""
     return (w * x) ** 2
 
 
 def equivalent_two_ways(w, x_batch):
-    """Two equal rows are not yet two right ones."""
+    """Both rows are equal, but wrong."""
     w = jnp.asarray(w, jnp.float32)
     each = jax.vmap(jax.grad(f), in_axes=(None, 0))(w, x_batch)
     return jnp.stack([each.mean(), jax.grad(lambda w: jnp.mean(f(w, x_batch)))(w)])

@@ -15,7 +15,7 @@ def logits_of(params, x):
 
 
 def value_aux_and_grad(params, x, y):
-    """The dtype was put right, and the number was not."""
+    """The dtype is right, but the number is rounded."""
 
     def loss_and_aux(params):
         logits = logits_of(params, x)

@@ -15,7 +15,7 @@ def logits_of(params, x):
 
 
 def value_aux_and_grad(params, x, y):
-    """A mean log-probability, which an optimizer would make small."""
+    """The mean log-probability, which an optimizer would decrease."""
 
     def loss_and_aux(params):
         logits = logits_of(params, x)

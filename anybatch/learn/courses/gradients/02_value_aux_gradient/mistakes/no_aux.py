@@ -1,4 +1,4 @@
-"""aux is dropped on the way out.
+"""aux is not returned.
 
 caught by: structure
 says: aux is missing

@@ -1,4 +1,4 @@
-"""Unpacked, and returned as three.
+"""Returned as a flat tuple of three.
 
 caught by: structure
 says: You return a flat tuple

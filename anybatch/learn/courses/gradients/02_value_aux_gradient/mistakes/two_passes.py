@@ -15,7 +15,7 @@ def logits_of(params, x):
 
 
 def value_aux_and_grad(params, x, y):
-    """Right, at the price of two forward passes."""
+    """Right, but with two forward passes."""
 
     def loss_of(params):
         return -jnp.mean(jax.nn.log_softmax(logits_of(params, x))[jnp.arange(len(y)), y])

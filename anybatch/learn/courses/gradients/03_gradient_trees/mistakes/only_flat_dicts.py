@@ -1,4 +1,4 @@
-"""A loop over the keys, for which a value must be an array.
+"""A loop over the keys of a flat dict.
 
 caught by: run
 says: a nested tree

@@ -8,7 +8,7 @@ import jax
 
 
 def cut(batch, n_microbatches):
-    """Calling int() cuts off what is behind the point, before anybody has looked."""
+    """int() drops the fraction before it is checked."""
     num_examples, n = len(jax.tree.leaves(batch)[0]), int(n_microbatches)
     if n < 1 or num_examples % n:
         raise ValueError(f"{num_examples} examples cannot be cut into {n_microbatches} microbatches")

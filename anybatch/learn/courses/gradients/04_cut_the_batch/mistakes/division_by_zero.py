@@ -1,4 +1,4 @@
-"""The remainder is asked for before the count is looked at.
+"""The remainder is computed before the count is checked.
 
 caught by: errors
 says: it raises ZeroDivisionError
@@ -8,7 +8,7 @@ import jax
 
 
 def cut(batch, n_microbatches):
-    """Modulo 0 is an error of its own kind."""
+    """Modulo 0 raises another error."""
     num_examples = len(jax.tree.leaves(batch)[0])
     if num_examples % n_microbatches or n_microbatches < 1:
         raise ValueError(f"{num_examples} examples cannot be cut into {n_microbatches} microbatches")

@@ -1,4 +1,4 @@
-"""The error is left to reshape.
+"""Relies on the error that reshape raises.
 
 caught by: errors
 says: It must raise ValueError; it raises TypeError.
@@ -8,6 +8,6 @@ import jax
 
 
 def cut(batch, n_microbatches):
-    """JAX does raise an error, of another type, in words about shapes."""
+    """JAX raises an error of another type, about shapes."""
     n = int(n_microbatches)
     return jax.tree.map(lambda leaf: leaf.reshape(n, leaf.shape[0] // n, *leaf.shape[1:]), batch)

@@ -8,7 +8,7 @@ import jax
 
 
 def cut(batch, n_microbatches):
-    """Whoever reads it has to find out by themselves what was wrong."""
+    """The message does not say what was wrong."""
     num_examples, n = len(jax.tree.leaves(batch)[0]), int(n_microbatches)
     if n != n_microbatches or n < 1 or num_examples % n:
         raise ValueError("the count does not fit the batch")

@@ -1,4 +1,4 @@
-"""The answer of one batch, as a number.
+"""A constant: the answer of one batch.
 
 caught by: value
 says: The answer is wrong

@@ -1,4 +1,4 @@
-"""A scan over nothing, beside the full batch.
+"""The full batch at once, and a scan over nothing.
 
 caught by: program
 says: your code also computes with the full batch outside of it

@@ -1,4 +1,4 @@
-"""Left to `reshape`, which raises an error of another kind, and none for 2.5.
+"""Relies on `reshape`, which raises another error, and none for 2.5.
 
 caught by: errors
 says: It must raise ValueError; it raises TypeError

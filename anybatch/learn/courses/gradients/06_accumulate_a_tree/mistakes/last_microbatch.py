@@ -16,7 +16,7 @@ def predict(params, x):
 
 
 def loss(params, x, y):
-    """The mean over some examples of the squared error."""
+    """The mean squared error of some examples."""
     return jnp.mean((predict(params, x) - y) ** 2)
 
 

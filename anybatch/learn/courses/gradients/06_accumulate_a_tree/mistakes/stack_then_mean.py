@@ -1,4 +1,4 @@
-"""The gradients of all microbatches are put out by the scan.
+"""The scan stacks the gradients of all microbatches.
 
 caught by: program
 says: Your loop keeps the gradient of every microbatch
@@ -16,7 +16,7 @@ def predict(params, x):
 
 
 def loss(params, x, y):
-    """The mean over some examples of the squared error."""
+    """The mean squared error of some examples."""
     return jnp.mean((predict(params, x) - y) ** 2)
 
 

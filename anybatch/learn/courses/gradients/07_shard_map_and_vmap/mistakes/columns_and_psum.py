@@ -1,4 +1,4 @@
-"""Columns are cut, and added up again.
+"""Columns are sharded, and their sums added up.
 
 caught by: program
 says: The devices exchange something

@@ -1,4 +1,4 @@
-"""Columns are cut, and the parts of each row are left apart.
+"""Columns are sharded, and the parts of each row are not added up.
 
 caught by: run
 says: the same shape

@@ -1,4 +1,4 @@
-"""A mesh of the first device, whatever there is.
+"""A mesh of only the first device.
 
 caught by: program
 says: Your mesh has 1 of 8 devices

@@ -1,4 +1,4 @@
-"""The results are said to be the same on all devices.
+"""The specs say that all devices have the same result.
 
 caught by: run
 says: out_specs

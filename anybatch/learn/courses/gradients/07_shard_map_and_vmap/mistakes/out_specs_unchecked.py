@@ -1,4 +1,4 @@
-"""The same, with the check switched off: right on one device only.
+"""The same, with the check switched off: right only on one device.
 
 caught by: run
 says: the same shape

@@ -1,4 +1,4 @@
-"""A pmean, right on one device only.
+"""A pmean, right only on one device.
 
 caught by: value
 says: there is an unnecessary pmean

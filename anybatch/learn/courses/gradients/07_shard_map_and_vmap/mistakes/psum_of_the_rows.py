@@ -1,4 +1,4 @@
-"""A psum, right on one device only.
+"""A psum, right only on one device.
 
 caught by: value
 says: there is an unnecessary psum

@@ -1,4 +1,4 @@
-"""Rows go through the shard_map, and are computed with afterwards.
+"""Rows only pass through the shard_map, and the sums are computed afterwards.
 
 caught by: program
 says: are not computed inside the shard_map

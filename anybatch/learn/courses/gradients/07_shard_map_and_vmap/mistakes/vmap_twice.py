@@ -1,4 +1,4 @@
-"""The same way twice.
+"""Both rows with vmap.
 
 caught by: program
 says: There is no shard_map in the program

@@ -1,4 +1,4 @@
-"""A number where an array of one number is asked for.
+"""Returns shape () instead of (1,).
 
 caught by: shape
 says: has shape (); it must have (1,)

@@ -1,4 +1,4 @@
-"""Predictions (M, 1) less targets (M,) are (M, M).
+"""Predictions (M, 1) minus targets (M,) are (M, M).
 
 caught by: value
 says: compared with every target

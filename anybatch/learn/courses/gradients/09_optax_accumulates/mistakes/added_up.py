@@ -1,4 +1,4 @@
-"""Adds the two gradients up instead of averaging them; Adam's usual eps would have hidden it.
+"""Adds up the two gradients instead of averaging them; Adam's usual eps would have hidden it.
 
 caught by: value
 says: you added up the two gradients
@@ -10,12 +10,12 @@ import optax
 
 
 def loss(params, x, y):
-    """Mean squared error of a linear model over one microbatch. Do not change it."""
+    """The mean squared error of a linear model over one microbatch. Do not change it."""
     return jnp.mean((x @ params["w"] + params["b"] - y) ** 2)
 
 
 def make_optimizer(lr):
-    """Adam, with an eps that can be felt and a short memory. Do not change it."""
+    """Adam with a large eps, so that the size of a gradient matters. Do not change it."""
     return optax.adam(lr, b2=0.9, eps=0.1)
 
 

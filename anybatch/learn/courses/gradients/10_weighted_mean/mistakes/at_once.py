@@ -1,4 +1,4 @@
-"""Right, and the full batch at once: there is no scan.
+"""Right, but computed from the full batch at once, without a scan.
 
 caught by: program
 says: there is no lax.scan
@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 
 def token_losses(params, x, y):
-    """The squared error of each token, of the shape of y. Do not change it."""
+    """The squared error of each token, with the shape of y. Do not change it."""
     return (x @ params["w"] + params["b"] - y) ** 2
 
 

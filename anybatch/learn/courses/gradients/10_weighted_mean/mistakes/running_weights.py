@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 
 def token_losses(params, x, y):
-    """The squared error of each token, of the shape of y. Do not change it."""
+    """The squared error of each token, with the shape of y. Do not change it."""
     return (x @ params["w"] + params["b"] - y) ** 2
 
 

@@ -1,4 +1,4 @@
-"""Casts everything to float32 first: right, and no longer a bfloat16 model.
+"""Casts everything to float32 first: right, but no longer a bfloat16 model.
 
 caught by: program
 says: the model runs in float32
@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 
 def loss(params, x, y):
-    """Mean squared error of a linear model over one microbatch, in bfloat16. Do not change it."""
+    """The mean squared error of a linear model over one microbatch, in bfloat16. Do not change it."""
     return jnp.mean((x @ params["w"] + params["b"] - y) ** 2)
 
 

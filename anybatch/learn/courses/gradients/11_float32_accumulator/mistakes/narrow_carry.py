@@ -1,4 +1,4 @@
-"""Begins the carry with zeros like the parameters, in bfloat16, and casts after the loop.
+"""Starts the carry with zeros like the parameters, in bfloat16, and casts after the loop.
 
 caught by: value
 says: Your accumulator is bfloat16
@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 
 def loss(params, x, y):
-    """Mean squared error of a linear model over one microbatch, in bfloat16. Do not change it."""
+    """The mean squared error of a linear model over one microbatch, in bfloat16. Do not change it."""
     return jnp.mean((x @ params["w"] + params["b"] - y) ** 2)
 
 

@@ -1,4 +1,4 @@
-"""Carries a bfloat16 sum and, in bfloat16 too, what it lost: as good as float32, and not simple.
+"""Carries a bfloat16 sum and, also in bfloat16, what rounding lost: accurate, but not simple.
 
 caught by: program
 says: a scan carries bfloat16 from one iteration to the next
@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 
 def loss(params, x, y):
-    """Mean squared error of a linear model over one microbatch, in bfloat16. Do not change it."""
+    """The mean squared error of a linear model over one microbatch, in bfloat16. Do not change it."""
     return jnp.mean((x @ params["w"] + params["b"] - y) ** 2)
 
 

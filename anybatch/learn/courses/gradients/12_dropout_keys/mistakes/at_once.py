@@ -1,4 +1,4 @@
-"""Right masks, and the full batch at once.
+"""Right masks, but the full batch at once.
 
 caught by: program
 says: there is no lax.scan
@@ -11,7 +11,7 @@ RATE = 0.25  # of the hidden units that are dropped
 
 
 def loss(params, x, y, mask):
-    """Mean squared error over one microbatch; mask (M, H) multiplies the hidden units. Do not change it."""
+    """The mean squared error over one microbatch; mask (M, H) multiplies the hidden units. Do not change it."""
     hidden = jnp.tanh(x @ params["w"]) * mask
     return jnp.mean((hidden @ params["v"] - y) ** 2)
 

@@ -1,4 +1,4 @@
-"""Right masks, all of them drawn before the scan: as much memory as the hidden units of the full batch.
+"""Right masks, but all of them are drawn before the scan, and need the memory of the full batch.
 
 caught by: program
 says: masks or hidden units of the full batch are computed at once
@@ -11,7 +11,7 @@ RATE = 0.25  # of the hidden units that are dropped
 
 
 def loss(params, x, y, mask):
-    """Mean squared error over one microbatch; mask (M, H) multiplies the hidden units. Do not change it."""
+    """The mean squared error over one microbatch; mask (M, H) multiplies the hidden units. Do not change it."""
     hidden = jnp.tanh(x @ params["w"]) * mask
     return jnp.mean((hidden @ params["v"] - y) ** 2)
 

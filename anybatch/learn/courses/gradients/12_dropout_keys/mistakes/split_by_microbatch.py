@@ -1,4 +1,4 @@
-"""Splits the key into one for each microbatch: fresh masks, that change with the number of microbatches.
+"""Splits the key into one for each microbatch: new masks, which depend on the number of microbatches.
 
 caught by: value
 says: from one key, made from its number
@@ -11,7 +11,7 @@ RATE = 0.25  # of the hidden units that are dropped
 
 
 def loss(params, x, y, mask):
-    """Mean squared error over one microbatch; mask (M, H) multiplies the hidden units. Do not change it."""
+    """The mean squared error over one microbatch; mask (M, H) multiplies the hidden units. Do not change it."""
     hidden = jnp.tanh(x @ params["w"]) * mask
     return jnp.mean((hidden @ params["v"] - y) ** 2)
 

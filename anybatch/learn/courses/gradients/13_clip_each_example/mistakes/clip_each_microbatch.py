@@ -1,4 +1,4 @@
-"""Clips the gradient of each microbatch, which is a sum already.
+"""Clips the gradient of each microbatch, which is already a sum.
 
 caught by: value
 says: You clipped the gradient of each microbatch

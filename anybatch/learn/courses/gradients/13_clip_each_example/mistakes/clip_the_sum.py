@@ -1,4 +1,4 @@
-"""Accumulates the plain sum, and clips that.
+"""Accumulates the sum, and clips that.
 
 caught by: value
 says: You clipped the sum of all gradients

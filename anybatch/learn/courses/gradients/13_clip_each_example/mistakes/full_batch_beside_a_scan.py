@@ -1,4 +1,4 @@
-"""The full batch at once, beside a scan that does nothing of use.
+"""The full batch, and a scan without any use.
 
 caught by: program
 says: The scan has no influence on the answer

@@ -1,4 +1,4 @@
-"""The mean of the losses of microbatches, each with a root of its own.
+"""The mean of the losses of microbatches, each with its own root.
 
 caught by: value
 says: You took a root in each microbatch

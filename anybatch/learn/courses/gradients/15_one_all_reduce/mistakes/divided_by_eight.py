@@ -1,4 +1,4 @@
-"""Corrects the factor, and leaves the sum over devices where jax.grad has put it: in the loop.
+"""Corrects the factor, but leaves the sum over devices in the loop, where jax.grad has inserted it.
 
 caught by: collectives
 says: If you did not, it was jax.grad

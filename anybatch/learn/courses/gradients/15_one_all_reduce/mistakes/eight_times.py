@@ -1,4 +1,4 @@
-"""Averages what jax.grad has added up over devices already.
+"""Averages what jax.grad has already added up over devices.
 
 caught by: value
 says: Eight times too large

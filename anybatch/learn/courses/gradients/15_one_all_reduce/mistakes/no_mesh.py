@@ -1,4 +1,4 @@
-"""Does without the mesh.
+"""Does not use the mesh.
 
 caught by: collectives
 says: Nothing was exchanged

@@ -1,4 +1,4 @@
-"""Takes the square of the mean gradient as it is.
+"""Does not correct the square of the mean gradient.
 
 caught by: value
 says: subtract trace / N

@@ -1,4 +1,4 @@
-"""Takes the gradients of microbatches for those of examples.
+"""Uses the gradients of microbatches instead of per-example gradients.
 
 caught by: value
 says: the variance of the mean gradients of microbatches

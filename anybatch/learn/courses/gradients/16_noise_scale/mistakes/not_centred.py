@@ -1,4 +1,4 @@
-"""Takes the mean of the squares for the variance.
+"""Uses the mean of the squares instead of the variance.
 
 caught by: value
 says: This trace is the mean of the squared norms

@@ -1,4 +1,4 @@
-"""Looks at the norms of gradients only.
+"""Uses only the norms of gradients.
 
 caught by: value
 says: You took the variance of the norms
