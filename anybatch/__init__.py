@@ -1,4 +1,4 @@
-"""The exact gradient of any batch, on the memory you have.
+"""The exact gradient of any batch, in the memory that you have.
 
 Names load when they are first used: `import anybatch` itself imports no JAX.
 """

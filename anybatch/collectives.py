@@ -1,8 +1,9 @@
-"""Which collectives one run of a compiled program executes, and what each device sends.
+"""The collectives that one run of a compiled program executes, and the bytes that each device sends.
 
-They are read from the text of the program, after all of XLA's optimizations. A text shows a collective once, however
-often a loop repeats it, so the computations are walked from the entry and counts are multiplied on the way. What is
-not understood is an error, never a smaller number. Kernels and custom calls that send on their own are not seen.
+They are read from the text of the optimized HLO. The text shows a collective once, however often a loop repeats it. So
+the computations are followed from the entry, and trip counts of loops are multiplied. A text that cannot be understood
+raises an error rather than give a number that is too small. Kernels and custom calls that communicate themselves are
+not counted.
 """
 
 import dataclasses
@@ -27,14 +28,14 @@ class Collective:
 
     Args:
       kind: one of `KINDS`.
-      times: how often one run executes it; None if a loop around it has a trip count that is not known.
-      bytes: of its result, on one device.
-      arrays: how many arrays it carries at once.
-      group: how many devices exchange with each other.
-      axes: the axes of the mesh along which they lie; None if no mesh was given.
-      in_loop: whether any loop is around it.
-      optional: whether it is in a branch, which a run may not take; then `times` is the most.
-      source: the operation that it comes from, as JAX names it; empty if XLA made it.
+      times: how often one run executes it; None if it is in a loop of unknown trip count.
+      bytes: the bytes of its result on one device.
+      arrays: the number of arrays that it combines.
+      group: the number of devices that communicate with each other.
+      axes: the mesh axes along which these devices differ; None without a mesh.
+      in_loop: whether it is in a loop.
+      optional: whether it is in a branch, which a run may skip; `times` is then the largest possible number.
+      source: the operation that it comes from, as JAX names it; empty if XLA inserted it.
     """
 
     kind: str
@@ -49,32 +50,32 @@ class Collective:
 
     @property
     def payload(self) -> int:
-        """The bytes that a device holds of what is exchanged, before or after, whichever is more."""
+        """The bytes of its input or its result on one device, whichever is larger."""
         return self.bytes * self.group if self.kind == "reduce-scatter" else self.bytes
 
     @property
     def wire(self) -> int:
-        """The most that a device sends in one execution, around a ring: 2(g-1)/g of the bytes for an all-reduce."""
-        if self.kind in _PASSED_ON_WHOLE:
+        """The most bytes that a device sends in one execution, on a ring: 2(g-1)/g of the payload for an all-reduce."""
+        if self.kind in _SENDS_ALL:
             return self.payload
         rounds = 2 if self.kind == "all-reduce" else 1
         return -(-rounds * (self.group - 1) * self.payload // self.group)
 
     @property
     def hops(self) -> int:
-        """The messages that follow one another in one execution, around a ring."""
+        """The number of consecutive messages in one execution, on a ring."""
         if self.kind == "collective-permute":
             return 1
         return (2 if self.kind == "all-reduce" else 1) * (self.group - 1)
 
 
-# For a ragged exchange the program does not say how much goes where: all of it, at most.
-_PASSED_ON_WHOLE = ("collective-permute", "collective-broadcast", "ragged-all-to-all")
+# A device sends all of the payload. For a ragged all-to-all that is an upper bound: its sizes are not in the program.
+_SENDS_ALL = ("collective-permute", "collective-broadcast", "ragged-all-to-all")
 
 
 @dataclasses.dataclass(frozen=True)
 class Traffic:
-    """What the collectives of one run come to. Printed, it is a table.
+    """The collectives of one run. Print it for a table.
 
     >>> reduction = Collective("all-reduce", 1, 2**20, 3, 8, ("data",), False, False, "psum")
     >>> traffic = Traffic((reduction,))
@@ -90,50 +91,50 @@ class Traffic:
 
     @classmethod
     def of(cls, compiled: Any, mesh: Any = None) -> "Traffic":
-        """Of what `jax.jit(fun).lower(...).compile()` returns; see `collectives_of`."""
+        """The traffic of a compiled program, `jax.jit(fun).lower(...).compile()`; see `collectives_of`."""
         return cls(tuple(collectives_of(compiled, mesh)))
 
     @property
     def executed(self) -> int | None:
-        """How many collectives one run executes, at most; None if that is not known."""
+        """The largest number of collectives that one run executes; None if it is not known."""
         return _total(each.times for each in self.collectives)
 
     @property
     def sent(self) -> int | None:
-        """The bytes that a device sends in one run, at most; None if that is not known."""
+        """The most bytes that a device sends in one run; None if they are not known."""
         return _total(None if each.times is None else each.times * each.wire for each in self.collectives)
 
     @property
     def by_kind(self) -> dict[str, int | None]:
-        """How many of each kind one run executes."""
+        """The number of collectives of each kind that one run executes."""
         found = dict.fromkeys(each.kind for each in self.collectives)
         return {kind: Traffic(tuple(c for c in self.collectives if c.kind == kind)).executed for kind in found}
 
     @property
     def in_loops(self) -> "Traffic":
-        """The part that is inside of loops."""
+        """The collectives inside of loops."""
         return Traffic(tuple(each for each in self.collectives if each.in_loop))
 
     @property
     def outside(self) -> "Traffic":
-        """The part that is outside of all loops."""
+        """The collectives outside of all loops."""
         return Traffic(tuple(each for each in self.collectives if not each.in_loop))
 
     def over(self, axis: str) -> "Traffic":
-        """The part that goes along an axis of the mesh, alone or with others."""
+        """The collectives along an axis of the mesh, alone or together with other axes."""
         if any(each.axes is None for each in self.collectives):
             raise InputError(
-                "over needs to know along which axes of a mesh the devices lie",
+                "Traffic.over needs a mesh, for the names of its axes",
                 given=f"axis={axis!r} and a Traffic without a mesh",
                 remedy="Pass the mesh: Traffic.of(compiled, mesh).",
             )
         return Traffic(tuple(each for each in self.collectives if axis in (each.axes or ())))
 
     def at(self, devices: int) -> "Traffic":
-        """The same exchanges in groups of another size: each device holds as much of the payload as before.
+        """The same collectives in groups of another size, with the same payload on each device.
 
-        That is what happens to the reductions of a data-parallel gradient if devices are added and each gets as many
-        examples as before. With other axes in the mesh, take the part that grows first: `over("data").at(1024)`.
+        That is what happens to a data-parallel gradient if you add devices and keep the number of examples on each. If
+        the mesh has other axes, select the axis that grows first: `over("data").at(1024)`.
         """
         if devices == 1:
             return Traffic(())
@@ -149,11 +150,11 @@ class Traffic:
         )
 
     def seconds(self, bandwidth: float, latency: float = 0.0) -> float | None:
-        """On paper, the time of all collectives, one after the other around a ring, with nothing else going on.
+        """An estimate of the time of all collectives, one after the other on a ring, with nothing else running.
 
         Args:
           bandwidth: the bytes that a device sends in a second.
-          latency: the seconds that a message takes to the next device, however small it is.
+          latency: the seconds that an empty message takes to the next device.
 
         Returns:
           None if it is not known how often they are executed.
@@ -202,16 +203,16 @@ def _bytes(number: int | None) -> str:
 def collectives_of(compiled: Any, mesh: Any = None) -> list[Collective]:
     """The collectives that one run of a compiled program executes, in the order of the program.
 
-    Guarantees: one entry for each place from which a collective is reached, so that two calls of one computation are
-    two entries; `times` is the product of the trip counts around it; a group of one device is no collective. Every line
-    of the text that looks like a collective has been counted, or this raises.
+    Two calls of one computation give two entries. `times` is the product of the trip counts of the surrounding loops. A
+    collective over groups of one device is left out. Every line of the text that looks like a collective is counted;
+    otherwise this raises.
 
     Args:
-      compiled: what `jax.jit(fun).lower(...).compile()` returns, or the text of it.
-      mesh: the mesh that the program was compiled for, for the names of the axes.
+      compiled: the result of `jax.jit(fun).lower(...).compile()`, or its text.
+      mesh: the mesh that the program was compiled for; it gives the names of the axes.
 
     Raises:
-      UnreadableProgramError: the text has a form that is not known.
+      UnreadableProgramError: if the text has an unknown form.
     """
     text = compiled if isinstance(compiled, str) else compiled.as_text()
     if not isinstance(text, str) or not text.lstrip().startswith("HloModule"):
@@ -225,7 +226,7 @@ def collectives_of(compiled: Any, mesh: Any = None) -> list[Collective]:
         raise InputError(
             "mesh must be the one that the program was compiled for",
             given=f"a mesh of {mesh.size} devices and a program for {program.devices}",
-            remedy="Pass that mesh, or leave it out and do without the names of axes.",
+            remedy="Pass that mesh, or leave it out; then axes have no names.",
         )
     reached: set[int] = set()
     found = list(_walk(program, program.entry, _Around(), mesh, reached))
@@ -237,7 +238,7 @@ def collectives_of(compiled: Any, mesh: Any = None) -> list[Collective]:
 
 @dataclasses.dataclass(frozen=True)
 class _Around:
-    """What is around an instruction."""
+    """The loops and branches around an instruction."""
 
     times: int | None = 1
     in_loop: bool = False
@@ -248,7 +249,8 @@ class _Around:
         return dataclasses.replace(self, times=times, in_loop=True)
 
 
-# The attributes that name what an instruction runs. A reducer, which to_apply names elsewhere, holds no collectives.
+# The attributes that name the computations an instruction calls. Other instructions have a to_apply too: it names a
+# reducer, which contains no collectives.
 _RUNS = {
     "call": ("to_apply",),
     "fusion": ("calls",),
@@ -258,7 +260,7 @@ _RUNS = {
 
 
 def _walk(program: Program, name: str, around: _Around, mesh: Any, reached: set[int]) -> Iterator[Collective]:
-    """All collectives that a computation reaches."""
+    """The collectives of a computation, and of those that it calls."""
     for each in program[name]:
         op = each.op.removesuffix("-start")
         if op in KINDS:
@@ -269,7 +271,7 @@ def _walk(program: Program, name: str, around: _Around, mesh: Any, reached: set[
             for inner in each.names("body"):
                 yield from _walk(program, inner, around.loop(count), mesh, reached)
             for inner in each.names("condition"):
-                # It is asked once more than the body runs.
+                # The condition runs once more than the body.
                 yield from _walk(program, inner, around.loop(None if count is None else count + 1), mesh, reached)
         elif op in _RUNS:
             within = dataclasses.replace(around, optional=around.optional or op == "conditional")
@@ -279,7 +281,7 @@ def _walk(program: Program, name: str, around: _Around, mesh: Any, reached: set[
 
 def _collective(program: Program, each: Instruction, kind: str, around: _Around, mesh: Any) -> Collective:
     arrays, groups = each.array_bytes, program.groups(each, kind)
-    # Without dimensions, a tuple is one array in pieces, a piece for each device.
+    # Without dimensions, the elements of the tuple are pieces of one array, one for each device.
     pieces = kind == "all-to-all" and "dimensions=" not in each.attributes
     return Collective(
         kind=kind,
@@ -295,10 +297,10 @@ def _collective(program: Program, each: Instruction, kind: str, around: _Around,
 
 
 def _axes(groups: list[list[int]], mesh: Any) -> tuple[str, ...]:
-    """The axes along which the devices of a group differ; a program numbers devices as its mesh lists them."""
+    """The axes along which the devices of a group differ. A program numbers its devices in the order of the mesh."""
     sizes = mesh.shape
     spanned = np.zeros(len(sizes), bool)
     for group in groups:
-        places = np.array(np.unravel_index(group, tuple(sizes.values())))
-        spanned |= (places != places[:, :1]).any(axis=1)
+        coordinates = np.array(np.unravel_index(group, tuple(sizes.values())))
+        spanned |= (coordinates != coordinates[:, :1]).any(axis=1)
     return tuple(name for name, spans in zip(sizes, spanned, strict=True) if spans)

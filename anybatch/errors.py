@@ -1,7 +1,7 @@
-"""What anybatch raises, and how it is worded.
+"""The errors and warnings of anybatch.
 
-Every message has three parts: what must hold, what was given (by name, with its value), and the
-ways out, as code one can type.
+Every error message has three parts: what must hold, what was given (by name, with its value), and what to do, as code
+that can be typed.
 """
 
 import os
@@ -9,19 +9,19 @@ import sys
 
 
 class AnybatchError(Exception):
-    """The base of every error that anybatch raises on purpose."""
+    """The base class of all errors that anybatch raises deliberately."""
 
 
 class InputError(AnybatchError, ValueError, TypeError):
-    """An argument that anybatch cannot work with, found before any work is done.
+    """An argument is not allowed. It is raised before any work is done.
 
-    It is a `ValueError` and a `TypeError` at once. JAX raises the one for some of these mistakes and
-    the other for the rest; an `except` clause written for `jax.value_and_grad` goes on working.
+    It is both a `ValueError` and a `TypeError`, because JAX raises the one for some of these mistakes and the other for
+    the rest. An `except` clause that was written for `jax.value_and_grad` keeps working.
 
     Args:
       must: what must hold, as a sentence without its full stop.
       given: what was given instead, by name and with its value. Several lines become a table.
-      remedy: the ways out, as sentences with code that can be typed.
+      remedy: what to do, as sentences with code that can be typed.
     """
 
     def __init__(self, must: str, *, given: str, remedy: str) -> None:
@@ -30,41 +30,42 @@ class InputError(AnybatchError, ValueError, TypeError):
 
 
 class CoupledError(AnybatchError, ValueError):
-    """A loss that looks across examples, where it must not.
+    """The loss looks across examples, where that is not allowed.
 
-    With `on_coupled="error"`; for a noise scale; or with `keep_batch_dim=True`, where every example is taken by itself.
+    That is with `on_coupled="error"`, for a noise scale, and with `keep_batch_dim=True`, where every example is a batch
+    of one.
     """
 
 
 class HeadTooLargeError(AnybatchError, MemoryError):
-    """What a loss computes from the whole batch at once does not fit the memory."""
+    """The part of the loss that is computed from the full batch does not fit the memory."""
 
 
 class NothingFitsError(AnybatchError, MemoryError):
-    """No way of computing a gradient fits the memory; the message has the table of the plan, and the ways out."""
+    """No strategy for a gradient fits the memory. The message has the table of the plan, and what to do."""
 
 
 class TightMemoryWarning(UserWarning):
-    """Memory ran out, or will as far as can be seen, or XLA could not compile a program, so that another was taken.
+    """Another strategy was used, because memory ran out or was about to, or because XLA could not compile a program.
 
-    It has smaller microbatches, or another method. The gradient is the same.
+    It has smaller microbatches or another method. The gradient is the same.
     """
 
 
 class LargeHeadWarning(UserWarning):
-    """Most of a model is computed from the whole batch at once, so that microbatches save little memory."""
+    """Most of a model is computed from the full batch, so that microbatches save little memory."""
 
 
 class RuleFailedWarning(UserWarning):
-    """An operation could not be computed microbatch by microbatch, though anybatch has a rule for it.
+    """An operation could not be computed in microbatches, although anybatch has a rule for it.
 
-    It is computed from the whole batch at once instead. The gradient is exact, and takes more memory. The rule has an
-    error: please report it, or correct it if you registered it with `anybatch.register_rule`.
+    It is computed from the full batch instead. The gradient is exact, and takes more memory. The rule has an error:
+    please report it, or correct it if you registered it with `anybatch.register_rule`.
     """
 
 
 class NotAvailableError(AnybatchError, NotImplementedError):
-    """A documented option that this version does not have yet; the message says what to use instead."""
+    """An option is not available in this version. The message says what to use instead."""
 
     def __init__(self, option: str, *, remedy: str) -> None:
         self.option, self.remedy = option, remedy
@@ -79,7 +80,7 @@ def _three_parts(must: str, given: str, remedy: str) -> str:
 
 
 def user_stacklevel() -> int:
-    """For a warning: how far up the caller is whose code is not ours or JAX's."""
+    """The `stacklevel` of a warning that shows the first line outside of anybatch and JAX."""
     level, frame = 1, sys._getframe(1)
     own = tuple(os.path.dirname(file or "") + os.sep for file in (__file__, sys.modules["jax"].__file__))
     while frame.f_back is not None and frame.f_code.co_filename.startswith(own):

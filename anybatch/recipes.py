@@ -1,8 +1,8 @@
-"""Four small programs, in plain JAX, that hold the whole idea.
+"""Four small programs in plain JAX that show the idea of anybatch. They are meant to be read, not used.
 
-A gradient of a batch can be computed in one piece, example by example, microbatch by microbatch, or spread
-over devices; by linearity the answer is the same. Each recipe computes one thing in two of these ways, or in
-the one that saves memory. They are written to be read; `anybatch.value_and_grad` is the tool to use.
+The gradient of a batch can be computed at once, example by example, in microbatches, or sharded over devices. Because
+gradients are linear, the result is the same. Each recipe computes one thing in two of these ways, or in the one that
+saves memory. For real work, use `anybatch.value_and_grad`.
 """
 
 from typing import Any
@@ -18,15 +18,15 @@ from anybatch.errors import InputError
 def equivalent_two_ways(w: Any, x_batch: Any) -> jax.Array:
     """The gradient of a sum is the sum of the gradients.
 
-    For `f(w, x) = (w x)²`, both are `2 w Σx²`: one gradient for each example and then their sum, as clipping
-    needs it; or one gradient of the summed loss, as training does it.
+    For `f(w, x) = (w x)²`, both are `2 w Σx²`. One computes a gradient for each example and sums them, as clipping
+    does. The other computes one gradient of the summed loss, as training does.
 
     >>> equivalent_two_ways(3.0, [1.0, 2.0])  # 2 * 3 * (1 + 4)
     Array([30., 30.], dtype=float32)
 
     Args:
       w: a number.
-      x_batch: the examples, numbers in an array of one axis.
+      x_batch: the examples, a one-dimensional array.
 
     Returns:
       Both gradients, in an array of shape (2,).
@@ -45,10 +45,10 @@ def equivalent_two_ways(w: Any, x_batch: Any) -> jax.Array:
 
 
 def microbatched_grads(w: Any, b: Any, x_full: Any, y_full: Any, n_microbatches: Any) -> jax.Array:
-    """The gradient of a batch, accumulated microbatch by microbatch: the memory of one, the sum of all.
+    """The gradient of a batch, accumulated over microbatches in a `lax.scan`: it takes the memory of one of them.
 
-    The loss is `Σ(w x - y)²`, so the gradients of the microbatches add up. Were it a mean, each would have to
-    be weighted by its share of the examples.
+    The loss is `Σ(w x - y)²`, so the gradients of the microbatches add up. For a mean, each gradient would have to be
+    multiplied by the microbatch's fraction of the examples.
 
     >>> x, y = jnp.array([1.0, 2.0, 3.0, 4.0]), jnp.array([2.0, 4.0, 6.0, 8.0])
     >>> microbatched_grads(1.0, 0.0, x, y, 2)  # Σ 2 x (x - 2x) = -2 Σx²
@@ -57,9 +57,9 @@ def microbatched_grads(w: Any, b: Any, x_full: Any, y_full: Any, n_microbatches:
     Args:
       w: the parameter, a number.
       b: not used.
-      x_full: the inputs, numbers in an array of one axis.
-      y_full: the targets, as many.
-      n_microbatches: how many equal microbatches to cut them into, in order. It must divide their number.
+      x_full: the inputs, a one-dimensional array.
+      y_full: the targets, an array of the same length.
+      n_microbatches: the number of microbatches. It must divide the number of examples.
 
     Returns:
       The gradient with respect to `w`, a number.
@@ -87,10 +87,10 @@ def microbatched_grads(w: Any, b: Any, x_full: Any, y_full: Any, n_microbatches:
 
 
 def shard_map_vs_vmap(x: Any) -> jax.Array:
-    """The same function of each row, by rows spread over devices and by `vmap` on one.
+    """Applies a function to each row of an array: with the rows sharded over devices, and with `vmap` on one device.
 
-    `shard_map` hands each device its own rows of `x`; what the function does to a row is the same. No device
-    needs anything from another, so nothing is communicated.
+    `shard_map` gives each device its rows of `x`. The function of a row is the same. No device needs data of another,
+    so nothing is communicated.
 
     >>> shard_map_vs_vmap([[1.0, 2.0], [3.0, 4.0]])
     Array([[ 5., 25.],
@@ -113,22 +113,22 @@ def shard_map_vs_vmap(x: Any) -> jax.Array:
     devices = jax.devices()
     devices = devices if len(x) % len(devices) == 0 else devices[:1]
     mesh = jax.make_mesh((len(devices),), ("data",), (AxisType.Auto,), devices=devices)
-    spread = jax.shard_map(each_row, mesh=mesh, in_specs=P("data"), out_specs=P("data"))
-    return jnp.stack([spread(x), each_row(x)])
+    sharded = jax.shard_map(each_row, mesh=mesh, in_specs=P("data"), out_specs=P("data"))
+    return jnp.stack([sharded(x), each_row(x)])
 
 
 def grad_accumulation_step(seed: Any, x_batches: Any, y_batches: Any, lr: Any) -> jax.Array:
-    """One optimizer step from the averaged gradients of two microbatches, in Flax and Optax.
+    """One optimizer step with the average of the gradients of two microbatches, in Flax and Optax.
 
-    Both gradients are taken at the initial parameters: a step in between would be another algorithm. The two
-    microbatches have the same size and the loss is a mean, so the average of their gradients is the gradient of all.
+    Both gradients are taken at the initial parameters: with a step in between it would be another algorithm. The
+    microbatches have the same size and the loss is a mean, so the average of the gradients is that of the batch.
 
     >>> x, y = jnp.ones((2, 4, 3)), jnp.zeros((2, 4))
     >>> grad_accumulation_step(0, x, y, 0.1).shape
     (1,)
 
     Args:
-      seed: of the initial parameters, a whole number.
+      seed: the seed of the initial parameters, an integer.
       x_batches: the inputs of both microbatches, of shape (2, M, D).
       y_batches: their targets, of shape (2, M).
       lr: the learning rate.
@@ -148,7 +148,7 @@ def grad_accumulation_step(seed: Any, x_batches: Any, y_batches: Any, lr: Any) -
         raise InputError(
             "x_batches must have shape (2, M, D) and y_batches (2, M)",
             given=f"{x_batches.shape} and {y_batches.shape}",
-            remedy="Cut the batch in two, e.g. x.reshape(2, -1, x.shape[-1]) and y.reshape(2, -1).",
+            remedy="Divide the batch in two, e.g. x.reshape(2, -1, x.shape[-1]) and y.reshape(2, -1).",
         )
 
     class Linear(nn.Module):
@@ -180,7 +180,9 @@ def _vector(name: str, value: Any) -> jax.Array:
     array = jnp.asarray(value, jnp.float32)
     if array.ndim != 1:
         raise InputError(
-            f"{name} must have one axis, of examples", given=f"shape {array.shape}", remedy=f"Pass {name}.reshape(-1)."
+            f"{name} must have one axis, the examples",
+            given=f"shape {array.shape}",
+            remedy=f"Pass {name}.reshape(-1).",
         )
     return array
 

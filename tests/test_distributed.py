@@ -87,20 +87,20 @@ def test_processes_hold_one_batch_together(tmp_path):
         assert "coordinator_address='127.0.0.1:9', was '127.0.0.1:" in lines["second"]
         assert "num_processes=3, was 2" in lines["second"]
         assert lines["rows"].startswith(
-            "Every process must pass the same number of rows, got     process 0: 8     process 1: 4 Cut them to the "
-            "fewest, rows[:4], or pad them to 8"
+            "Every process must pass the same number of rows, got     process 0: 8     process 1: 4 Drop some, "
+            "rows[:4], or pad them to 8"
         )
         assert "process 0: 8 rows of batch['x']: float32[3]" in lines["leaves"]
         assert "process 1: 8 rows of batch['y']: float32[3]" in lines["leaves"]
         assert lines["dtypes"] == "Every process must pass the same leaves"
         assert "is a global one" in lines["global"]
         assert "process 0: 4 of 4     process 1: 0 of 4" in lines["part"]
-        assert "Processes that share a part of the axis must pass the same rows" in lines["crossed"]
+        assert "Processes with the same indices along the axis must pass the same rows" in lines["crossed"]
         assert each.output.endswith("done\n")
     # The process whose rows are wrong says so in full, and the other one says which that is.
     other, own = map(labelled, ended)
     assert (other["control"], own["control"]) == ("(16, 3)", "(8, 3)")
-    assert "got 7 rows for 4 devices. Cut them, rows[:4], or pad them to 8" in own["uneven"]
+    assert "got 7 rows for 4 devices. Drop some, rows[:4], or pad them to 8" in own["uneven"]
     assert "process 0: nothing wrong     process 1: The rows of a process must be shared evenly" in other["uneven"]
     assert "batch: 1.0" in own["scalar"] and "process 1: Every leaf of the batch must be an array" in other["scalar"]
 
@@ -258,7 +258,7 @@ def test_rows_are_repeated_over_other_axes():
 @pytest.mark.parametrize(
     "batch, mesh, text",
     [
-        (np.ones(12), None, r"got 12 rows for 8 devices\.\nCut them, rows\[:8\], or pad them to 16"),
+        (np.ones(12), None, r"got 12 rows for 8 devices\.\nDrop some, rows\[:8\], or pad them to 16"),
         ({"x": np.ones(8), "y": np.ones(16)}, None, r"(?s)batch\['x'\]: 8\n.*batch\['y'\]: 16"),
         ({"x": np.ones(8), "n": 3}, None, r"(?s)an array on the host, with rows along axis 0.*batch\['n'\]: 3"),
         ({}, None, "got no leaves"),

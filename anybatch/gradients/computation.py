@@ -1,6 +1,8 @@
-"""The whole batch at once: what `jax.value_and_grad` does.
+"""The gradient of one call, as a function of flat arrays, for each strategy that can compute it.
 
-One gradient as a function of flat arrays, for each of the ways to compute it.
+`Gradient` has the traced loss, what was read of it, and its shardings. `Gradient.computation(strategy)` returns the
+function to compile and run: the full batch at once (here), the microbatches of a loss that was read
+(`split_passes.py`), or the microbatches of a loss whose reduction was declared (`declared.py`).
 """
 
 import contextlib
@@ -19,13 +21,12 @@ from anybatch.call.loss import TracedLoss, trace_loss
 from anybatch.call.microbatches import Microbatches
 from anybatch.call.options import Options
 from anybatch.errors import InputError
-from anybatch.gradients import declared as scan
-from anybatch.gradients import head_budget, remat, split_passes, squared_norms
+from anybatch.gradients import declared, head_budget, remat, split_passes, squared_norms
 from anybatch.gradients.outputs import ratio, wide_dtype
 from anybatch.jaxprs import avals
-from anybatch.mesh import executor as parts
 from anybatch.mesh import fixed_order
 from anybatch.mesh.call_shardings import CallShardings, groups_of
+from anybatch.mesh.executor import Executor, LocalExecutor
 from anybatch.planning.strategy import Computation, Strategy
 from anybatch.reading.coupling import RuleFailed
 from anybatch.reading.microbatch_weights import MicrobatchWeights, microbatch_weights
@@ -35,23 +36,8 @@ from anybatch.reading.report import Reading
 from anybatch.reading.split import Split
 
 
-def value_and_grad(loss: TracedLoss, consts: Sequence[Any], arrays: Arrays) -> tuple[Any, list[Any], list[Any]]:
-    """The value, the aux leaves and the gradient leaves, for all examples in one piece."""
-
-    def of_wrt(wrt: list[Any]) -> tuple[Any, list[Any]]:
-        outputs = loss(consts, arrays._replace(wrt=wrt))
-        if loss.num_heads == 1:
-            return outputs[0], outputs[1:]
-        total, weight, *aux = outputs
-        dtype = loss.value_dtype
-        return ratio(total.astype(wide_dtype(dtype, jnp.float32)), weight).astype(dtype), aux
-
-    (value, aux), grads = jax.value_and_grad(of_wrt, has_aux=True)(arrays.wrt)
-    return value, aux, grads
-
-
 class Gradient:
-    """The gradient that one call asks for, to be computed in any way."""
+    """The gradient of one call: what all strategies share, and what the planner asks."""
 
     def __init__(self, fun: Callable[..., Any], options: Options, arguments: Arguments) -> None:
         if options.reduction != "infer" and options.microbatch_size is not None:
@@ -62,10 +48,10 @@ class Gradient:
         self.arguments = arguments if self.shardings is None else self.shardings.arguments
         self._traced: dict[int, tuple[TracedLoss, Any]] = {}  # by the number of examples
         self._fun = fun
-        self._failed: dict[str, str] = {}  # primitives that could not be computed as they were read, and why
+        self._failed: dict[str, str] = {}  # primitives whose rule failed when it was run, and why
 
     def _trace(self, num_examples: int) -> tuple[TracedLoss, Any]:
-        # Not by functools.cache of a method: a cycle would keep the arguments, the batch too, until it is collected.
+        # functools.cache on a method would make a reference cycle, and keep the batch in memory until it is collected.
         if num_examples not in self._traced:
             self._traced[num_examples] = self._trace_loss(num_examples)
         return self._traced[num_examples]
@@ -76,27 +62,31 @@ class Gradient:
             return trace_loss(self._fun, self.arguments, num_examples, **how)
         with self.shardings.watched():
             traced, consts = trace_loss(
-                self._fun, self.arguments, num_examples, **how, on_mesh=(self.shardings.mesh, self.shardings.over.axes)
+                self._fun,
+                self.arguments,
+                num_examples,
+                **how,
+                on_mesh=(self.shardings.mesh, self.shardings.options.axes),
             )
         return traced, self.shardings.placed(consts)
 
     def context(self) -> Any:
-        """What must be around it when it is traced, compiled and run."""
+        """The context in which the gradient must be traced, compiled and run."""
         return contextlib.nullcontext() if self.shardings is None else self.shardings.context()
 
     @property
     def share(self) -> int:
-        """The most examples at a time: all of them; on a mesh, the most that a device has."""
+        """The largest possible microbatch: all examples; on a mesh, the largest number of examples on a device."""
         return self.examples if self.shardings is None else self.shardings.share(self.examples)
 
     @property
     def loss(self) -> TracedLoss:
-        """The loss of the whole batch."""
+        """The loss of the full batch."""
         return self._trace(self.examples)[0]
 
     @property
     def ignores_batch(self) -> bool:
-        """Whether the loss, as it was traced, is not computed from any array of the batch."""
+        """True if the traced loss does not depend on any array of the batch."""
         for loss, _ in self._traced.values():
             first, count = len(loss.types.wrt), len(loss.types.batch)
             if any(any(loss.traced.inputs_used_by(head)[first : first + count]) for head in range(loss.num_heads)):
@@ -105,30 +95,30 @@ class Gradient:
 
     @property
     def draws_anew(self) -> bool:
-        """Whether random numbers may depend on the size of the microbatches."""
+        """True if random numbers may depend on the microbatch size."""
         return bool(self.arguments.arrays.keys)
 
     def written(self, count: Callable[[Any], int]) -> int:
-        """The bytes that the loss of the whole batch writes, as `count` counts those of a program."""
+        """The bytes that the loss of the full batch writes. `count` counts those of a jaxpr."""
         return count(self.loss.traced.jaxpr)
 
     @functools.cached_property
     def copies(self) -> int:
-        """How many gradients are computed at once: one, or as many as the `vmap` around us makes of it."""
+        """How many gradients are computed at once: one, or as many as the surrounding `vmap`s batch."""
         _, consts = self._trace(self.examples)
         return avals.vmapped_copies(*consts, *jax.tree.leaves(self.arguments.arrays))
 
     @property
     def devices(self) -> list[Any]:
-        """The devices of this process that it runs on, as far as its arrays say."""
+        """The local devices that it runs on, as far as its arrays show them."""
         if self.shardings is not None:
             return list(self.shardings.mesh.local_devices)
         return placement.devices_of(jax.tree.leaves(self.arguments.arrays))
 
     @property
     def spread_over(self) -> int:
-        """How many devices have examples of their own, without which their arrays would say so."""
-        return 1 if self.shardings is None else self.shardings.over.devices
+        """The number of shards of the batch on the mesh of the options; 1 without a mesh."""
+        return 1 if self.shardings is None else self.shardings.options.devices
 
     def local_bytes(self, role: str) -> int:
         """The bytes of the arguments of a role on one device."""
@@ -142,77 +132,78 @@ class Gradient:
 
     @functools.cached_property
     def unit(self) -> int:
-        """What microbatch sizes had better be multiples of: the devices that the examples are spread over."""
+        """What microbatch sizes should be a multiple of: without a mesh, the number of shards of the batch."""
         if self.shardings is not None:
             return 1
-        parts = max((placement.num_row_shards(leaf) for leaf in self.arguments.arrays.batch), default=1)
-        return parts if self.examples % parts == 0 and self.examples else 1
+        shards = max((placement.num_row_shards(leaf) for leaf in self.arguments.arrays.batch), default=1)
+        return shards if self.examples % shards == 0 and self.examples else 1
 
     @functools.cached_property
     def split(self) -> Split:
-        """The loss, read."""
+        """The loss, read and split into a prefix and a head."""
         loss, consts = self._trace(self.examples)
         fresh = bool(self.arguments.arrays.keys)
-        # Noise is told by microbatches of the batch itself, and a fixed order of sums is one of its examples.
+        # Gradient noise is measured on microbatches of examples, and a fixed order is one of examples. Neither is
+        # defined for rows that are selected from them.
         may_select = not self.options.noise and not self.options.reproducible
-        split = split_loss_in_one_pass if self._is_in_parts else split_loss
+        split = split_loss_in_one_pass if self._always_in_passes else split_loss
         return split(loss, consts, fresh_draws=fresh, may_select=may_select, failed=self._failed)
 
     @functools.cached_property
     def checked_reading(self) -> Reading:
-        """What was read, once it is known that the part of the loss that sees the whole batch fits."""
+        """The reading of the loss, after checking that its head, which sees the full batch, fits the memory."""
         return head_budget.check_head(self.split, on_coupled=self.options.on_coupled, memory=self.options.memory)
 
     @functools.cached_property
     def weights(self) -> MicrobatchWeights | None:
-        """What microbatches of a loss that was read count, if the noise in its gradient is wanted."""
+        """The weights of the microbatches of a loss that was read, if the gradient noise is wanted."""
         if not self.options.noise or self.options.reduction != "infer":
             return None
-        # Read once more, so that sums of data alone are known for each microbatch.
+        # A second reading, in which sums over data alone are computed in each microbatch.
         fresh = bool(self.arguments.arrays.keys)
         again = split_loss(*self._trace(self.examples), fresh_draws=fresh, sums_data_later=True, failed=self._failed)
         return microbatch_weights(self.split, again)
 
     @property
     def is_coupled(self) -> bool:
-        """Whether part of the loss is computed from the whole batch at once, in every way."""
+        """True if every strategy computes a part of the loss from the full batch."""
         return self.options.reduction == "infer" and not self.checked_reading.separable
 
     def is_at_once(self, strategy: Strategy) -> bool:
-        """Whether a way takes all examples at once."""
+        """True if a strategy computes all examples at once."""
         return strategy.microbatch_size is None or self.share <= strategy.microbatch_size
 
     @property
     def reduces(self) -> tuple[str, ...]:
-        """When gradients may be added up over a mesh, what sends least first."""
+        """The possible values of `reduce`, the one that sends the fewest bytes first."""
         shardings = self.shardings
-        if shardings is None or shardings.over.reduce != "auto" or self.options.noise:
+        if shardings is None or shardings.options.reduce != "auto" or self.options.noise:
             return (self.options.fixed_reduce,)
-        is_even = self.examples % shardings.over.devices == 0
+        is_even = self.examples % shardings.options.devices == 0
         return ("once", "each") if shardings.is_sharded and is_even else ("once",)
 
     @property
     def methods(self) -> tuple[str | None, ...]:
-        """What there is to choose from beside sizes and styles, what is likely to be fastest first."""
+        """The methods to choose from, the likely fastest first. Only per-example gradients have any."""
         return (None,)
 
     @property
     def noun(self) -> str:
-        """What is computed, in words."""
+        """What is computed, as a plan calls it."""
         return "gradient"
 
     @property
     def identity(self) -> Sequence[Any]:
-        """What decides about bytes and times beside the loss, its arguments and the options."""
+        """What bytes and times depend on, besides the loss, its arguments and the options: part of a plan's key."""
         return ()
 
     @property
     def note(self) -> str:
-        """What there is to say about it, for people."""
+        """A remark that a plan prints."""
         return ""
 
     def route(self, strategy: Strategy) -> str:
-        """What a way does, in words."""
+        """What a strategy does, as a plan calls it."""
         if self.is_at_once(strategy):
             return "all at once"
         if self.options.reduction == "infer" and self.checked_reading.passes == 2:
@@ -220,22 +211,22 @@ class Gradient:
         return "one pass"
 
     def computation(self, strategy: Strategy) -> Computation:
-        """What is to be compiled and run.
+        """The function that a strategy compiles and runs, and its arrays.
 
         Raises:
-          InputError: for a loss that this way cannot compute.
-          CoupledError: as the options have it; if the noise is wanted, for every loss that looks across examples.
-          HeadTooLargeError: if what must be computed from the whole batch at once does not fit.
+          InputError: for a loss that this strategy cannot compute.
+          CoupledError: for a loss that looks across examples, with `on_coupled="error"` or if the noise is wanted.
+          HeadTooLargeError: if the head, which is computed from the full batch, does not fit the memory.
         """
         weights = self.weights
-        if self.is_at_once(strategy) and not self._is_in_parts:
-            compute, inputs = self._at_once(strategy)
+        if self.is_at_once(strategy) and not self._always_in_passes:
+            compute, inputs = self._full_batch(strategy)
         elif self.options.reduction == "infer":
-            compute, inputs = self._as_read(strategy, weights)
+            compute, inputs = self._split_passes(strategy, weights)
         else:
-            compute, inputs = self._as_declared(strategy)
+            compute, inputs = self._declared(strategy)
         leaves, tree = jax.tree.flatten(inputs)
-        # Not always that of the whole batch: a declared loss may not even exist there.
+        # Of a microbatch, if the reduction is declared: the loss may fail for the full batch.
         loss = self._first_loss(strategy)
 
         def flat_compute(*flat: Any) -> list[Any]:
@@ -254,56 +245,56 @@ class Gradient:
 
     @property
     def _num_noise(self) -> int:
-        """How many numbers tell of the noise."""
+        """The number of outputs that describe the gradient noise."""
         return squared_norms.SUMMARY if self.options.noise else 0
 
     @property
-    def _is_in_parts(self) -> bool:
-        """Whether examples are computed in parts even where a microbatch has room for them all.
+    def _always_in_passes(self) -> bool:
+        """True if an executor is used even if one microbatch holds all examples: on a mesh, or in a fixed order.
 
-        No examples have no parts: their loss is whatever the user's function makes of an empty batch, such as NaN for a
-        mean, and no sum over devices tells that.
+        An empty batch is never computed like that: its loss is what the user's function returns for no examples, such
+        as NaN for a mean, and a sum over devices would return 0.
         """
         return self.examples > 0 and (self.shardings is not None or self.options.reproducible)
 
     def _size(self, strategy: Strategy) -> int:
-        """The examples of a microbatch."""
+        """The number of examples of a complete microbatch."""
         return self.share if strategy.microbatch_size is None else max(1, min(self.share, strategy.microbatch_size))
 
-    def _place(self, strategy: Strategy) -> parts.Executor:
-        """Where passes over the examples run."""
-        number = None
+    def _executor(self, strategy: Strategy) -> Executor:
+        """The executor that runs the passes over the batch."""
+        num_groups = None
         if self.options.reproducible:
             assert strategy.microbatch_size is not None
-            number = groups_of(self.examples, strategy.microbatch_size, self.spread_over)
+            num_groups = groups_of(self.examples, strategy.microbatch_size, self.spread_over)
         if self.shardings is not None:
-            return self.shardings.spread(self.examples, reduce=strategy.reduce, num_groups=number)
-        if number is not None:
-            return fixed_order.InGroups(self.examples, number=number)
-        return parts.LocalExecutor(self.examples, self._runs(self._size(strategy)))
+            return self.shardings.executor(self.examples, reduce=strategy.reduce, num_groups=num_groups)
+        if num_groups is not None:
+            return fixed_order.FixedOrderExecutor(self.examples, number=num_groups)
+        return LocalExecutor(self.examples, self._runs(self._size(strategy)))
 
     def _runs(self, size: int) -> int:
-        """Of how many runs of examples a microbatch is made, so that a batch on many devices need not be moved.
+        """The number of slices that a microbatch consists of, so that a sharded batch is not moved between devices.
 
-        Under `jit` arrays do not always tell on how many: any number of devices that divides the runs is served. The
-        same outside, so that both compute the same. But a loss that was declared sees consecutive examples unless its
-        batch is known to be spread; so does one with effects, and one whose microbatches have keys or results of their
-        own.
+        Under `jit`, the number of devices of an array is not always known, so the number is that of all devices; it
+        serves every number of devices that divides it. Outside `jit` it is the same, so that both compute the same
+        numbers. It is 1 for a loss with effects. It is also 1 for a declared loss whose batch is not known to be
+        sharded, or whose microbatches have keys or aux leaves that depend on how the batch is divided.
         """
         batch, options = self.arguments.arrays.batch, self.options
         mesh = placement.mesh_of(batch)
-        declared = options.reduction != "infer"
-        if declared and (mesh.empty or self.arguments.arrays.keys or options.aux_of_microbatches):
+        is_declared = options.reduction != "infer"
+        if is_declared and (mesh.empty or self.arguments.arrays.keys or options.aux_of_microbatches):
             return 1
-        if not declared and self.loss.traced.has_effects:
+        if not is_declared and self.loss.traced.has_effects:
             return 1
-        if mesh.manual_axes or mesh.explicit_axes:  # inside shard_map, or with types that say where rows are
+        if mesh.manual_axes or mesh.explicit_axes:  # inside shard_map, or the rows have an explicit sharding
             return 1
         devices = jax.device_count() if mesh.empty else mesh.size
         return math.gcd(devices, size, self.examples)
 
     def results(self, strategy: Strategy, outputs: list[Any]) -> tuple[Any, Any, Any, list[Any]]:
-        """The value, aux and gradient, and what tells of the noise, from what the computation returned."""
+        """The value, aux, gradient and the summary of the noise, from the outputs of the computation."""
         loss = self._first_loss(strategy)
         value, *rest = outputs if self.shardings is None else self.shardings.returned(outputs)
         num_aux = loss.aux_tree.num_leaves
@@ -312,28 +303,30 @@ class Gradient:
         return value, aux, self.arguments.as_gradient(grads), noise
 
     def _first_loss(self, strategy: Strategy) -> TracedLoss:
-        if self.options.reduction == "infer" or (self.is_at_once(strategy) and not self._is_in_parts):
+        if self.options.reduction == "infer" or (self.is_at_once(strategy) and not self._always_in_passes):
             return self.loss
         return self._trace(self._size(strategy))[0]
 
-    def _at_once(self, strategy: Strategy) -> tuple[Callable[[Any], Any], Any]:
+    def _full_batch(self, strategy: Strategy) -> tuple[Callable[[Any], Any], Any]:
         options = self.options
         loss, consts = self._trace(self.examples)
         stacked = [False] * loss.aux_tree.num_leaves
         if options.stacks_aux:
-            # One microbatch is stacked too; whether a leaf has rows shows only at another size.
+            # A single microbatch is stacked too. Only a trace for another size shows which leaves have rows.
             combinations = aux_outputs.combine_aux(loss, self._trace(self.examples + 1)[0], options.aux_reduction)
             stacked = [how.kind == "stack" for how in combinations]
         fresh_keys = strategy.microbatch_size is not None and options.reduction != "infer"
-        compute = functools.partial(_all_at_once, _with_remat(loss, strategy), fresh_keys=fresh_keys, stacked=stacked)
-        noise = squared_norms.untold if options.noise else lambda _: []
+        compute = functools.partial(
+            _compute_full_batch, _with_remat(loss, strategy), fresh_keys=fresh_keys, stacked=stacked
+        )
+        noise = squared_norms.unknown if options.noise else lambda _: []
         return lambda inputs: (*compute(inputs), noise(min(1, self.examples))), (consts, self.arguments.arrays)
 
-    def _as_read(self, strategy: Strategy, weights: MicrobatchWeights | None) -> tuple[Callable[[Any], Any], Any]:
+    def _split_passes(self, strategy: Strategy, weights: MicrobatchWeights | None) -> tuple[Callable[[Any], Any], Any]:
         assert self.checked_reading is not None
         dtype = self.options.accumulator_dtype
         passes = split_passes.Passes(
-            self.split, self._size(strategy), dtype, self._place(strategy), strategy.remat, weights
+            self.split, self._size(strategy), dtype, self._executor(strategy), strategy.remat, weights
         )
 
         def compute(inputs: Any) -> Any:
@@ -345,18 +338,18 @@ class Gradient:
         return compute, (self._trace(self.examples)[1], self.arguments.arrays)
 
     def _without_rule(self, failure: RuleFailed, strategy: Strategy, inputs: Any) -> Any:
-        """Computes from the whole batch at once what a rule said can be computed in microbatches, and cannot."""
+        """Reads the loss again without the rule that failed, and computes that primitive from the full batch."""
         self._failed[failure.blame.primitive] = failure.blame.why
-        for name in ("split", "checked_reading", "units"):
+        for name in ("split", "checked_reading", "weights"):  # cached properties that depend on what was read
             self.__dict__.pop(name, None)
-        compute, _ = self._as_read(strategy, self.weights)
-        results = compute(inputs)  # or raises what the loss raises by itself
+        compute, _ = self._split_passes(strategy, self.weights)
+        results = compute(inputs)  # may raise the loss's own error, before the warning
         warn_of_failed_rule(failure.blame)
         return results
 
-    def _as_declared(self, strategy: Strategy) -> tuple[Callable[[Any], Any], Any]:
+    def _declared(self, strategy: Strategy) -> tuple[Callable[[Any], Any], Any]:
         options, size = self.options, self._size(strategy)
-        counts = [self.examples] if self.shardings is None else self.shardings.spread(self.examples).counts
+        counts = [self.examples] if self.shardings is None else self.shardings.executor(self.examples).counts
         more = [1] if self.shardings is not None and self.shardings.takes_one_more(self.examples) else []
         sizes = sorted({size, *(Microbatches(count, size).remainder for count in [*counts, *more])} - {0})
         traced = {each: self._trace(each) for each in sizes}
@@ -369,16 +362,16 @@ class Gradient:
                 aux_outputs.check_remainder(loss, last_loss, combinations)
         if options.stacks_aux and self.shardings is not None and self.shardings.takes_one_more(self.examples):
             raise InputError(
-                'aux_reduction="stack" on a mesh with axes of the model needs as many examples on every device',
+                'aux_reduction="stack" on a mesh with other axes needs the same number of examples on every device',
                 given=f"{self.examples} examples for {self.spread_over} devices",
-                remedy="Pass a batch that divides the devices, or combine that leaf otherwise.",
+                remedy="Pass a batch whose size is a multiple of that, or use another aux_reduction for that leaf.",
             )
         losses = {each: _with_remat(last_loss, strategy) for each, (last_loss, _) in traced.items()}
-        microbatches = scan.DeclaredLoss(
+        microbatches = declared.DeclaredLoss(
             size, self.examples, losses, options.reduction, combinations, options.accumulator_dtype, options.noise
         )
         consts = {each: consts for each, (_, consts) in traced.items()}
-        compute = functools.partial(scan.value_and_grad, microbatches, self._place(strategy))
+        compute = functools.partial(declared.value_and_grad, microbatches, self._executor(strategy))
         return compute, (consts, self.arguments.arrays)
 
 
@@ -389,9 +382,26 @@ def _with_remat(loss: TracedLoss, strategy: Strategy) -> TracedLoss:
     return dataclasses.replace(loss, traced=traced)
 
 
-def _all_at_once(loss: TracedLoss, inputs: Any, *, fresh_keys: bool, stacked: list[bool]) -> tuple[Any, Any, Any]:
+def _compute_full_batch(
+    loss: TracedLoss, inputs: Any, *, fresh_keys: bool, stacked: list[bool]
+) -> tuple[Any, Any, Any]:
     consts, arrays = inputs
     if fresh_keys:
         arrays = arrays._replace(keys=[jax.random.fold_in(key, 0) for key in arrays.keys])
-    value, aux, grads = value_and_grad(loss, consts, arrays)
+    value, aux, grads = _value_and_grad(loss, consts, arrays)
     return value, [leaf[None] if stack else leaf for leaf, stack in zip(aux, stacked, strict=True)], grads
+
+
+def _value_and_grad(loss: TracedLoss, consts: Sequence[Any], arrays: Arrays) -> tuple[Any, list[Any], list[Any]]:
+    """The value, the aux leaves and the gradient leaves, by one `jax.value_and_grad` of the full batch."""
+
+    def of_wrt(wrt: list[Any]) -> tuple[Any, list[Any]]:
+        outputs = loss(consts, arrays._replace(wrt=wrt))
+        if loss.num_heads == 1:
+            return outputs[0], outputs[1:]
+        total, weight, *aux = outputs
+        dtype = loss.value_dtype
+        return ratio(total.astype(wide_dtype(dtype, jnp.float32)), weight).astype(dtype), aux
+
+    (value, aux), grads = jax.value_and_grad(of_wrt, has_aux=True)(arrays.wrt)
+    return value, aux, grads

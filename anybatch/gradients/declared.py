@@ -1,4 +1,4 @@
-"""Microbatch by microbatch in one `lax.scan`, into one gradient buffer."""
+"""The gradient of a loss with a declared reduction: one `lax.scan` over the microbatches, into one gradient buffer."""
 
 import dataclasses
 import functools
@@ -22,43 +22,44 @@ from anybatch.reading.states import Batched
 
 @dataclasses.dataclass(frozen=True)
 class DeclaredLoss:
-    """What to compute: the loss at the sizes of the microbatches, and how their outputs make those of the batch."""
+    """The loss, traced for the sizes of the microbatches, and how to combine the outputs of the microbatches."""
 
-    size: int
-    examples: int  # of the whole batch
-    losses: Mapping[int, TracedLoss]  # by their numbers of examples: those of the ragged last microbatches, too
+    size: int  # of a complete microbatch
+    examples: int  # of the full batch
+    losses: Mapping[int, TracedLoss]  # by number of examples: also those of the smaller last microbatches
     reduction: str  # "sum", "mean" or "weighted"
     aux: Sequence[Combination]
     accumulator_dtype: Any
-    noise: bool = False  # whether to find out the squares of their gradients, too
+    noise: bool = False  # whether to also sum the squares of the gradients of the microbatches
 
     @property
     def loss(self) -> TracedLoss:
+        """The loss of a complete microbatch."""
         return self.losses[self.size]
 
     @functools.cached_property
     def outputs(self) -> Outputs:
-        """How the outputs of the microbatches combine."""
+        """How to combine the outputs of the microbatches."""
         head = Combination("mean" if self.reduction == "mean" else "sum")
         combinations = [*[head] * self.loss.num_heads, *self.aux]
         return Outputs(self.loss, self.size, self.examples, combinations, self.accumulator_dtype)
 
     @functools.cached_property
     def seeds_shares(self) -> bool:
-        """Whether the shares of the microbatches in a mean are put into the cotangents, or divided out at the end.
+        """True if the weight of a microbatch in a mean is its cotangent. Otherwise the sum is divided at the end.
 
-        Put in, they cost nothing, and the accumulators are the result as the loop leaves them; a division after
-        the loop made XLA hold 0.75 of 7 GiB more. But a narrow loss would round its share to 8 or 11 bits.
+        As cotangents the weights cost nothing, and the accumulators hold the result when the loop ends; a division
+        after the loop made XLA hold 0.75 GiB more, of 7 GiB. But a float16 or bfloat16 loss would round its weight.
         """
         return self.reduction == "mean" and jnp.finfo(self.loss.out_avals[0].dtype).bits >= 32
 
     @functools.cached_property
     def weighs_first(self) -> bool:
-        """Whether the total weight must be known before the first gradient, at the price of a forward pass.
+        """True if the total weight must be known before the first gradient, which costs a forward pass.
 
-        Usually the gradient of the total is divided by the weight at the end. Not so if the weight has a gradient
-        of its own; or if there is float16, in which an undivided gradient can overflow; or if, inside the user's
-        `shard_map`, JAX adds up over the devices gradients that have different weights.
+        Usually the gradient of the total is divided by the weight at the end. That is not possible if the weight has a
+        gradient too; if the loss uses float16, in which an undivided gradient can overflow; or if, inside the user's
+        `shard_map`, JAX sums over the devices gradients that have different weights.
         """
         if self.reduction != "weighted":
             return False
@@ -68,53 +69,54 @@ class DeclaredLoss:
 
     @property
     def divides_at_end(self) -> bool:
-        """Whether the gradient that the loop leaves is yet to be divided."""
+        """True if the gradient must be divided after the loop."""
         return self.reduction != "sum" and not self.seeds_shares and not self.weighs_first
 
     @property
     def has_effects(self) -> bool:
-        """Whether the loss does anything beyond its results."""
+        """True if the loss has side effects, such as `jax.debug.print`."""
         return self.loss.traced.has_effects
 
 
-Consts = Mapping[int, Sequence[Any]]  # closed over by the losses, by their numbers of examples
+Consts = Mapping[int, Sequence[Any]]  # the arrays that the losses close over, by number of examples
 
 
 def value_and_grad(
-    declared: DeclaredLoss, place: Executor, inputs: tuple[Consts, Arrays]
+    declared: DeclaredLoss, executor: Executor, inputs: tuple[Consts, Arrays]
 ) -> tuple[Any, list[Any], list[Any], list[Any]]:
-    """The value, the aux leaves and the gradient leaves of the batch, and if it is wanted what tells its noise.
+    """The value, the aux leaves, the gradient leaves and, with `noise`, the summary of the gradient noise.
 
-    Memory: one gradient in the accumulator's dtype and the temporaries of one microbatch, whatever the batch; for the
-    noise also the gradient of one microbatch.
+    Memory: one gradient in the accumulator's dtype and the temporaries of one microbatch, whatever the size of the
+    batch. The noise needs the gradient of one microbatch more.
     """
     consts, arrays = inputs
     outputs = declared.outputs
     wrt = [jnp.asarray(leaf) for leaf in arrays.wrt]
     without_batch = (wrt, consts, arrays.keys, arrays.rest)
     first_ratio: list[Any] = []
-    takes = [Batched(0)] * len(arrays.batch)
+    row_layouts = [Batched(0)] * len(arrays.batch)
     if declared.weighs_first:
         leaves, tree = jax.tree.flatten(without_batch)
 
-        def forward(shard: Shard, whole: list[Any], rows: list[Any]) -> tuple[list[Any], list[Any]]:
-            return _totals(declared, shard, *_sorted(jax.tree.unflatten(tree, whole), rows)), []
+        def forward(shard: Shard, invariant: list[Any], rows: list[Any]) -> tuple[list[Any], list[Any]]:
+            return _totals(declared, shard, *_sorted(jax.tree.unflatten(tree, invariant), rows)), []
 
-        (total, weight), _ = place(BatchPass(forward, leaves, arrays.batch, takes))
+        (total, weight), _ = executor(BatchPass(forward, leaves, arrays.batch, row_layouts))
         first_ratio = _ratio_of(total, weight)
 
     leaves, tree = jax.tree.flatten((*without_batch, first_ratio))
 
-    def backward(shard: Shard, whole: list[Any], rows: list[Any]) -> tuple[list[Any], list[Any]]:
-        anywhere, num_whole, num_inputs = shard.anywhere, len(whole), len(whole) + len(rows)
+    def backward(shard: Shard, invariant: list[Any], rows: list[Any]) -> tuple[list[Any], list[Any]]:
+        static, num_invariant, num_inputs = shard.static, len(invariant), len(invariant) + len(rows)
 
         def compute(*flat: Any, mutate: bool) -> list[Any]:
-            *sorted_whole, factors = jax.tree.unflatten(tree, flat[:num_whole])
-            own = _sorted(tuple(sorted_whole), list(flat[num_whole:num_inputs]))
-            return _accumulate(declared, anywhere.at(flat[num_inputs:]), *own, factors, mutate)
+            *without_batch, factors = jax.tree.unflatten(tree, flat[:num_invariant])
+            own = _sorted(tuple(without_batch), list(flat[num_invariant:num_inputs]))
+            return _accumulate(declared, static.with_traced_values(flat[num_inputs:]), *own, factors, mutate)
 
-        flat = [*whole, *rows, *shard.place]
-        # A primitive of our own would hide effects; and in place there is no gradient of a microbatch by itself.
+        flat = [*invariant, *rows, *shard.traced_values]
+        # The in-place primitive would hide effects. And it never has the gradient of a single microbatch, which a fixed
+        # order and the noise need.
         if declared.has_effects or shard.fixed_order or declared.noise:
             results = compute(*flat, mutate=False)
         else:
@@ -123,10 +125,10 @@ def value_and_grad(
                 functools.partial(compute, mutate=False),
                 *map(jnp.asarray, flat),
             )
-        num_sums = len(results) - len(outputs.gives())
+        num_sums = len(results) - len(outputs.layouts())
         return results[:num_sums], results[num_sums:]
 
-    sums, rows = place(BatchPass(backward, leaves, arrays.batch, takes, outputs.gives(), len(wrt)))
+    sums, rows = executor(BatchPass(backward, leaves, arrays.batch, row_layouts, outputs.layouts(), len(wrt)))
     grads, sums = sums[: len(wrt)], sums[len(wrt) :]
     sums, noise = (sums[: -squared_norms.CARRIED], sums[-squared_norms.CARRIED :]) if declared.noise else (sums, [])
     with jax.named_scope("anybatch_reduce"):
@@ -140,7 +142,7 @@ def value_and_grad(
 
 
 def _noise(declared: DeclaredLoss, noise: list[Any], grads: list[Any], sums: list[Any]) -> list[Any]:
-    """The summary of the squares, in the scale of the gradient."""
+    """The summary of the gradient noise, in the scale of the gradient."""
     outputs = declared.outputs
     if declared.divides_at_end:
         factor = outputs.mean(jnp.ones_like(noise[0]), sums)
@@ -149,15 +151,24 @@ def _noise(declared: DeclaredLoss, noise: list[Any], grads: list[Any], sums: lis
     return squared_norms.summary(noise, square, square)
 
 
-def _sorted(whole: tuple[Any, ...], batch: list[Any]) -> tuple[Consts, Arrays]:
-    wrt, consts, keys, rest = whole
+def _sorted(without_batch: tuple[Any, ...], batch: list[Any]) -> tuple[Consts, Arrays]:
+    wrt, consts, keys, rest = without_batch
     return consts, Arrays(wrt, batch, keys, rest)
 
 
 def _accumulate(
     declared: DeclaredLoss, shard: Shard, consts: Consts, arrays: Arrays, first_ratio: list[Any], mutate: bool
 ) -> list[Any]:
-    """The gradient leaves, what else is added up, the rows; with `mutate`, the gradient is summed in references."""
+    """The sums and rows of one shard: the gradient, the other sums, the noise, then the rows.
+
+    Args:
+      declared: the loss.
+      shard: which examples.
+      consts: the arrays that the losses close over.
+      arrays: the arrays of the shard.
+      first_ratio: the derivatives of `total / weight`, if the total weight is known; otherwise empty.
+      mutate: whether to accumulate the gradient in references.
+    """
     microbatches, outputs, wrt = Microbatches(shard.examples, declared.size, shard.runs), declared.outputs, arrays.wrt
     wide = [wide_dtype(leaf.dtype, declared.accumulator_dtype) for leaf in wrt]
     is_direct = shard.in_place([leaf.dtype == dtype for leaf, dtype in zip(wrt, wide, strict=True)])
@@ -168,16 +179,16 @@ def _accumulate(
         return squared_norms.add(noise, grads, out[1] if outputs.weighted else size) if declared.noise else []
 
     def backward(size: int, row: Any, written_in_place: list[bool] | None = None) -> tuple[list[Any], Any, list[Any]]:
-        """One microbatch: its outputs, its pullback, and the cotangents to pull back."""
+        """One microbatch: its outputs, its pullback, and the cotangents for the pullback."""
         loss = declared.losses[size]
 
         def forward(wide_wrt: list[Any]) -> tuple[list[Any], list[Any]]:
-            whole = shard.whole(wide_wrt)  # still wide, so that devices add up wide gradients too
-            narrow = [leaf.astype(like.dtype) for leaf, like in zip(whole, wrt, strict=True)]
+            gathered = shard.gather(wide_wrt)  # still wide, so that devices sum wide gradients too
+            narrow = [leaf.astype(like.dtype) for leaf, like in zip(gathered, wrt, strict=True)]
             out = loss(consts[size], _microbatch(arrays._replace(wrt=narrow), shard, row, size))
             return out[:num_heads], out
 
-        # Widening what is differentiated makes autodiff itself add up in the wide dtype.
+        # Differentiating with respect to wide arrays makes autodiff itself sum in the wide dtype.
         wide_wrt = [leaf.astype(dtype) for leaf, dtype in zip(wrt, wide, strict=True)]
         fun = forward if written_in_place is None else references.shielded(forward, written_in_place)
         heads, pullback, out = jax.vjp(fun, wide_wrt, has_aux=True)
@@ -195,7 +206,7 @@ def _accumulate(
         types = [jax.typeof(leaf).update(dtype=dtype) for leaf, dtype in zip(wrt, wide, strict=True)]
         written_in_place = references.with_same_terms(add, types, written_in_place)
 
-    # The ragged last microbatch comes first: its gradient is where the accumulator starts.
+    # The smaller last microbatch comes first: its gradient is where the accumulator starts.
     last: list[Any] | None = None
     start: list[Any]
     noise = squared_norms.zeros(wide) if declared.noise else []
@@ -218,7 +229,7 @@ def _accumulate(
             if accumulators is not None:
                 pullback.with_refs(accumulators)(seeds)
             else:
-                own = shard.apart(pullback(seeds)[0])
+                own = shard.unfused(pullback(seeds)[0])
                 grads, noise = jax.tree.map(jnp.add, grads, own), with_square(noise, own, microbatches.size, out)
         return (row + microbatches.step, outputs.add(sums, out), grads, noise), outputs.emitted(out)
 
@@ -230,14 +241,14 @@ def _accumulate(
         emitted = [jnp.zeros((0, *aval.shape), aval.dtype) for aval in outputs.emitted(declared.loss.out_avals)]
     if accumulators is not None:
         grads = [jax.freeze(accumulator) for accumulator in accumulators]
-    added, rows = outputs.of_part(sums, emitted, last, shard)
+    added, rows = outputs.of_shard(sums, emitted, last, shard)
     return [*grads, *added, *noise, *rows]
 
 
 def _totals(declared: DeclaredLoss, shard: Shard, consts: Consts, arrays: Arrays) -> list[Any]:
-    """The total and the weight of a part, from a pass without gradients.
+    """The total and the weight of a shard, from a pass without gradients.
 
-    It sees the same keys as the pass that follows, and so the same random numbers.
+    It gets the same keys as the pass that follows, and so draws the same random numbers.
     """
     microbatches, types = Microbatches(shard.examples, declared.size, shard.runs), declared.loss.out_avals[:2]
     wide = [wide_dtype(aval.dtype, jnp.float32) for aval in types]
@@ -261,11 +272,11 @@ def _totals(declared: DeclaredLoss, shard: Shard, consts: Consts, arrays: Arrays
 def _ratio_of(total: Any, weight: Any) -> list[jax.Array]:
     """The derivatives of `total / weight` with respect to both."""
     value = ratio(total, weight)
-    # A weight of 0 is replaced by a constant, which has no gradient.
+    # `ratio` replaces a weight of 0 by a constant, which has no gradient.
     return [ratio(jnp.ones_like(total), weight), jnp.where(weight == 0, jnp.zeros_like(value), -ratio(value, weight))]
 
 
 def _microbatch(arrays: Arrays, shard: Shard, row: Any, size: int) -> Arrays:
-    """The arrays that a microbatch sees: its own examples, and keys of its own."""
+    """The arrays of one microbatch: its examples, and keys that are folded with the index of its first example."""
     keys = [jax.random.fold_in(key, shard.first + row) for key in arrays.keys]
     return arrays._replace(batch=slice_examples(arrays.batch, row, size, shard.runs), keys=keys)

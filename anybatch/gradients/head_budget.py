@@ -1,4 +1,4 @@
-"""Whether a loss may look across examples, and whether what it then computes from all of them is small enough."""
+"""Checks of the head of a loss, which is computed from the full batch: is it allowed, and does it fit the memory?"""
 
 import warnings
 from collections.abc import Iterator, Sequence
@@ -16,62 +16,63 @@ from anybatch.reading.read import split_loss
 from anybatch.reading.report import Reading, report
 from anybatch.reading.split import Split, ancestors
 
-# Bytes of a head that is nobody's concern: of one that compares embeddings, and of one with layers of the model in it.
+# Heads of up to this many bytes cause no warning: one that compares embeddings, and one that contains layers.
 SMALL = 16 * 2**20
 SMALL_WITH_LAYERS = 2**20
 
 COMPARED = (
-    ", e.g. compare each example with a fixed set passed as another argument: with itself alone, its gradient is 0"
+    ", e.g. compare each example with a fixed set that is another argument; compared with itself, its gradient is 0"
 )
 
 
 def check_head(split: Split, *, on_coupled: str, memory: Any = None) -> Reading:
-    """Checks a loss before it runs.
+    """The reading of a loss, after checking its head.
 
     Args:
       split: the loss, as it was read.
-      on_coupled: "error" refuses a loss that looks across examples.
-      memory: what may be used, as `memory_budget` takes it.
+      on_coupled: the option; "error" refuses a loss that looks across examples.
+      memory: the option.
 
     Raises:
-      CoupledError: for a loss that looks across examples, if that is to be an error.
-      HeadTooLargeError: if what runs on the whole batch at once does not fit.
+      CoupledError: for a loss that looks across examples, with `on_coupled="error"`.
+      HeadTooLargeError: if the head does not fit the memory.
     """
     reading = report(split)
     if on_coupled == "error" and not reading.separable:
         of_all = reading.head_bytes + sum(item.bytes for item in reading.frontier)
         raise CoupledError(
             f"This loss looks across examples{_where(reading)}\n"
-            f"Its gradient needs values of the whole batch. Keep the examples apart there{_instead(reading)}, or pass "
-            'on_coupled="exact": the gradient is then exact, and everything after that line runs on the whole batch at '
-            f"once, which takes about {readable(of_all)}."
+            "Its gradient needs values of the full batch. "
+            f"Keep the examples separate there{_instead(reading)}, or pass "
+            'on_coupled="exact": the gradient is then exact, and everything after that line runs on the full batch, '
+            f"which takes about {readable(of_all)}."
         )
     budget = memory_budget(memory)
-    # The estimate may be too high, since XLA computes much in passing: only the compiled head decides.
+    # The estimate may be too high, since XLA fuses operations. The compiled head decides.
     if budget is not None and reading.head_bytes > budget // 4:
         needed = _compiled_bytes(split)
         if needed > budget:
             raise HeadTooLargeError(
-                f"What this loss computes from the whole batch at once needs {readable(needed)} with its gradient, "
-                f"beside the parameters and the batch, and there are {readable(budget)}.\n"
+                f"The part of this loss that runs on the full batch needs {readable(needed)} with its gradient, "
+                f"besides the parameters and the batch, and there are {readable(budget)}.\n"
                 f"{_begins(reading)}\nAllow more with memory=. {reading.remedy}".rstrip()
             )
     return reading
 
 
-def check_examples_apart(loss: TracedLoss, consts: Sequence[Any], *, fresh_draws: bool) -> None:
-    """Refuses a loss that looks across examples, and that is going to be given batches of one.
+def check_examples_separate(loss: TracedLoss, consts: Sequence[Any], *, fresh_draws: bool) -> None:
+    """Raises for a loss that looks across examples, where it will be called with batches of one (`keep_batch_dim`).
 
-    What it computes from the data of all examples counts, too: in a batch of one it is something else. A function of
-    sums over the examples does not, such as a mean over all tokens: of one example, it is that of its own sums.
+    Statistics of the data of all examples are refused too, such as inputs normalised over the batch: a batch of one has
+    others. A function of sums over the examples is allowed, such as a mean over all tokens: one example has its own.
 
     Args:
-      loss: traced at more than one example.
-      consts: what it closes over.
+      loss: the loss, traced for more than one example.
+      consts: the arrays that it closes over.
       fresh_draws: whether each example draws its own random numbers.
 
     Raises:
-      CoupledError: if it does, with the line.
+      CoupledError: for such a loss. The message names the line.
       InputError: for a loss that cannot be read.
     """
     try:
@@ -87,30 +88,31 @@ def check_examples_apart(loss: TracedLoss, consts: Sequence[Any], *, fresh_draws
         where = _where(reading) if of_data is None else f" at {of_data}."
         raise CoupledError(
             f"This loss looks across examples{where}\n"
-            "keep_batch_dim=True gives it batches of one, in which it is another loss: there are no other examples to "
-            f"average over or to compare with. Keep the examples apart there{_instead(reading) or COMPARED}. Or, if "
-            "batches of one are meant, write that loss of one example and leave keep_batch_dim out: "
+            "keep_batch_dim=True calls it with batches of one, where it is a different loss: there are no other "
+            "examples to average over or to compare with. "
+            f"Keep the examples separate there{_instead(reading) or COMPARED}. "
+            "If you mean batches of one, write that loss of one example and leave keep_batch_dim out: "
             "lambda params, example: loss(params, jax.tree.map(lambda leaf: leaf[None], example))."
         )
 
 
 def _across_data(split: Split) -> Iterator[Blame]:
-    """Where the loss computes from the data of all examples what it then uses for each of them."""
-    reader, mine = split.reader, ancestors(split.graph.outputs[0])
+    """The lines at which the loss computes something from the data of all examples, to use it for each of them."""
+    reader, of_loss = split.reader, ancestors(split.graph.outputs[0])
     for node in split.graph.nodes:
         outcome = reader.outcomes.get(node)
         first = [value for value in node.outputs if value in reader.computed_first]
         first += [] if outcome is None else outcome.in_full
-        if node in mine and any(reader.uses_batch[value] for value in first):
-            yield coupling.blame(node, "each example uses what it computes from the data of all of them")
+        if node in of_loss and any(reader.uses_batch[value] for value in first):
+            yield coupling.blame(node, "each example uses a value that is computed from the data of all examples")
 
 
 def warn_of_large_head(split: Split, reading: Reading) -> None:
-    """Warns if microbatches will save little memory, since most of the loss runs on the whole batch at once."""
+    """Warns if microbatches will save little memory, because most of the loss is in the head."""
     small = SMALL_WITH_LAYERS if split.head_has_layers else SMALL
     if reading.head_bytes > max(small, reading.activation_bytes // 2):
         warnings.warn(
-            f"Most of this model runs on the whole batch at once: about {readable(reading.head_bytes)} of "
+            f"Most of this model runs on the full batch: about {readable(reading.head_bytes)} of "
             f"{readable(reading.activation_bytes)} of activations, so that microbatches save little memory.\n"
             f"{_begins(reading)}\n{reading.advice}".rstrip(),
             LargeHeadWarning,
@@ -128,12 +130,12 @@ def _instead(reading: Reading) -> str:
 
 def _begins(reading: Reading) -> str:
     if not reading.blame:
-        return "It comes from data that is computed across examples. Compute that outside the loss."
+        return "It depends on data that is computed across examples. Compute that data outside the loss."
     return f"It begins at {reading.blame[0]}."
 
 
 def _compiled_bytes(split: Split) -> int:
-    """The bytes that the head and its gradient take, as XLA counts them."""
+    """The bytes of the compiled head and its gradient, as XLA counts them."""
     types = [value.type for value in split.graph.inputs]
     known = [value.type for value in split.known_first]
     frontier = [value.type for value in split.frontier]
@@ -142,8 +144,8 @@ def _compiled_bytes(split: Split) -> int:
     def head(inputs: list[Any], known: list[Any], frontier: list[Any]) -> Any:
         def loss(wrt: list[Any], moving: list[Any]) -> Any:
             now = dict(zip(split.differentiated, moving, strict=True))
-            whole = [now.get(position, value) for position, value in enumerate(frontier)]
-            return split.head([*inputs[:first], *wrt, *inputs[last:]], known, [], whole, num_outputs=1)[0]
+            values = [now.get(position, value) for position, value in enumerate(frontier)]
+            return split.head([*inputs[:first], *wrt, *inputs[last:]], known, [], values, num_outputs=1)[0]
 
         moving = [frontier[position] for position in split.differentiated]
         return jax.grad(loss, argnums=(0, 1))(inputs[first:last], moving)

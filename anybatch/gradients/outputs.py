@@ -1,7 +1,7 @@
-"""What becomes of the outputs of the microbatches: the loss, its weight, and the aux leaves.
+"""Combines the outputs of the microbatches: the loss, its weight, and the aux leaves, for a declared reduction.
 
-An output is carried through the loop as a running sum ("sum", "mean"), carried as its newest value
-("last"), or emitted by every microbatch ("rows", "stack").
+An output is carried through the loop as a running sum ("sum", "mean") or as its newest value ("last"), or every
+microbatch emits it ("rows", "stack").
 """
 
 import dataclasses
@@ -32,8 +32,8 @@ def wide_dtype(dtype: Any, accumulator_dtype: Any) -> Any:
 
 
 def ratio(total: jax.Array, weight: jax.Array) -> jax.Array:
-    """`total / weight`, in the dtype of the total. A weight of 0 divides by 1: no examples, no gradient."""
-    wide = wide_dtype(total.dtype, jnp.float32)  # float16 does not hold a weight of 65,520
+    """`total / weight` in the dtype of the total. A weight of 0 divides by 1, and so gives 0 rather than NaN."""
+    wide = wide_dtype(total.dtype, jnp.float32)  # a weight of 65,520 overflows float16
     weight = jnp.where(weight == 0, jnp.ones_like(weight), weight)
     return (total.astype(wide) / weight.astype(wide)).astype(total.dtype)
 
@@ -43,17 +43,18 @@ class Outputs:
     """Combines the flat outputs of a loss: the loss itself or (total, weight), then the aux leaves."""
 
     loss: TracedLoss
-    size: int  # of a whole microbatch
-    examples: int  # of the whole batch
+    size: int  # of a complete microbatch
+    examples: int  # of the full batch
     combinations: Sequence[Combination]
     accumulator_dtype: Any
 
     @property
     def weighted(self) -> bool:
+        """True if the loss returns (total, weight)."""
         return self.loss.num_heads == 2
 
     def start(self, microbatches: Microbatches, last: Sequence[Any] | None) -> list[Any]:
-        """The carry before the loop: the share of the ragged last microbatch, or zeros."""
+        """The carry before the loop: zeros, or the outputs of the smaller last microbatch."""
         kinds = self._select([how.kind for how in self.combinations], CARRIED)
         zeros = [
             avals.zeros_of(aval, aval.dtype if kind == "last" else self._wide(aval.dtype))
@@ -62,37 +63,35 @@ class Outputs:
         return zeros if last is None else self._add(zeros, last, microbatches.remainder / self.size)
 
     def add(self, carry: Sequence[Any], outputs: Sequence[Any]) -> list[Any]:
-        """The carry after one more whole microbatch."""
+        """The carry after one more complete microbatch."""
         return self._add(carry, outputs, 1)
 
     def emitted(self, outputs: Sequence[Any]) -> list[Any]:
-        """What every microbatch leaves behind."""
+        """The outputs that every microbatch emits."""
         return self._select(outputs, ("rows", "stack"))
 
-    # The examples may be in several parts, each with a loop of its own.
-
-    def of_part(
+    def of_shard(
         self, carry: Sequence[Any], stacked: Sequence[Any], last: Sequence[Any] | None, shard: Shard
     ) -> tuple[list[Any], list[Any]]:
-        """What to add up over the parts, and what to put one after the other.
+        """The sums and rows of one shard: the executor adds the former over shards, and concatenates the latter.
 
         Args:
-          carry: what the loop of this part carried.
-          stacked: what its microbatches emitted.
-          last: the outputs of its ragged last microbatch, if it has one.
-          shard: which part.
+          carry: the carry after the loop of this shard.
+          stacked: the outputs that its microbatches emitted.
+          last: the outputs of its smaller last microbatch, if it has one.
+          shard: the shard.
         """
         carried, emitted = iter(carry), iter(stacked)
         sums, rows = [], []
         for position, how in enumerate(self.combinations):
-            mine = None if last is None else last[position]
+            of_last = None if last is None else last[position]
             if how.kind == "rows":
-                rows.append(join_rows(next(emitted), mine, how.axis, shard.runs))
+                rows.append(join_rows(next(emitted), of_last, how.axis, shard.runs))
             elif how.kind == "stack":
-                rows.append(join_rows(next(emitted)[:, None], None if mine is None else mine[None], 0))
+                rows.append(join_rows(next(emitted)[:, None], None if of_last is None else of_last[None], 0))
             elif how.kind == "last":
                 newest = next(carried)
-                newest = newest if mine is None else mine
+                newest = newest if of_last is None else of_last
                 if shard.is_last is not True:
                     numbers = jax.random.key_data(newest) if avals.has_keys(newest) else newest
                     newest = jnp.where(shard.is_last, numbers, jnp.zeros_like(numbers))
@@ -101,8 +100,8 @@ class Outputs:
                 sums.append(next(carried))
         return sums, rows
 
-    def gives(self) -> list[OutputLayout]:
-        """How the rows of the parts lie."""
+    def layouts(self) -> list[OutputLayout]:
+        """The layouts of the rows of `of_shard`."""
 
         def microbatches(examples: int) -> int:
             return Microbatches(examples, self.size).number
@@ -114,7 +113,7 @@ class Outputs:
         ]
 
     def finish(self, sums: Sequence[Any], rows: Sequence[Any]) -> list[Any]:
-        """The value of the loss and the aux leaves of the batch, in their own dtypes."""
+        """The value of the loss and the aux leaves of the full batch, in the dtypes that the loss returns."""
         carried, emitted = iter(sums), iter(rows)
         combined = []
         for how, aval in zip(self.combinations, self.loss.out_avals, strict=True):
@@ -132,7 +131,7 @@ class Outputs:
         return combined
 
     def mean(self, total: jax.Array, sums: Sequence[Any]) -> jax.Array:
-        """A sum over the microbatches, divided once: by their weights, or by their number and shares."""
+        """A sum over the microbatches, divided once: by the total weight, or by the number of microbatches."""
         if self.weighted:
             return ratio(total, sums[1])
         return total / (self.examples / self.size)
@@ -147,7 +146,7 @@ class Outputs:
             new = new.astype(old.dtype)
             if kind == "mean" and self.weighted:
                 weight = outputs[1].astype(old.dtype)
-                # A microbatch of weight 0 may well have a mean of 0/0, and 0 * NaN is NaN.
+                # The mean of a microbatch of weight 0 may be 0/0, and 0 * NaN is NaN.
                 new = jnp.where(weight == 0, jnp.zeros_like(new), new * weight)
             elif kind == "mean" and share != 1:
                 new = new * share

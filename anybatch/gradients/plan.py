@@ -1,4 +1,4 @@
-"""`plan` and `explain`: which way a gradient will be computed, and why, before it is."""
+"""`plan` and `explain`: which strategy will compute a gradient, and why."""
 
 import dataclasses
 from collections.abc import Callable
@@ -23,16 +23,16 @@ def plan(
     progress: Callable[[str], None] | None = None,
     **options: Any,
 ) -> Plan:
-    """Finds the fastest way of computing a gradient that fits the memory.
+    """Finds the fastest strategy for a gradient that fits the memory: its microbatch size, and more if you allow it.
 
-    Its bytes come from compiled programs, which are not run for that: two microbatch sizes give a line, a third
-    confirms it. Among what fits, candidates are then timed on the device, in turns. `value_and_grad` with
-    `microbatch_size="auto"` follows the plan, in this process and, since it is kept on disk, in later ones.
+    The bytes of a strategy are XLA's count for its compiled program, which is not run for that. They are linear in the
+    microbatch size: two sizes give a line, and a third confirms it. The strategies that fit are then timed on the
+    device, in turns. `value_and_grad` with `microbatch_size="auto"` follows the plan, in this process and later ones.
 
-    **Never beyond.** The chosen program takes no more than the budget, as XLA counts its bytes.
+    **Memory.** The chosen program takes no more than the budget, as XLA counts its bytes.
 
-    **Kept.** What was measured lies in the folder `ANYBATCH_CACHE` (by default in the user's cache; "off" keeps
-    nothing), by program, shapes, device and versions. Planning the same again takes milliseconds.
+    **Cache.** Measurements are stored in the folder `ANYBATCH_CACHE` (by default in the user's cache folder; "off"
+    stores nothing), by program, shapes, device and versions. Planning the same gradient again takes milliseconds.
 
     >>> import jax.numpy as jnp, anybatch as ab
     >>> def loss(w, batch):
@@ -44,19 +44,23 @@ def plan(
     >>> value, grads = ab.value_and_grad(loss, microbatch_size=plan.microbatch_size)(w, batch)
 
     Args:
-      fun: the loss, as for `value_and_grad`. Or what `clipped_grad`, `per_example_norms` or `per_example_grads` return:
-        their method is chosen too, and of what follows only `memory`, `objective`, `timed` and `progress` are for them.
-      *args: its arguments: arrays, or `jax.ShapeDtypeStruct` for a batch that is not there yet, which is not timed.
-      timed: whether to run candidates. If not, the largest microbatch that fits is taken to be the fastest.
-      progress: called with a text before each step that takes long.
-      **options: the options of `value_and_grad`, all but `microbatch_size`, which is what is planned. `memory` is what
-        the gradient may take, with its arguments; `objective="memory"` looks for the strategy that takes the least;
+      fun: the loss, as for `value_and_grad`. Or the result of `clipped_grad`, `per_example_norms` or
+        `per_example_grads`: then `method` is planned too, and the only options here are `memory` and `objective`.
+      *args: the arguments of the loss. They may be arrays, or `jax.ShapeDtypeStruct` for arrays that do not exist yet;
+        then nothing is timed.
+      timed: whether to time strategies. If not, the largest microbatch that fits counts as the fastest.
+      progress: a function that is called with a text before each slow step.
+      **options: the options of `value_and_grad` except `microbatch_size`, which is planned. `memory` is the budget for
+        the gradient and its arguments; `objective="memory"` chooses the strategy that takes the least memory;
         `remat="auto"` also tries `jax.checkpoint`; on a `mesh`, bytes are those of one device. All other names are
         keyword arguments of the loss.
 
+    Returns:
+      A `Plan`. Print it to see the table of strategies.
+
     Raises:
-      NothingFitsError: if no way fits; the message has the table, and the ways out.
-      InputError: for arguments that cannot be worked with.
+      NothingFitsError: if no strategy fits. The message has the table, and what you can do.
+      InputError: for arguments that are not allowed.
     """
     made = _plan(fun, args, options, timed=timed, thorough=False, progress=progress)
     if made.chosen is None:
@@ -65,9 +69,9 @@ def plan(
 
 
 def explain(fun: Callable[..., Any], *args: Any, progress: Callable[[str], None] | None = None, **options: Any) -> Plan:
-    """What `plan` finds, with more of what it did not choose: a table, as a database explains a query.
+    """The same as `plan`, with more of the strategies that were not chosen: like EXPLAIN for a database query.
 
-    It compiles the full batch too, to show what it would take, and it does not raise if nothing fits.
+    It compiles the full batch too, to show what it would take. It does not raise if nothing fits.
 
     >>> import jax.numpy as jnp, anybatch as ab
     >>> def loss(w, batch):
@@ -82,31 +86,28 @@ def explain(fun: Callable[..., Any], *args: Any, progress: Callable[[str], None]
       fun: the loss, as for `plan`.
       *args: its arguments, as for `plan`.
       progress: as for `plan`.
-      **options: the other arguments of `plan`, and the keyword arguments of the loss.
+      **options: the other arguments of `plan`, and keyword arguments of the loss.
 
     Returns:
-      A `Plan`: `print` it, look at it in a notebook, or `plan.plot("plan.png")`.
+      A `Plan`: print it, display it in a notebook, or call `plan.plot("plan.png")`.
     """
     timed = options.pop("timed", True)
     return _plan(fun, args, options, timed=timed, thorough=True, progress=progress)
 
 
-# The options of `value_and_grad` that `plan` takes. `microbatch_size` and `reproducible`, which needs a size, are not.
+# The options of `value_and_grad` that `plan` accepts. `reproducible` is not among them: it needs a microbatch_size.
 _OPTIONS = {field.name for field in dataclasses.fields(Options)} - {"microbatch_size", "reproducible", "noise"}
 
 
 def _gradients_of(
     fun: Callable[..., Any], options: dict[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Callable[..., Planned], tuple[Any, ...], dict[str, Any]]:
-    """A function that gives the gradient that a call asks for, and what to call it with.
-
-    These are the arguments of the call, and its keyword arguments, with models taken apart.
-    """
+    """A function from arguments to the gradient to plan; and its arguments, in which models are replaced by arrays."""
     if isinstance(fun, PlannedFunction):
         wrong = [name for name in options if name not in ("memory", "objective")]
         if wrong:
             raise InputError(
-                "The options of per-example gradients are those of the function that is planned",
+                "The options of per-example gradients belong where the loss is wrapped",
                 given=", ".join(f"{name}={options[name]!r}" for name in wrong),
                 remedy=f"Pass them where the loss is wrapped, e.g. ab.clipped_grad(loss, ..., {wrong[0]}=...).",
             )
@@ -132,7 +133,7 @@ def _plan(
 ) -> Plan:
     if versions.is_jit_disabled():
         raise InputError(
-            "A plan needs programs that are compiled",
+            "A plan needs compiled programs",
             given="a call under jax.disable_jit()",
             remedy="Plan outside of it.",
         )
@@ -151,7 +152,7 @@ def _plan(
             raise InputError(
                 "A plan needs a batch with examples",
                 given="0 examples",
-                remedy="Pass those of a usual step, or their shapes.",
+                remedy="Pass a batch of the usual size, or its shapes as jax.ShapeDtypeStruct.",
             )
         with gradient.context():
             planner = Planner(gradient, are_given=not abstract, notify=progress or (lambda text: None))

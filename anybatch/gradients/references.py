@@ -1,27 +1,25 @@
-"""Whether two programs add up the same terms: a check of gradients that are written in place, without arithmetic.
+"""Which gradients the backward pass may add to their accumulators in place, and a check that it does so correctly.
 
-JAX transposes a program in one way if its gradients are accumulated in references, and in another if they are returned
-as values. Both must add up the same terms, for the same parameters. Here each program is evaluated with a fingerprint
-in the place of every array. Sums are sums of fingerprints modulo a prime, in any order. Every other operation is a hash
-of its name, its parameters and the fingerprints of its operands. A scan is evaluated once, with a symbol for its carry:
-what it adds to slices of a reference is what it would otherwise return stacked.
+`vjp.with_refs` gives an accumulator to the equations that use a parameter, and they add to it in place. For layers in a
+`lax.scan`, that takes one buffer instead of two. But JAX has bugs there:
+
+- 0.10 and 0.11 silently lose a gradient if one accumulator reaches a nested function twice (tied weights in a jitted
+  loss);
+- 0.10 silently swaps gradients in a scan over several arrays if some are accumulated in place and some are not;
+- some equations fail with an accumulator (a slice in 0.10, an optimization barrier in 0.11 and 0.12).
+
+So `written_in_place` allows it only for gradients whose equations are all known to be right in this version of JAX. All
+other gradients are added up as values, and then written once.
+
+`with_same_terms` is a second check, which relies on no such knowledge. It compares two programs: one that accumulates
+in references, and one that returns values. Each is evaluated with a fingerprint in place of every array. The
+fingerprint of a sum is the sum of fingerprints modulo a prime, whatever the order. That of any other operation is a
+hash of its name, its parameters and the fingerprints of its operands. A scan is evaluated once, with a symbol for its
+carry: what it adds to slices of a reference is what it would otherwise return stacked.
 
 Programs with the same fingerprints add up the same terms, unless hashes collide, or the programs differ only in large
-constants or in the indices of a lookup, which are not compared. Programs with other fingerprints may still compute the
-same: then gradients are not written in place.
-
-Which gradients the backward pass may write straight into their accumulators.
-
-`vjp.with_refs` hands an accumulator to the equations that use a parameter, and these add to it in place: for
-layers in a `lax.scan`, one buffer instead of two. But JAX does not get this right everywhere:
-
-- 0.10 and 0.11 silently lose a gradient where one accumulator reaches a nested function twice (tied weights in a
-  jitted loss);
-- 0.10 silently swaps gradients in a scan over several arrays if some are accumulated in place and some are not;
-- some equations fail on an accumulator (a slice in 0.10, an optimization barrier in 0.11 and 0.12).
-
-So a gradient is written in place only if every equation on its way is known to do it right in this version. The other
-gradients are added up as values, and then written once.
+constants or in the indices of a lookup, which are not compared. Programs with different fingerprints may still compute
+the same numbers. Then gradients are not written in place.
 """
 
 import hashlib
@@ -38,8 +36,185 @@ from anybatch.errors import user_stacklevel
 from anybatch.jaxprs import avals, interpreter, tracing, versions
 from anybatch.jaxprs.primitives import CALLS, CUSTOM_JVP, CUSTOM_VJP, REMAT, SCATTER_ADD, called_jaxpr
 
+# Tested one by one, in every supported version of JAX (tests/gradients/test_references.py).
+PLAIN = frozenset("conv_general_dilated div dot_general exp gather log mul neg reduce_sum tanh transpose".split())
+
+# Tested too. But their derivative can be the identity, so that the accumulator of `w` is also that of `w + 1`.
+IDENTICAL = frozenset("add add_any broadcast_in_dim convert_element_type integer_pow reshape squeeze sub".split())
+
+
+def written_in_place(traced: tracing.Traced, is_direct: Sequence[bool]) -> list[bool]:
+    """For each of the first inputs, whether the backward pass may write to its accumulator.
+
+    Args:
+      traced: the program that is differentiated.
+      is_direct: for each of these inputs, False if it is cast or gathered before it reaches the program.
+    """
+    variables = traced.arguments[: len(is_direct)]
+    moving = set(variables)
+    chosen = {
+        variable
+        for variable, direct in zip(variables, is_direct, strict=True)
+        if direct and _is_safe(traced.jaxpr, variable)
+    }
+    if not versions.TRANSPOSES_MIXED_SCANS:
+        while mixed := _in_mixed_scans(traced.jaxpr, {variable: {variable} for variable in chosen}, chosen, moving):
+            chosen -= mixed
+    return [variable in chosen for variable in variables]
+
+
+def reach_nested_functions(traced: tracing.Traced, written_in_place: list[bool]) -> bool:
+    """True if a nested function gets an accumulator. That is where JAX has had bugs, and could have them again."""
+    reached = {variable for variable, direct in zip(traced.arguments, written_in_place, strict=False) if direct}
+    for equation in traced.jaxpr.eqns:
+        if not any(_is_in(reached, operand) for operand in equation.invars):
+            continue
+        if interpreter.jaxprs_in(equation):
+            return True
+        if equation.primitive.name in IDENTICAL:
+            reached.update(equation.outvars)
+    return False
+
+
+def with_same_terms(add: Callable[..., list[Any]], totals: Sequence[Any], written_in_place: list[bool]) -> list[bool]:
+    """Checks that JAX adds the same terms in references as by value, and returns which gradients pass.
+
+    It takes as long as tracing both programs, so it is used only if a nested function gets an accumulator.
+
+    Args:
+      add: `add(totals, written_in_place, mutate=...)` returns the totals with the gradient of one microbatch added, in
+        references or by value.
+      totals: arrays or types of the accumulators.
+      written_in_place: the gradients that are known to be safe.
+    """
+    names = range(len(totals))
+
+    def terms_of(written_in_place: list[bool], mutate: bool) -> list[int] | None:
+        traced = jax.make_jaxpr(lambda *flat: add(flat, written_in_place, mutate=mutate))(*totals)
+        return fingerprints(traced, names)
+
+    chosen, expected = list(written_in_place), None
+    while any(chosen):
+        expected = expected or terms_of(chosen, mutate=False)
+        try:
+            found = terms_of(chosen, mutate=True)
+        except Exception:  # an equation that JAX cannot transpose into a reference
+            found = None
+        same = [False] * len(chosen) if expected is None or found is None else list(map(operator.eq, expected, found))
+        if all(same):
+            break
+        # Add by value the gradients that differ. If only gradients that already are by value differ, add all by value.
+        left = [each and is_same for each, is_same in zip(chosen, same, strict=True)]
+        chosen = left if left != chosen else [False] * len(chosen)
+    if chosen != list(written_in_place):
+        warnings.warn(
+            f"JAX {versions.versions()[0]} does not add up the gradients of this loss in place as it does by value. "
+            f"{sum(written_in_place) - sum(chosen)} of {len(chosen)} are added up by value, which is right and takes "
+            "one more buffer for each of them. Please report this loss to anybatch.",
+            RuntimeWarning,
+            stacklevel=user_stacklevel(),
+        )
+    return chosen
+
+
+def add(pullback: Any, cotangents: Any, totals: Sequence[Any], *, mutate: bool) -> list[Any]:
+    """The totals plus the gradient of a pullback, added in references or by value."""
+    if not mutate:
+        return [total + grad for total, grad in zip(totals, pullback(cotangents)[0], strict=True)]
+    accumulators = [jax.new_ref(total) for total in totals]
+    pullback.with_refs(accumulators)(cotangents)
+    return [jax.freeze(accumulator) for accumulator in accumulators]
+
+
+def shielded(fun: Callable[[list[Any]], Any], written_in_place: list[bool]) -> Callable[[list[Any]], Any]:
+    """`fun`, to be differentiated with references. References of inputs that are not in place cannot enter it."""
+
+    def shielded_fun(wrt: list[Any]) -> Any:
+        return fun([leaf if direct else _shield(leaf) for leaf, direct in zip(wrt, written_in_place, strict=True)])
+
+    return shielded_fun
+
+
+@jax.custom_vjp
+def _shield(leaf: jax.Array) -> jax.Array:
+    """The identity. Its backward pass is a function of values, which stops references."""
+    return leaf
+
+
+_shield.defvjp(lambda leaf: (leaf, None), lambda _, cotangent: (cotangent,))
+
+
+def _is_safe(jaxpr: Any, variable: Any) -> bool:
+    aliases = {variable}
+    nested_uses = 0
+    for equation in jaxpr.eqns:
+        positions = [position for position, operand in enumerate(equation.invars) if _is_in(aliases, operand)]
+        if not positions or equation.primitive.name in PLAIN:
+            continue
+        if equation.primitive.name in IDENTICAL:
+            aliases.update(equation.outvars)
+            continue
+        nested_uses += len(positions)
+        inner = interpreter.nested_input(equation, positions[0])
+        if nested_uses > 1 or inner is None or not _is_safe(*inner):
+            return False
+    return not any(_is_in(aliases, output) for output in jaxpr.outvars)
+
+
+def _in_mixed_scans(jaxpr: Any, reached_by: Mapping[Any, set[Any]], direct: set[Any], moving: set[Any]) -> set[Any]:
+    """The accumulators that must not enter a scan, because it also returns gradients of other inputs by value.
+
+    Args:
+      jaxpr: a program, or a function nested in it.
+      reached_by: the accumulators that may reach each variable.
+      direct: the variables that certainly stand for one accumulator each.
+      moving: the variables that depend on a differentiated input.
+    """
+    reached_by, moving, found = dict(reached_by), set(moving), set()
+    for equation in jaxpr.eqns:
+        operands = [None if interpreter.is_literal(operand) else operand for operand in equation.invars]
+        if not any(operand in moving for operand in operands):
+            continue
+        moving.update(equation.outvars)
+        accumulators = _union(reached_by, operands)
+        if equation.primitive.name in IDENTICAL:
+            reached_by.update((output, accumulators) for output in equation.outvars)
+        if not accumulators or equation.primitive.name in PLAIN | IDENTICAL:
+            continue
+        if equation.primitive.name == "scan":
+            scanned = [
+                operand
+                for operand in equation.invars[sum(interpreter.scan_counts(equation.params)) :]
+                if _is_in(moving, operand)
+            ]
+            if any(avals.is_inexact(operand.aval) and operand not in direct for operand in scanned):
+                found |= _union(reached_by, scanned)
+        inner = interpreter.function_of(equation)
+        if inner is None:
+            continue
+        pairs = list(zip(operands, inner.invars, strict=True))
+        found |= _in_mixed_scans(
+            inner,
+            {variable: reached_by[operand] for operand, variable in pairs if operand in reached_by},
+            {variable for operand, variable in pairs if operand in direct},
+            # The carry of a loop may depend on all of its inputs after some iterations.
+            {variable for operand, variable in pairs if operand in moving or equation.primitive.name == "scan"},
+        )
+    return found
+
+
+def _union(reached_by: Mapping[Any, set[Any]], variables: Iterable[Any]) -> set[Any]:
+    return {accumulator for variable in variables for accumulator in reached_by.get(variable, ())}
+
+
+def _is_in(variables: set[Any], operand: Any) -> bool:
+    return not interpreter.is_literal(operand) and operand in variables
+
+
+# Fingerprints of programs.
+
 _PRIME = 2**61 - 1
-_SMALL = 1024  # elements of a constant that are looked at
+_SMALL = 1024  # constants of at most this many elements are compared
 # Custom derivatives too: nothing is differentiated here.
 _INLINED = CALLS | REMAT | CUSTOM_JVP | CUSTOM_VJP
 _OF_ZERO = frozenset("broadcast_in_dim reshape convert_element_type transpose squeeze neg copy reduce_sum mul".split())
@@ -47,11 +222,11 @@ _ADDRESS = re.compile(r"0x[0-9a-f]+")
 
 
 class _NotComparable(Exception):
-    """Raised for a program that uses references in other ways than to add to them."""
+    """Raised for a program that does anything with references but add to them."""
 
 
 class _Accumulator:
-    """What a reference refers to: the sum of the fingerprints that were added to it."""
+    """Stands for a reference: the sum of the fingerprints that were added to it."""
 
     def __init__(self, total: int) -> None:
         self.total = total
@@ -61,8 +236,8 @@ def fingerprints(jaxpr: Any, names: Sequence[Any]) -> list[int] | None:
     """The fingerprints of the outputs of a jaxpr, or None for a program that cannot be compared.
 
     Args:
-      jaxpr: as `jax.make_jaxpr` returns it.
-      names: what the inputs are called, the same in all programs that are compared.
+      jaxpr: the result of `jax.make_jaxpr`.
+      names: a name for each input, the same in all programs that are compared.
     """
     try:
         return _run(jaxpr, [_hash("input", name) for name in names])
@@ -93,7 +268,7 @@ def _constant(value: Any) -> int:
     ):
         return 0 if value == 0 else _hash("constant", complex(value))
     if isinstance(value, jax.core.Tracer):
-        return _hash("constant", id(value))  # of the trace around us: the same object in all programs
+        return _hash("constant", id(value))  # of an outer trace: the same object in all programs
     is_small = isinstance(value, (np.ndarray, jax.Array)) and value.size <= _SMALL and not avals.has_keys(value)
     return _hash("constant", str(jax.typeof(value)), np.asarray(value).tobytes() if is_small else "")
 
@@ -147,7 +322,7 @@ def _accumulate(equation: Any, operands: list[Any]) -> list[Any]:
 
 
 def _by_index(value: int) -> int:
-    """What is added to elements that are looked up. By which indices is not compared: JAX writes them in two ways."""
+    """The fingerprint of an addition at indices. The indices are not compared: JAX writes them in two ways."""
     return _hash("added by index", value)
 
 
@@ -180,180 +355,3 @@ def _parameter(value: Any) -> Any:
     if callable(value):
         return getattr(value, "__qualname__", type(value).__qualname__)
     return _ADDRESS.sub("", repr(value))
-
-
-# Tested one by one, in every supported version of JAX (tests/test_references.py).
-PLAIN = frozenset("conv_general_dilated div dot_general exp gather log mul neg reduce_sum tanh transpose".split())
-
-# Of these too; but their derivative can be the identity, so that an accumulator of `w` is also one of `w + 1`.
-IDENTICAL = frozenset("add add_any broadcast_in_dim convert_element_type integer_pow reshape squeeze sub".split())
-
-
-def written_in_place(traced: tracing.Traced, is_direct: Sequence[bool]) -> list[bool]:
-    """For each of the first inputs, whether its accumulator may be given to the backward pass.
-
-    Args:
-      traced: the program to be differentiated.
-      is_direct: for each of these inputs, whether its accumulator would reach the program as it is. That of a parameter
-        that is cast or gathered on the way does not.
-    """
-    variables = traced.arguments[: len(is_direct)]
-    moving = set(variables)
-    chosen = {
-        variable
-        for variable, direct in zip(variables, is_direct, strict=True)
-        if direct and _is_safe(traced.jaxpr, variable)
-    }
-    if not versions.TRANSPOSES_MIXED_SCANS:
-        while mixed := _in_mixed_scans(traced.jaxpr, {variable: {variable} for variable in chosen}, chosen, moving):
-            chosen -= mixed
-    return [variable in chosen for variable in variables]
-
-
-def reach_nested_functions(traced: tracing.Traced, written_in_place: list[bool]) -> bool:
-    """Whether an accumulator is given to a nested function: where JAX has been wrong, and could be again."""
-    reached = {variable for variable, direct in zip(traced.arguments, written_in_place, strict=False) if direct}
-    for equation in traced.jaxpr.eqns:
-        if not any(_is_in(reached, operand) for operand in equation.invars):
-            continue
-        if interpreter.jaxprs_in(equation):
-            return True
-        if equation.primitive.name in IDENTICAL:
-            reached.update(equation.outvars)
-    return False
-
-
-def with_same_terms(add: Callable[..., list[Any]], totals: Sequence[Any], written_in_place: list[bool]) -> list[bool]:
-    """Checks that JAX adds the same terms to accumulators as to values, and writes in place only what passes.
-
-    A second line of defence, which does not rest on what is known of JAX: the terms of both programs are compared. It
-    takes as long as tracing both, so that it is for programs that give accumulators to nested functions.
-
-    Args:
-      add: `add(totals, written_in_place, mutate=...)` returns the totals with the gradient of one microbatch added: in
-        references, or as values.
-      totals: arrays or types of the accumulators.
-      written_in_place: what is thought to be safe.
-    """
-    names = range(len(totals))
-
-    def terms_of(written_in_place: list[bool], mutate: bool) -> list[int] | None:
-        traced = jax.make_jaxpr(lambda *flat: add(flat, written_in_place, mutate=mutate))(*totals)
-        return fingerprints(traced, names)
-
-    chosen, expected = list(written_in_place), None
-    while any(chosen):
-        expected = expected or terms_of(chosen, mutate=False)
-        try:
-            found = terms_of(chosen, mutate=True)
-        except Exception:  # JAX may also fail on what it does not do right
-            found = None
-        same = [False] * len(chosen) if expected is None or found is None else list(map(operator.eq, expected, found))
-        if all(same):
-            break
-        # Stop writing in place what differs. If only gradients that are added by value differ, write none in place.
-        left = [each and is_same for each, is_same in zip(chosen, same, strict=True)]
-        chosen = left if left != chosen else [False] * len(chosen)
-    if chosen != list(written_in_place):
-        warnings.warn(
-            f"JAX {versions.versions()[0]} does not add up the gradients of this loss in place as it does by value. "
-            f"{sum(written_in_place) - sum(chosen)} of {len(chosen)} are added up by value, which is right and takes "
-            "one more buffer for each of them. Please report this loss to anybatch.",
-            RuntimeWarning,
-            stacklevel=user_stacklevel(),
-        )
-    return chosen
-
-
-def add(pullback: Any, cotangents: Any, totals: Sequence[Any], *, mutate: bool) -> list[Any]:
-    """The totals, with the gradient added that a pullback gives: in references, or as values."""
-    if not mutate:
-        return [total + grad for total, grad in zip(totals, pullback(cotangents)[0], strict=True)]
-    accumulators = [jax.new_ref(total) for total in totals]
-    pullback.with_refs(accumulators)(cotangents)
-    return [jax.freeze(accumulator) for accumulator in accumulators]
-
-
-def shielded(fun: Callable[[list[Any]], Any], written_in_place: list[bool]) -> Callable[[list[Any]], Any]:
-    """`fun`, to be differentiated into references: those of the inputs that are not in place stay outside it."""
-
-    def shielded_fun(wrt: list[Any]) -> Any:
-        return fun([leaf if direct else _shield(leaf) for leaf, direct in zip(wrt, written_in_place, strict=True)])
-
-    return shielded_fun
-
-
-@jax.custom_vjp
-def _shield(leaf: jax.Array) -> jax.Array:
-    """The identity. Its backward pass is a function of values, so that no reference can pass."""
-    return leaf
-
-
-_shield.defvjp(lambda leaf: (leaf, None), lambda _, cotangent: (cotangent,))
-
-
-def _is_safe(jaxpr: Any, variable: Any) -> bool:
-    aliases = {variable}
-    nested_uses = 0
-    for equation in jaxpr.eqns:
-        positions = [position for position, operand in enumerate(equation.invars) if _is_in(aliases, operand)]
-        if not positions or equation.primitive.name in PLAIN:
-            continue
-        if equation.primitive.name in IDENTICAL:
-            aliases.update(equation.outvars)
-            continue
-        nested_uses += len(positions)
-        inner = interpreter.nested_input(equation, positions[0])
-        if nested_uses > 1 or inner is None or not _is_safe(*inner):
-            return False
-    return not any(_is_in(aliases, output) for output in jaxpr.outvars)
-
-
-def _in_mixed_scans(jaxpr: Any, reached_by: Mapping[Any, set[Any]], direct: set[Any], moving: set[Any]) -> set[Any]:
-    """Accumulators that must not be given to a scan, since it also returns gradients of other inputs as values.
-
-    Args:
-      jaxpr: a program, or a function nested in it.
-      reached_by: the accumulators that may reach each variable.
-      direct: the variables that certainly stand for one accumulator each.
-      moving: the variables that depend on what is differentiated.
-    """
-    reached_by, moving, found = dict(reached_by), set(moving), set()
-    for equation in jaxpr.eqns:
-        operands = [None if interpreter.is_literal(operand) else operand for operand in equation.invars]
-        if not any(operand in moving for operand in operands):
-            continue
-        moving.update(equation.outvars)
-        accumulators = _union(reached_by, operands)
-        if equation.primitive.name in IDENTICAL:
-            reached_by.update((output, accumulators) for output in equation.outvars)
-        if not accumulators or equation.primitive.name in PLAIN | IDENTICAL:
-            continue
-        if equation.primitive.name == "scan":
-            scanned = [
-                operand
-                for operand in equation.invars[sum(interpreter.scan_counts(equation.params)) :]
-                if _is_in(moving, operand)
-            ]
-            if any(avals.is_inexact(operand.aval) and operand not in direct for operand in scanned):
-                found |= _union(reached_by, scanned)
-        inner = interpreter.function_of(equation)
-        if inner is None:
-            continue
-        pairs = list(zip(operands, inner.invars, strict=True))
-        found |= _in_mixed_scans(
-            inner,
-            {variable: reached_by[operand] for operand, variable in pairs if operand in reached_by},
-            {variable for operand, variable in pairs if operand in direct},
-            # The carry of a loop may come to depend on what its other inputs depend on.
-            {variable for operand, variable in pairs if operand in moving or equation.primitive.name == "scan"},
-        )
-    return found
-
-
-def _union(reached_by: Mapping[Any, set[Any]], variables: Iterable[Any]) -> set[Any]:
-    return {accumulator for variable in variables for accumulator in reached_by.get(variable, ())}
-
-
-def _is_in(variables: set[Any], operand: Any) -> bool:
-    return not interpreter.is_literal(operand) and operand in variables

@@ -1,9 +1,8 @@
-"""Cuts a program into blocks that its derivative computes a second time, instead of keeping what is inside them.
+"""Rematerialisation: divides a program into blocks and applies `jax.checkpoint` to each of them.
 
-`jax.checkpoint` around a whole loss saves nothing: when its derivative is due, everything is computed again and kept at
-once. It saves where it stands around parts, one after the other. So the program is cut where little is handed on, as
-between the layers of a network, and each part gets a checkpoint of its own; the body of a loop over layers is such a
-part already.
+One `jax.checkpoint` around the loss saves no memory: the backward pass would compute all of it again and keep all
+activations at once. It saves memory around blocks, one after the other. So the program is divided where few bytes are
+passed on, as between the layers of a network. The body of a `lax.scan` over layers is already such a block.
 """
 
 import dataclasses
@@ -24,13 +23,13 @@ MOST_BLOCKS = 64
 def rematerialised(
     traced: tracing.Traced, const_types: Sequence[Any], types: Sequence[Any], policy: str
 ) -> tracing.Traced:
-    """The same program, in blocks.
+    """The same program, divided into blocks with `jax.checkpoint`.
 
     Args:
       traced: the program.
       const_types: the types of the arrays that it closes over.
       types: the types of its arguments.
-      policy: what is kept of a block, the name of one of `jax.checkpoint_policies`.
+      policy: the name of one of `jax.checkpoint_policies`: which activations of a block are kept.
     """
     saveable = getattr(jax.checkpoint_policies, policy)
     jaxpr = traced.jaxpr
@@ -49,19 +48,19 @@ def _run(jaxpr: Any, values: Sequence[Any], policy: Any, all_written: int) -> li
     def read(operand: Any) -> Any:
         return operand.val if interpreter.is_literal(operand) else known[operand]
 
-    for part in _parts(equations, outputs, all_written):
-        if len(part.equations) == 1 and part.is_whole:
-            (equation,) = part.equations
-            results = _run_whole(equation, [read(operand) for operand in equation.invars], policy, all_written)
+    for segment in _segments(equations, outputs, all_written):
+        if len(segment.equations) == 1 and segment.has_blocks_inside:
+            (equation,) = segment.equations
+            results = _run_inside(equation, [read(operand) for operand in equation.invars], policy, all_written)
             known.update(zip(equation.outvars, results, strict=True))
         else:
-            block = jax.checkpoint(_block(part), policy=policy)
-            known.update(zip(part.writes, block(*(known[each] for each in part.reads)), strict=True))
+            block = jax.checkpoint(_block(segment), policy=policy)
+            known.update(zip(segment.writes, block(*(known[each] for each in segment.reads)), strict=True))
     return [read(output) for output in outputs]
 
 
-def _run_whole(equation: Any, operands: Sequence[Any], policy: Any, all_written: int) -> list[Any]:
-    """An equation that has most of the program inside it: the blocks are there."""
+def _run_inside(equation: Any, operands: Sequence[Any], policy: Any, all_written: int) -> list[Any]:
+    """Evaluates an equation that contains most of the program, with blocks inside it."""
     if equation.primitive.name in CALLS:
         return _run(called_jaxpr(equation), operands, policy, all_written)
     body = equation.params["jaxpr"]
@@ -71,62 +70,62 @@ def _run_whole(equation: Any, operands: Sequence[Any], policy: Any, all_written:
     def turn(*flat: Any) -> list[Any]:
         return interpreter.call(body, *flat)
 
-    # In a loop nothing can be merged with the first time it was computed, so nothing need be done against that.
+    # In a loop, XLA cannot merge the second computation with the first, so prevent_cse is not needed.
     blocked = tracing.close(jax.checkpoint(turn, policy=policy, prevent_cse=False), types)
     return interpreter.evaluate(equation, operands, equation.params | {"jaxpr": blocked})
 
 
 @dataclasses.dataclass(frozen=True)
-class _Part:
-    """Equations that follow each other, with what they take from those before and hand on to those after."""
+class _Segment:
+    """Consecutive equations, the variables that they read, and those that later equations read."""
 
     equations: list[Any]
     reads: list[Any]
     writes: list[Any]
-    is_whole: bool  # not to be computed twice: its own parts are
+    has_blocks_inside: bool  # True for a single equation that is divided inside instead
 
 
-def _block(part: _Part) -> Callable[..., list[Any]]:
+def _block(segment: _Segment) -> Callable[..., list[Any]]:
     def block(*values: Any) -> list[Any]:
-        known = dict(zip(part.reads, values, strict=True))
-        for equation in part.equations:
+        known = dict(zip(segment.reads, values, strict=True))
+        for equation in segment.equations:
             operands = [each.val if interpreter.is_literal(each) else known[each] for each in equation.invars]
             known.update(zip(equation.outvars, interpreter.evaluate(equation, operands), strict=True))
-        return [known[each] for each in part.writes]
+        return [known[each] for each in segment.writes]
 
     return block
 
 
-def _parts(equations: Sequence[Any], outputs: Sequence[Any], all_written: int) -> list[_Part]:
+def _segments(equations: Sequence[Any], outputs: Sequence[Any], all_written: int) -> list[_Segment]:
     last_use = {operand: position for position, each in enumerate(equations) for operand in _variables(each.invars)}
     last_use |= dict.fromkeys(_variables(outputs), len(equations))
-    wholes = [_is_whole(equation, all_written) for equation in equations]
+    opened = [_has_blocks_inside(equation, all_written) for equation in equations]
     borders = {0, len(equations)}
-    for position, whole in enumerate(wholes):
-        if whole:
+    for position, is_opened in enumerate(opened):
+        if is_opened:
             borders |= {position, position + 1}
-    plain = sum(_weight(equation) for equation, whole in zip(equations, wholes, strict=True) if not whole)
+    plain = sum(_weight(equation) for equation, is_opened in zip(equations, opened, strict=True) if not is_opened)
     if plain > 0.5 * all_written:
         borders |= set(_cuts(equations, last_use))
     ordered = sorted(borders)
-    parts = []
+    segments = []
     for start, end in itertools.pairwise(ordered):
-        mine = list(equations[start:end])
-        made = {output for equation in mine for output in equation.outvars}
-        read = dict.fromkeys(each for equation in mine for each in _variables(equation.invars) if each not in made)
-        writes = [output for equation in mine for output in equation.outvars if last_use.get(output, -1) >= end]
-        parts.append(_Part(mine, list(read), writes, len(mine) == 1 and wholes[start]))
-    return [part for part in parts if part.equations]
+        inside = list(equations[start:end])
+        made = {output for equation in inside for output in equation.outvars}
+        read = dict.fromkeys(each for equation in inside for each in _variables(equation.invars) if each not in made)
+        writes = [output for equation in inside for output in equation.outvars if last_use.get(output, -1) >= end]
+        segments.append(_Segment(inside, list(read), writes, len(inside) == 1 and opened[start]))
+    return [segment for segment in segments if segment.equations]
 
 
 def _cuts(equations: Sequence[Any], last_use: dict[Any, int]) -> list[int]:
-    """Where to cut so that the blocks are about equally heavy, and little is handed from one to the next.
+    """Where to divide: into blocks that write about the same number of bytes, and pass few bytes to the next.
 
-    With K blocks memory holds K borders and the inside of one block: least at K = sqrt(inside / border).
+    With K blocks, memory holds K borders and the inside of one block. That is smallest at K = sqrt(inside / border).
     """
     reached = list(itertools.accumulate(map(_weight, equations)))
-    handed_on = _handed_on(equations, last_use)
-    borders = [each for each in handed_on[len(equations) // 8 : -len(equations) // 8] if each > 0]
+    passed_on = _passed_on(equations, last_use)
+    borders = [each for each in passed_on[len(equations) // 8 : -len(equations) // 8] if each > 0]
     if not borders or not reached[-1]:
         return []
     number = min(MOST_BLOCKS, max(2, round(math.sqrt(reached[-1] / min(borders)))))
@@ -135,14 +134,14 @@ def _cuts(equations: Sequence[Any], last_use: dict[Any, int]) -> list[int]:
     for wanted in range(1, number):
         window = [i for i in range(begin, len(equations)) if abs(reached[i] / each_block - wanted) <= 0.4]
         if window:
-            best = min(window, key=lambda i: (handed_on[i], abs(reached[i] / each_block - wanted)))
+            best = min(window, key=lambda i: (passed_on[i], abs(reached[i] / each_block - wanted)))
             begin = best + 1
             cuts.append(begin)
     return cuts
 
 
-def _handed_on(equations: Sequence[Any], last_use: dict[Any, int]) -> list[int]:
-    """The bytes that are made by an equation or before it and used after it, for each equation."""
+def _passed_on(equations: Sequence[Any], last_use: dict[Any, int]) -> list[int]:
+    """For each equation, the bytes that it or an earlier equation writes and a later one reads."""
     live, results = 0, []
     ending: dict[int, int] = {}
     for position, equation in enumerate(equations):
@@ -156,8 +155,8 @@ def _handed_on(equations: Sequence[Any], last_use: dict[Any, int]) -> list[int]:
     return results
 
 
-def _is_whole(equation: Any, all_written: int) -> bool:
-    """Whether an equation is a loop over much of the program, or a function with most of it inside."""
+def _has_blocks_inside(equation: Any, all_written: int) -> bool:
+    """True for a loop over much of the program, or a call of a function with most of it inside."""
     name = equation.primitive.name
     if name == "scan":
         return equation.params["length"] > 1 and _weight(equation) > 0.1 * all_written
@@ -165,7 +164,7 @@ def _is_whole(equation: Any, all_written: int) -> bool:
 
 
 def _weight(equation: Any) -> int:
-    """About the bytes that an equation leaves in memory."""
+    """An estimate of the bytes that an equation writes."""
     inner = sum(map(written_bytes, interpreter.jaxprs_in(equation)))
     if inner:
         return inner * (equation.params["length"] if equation.primitive.name == "scan" else 1)

@@ -1,6 +1,8 @@
-"""Passes over the microbatches of a loss that was split: forward, or forward and backward at once.
+"""The gradient of a loss that was read and split: its prefix microbatch by microbatch, its head once.
 
-A loss that was read: its prefix microbatch by microbatch, in one pass or two, and its head once.
+The prefix computes the frontier from the examples: sums over them and rows of them. The head computes the loss from the
+frontier. `Prefix` has the loops over the microbatches of one shard, forward or backward. `Passes` runs these loops on
+an executor. `value_and_grad`, at the end, decides whether one pass is enough or two are needed.
 """
 
 import dataclasses
@@ -26,62 +28,68 @@ from anybatch.reading.states import SUMMED, Batched, State, put_rows, replaced, 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class PassInputs:
-    """The arrays of one call, as the passes see them."""
+    """The inputs of a pass over one shard."""
 
-    variables: list[Any]  # what is differentiated: the parameters, then what was hoisted from them
-    inputs: list[Any]  # those of the loss, all of them, with the examples of the part at hand
-    known: list[Any]  # what was computed from data alone
-    selected: list[Any]  # values of `known` with rows of the selection, cut to those of the part; none if all are here
-    place: list[Any]  # the index in the batch of the first example of the part, unless it is 0
+    variables: list[Any]  # differentiated: the parameters, then the values that were hoisted out of the prefix
+    inputs: list[Any]  # all inputs of the loss, with the examples of the shard
+    known: list[Any]  # values that were computed before, from data alone
+    selected: list[
+        Any
+    ]  # the rows of the shard of those values of `known` that a selection indexes; empty on one device
+    first: list[Any]  # the index in the batch of the first example, if it is traced; otherwise empty
 
     @property
     def origin(self) -> Any:
-        """The index in the batch of the first example, None if it is 0."""
-        return self.place[0] if self.place else None
+        """The index in the batch of the first example, or None if it is 0."""
+        return self.first[0] if self.first else None
+
+    @property
+    def lists(self) -> tuple[list[Any], ...]:
+        """All fields, in order."""
+        return self.variables, self.inputs, self.known, self.selected, self.first
 
     @property
     def types(self) -> "PassInputs":
-        """Their types."""
-        parts = (self.variables, self.inputs, self.known, self.selected, self.place)
-        return PassInputs(*([avals.abstract(jax.typeof(leaf)) for leaf in shard] for shard in parts))
+        """The types of all arrays."""
+        return PassInputs(*([avals.abstract(jax.typeof(leaf)) for leaf in arrays] for arrays in self.lists))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Prefix:
-    """The prefix of a loss at the sizes of the microbatches, traced."""
+    """The prefix of a loss for the microbatches of one shard, and the loops over them."""
 
     split: Split
     microbatches: Microbatches
     accumulator_dtype: Any
-    given: PassInputs
+    inputs: PassInputs
     shard: Shard
     remat: str | None = None  # a policy of jax.checkpoint for the backward pass
-    weights: MicrobatchWeights | None = None  # what microbatches count, if the squares of their gradients are wanted
-    selection: int | None = None  # the rows that are counted as examples, if not those of the batch
+    weights: MicrobatchWeights | None = None  # of the microbatches, if the squares of their gradients are wanted
+    selection: int | None = None  # the number of selected rows that the loop runs over; None for the examples
 
     @functools.cached_property
     def _positions(self) -> list[int]:
-        """Which values of the frontier it makes."""
+        """The positions in the frontier of the values that this prefix computes."""
         return self.split.selections.get(self.selection, [])
 
     @functools.cached_property
     def states(self) -> list[State]:
-        """Their states."""
+        """The states of these values: batched or summed."""
         return [self.split.states[position] for position in self._positions]
 
     def _trace(self, size: int) -> tracing.Traced:
-        split, types = self.split, self.given.types
-        if self.shard.examples < size:  # there are none at all: it is traced for its types, and never called
-            self._give_rows(types, size)
-        variables = jax.eval_shape(self.shard.whole, types.variables) if self.shard.is_shard else types.variables
-        leaves, tree = jax.tree.flatten((variables, types.inputs, types.known, types.selected, types.place))
+        split, types = self.split, self.inputs.types
+        if self.shard.examples < size:  # an empty shard: the prefix is traced for its types, and never called
+            self._add_rows(types, size)
+        variables = jax.eval_shape(self.shard.gather, types.variables) if self.shard.is_sharded else types.variables
+        leaves, tree = jax.tree.flatten((variables, *types.lists[1:]))
         first, num_wrt = split.num_consts, len(split.loss.types.wrt)
 
         def prefix(*flat: Any) -> list[Any]:
             *arrays, start = flat
-            variables, inputs, known, selected, place = jax.tree.unflatten(tree, arrays)
+            variables, inputs, known, selected, first_example = jax.tree.unflatten(tree, arrays)
             inputs[first : first + num_wrt] = variables[:num_wrt]
-            origin = PassInputs(variables, inputs, known, selected, place).origin
+            origin = PassInputs(variables, inputs, known, selected, first_example).origin
             wanted = [split.frontier[position] for position in self._positions]
             hoisted, runs = variables[num_wrt:], self.microbatches.runs
             return split.prefix(inputs, known, hoisted, start, size, wanted, origin, runs, self.selection, selected)
@@ -91,12 +99,12 @@ class Prefix:
         if self.remat is not None:
             const_types = [avals.abstract(jax.typeof(const)) for const in consts]
             traced = blocks.rematerialised(traced, const_types, [*leaves, start], self.remat)
-        if consts:  # constants of the loss, which this module hands back to it
+        if consts:  # constants of the loss
             return dataclasses.replace(traced, bound=tuple(consts))
         return traced
 
-    def _give_rows(self, types: PassInputs, size: int) -> None:
-        """Makes types of a part without rows those of one with as many as a microbatch has."""
+    def _add_rows(self, types: PassInputs, size: int) -> None:
+        """Changes the types of an empty shard to those of one microbatch."""
         if types.selected and self.selection is not None:
             for index, rows in enumerate(self.split.selected_first(self.selection).values()):
                 array = types.selected[index]
@@ -107,30 +115,29 @@ class Prefix:
                 types.inputs[position] = array.update(shape=(size, *array.shape[1:]))
 
     @functools.cached_property
-    def whole(self) -> tracing.Traced:
-        """At the size of the whole microbatches."""
+    def traced(self) -> tracing.Traced:
+        """The prefix for a complete microbatch."""
         return self._trace(self.microbatches.size)
 
     @functools.cached_property
-    def last(self) -> tracing.Traced | None:
-        """At the size of the ragged last one."""
+    def traced_last(self) -> tracing.Traced | None:
+        """The prefix for the smaller last microbatch, if there is one."""
         return self._trace(self.microbatches.remainder) if self.microbatches.remainder else None
 
     def forward(self) -> list[Any]:
-        """What the examples make of the frontier."""
-        given = self.given
+        """The values of the frontier for this shard."""
 
         def run(traced: tracing.Traced, start: Any) -> list[Any]:
-            # As in a backward pass: a function with derivatives of its own may have another forward pass there.
-            whole = self.shard.whole(given.variables)
-            return jax.vjp(lambda variables: self._call(traced, variables, start), whole)[0]
+            # By jax.vjp, as in a backward pass: a custom_vjp function may compute its forward pass differently there.
+            variables = self.shard.gather(self.inputs.variables)
+            return jax.vjp(lambda variables: self._call(traced, variables, start), variables)[0]
 
-        last = None if self.last is None else run(self.last, self.microbatches.last_start)
+        last = None if self.traced_last is None else run(self.traced_last, self.microbatches.last_start)
 
         def step(carry: Any, _: None) -> tuple[Any, list[Any]]:
             first, sums = carry
             with jax.named_scope("anybatch_forward"):
-                made = run(self.whole, first)
+                made = run(self.traced, first)
             return (first + self.microbatches.step, self._add(sums, made)), self._emitted(made)
 
         start = jnp.zeros((), jnp.int32)
@@ -138,67 +145,66 @@ class Prefix:
         return self._finish(sums, emitted, last)
 
     def _loop(self, step: Any, carry: Any) -> tuple[Any, list[Any]]:
-        """`lax.scan` over the whole microbatches, if there are any."""
+        """`lax.scan` over the complete microbatches, if there are any."""
         if self.microbatches.complete:
             return lax.scan(step, carry, length=self.microbatches.complete)
-        return carry, [jnp.zeros((0, *aval.shape), aval.dtype) for aval in self._emitted(self.whole.out_avals)]
+        return carry, [jnp.zeros((0, *aval.shape), aval.dtype) for aval in self._emitted(self.traced.out_avals)]
 
     def backward(self, seeds: Sequence[Any], *, mutate: bool, keeps_frontier: bool) -> tuple[list[Any], ...]:
-        """The gradient with respect to the variables, and what the examples make of the frontier if it is wanted.
-
-        Also the sums of the squares of the microbatches, if these are wanted.
+        """The gradient with respect to the variables, the frontier, and the squares of the microbatches.
 
         Args:
-          seeds: the gradient with respect to those values of the frontier that are differentiated; of rows, those of
-            the examples.
-          mutate: whether to add the gradient up in references.
-          keeps_frontier: whether the frontier is wanted.
+          seeds: the cotangents of the differentiated values of the frontier; of batched values, the rows of the shard.
+          mutate: whether to accumulate the gradient in references.
+          keeps_frontier: whether to return the frontier; otherwise the second result is empty.
+
+        Returns:
+          The gradient, the frontier, and the sums of `squared_norms`, which are empty without `weights`.
         """
-        given, microbatches = self.given, self.microbatches
+        variables, microbatches = self.inputs.variables, self.microbatches
         positions = [index for index, position in enumerate(self._positions) if position in self.split.differentiated]
-        wide = [wide_dtype(leaf.dtype, self.accumulator_dtype) for leaf in given.variables]
-        is_direct = self.shard.in_place(
-            [leaf.dtype == dtype for leaf, dtype in zip(given.variables, wide, strict=True)]
-        )
-        written_in_place = references.written_in_place(self.whole, is_direct) if mutate else []
+        wide = [wide_dtype(leaf.dtype, self.accumulator_dtype) for leaf in variables]
+        is_direct = self.shard.in_place([leaf.dtype == dtype for leaf, dtype in zip(variables, wide, strict=True)])
+        written_in_place = references.written_in_place(self.traced, is_direct) if mutate else []
 
         def run(
             traced: tracing.Traced, start: Any, size: int, written_in_place: list[bool] | None = None
         ) -> tuple[list[Any], Any, list[Any]]:
             def of_wide(wide_variables: list[Any]) -> tuple[list[Any], list[Any]]:
-                whole = self.shard.whole(wide_variables)  # still wide, so that devices add up wide gradients too
-                narrow = [leaf.astype(own.dtype) for leaf, own in zip(whole, given.variables, strict=True)]
+                gathered = self.shard.gather(wide_variables)  # still wide, so that devices sum wide gradients too
+                narrow = [leaf.astype(like.dtype) for leaf, like in zip(gathered, variables, strict=True)]
                 made = self._call(traced, narrow, start)
                 return [made[position] for position in positions], made
 
-            # Widening what is differentiated makes autodiff itself add up in the wide dtype.
-            point = [leaf.astype(dtype) for leaf, dtype in zip(given.variables, wide, strict=True)]
+            # Differentiating with respect to wide arrays makes autodiff itself sum in the wide dtype.
+            point = [leaf.astype(dtype) for leaf, dtype in zip(variables, wide, strict=True)]
             fun = of_wide if written_in_place is None else references.shielded(of_wide, written_in_place)
             _, pullback, made = jax.vjp(fun, point, has_aux=True)
-            mine = []
+            own_seeds = []
             for position, seed in zip(positions, seeds, strict=True):
                 state = self.states[position]
                 if isinstance(state, Batched):
                     seed = take_rows(seed, state, microbatches.examples, start, size, microbatches.runs)
-                mine.append(seed)
-            return made, pullback, mine
+                own_seeds.append(seed)
+            return made, pullback, own_seeds
 
         def add(totals: Sequence[Any], in_place: list[bool], *, mutate: bool) -> list[Any]:
-            _, pullback, mine = run(self.whole, 0, microbatches.size, in_place if mutate else None)
-            return references.add(pullback, mine, totals, mutate=mutate)
+            _, pullback, own_seeds = run(self.traced, 0, microbatches.size, in_place if mutate else None)
+            return references.add(pullback, own_seeds, totals, mutate=mutate)
 
-        if microbatches.complete and references.reach_nested_functions(self.whole, written_in_place):
-            types = [jax.typeof(leaf).update(dtype=dtype) for leaf, dtype in zip(given.variables, wide, strict=True)]
+        if microbatches.complete and references.reach_nested_functions(self.traced, written_in_place):
+            types = [jax.typeof(leaf).update(dtype=dtype) for leaf, dtype in zip(variables, wide, strict=True)]
             written_in_place = references.with_same_terms(add, types, written_in_place)
 
+        # The smaller last microbatch comes first: its gradient is where the accumulator starts.
         last: list[Any] | None = None
         noise = [] if self.weights is None else squared_norms.zeros(wide)
-        if self.last is None:
-            grads = [jnp.zeros_like(leaf, dtype) for leaf, dtype in zip(given.variables, wide, strict=True)]
+        if self.traced_last is None:
+            grads = [jnp.zeros_like(leaf, dtype) for leaf, dtype in zip(variables, wide, strict=True)]
         else:
             with jax.named_scope("anybatch_last_microbatch"):
-                last, pullback, mine = run(self.last, microbatches.last_start, microbatches.remainder)
-                (grads,) = pullback(mine)
+                last, pullback, own_seeds = run(self.traced_last, microbatches.last_start, microbatches.remainder)
+                (grads,) = pullback(own_seeds)
             noise = self._with_square(noise, grads, microbatches.last_start, microbatches.remainder)
         start, grads = loop_start(microbatches, grads)
         accumulators = [jax.new_ref(leaf) for leaf in grads] if mutate else None
@@ -206,11 +212,13 @@ class Prefix:
         def step(carry: Any, _: None) -> tuple[Any, list[Any]]:
             first, sums, grads, noise = carry
             with jax.named_scope("anybatch_microbatch"):
-                made, pullback, mine = run(self.whole, first, microbatches.size, written_in_place if mutate else None)
+                made, pullback, own_seeds = run(
+                    self.traced, first, microbatches.size, written_in_place if mutate else None
+                )
                 if accumulators is not None:
-                    pullback.with_refs(accumulators)(mine)
+                    pullback.with_refs(accumulators)(own_seeds)
                 else:
-                    own = self.shard.apart(pullback(mine)[0])
+                    own = self.shard.unfused(pullback(own_seeds)[0])
                     grads, noise = (
                         jax.tree.map(jnp.add, grads, own),
                         self._with_square(noise, own, first, microbatches.size),
@@ -228,20 +236,19 @@ class Prefix:
     def _with_square(self, noise: list[Any], grads: list[Any], start: Any, size: int) -> list[Any]:
         if self.weights is None:
             return []
-        given = self.given
+        inputs, runs = self.inputs.inputs, self.microbatches.runs
         return squared_norms.add(
-            noise, grads, self.weights.of_microbatch(given.inputs, start, size, given.origin, self.microbatches.runs)
+            noise, grads, self.weights.of_microbatch(inputs, start, size, self.inputs.origin, runs)
         )
 
     def _call(self, traced: tracing.Traced, variables: list[Any], start: Any) -> list[Any]:
-        given, start = self.given, jnp.asarray(start, jnp.int32)
-        arrays = (variables, given.inputs, given.known, given.selected, given.place)
-        return traced(traced.bound, *jax.tree.leaves(arrays), start)
+        arrays = jax.tree.leaves((variables, *self.inputs.lists[1:]))
+        return traced(traced.bound, *arrays, jnp.asarray(start, jnp.int32))
 
-    # The frontier: sums are carried through the loop, rows are emitted by every microbatch.
+    # The frontier: sums are carried through the loop, and every microbatch emits its rows.
 
     def _zeros(self, last: Sequence[Any] | None) -> list[Any]:
-        types = self.whole.out_avals
+        types = self.traced.out_avals
         zeros = [
             avals.zeros_of(aval, wide_dtype(aval.dtype, self.accumulator_dtype))
             for aval, state in zip(types, self.states, strict=True)
@@ -258,31 +265,23 @@ class Prefix:
 
     def _finish(self, sums: Sequence[Any], emitted: Sequence[Any], last: Sequence[Any] | None) -> list[Any]:
         carried, stacked = iter(sums), iter(emitted)
-        whole = []
+        size, remainder, runs = self.microbatches.size, self.microbatches.remainder, self.microbatches.runs
+        frontier = []
         for position, state in enumerate(self.states):
             if isinstance(state, Batched):
-                mine = None if last is None else last[position]
-                whole.append(
-                    put_rows(
-                        next(stacked),
-                        mine,
-                        state,
-                        self.microbatches.size,
-                        self.microbatches.remainder,
-                        self.microbatches.runs,
-                    )
-                )
+                last_rows = None if last is None else last[position]
+                frontier.append(put_rows(next(stacked), last_rows, state, size, remainder, runs))
             else:
-                whole.append(next(carried))
-        return whole
+                frontier.append(next(carried))
+        return frontier
 
 
-def gather_rows(split: Split, microbatches: Microbatches, given: PassInputs) -> list[Any]:
-    """Rows of data alone, for the examples of a part, computed microbatch by microbatch."""
+def rows_of_data(split: Split, microbatches: Microbatches, inputs: PassInputs) -> list[Any]:
+    """The values that must be known before the first pass: rows computed from data alone, for one shard."""
     wanted = split.gathered_first
 
     def run(start: Any, size: int) -> list[Any]:
-        return split.prefix(given.inputs, None, [], start, size, wanted, given.origin, microbatches.runs)
+        return split.prefix(inputs.inputs, None, [], start, size, wanted, inputs.origin, microbatches.runs)
 
     last = run(microbatches.last_start, microbatches.remainder) if microbatches.remainder else [None] * len(wanted)
 
@@ -299,14 +298,14 @@ def gather_rows(split: Split, microbatches: Microbatches, given: PassInputs) -> 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Passes:
-    """The passes over the microbatches of one loss, at some place."""
+    """The passes over the batch of one loss, on an executor."""
 
     split: Split
     size: int  # of the microbatches
     accumulator_dtype: Any
-    place: Executor
+    executor: Executor
     remat: str | None = None
-    weights: MicrobatchWeights | None = None  # what microbatches count, if the noise in the gradient is wanted
+    weights: MicrobatchWeights | None = None  # of the microbatches, if the gradient noise is wanted
 
     def _run(
         self,
@@ -315,87 +314,101 @@ class Passes:
         inputs: list[Any],
         known: list[Any],
         seeds: list[Any],
-        gives: list[OutputLayout],
+        output_layouts: list[OutputLayout],
         selection: int | None = None,
     ) -> tuple[list[Any], list[Any]]:
-        """Calls `fun(part, given, seeds)` wherever there are examples; `seeds` are those of the selection."""
+        """Calls `fun(shard, inputs, seeds)` for every shard, and combines the results.
+
+        Args:
+          fun: a function that returns sums and rows.
+          variables: as in `PassInputs`.
+          inputs: as in `PassInputs`, with all examples.
+          known: as in `PassInputs`.
+          seeds: the cotangents of the values that this selection computes; empty for a forward pass.
+          output_layouts: the layouts of the rows that `fun` returns.
+          selection: the number of selected rows to run over; None for the examples.
+        """
         batch, split = self.split.batch_positions, self.split
-        place = self.place if selection is None else self.place.of_rows(selection)
-        selected = {} if selection is None or place.has_all_examples else split.selected_first(selection)
+        executor = self.executor if selection is None else self.executor.for_rows(selection)
+        selected = {} if selection is None or executor.has_all_examples else split.selected_first(selection)
         states = [split.states[position] for position in self._differentiated(selection)[: len(seeds)]]
         in_rows = [isinstance(state, Batched) for state in states]
         others = [*inputs[: batch.start], *inputs[batch.stop :]]
-        whole, tree = jax.tree.flatten(
+        invariant, tree = jax.tree.flatten(
             (variables, others, known, [seed for seed, has in zip(seeds, in_rows, strict=True) if not has])
         )
-        # The rows of a selection are those of the devices; what they are selected from is known as a whole.
-        takes = list(selected.values()) if selected else [Batched(0)] * len(batch)
-        takes += [state for state in states if isinstance(state, Batched)]
+        # A device gets its selected rows. The arrays that they are selected from are replicated, in `known`.
+        row_layouts = list(selected.values()) if selected else [Batched(0)] * len(batch)
+        row_layouts += [state for state in states if isinstance(state, Batched)]
         rows = [known[index] for index in selected] if selected else list(inputs[batch.start : batch.stop])
         num_rows = len(rows)
         rows += [seed for seed, has in zip(seeds, in_rows, strict=True) if has]
 
-        def of_part(shard: Shard, whole: list[Any], rows: list[Any]) -> tuple[list[Any], list[Any]]:
-            variables, others, known, sums = jax.tree.unflatten(tree, whole)
+        def of_shard(shard: Shard, invariant: list[Any], rows: list[Any]) -> tuple[list[Any], list[Any]]:
+            variables, others, known, sums = jax.tree.unflatten(tree, invariant)
             own = rows[:num_rows]
-            # A loop over selected rows reads nothing else, so that the examples are placeholders.
+            # A loop over selected rows does not read the examples, so placeholders will do.
             examples = [jnp.zeros(())] * len(batch) if selected else own
             inputs = [*others[: batch.start], *examples, *others[batch.start :]]
             of_sums, of_rows = iter(sums), iter(rows[num_rows:])
-            mine = [next(of_rows if has else of_sums) for has in in_rows]
-            return fun(shard, PassInputs(variables, inputs, known, own if selected else [], shard.place[:1]), mine)
+            own_seeds = [next(of_rows if has else of_sums) for has in in_rows]
+            first = shard.traced_values[:1]
+            return fun(shard, PassInputs(variables, inputs, known, own if selected else [], first), own_seeds)
 
-        return place(BatchPass(of_part, whole, rows, takes, gives, len(variables) if seeds else 0))
+        num_variables = len(variables) if seeds else 0
+        return executor(BatchPass(of_shard, invariant, rows, row_layouts, output_layouts, num_variables))
 
     def _differentiated(self, selection: int | None) -> list[int]:
-        """The positions in the frontier of what a selection makes and has a gradient."""
+        """The positions in the frontier of the differentiated values that a selection computes."""
         made = self.split.selections.get(selection, [])
         return [position for position in self.split.differentiated if position in made]
 
-    def _cut(self, shard: Shard) -> Microbatches:
+    def _microbatches(self, shard: Shard) -> Microbatches:
         return Microbatches(shard.examples, max(1, min(self.size, shard.examples)), shard.runs)
 
     def rows_of_data(self, inputs: list[Any]) -> list[Any]:
-        """The rows that are computed before anything else."""
+        """The values that must be known before the first pass: rows computed from data alone."""
         wanted = self.split.gathered_first
         if not wanted:
             return []
 
-        def gather(shard: Shard, given: PassInputs, _: list[Any]) -> tuple[list[Any], list[Any]]:
-            return [], gather_rows(self.split, self._cut(shard), given)
+        def gather(shard: Shard, inputs: PassInputs, _: list[Any]) -> tuple[list[Any], list[Any]]:
+            return [], rows_of_data(self.split, self._microbatches(shard), inputs)
 
-        gives = [OutputLayout(state) for state in map(self.split.reader.state, wanted) if isinstance(state, Batched)]
-        return self._run(gather, [], inputs, [], [], gives)[1]
+        output_layouts = [
+            OutputLayout(state) for state in map(self.split.reader.state, wanted) if isinstance(state, Batched)
+        ]
+        return self._run(gather, [], inputs, [], [], output_layouts)[1]
 
     def forward(self, variables: list[Any], inputs: list[Any], known: list[Any]) -> list[Any]:
-        """The frontier."""
+        """The frontier, in a pass without gradients."""
         made: dict[int, Any] = {}
         for selection, positions in self.split.selections.items():
             made.update(zip(positions, self._forward(variables, inputs, known, selection), strict=True))
         return [made[position] for position in range(len(made))]
 
     def _forward(self, variables: list[Any], inputs: list[Any], known: list[Any], selection: int | None) -> list[Any]:
-        """What one selection makes of the frontier."""
+        """The values of the frontier that one selection computes."""
 
-        def forward(shard: Shard, given: PassInputs, _: list[Any]) -> tuple[list[Any], list[Any]]:
-            return self._sums_and_rows(self._prefix(shard, given, selection).forward(), selection)
+        def forward(shard: Shard, inputs: PassInputs, _: list[Any]) -> tuple[list[Any], list[Any]]:
+            return self._sums_and_rows(self._prefix(shard, inputs, selection).forward(), selection)
 
-        found = self._run(forward, variables, inputs, known, [], self._gives(selection), selection)
+        found = self._run(forward, variables, inputs, known, [], self._output_layouts(selection), selection)
         return self._frontier(*found, selection)
 
     def backward(
         self, variables: list[Any], inputs: list[Any], known: list[Any], seeds: list[Any], *, keeps_frontier: bool
     ) -> tuple[list[Any], list[Any], list[Any]]:
-        """The gradient with respect to the variables, and if they are wanted the frontier and the sums of squares."""
+        """The gradient with respect to the variables; the frontier, if kept; the squares, if there are weights."""
         made: dict[int, Any] = {}
         total: list[Any] | None = None
         noise: list[Any] = []
-        assert self.weights is None or list(self.split.selections) == [None]  # noise is told by the batch itself
+        assert self.weights is None or list(self.split.selections) == [None]  # noise is measured on the examples only
         seed_at = dict(zip(self.split.differentiated, seeds, strict=True))
         for selection, positions in self.split.selections.items():
-            mine = [seed_at[position] for position in self._differentiated(selection)]
-            if mine:
-                grads, frontier, noise = self._backward(variables, inputs, known, mine, keeps_frontier, selection)
+            own_seeds = [seed_at[position] for position in self._differentiated(selection)]
+            if own_seeds:
+                grads, frontier, noise = self._backward(variables, inputs, known, own_seeds, keeps_frontier, selection)
                 total = grads if total is None else [_plus(one, other) for one, other in zip(total, grads, strict=True)]
                 made.update(zip(positions, frontier, strict=False))
             elif keeps_frontier:
@@ -412,22 +425,22 @@ class Passes:
         keeps_frontier: bool,
         selection: int | None,
     ) -> tuple[list[Any], list[Any], list[Any]]:
-        """What one selection makes of them."""
+        """`backward` for one selection."""
         num_own = len(variables) + (0 if self.weights is None else squared_norms.CARRIED)
 
-        def backward(shard: Shard, given: PassInputs, seeds: list[Any]) -> tuple[list[Any], list[Any]]:
-            arrays = (given.variables, given.inputs, given.known, given.selected, given.place, seeds)
-            leaves, tree = jax.tree.flatten(arrays)
-            anywhere = shard.anywhere
+        def backward(shard: Shard, inputs: PassInputs, seeds: list[Any]) -> tuple[list[Any], list[Any]]:
+            leaves, tree = jax.tree.flatten((*inputs.lists, seeds))
+            static = shard.static
 
             def compute(*flat: Any, mutate: bool) -> list[Any]:
                 *arrays, seeds = jax.tree.unflatten(tree, flat)
-                prefix = self._prefix(anywhere, PassInputs(*arrays), selection)
+                prefix = self._prefix(static, PassInputs(*arrays), selection)
                 grads, frontier, noise = prefix.backward(seeds, mutate=mutate, keeps_frontier=keeps_frontier)
                 return [*grads, *noise, *frontier]
 
             leaves = [jnp.asarray(leaf) for leaf in leaves]
-            # A primitive of our own would hide effects; and in place there is no gradient of a microbatch by itself.
+            # The in-place primitive would hide effects. And it never has the gradient of a single microbatch, which a
+            # fixed order and the squares need.
             if self.split.loss.traced.has_effects or shard.fixed_order or self.weights is not None:
                 results = compute(*leaves, mutate=False)
             else:
@@ -438,19 +451,19 @@ class Passes:
             sums, rows = self._sums_and_rows(frontier, selection) if keeps_frontier else ([], [])
             return [*own, *sums], rows
 
-        gives = self._gives(selection) if keeps_frontier else []
-        sums, rows = self._run(backward, variables, inputs, known, seeds, gives, selection)
+        output_layouts = self._output_layouts(selection) if keeps_frontier else []
+        sums, rows = self._run(backward, variables, inputs, known, seeds, output_layouts, selection)
         grads, noise, sums = sums[: len(variables)], sums[len(variables) : num_own], sums[num_own:]
         return grads, self._frontier(sums, rows, selection) if keeps_frontier else [], noise
 
-    def _prefix(self, shard: Shard, given: PassInputs, selection: int | None) -> Prefix:
-        microbatches, dtype = self._cut(shard), self.accumulator_dtype
-        return Prefix(self.split, microbatches, dtype, given, shard, self.remat, self.weights, selection)
+    def _prefix(self, shard: Shard, inputs: PassInputs, selection: int | None) -> Prefix:
+        microbatches, dtype = self._microbatches(shard), self.accumulator_dtype
+        return Prefix(self.split, microbatches, dtype, inputs, shard, self.remat, self.weights, selection)
 
     def _states(self, selection: int | None) -> list[State]:
         return [self.split.states[position] for position in self.split.selections[selection]]
 
-    def _gives(self, selection: int | None) -> list[OutputLayout]:
+    def _output_layouts(self, selection: int | None) -> list[OutputLayout]:
         return [OutputLayout(state) for state in self._states(selection) if isinstance(state, Batched)]
 
     def _sums_and_rows(self, frontier: Sequence[Any], selection: int | None) -> tuple[list[Any], list[Any]]:
@@ -470,28 +483,29 @@ class Passes:
 def value_and_grad(
     passes: Passes, consts: Sequence[Any], arrays: Arrays
 ) -> tuple[Any, list[Any], list[Any], list[Any]]:
-    """The value, the aux leaves and the gradient leaves of the batch, and if it is wanted what tells its noise.
+    """The value, the aux leaves, the gradient leaves and, with weights, the summary of the gradient noise.
 
-    One pass: where the gradient of the head is known before or is a single factor. Else two: the first, without
-    gradients, makes the frontier; the second sees the same examples and random numbers again.
+    One pass over the batch is enough if the gradient of the head does not depend on the frontier (`Seeds.BEFORE`), or
+    is a single factor that can be applied at the end (`Seeds.AFTER`). Otherwise there are two: the first computes the
+    frontier without gradients, the second the gradient, from the same examples and random numbers.
 
-    Memory: one gradient in the accumulator's dtype, the temporaries of one microbatch, and the head: the rows of
-    the frontier, if there are any, and what is computed from them; for the noise also the gradient of one microbatch.
+    Memory: one gradient in the accumulator's dtype, the temporaries of one microbatch, and those of the head, with the
+    rows of the frontier. The noise needs the gradient of one microbatch more.
     """
-    split, once = passes.split, passes.place.once
+    split, run_once = passes.split, passes.executor.run_once
     inputs = [jnp.asarray(leaf) for leaf in split.inputs(consts, arrays)]
     first, num_wrt = split.num_consts, len(split.loss.types.wrt)
     wrt = inputs[first : first + num_wrt]
     in_order = list(inputs)
     for position in split.batch_positions:
-        in_order[position] = passes.place.in_order(inputs[position])
-    known = once(split.compute_first, in_order, passes.rows_of_data(inputs))
+        in_order[position] = passes.executor.in_batch_order(inputs[position])
+    known = run_once(split.compute_first, in_order, passes.rows_of_data(inputs))
 
     def with_wrt(inputs: Sequence[Any], wrt: Sequence[Any]) -> list[Any]:
         return [*inputs[:first], *wrt, *inputs[first + num_wrt :]]
 
     def compute_hoisted(wrt: list[Any]) -> list[Any]:
-        return once(
+        return run_once(
             lambda inputs, wrt, known: split.compute_hoisted(with_wrt(inputs, wrt), known), in_order, wrt, known
         )
 
@@ -506,9 +520,9 @@ def value_and_grad(
         def differentiated(inputs: Any, known: Any, variables: Any, frontier: Any) -> Any:
             def head(variables: Sequence[Any], moving: Sequence[Any]) -> tuple[Any, list[Any]]:
                 now = dict(zip(split.differentiated, moving, strict=True))
-                whole = [now.get(position, value) for position, value in enumerate(frontier)]
+                values = [now.get(position, value) for position, value in enumerate(frontier)]
                 parameters = with_wrt(inputs, variables[:num_wrt])
-                value, *aux = split.head(parameters, known, variables[num_wrt:], whole, num_outputs)
+                value, *aux = split.head(parameters, known, variables[num_wrt:], values, num_outputs)
                 return value, aux
 
             moving = [frontier[position] for position in split.differentiated]
@@ -516,7 +530,7 @@ def value_and_grad(
             return value, aux, *pullback(jnp.ones_like(value))
 
         with jax.named_scope("anybatch_head"):
-            return once(differentiated, in_order, known, variables, list(frontier))
+            return run_once(differentiated, in_order, known, variables, list(frontier))
 
     factor: Any = None
     summed: list[Any] = []
@@ -525,7 +539,7 @@ def value_and_grad(
         frontier = passes.forward(variables, inputs, known) if split.frontier else []
         value, aux, grads, _ = differentiated_head(frontier)
     elif split.seeds == Seeds.BEFORE:
-        # The gradient of the head does not depend on the frontier: any will do to find it.
+        # The gradient of the head does not depend on the frontier, so placeholders will do.
         seeds = differentiated_head([_placeholder(value) for value in split.frontier], num_outputs=1)[3]
         summed, frontier, noise = passes.backward(variables, inputs, known, seeds, keeps_frontier=True)
         value, aux, grads, _ = differentiated_head(frontier)
@@ -553,7 +567,7 @@ def value_and_grad(
 
 
 def _noise(examples: int, sums: list[Any], summed: list[Any], grads: list[Any], factor: Any) -> list[Any]:
-    """The summary of the squares, in the scale of the gradient."""
+    """The summary of the gradient noise, in the scale of the gradient."""
     of_all = squared_norms.square(grads)
     if not sums:  # the gradient does not depend on the examples
         return [jnp.zeros_like(of_all), of_all, *(jnp.asarray(count, of_all.dtype) for count in (examples, examples))]

@@ -1,7 +1,7 @@
-"""The squares of the gradients of microbatches, from which the noise in their sum is known.
+"""Sums of squared norms of the gradients of microbatches, from which the gradient noise is estimated.
 
-A microbatch adds `c` to the gradient and counts `n` units. What is carried through the loop, and added up over parts,
-are three numbers: the sum of `|c|**2 / n`, the sum of `n`, and how many microbatches had any units.
+A microbatch adds `c` to the gradient and counts `n` units (examples, or tokens). The loop carries three numbers, which
+are also summed over shards: the sum of `|c|**2 / n`, the sum of `n`, and the number of microbatches with `n > 0`.
 """
 
 from collections.abc import Sequence
@@ -10,8 +10,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-CARRIED = 3
-SUMMARY = 4  # numbers of `summary`
+CARRIED = 3  # the length of the sums
+SUMMARY = 4  # the length of `summary`
 
 
 def zeros(dtypes: Sequence[Any]) -> list[jax.Array]:
@@ -23,16 +23,16 @@ def add(sums: Sequence[jax.Array], grads: Sequence[Any], units: Any) -> list[jax
     """The sums with one more microbatch.
 
     Args:
-      sums: those of the others.
-      grads: what it adds to the gradient.
-      units: how many it counts. If none, it has no gradient either.
+      sums: the sums so far.
+      grads: what the microbatch adds to the gradient.
+      units: the number of its units. A microbatch without units must have no gradient.
     """
     squares, total, number = sums
     units = jnp.asarray(units).astype(squares.dtype)
     has_units = units > 0
-    own = square(grads) / jnp.where(has_units, units, jnp.ones_like(units))
+    ratio = square(grads) / jnp.where(has_units, units, jnp.ones_like(units))
     return [
-        squares + jnp.where(has_units, own, jnp.zeros_like(own)).astype(squares.dtype),
+        squares + jnp.where(has_units, ratio, jnp.zeros_like(ratio)).astype(squares.dtype),
         total + jnp.where(has_units, units, jnp.zeros_like(units)),
         number + has_units.astype(number.dtype),
     ]
@@ -43,31 +43,31 @@ def square(grads: Sequence[Any]) -> jax.Array:
     dtype = _real([grad.dtype for grad in grads])
     total = jnp.zeros((), dtype)
     for grad in grads:
-        parts = (grad.real, grad.imag) if jnp.iscomplexobj(grad) else (grad,)
-        total = total + sum(jnp.sum(jnp.square(part.astype(dtype))) for part in parts)
+        components = (grad.real, grad.imag) if jnp.iscomplexobj(grad) else (grad,)
+        total = total + sum(jnp.sum(jnp.square(each.astype(dtype))) for each in components)
     return total
 
 
 def scaled(sums: Sequence[jax.Array], factor: jax.Array) -> list[jax.Array]:
-    """The sums, with squares that are so much larger."""
+    """The sums, with the squares multiplied by a factor."""
     squares, *counts = sums
     return [squares * factor, *counts]
 
 
 def summary(sums: Sequence[jax.Array], of_data: jax.Array, of_all: jax.Array) -> list[jax.Array]:
-    """What `NoiseScale.of_step` takes.
+    """The arguments of `NoiseScale.of_step`.
 
     Args:
-      sums: of all microbatches, in the scale of the gradient.
-      of_data: the square of the gradient that they add up to.
-      of_all: the square of the whole gradient, with terms that depend on the parameters alone and have no noise.
+      sums: the sums over all microbatches, in the scale of the gradient.
+      of_data: the squared norm of the sum of the microbatches' gradients.
+      of_all: the squared norm of the gradient, which may have noiseless terms that depend on the parameters alone.
     """
     squares, units, number = sums
     return [squares * units - of_data, of_all, units, number]
 
 
-def untold(microbatches: int) -> list[jax.Array]:
-    """The summary of one microbatch or none, which tell nothing."""
+def unknown(microbatches: int) -> list[jax.Array]:
+    """The summary of one microbatch or none, from which no noise can be estimated."""
     return [*(jnp.zeros((), jnp.float32) for _ in range(3)), jnp.asarray(microbatches, jnp.float32)]
 
 

@@ -1,4 +1,4 @@
-"""`value_and_grad` and `grad`: JAX's own, for a batch of any size on the memory you have."""
+"""`value_and_grad` and `grad`: like JAX's functions, for a batch of any size."""
 
 import functools
 from collections.abc import Callable
@@ -39,107 +39,114 @@ def value_and_grad(
     reproducible: bool = False,
     on_coupled: str = "exact",
 ) -> Callable[..., Any]:
-    """`jax.value_and_grad`, microbatch by microbatch: the gradient of the whole batch in the memory of a part.
+    """`jax.value_and_grad` for batches that do not fit in memory: the same gradient, computed in microbatches.
 
-    The first three arguments are those of `jax.value_and_grad`, and so is what the returned function returns:
-    the same tree, shapes and dtypes. It works under `jit`, `grad` and `vmap`.
-
-    **Exact.** For every `microbatch_size`, whether it divides the batch or not, the result is the gradient of
-    the full batch up to the rounding of the sum: the loss is read, and what its program does with the examples decides
-    what is accumulated. aux and random numbers are those of the full batch, too.
-
-    **Memory.** Activations of one microbatch and one gradient in `accumulator_dtype`, however large the batch; for a
-    loss that looks across examples also what it computes from all of them, which is never large without a warning.
-
-    **Many devices.** With a `mesh`, each device takes its examples by itself, microbatch by microbatch, and one
-    reduction joins gradients, sums and weights: one collective for a loss of one pass, however many microbatches. The
-    batch is never moved between devices, and need not divide them. The gradient is spread as the parameters are.
-
-    **Time.** That of a hand-written `lax.scan` over the microbatches. Outside `jit`, each call traces `fun`
-    again (it may read a global that changed) and compiles only if the traced program is a new one.
+    Replace `jax.value_and_grad(loss)` by `anybatch.value_and_grad(loss)`. The first three arguments are those of
+    `jax.value_and_grad`, and the returned function returns the same tree, shapes and dtypes. It works under `jit`,
+    `grad` and `vmap`. The loss stays a function of the full batch: write it as if everything fitted.
 
     >>> import jax.numpy as jnp, anybatch as ab
     >>> def loss(w, batch):
     ...     return jnp.mean((batch["x"] * w - batch["y"]) ** 2)
     >>> batch = {"x": jnp.array([1.0, 2.0, 3.0]), "y": jnp.array([2.0, 4.0, 6.0])}
-    >>> fun = ab.value_and_grad(loss, microbatch_size=2)  # leave the size out, and it is planned
+    >>> fun = ab.value_and_grad(loss, microbatch_size=2)  # without a size, anybatch chooses one
     >>> value, grad = fun(1.0, batch)
-    >>> print(f"{value:.3f} {grad:.3f}")  # mean of (1, 4, 9), and of -2 times that
+    >>> print(f"{value:.3f} {grad:.3f}")  # the mean of (1, 4, 9), and -2 times that
     4.667 -9.333
 
+    **Exact.** The result equals the gradient of the full batch for every `microbatch_size`, whether or not it divides
+    the batch, up to the rounding of a sum in another order. anybatch reads the jaxpr of the loss to find out what to
+    accumulate: a sum, a mean, a masked mean, or a loss that looks across examples, such as a contrastive loss or
+    BatchNorm. Auxiliary outputs and random draws equal the full batch's.
+
+    **Memory.** The activations of one microbatch and one gradient in `accumulator_dtype`, whatever the size of the
+    batch. A loss that looks across examples also needs the values that it computes from the full batch; if these are
+    large, there is a warning.
+
+    **Time.** That of a hand-written `lax.scan` over the microbatches. Outside `jit`, each call traces the loss again,
+    because it may read a global variable that has changed, and compiles only if the traced program is new.
+
+    **Many devices.** Pass a `mesh`. Each device computes its own examples in microbatches, and one collective at the
+    end of a pass over the batch sums gradients, losses and weights, however many microbatches there are. The batch is
+    never moved between devices, and its size need not be a multiple of their number. The gradient has the shardings of
+    the parameters.
+
     Args:
-      fun: the loss, a scalar of real numbers. It is traced, as under `jit`.
-      argnums: which positional arguments to differentiate with respect to, an int or a tuple of ints. They may be
-        models of `flax.nnx`, whose gradient is an `nnx.State` and which are changed in place, as
-        `nnx.value_and_grad` does; `nnx.DiffState(0, filter)` says which of their variables, if not `nnx.Param`. Or
-        models of Equinox, whose gradient has None for every leaf that is not a floating-point array.
+      fun: the loss. It must return a real scalar. It is traced, as under `jit`.
+      argnums: the positional arguments to differentiate, an int or a tuple of ints. They may be Flax NNX models: then
+        the gradient is an `nnx.State`, and the model is updated in place, as by `nnx.value_and_grad`. An
+        `nnx.DiffState(0, filter)` selects other variables than `nnx.Param`. They may be Equinox models: then the
+        gradient has None for every leaf that is not a floating-point array.
       has_aux: whether `fun` returns a pair `(loss, aux)`.
-      batch_argnums: which arguments carry the batch, along axis 0 of every array in them: their positions in the
-        signature of `fun`, where they may also be passed by keyword. They are named, never guessed by shape. All other
-        arguments are seen whole by every microbatch. Python numbers and strings among them are constants: a new value
-        compiles a new program.
-      batch_argnames: names of further arguments that carry the batch, as `static_argnames` of `jax.jit` names them,
-        e.g. `"y"` or `("x", "y")`. An array that is passed whole but has as many rows as the batch has examples is read
-        as it is used by `"infer"`; with a declared reduction it is refused if it is passed by keyword, or is itself a
-        positional argument: every microbatch would see all of its rows.
-      microbatch_size: how many examples at a time. Any size will do; the last microbatch may be smaller. `None` is the
-        full batch. `"auto"` plans: it takes what `anybatch.plan` has measured to be fastest, in this process or an
-        earlier one; without such measurements the largest that fits, which is known from the program alone and, if
-        that leaves a doubt, from two or three compilations. Under `jit` it plans when it is traced.
-        Outside `jit`, memory that runs out all the same halves the microbatch, with a warning, and the result is the
-        same, but for numbers that `rng_argnums` lets each microbatch draw: these depend on the size.
-      reduction: how the loss uses its examples. `"infer"` reads it from the loss: in one pass over the microbatches
-        where that suffices, else in two. The others declare it, and nothing is read.
-        `"mean"`: it is a mean over the examples, which may have terms that depend on the parameters alone.
-        `"sum"`: it is a sum over the examples, with no such terms.
-        `"weighted"`: it returns `(total, weight)`, sums over the examples, and stands for `total / weight`: use
-        it for a mean over tokens or a masked mean. A weight of 0 divides by 1. A weight that depends on the
-        parameters is differentiated too, at the price of a second forward pass, which float16 needs as well.
-      aux_reduction: with a declared reduction, how the aux leaves of the microbatches combine: `"mean"`, `"sum"`,
-        `"last"`, `"stack"`, or a tree of these that is a prefix of aux. A mean is weighted as the loss is: by the
-        examples, or by the weight that it returns. Leaves with a row for each example need none (in a tree: `None`):
-        they are concatenated in order.
-      rng_argnums: which positional arguments are PRNG keys, or trees of them. With a declared reduction a microbatch
-        gets `jax.random.fold_in(key, i)`, where `i` is the index in the batch of its first example; with
-        `microbatch_size=None` the keys stay as they are. With `"infer"` it is needed only for generators whose numbers
-        cannot be drawn in part, as `"rbg"`: of these, each microbatch then draws its own.
-      memory: what the gradient may take, with its arguments: bytes, a text as `"16GiB"`, or `"80%"` of what is left. By
-        default what the device has left, less a little (5%; on the CPU 10%); under `jit` also less four times the
-        gradient, for the optimizer. With a `microbatch_size` it bounds only what a loss that looks across examples
-        computes from the whole batch at once.
-      objective: what `"auto"` looks for, `"speed"` or `"memory"`: the fastest, or the one that takes the least memory.
-      remat: `"auto"` lets a plan compute activations twice instead of keeping them, where nothing else fits. One of
-        JAX's policies, `"dots_saveable"`, `"dots_with_no_batch_dims_saveable"` or `"nothing_saveable"`, does it at any
-        `microbatch_size`: in blocks, of which no more than that is kept. `None` keeps activations as the loss has it.
-      accumulator_dtype: the gradients of narrower dtypes (bfloat16, float16) are summed in this one, and cast
-        back at the end. `None` sums each in its own.
-      mesh: the devices over which to spread the batch, e.g. `jax.make_mesh((8,), ("data",))`. The loss stays that of
-        the whole batch; `microbatch_size` is then the number of examples that a device takes at a time. Outside `jit`,
-        arrays that lie elsewhere are put where they belong. Axes of the mesh beside `axis_name` are left to the model.
-      axis_name: the axis of `mesh` over which the batch is spread, or a tuple of such.
-      reduce: for parameters that are themselves spread over `axis_name`, when gradients are added up. `"once"`, after
-        the last microbatch: the least traffic, and a whole gradient on every device. In `"each"` microbatch: only its
-        shard of the gradient stays on a device. `"auto"` takes `"once"`, unless only `"each"` fits a plan.
-      param_specs: how what is differentiated is spread over `mesh`: a `PartitionSpec`, or a tree of them. By default as
-        the arrays are; under `jit` these do not tell, so that it should be passed for parameters that are not whole.
-      reproducible: whether sums are taken in an order that does not depend on the devices: the same bits on 2, 4, ...
-        64 devices, in one process or many, for one `microbatch_size`. It must divide the examples of each device.
-        Takes up to log2(64 / devices) more gradients of memory, and cannot be differentiated once more. On a GPU,
-        XLA must be deterministic as well (`XLA_FLAGS="--xla_gpu_deterministic_ops=true
-        --xla_gpu_autotune_level=0"`). On 1 device the bits are the same too, unless XLA simplifies a division there
-        that it leaves alone elsewhere; with `jax.jit(..., compiler_options={"xla_disable_hlo_passes": "algsimp"})`
-        on all numbers of devices, it leaves all alone.
-      on_coupled: what `"infer"` does with a loss that looks across examples: `"exact"` computes it in two passes,
-        `"error"` refuses it.
+      batch_argnums: the arguments that hold the batch, with examples along axis 0 of every array. They are positions in
+        the signature of `fun`; such an argument may also be passed by keyword. The batch is never guessed from shapes.
+        Every microbatch gets all other arguments unchanged. Python numbers and strings among them are constants: a new
+        value compiles a new program.
+      batch_argnames: the names of further arguments that hold the batch, like `static_argnames` of `jax.jit`, e.g.
+        `"y"` or `("x", "y")`. An array outside of the batch may have as many rows as the batch has examples. With
+        `"infer"`, what the loss does with it decides. With a declared reduction every microbatch would see all of its
+        rows, so it is refused if it is passed by keyword or is itself a positional argument.
+      microbatch_size: the number of examples at a time; the last microbatch may be smaller. `None` is the full batch.
+        `"auto"` chooses: the size that `anybatch.plan` has measured to be the fastest, in this process or an earlier
+        one; without such measurements, the largest size that fits the memory, as computed from the program and, if that
+        is not certain, from two or three compilations. Under `jit`, it is chosen when the function is traced. If memory
+        runs out nevertheless, a call outside `jit` halves the microbatch, with a warning. The result is the same,
+        except for random numbers that `rng_argnums` lets each microbatch draw.
+      reduction: how the loss combines its examples. `"infer"` reads it from the loss, and computes it in one pass over
+        the microbatches if possible, otherwise in two. The others declare it, and nothing is read.
+        `"mean"`: a mean over the examples. It may also have terms that depend on the parameters alone.
+        `"sum"`: a sum over the examples, without such terms.
+        `"weighted"`: `fun` returns `(total, weight)`, both sums over the examples, and the loss is `total / weight`.
+        Use it for a mean over tokens or a masked mean. A weight of 0 divides by 1. If the weight depends on the
+        parameters, it is differentiated too; that costs a second forward pass, and so does float16.
+      aux_reduction: with a declared reduction, how to combine the aux leaves of the microbatches: `"mean"`, `"sum"`,
+        `"last"`, `"stack"`, or a tree of these that is a prefix of aux. A mean has the weights of the loss: the numbers
+        of examples, or the returned weights. Leaves with a row for each example are concatenated and need no reduction
+        (in a tree: `None`).
+      rng_argnums: the positional arguments that are PRNG keys, or trees of them. With a declared reduction, a
+        microbatch gets `jax.random.fold_in(key, i)`, where `i` is the index in the batch of its first example; with
+        `microbatch_size=None`, it gets the key itself. With `"infer"`, random numbers equal the full batch's without
+        this option. Only a generator such as `"rbg"` needs it, whose numbers cannot be drawn for single examples: then
+        each microbatch draws its own.
+      memory: the bytes that the gradient and its arguments may take: an int, a string such as `"16GiB"`, or `"80%"` of
+        the free memory. By default, the free memory of the device minus 5% (on the CPU 10%), and under `jit` also minus
+        four times the gradient, for the optimizer. With a fixed `microbatch_size`, it limits only the values that a
+        loss computes from the full batch.
+      objective: what `"auto"` optimizes: `"speed"` for the fastest strategy that fits, `"memory"` for the one that
+        takes the least memory.
+      remat: which activations to recompute in the backward pass, by `jax.checkpoint` around blocks of the loss. One of
+        JAX's policies `"dots_saveable"`, `"dots_with_no_batch_dims_saveable"` and `"nothing_saveable"` applies at any
+        `microbatch_size`. `"auto"` lets a plan use one if nothing else fits. `None` leaves the loss as it is.
+      accumulator_dtype: the dtype in which gradients of narrower dtypes (bfloat16, float16) are summed; they are cast
+        back at the end. `None` sums each gradient in its own dtype.
+      mesh: the devices to use, e.g. `jax.make_mesh((8,), ("data",))`. The loss stays that of the full batch;
+        `microbatch_size` is then the number of examples at a time on one device. Outside `jit`, the arguments are put
+        on the mesh. Axes of the mesh other than `axis_name` are left to the model.
+      axis_name: the axis of `mesh` over which the batch is sharded, or a tuple of axes.
+      reduce: when to sum the gradients of parameters that are sharded over `axis_name`. `"once"`: after the last
+        microbatch, which sends the fewest bytes and needs the full gradient on every device. `"each"`: in every
+        microbatch, so that a device keeps only its shard of the gradient. `"auto"`: once, unless only `"each"` fits the
+        memory of a plan.
+      param_specs: the shardings of the differentiated arguments on `mesh`: a `PartitionSpec`, or a tree of them. By
+        default, those of the arrays. Under `jit`, arrays do not show them: pass them if the parameters are sharded.
+      reproducible: whether sums are taken in an order that does not depend on the number of devices. For one
+        `microbatch_size`, which must divide the examples of each device, the result then has the same bits on 2, 4, ...
+        64 devices, in one process or several. It takes up to log2(64 / devices) more gradients of memory, and cannot be
+        differentiated again. On a GPU, XLA must be deterministic too (`XLA_FLAGS="--xla_gpu_deterministic_ops=true
+        --xla_gpu_autotune_level=0"`). On 1 device the bits are the same as well, unless XLA simplifies a division only
+        there; `jax.jit(..., compiler_options={"xla_disable_hlo_passes": "algsimp"})` on all numbers of devices prevents
+        that.
+      on_coupled: what `"infer"` does with a loss that looks across examples: `"exact"` computes its exact gradient,
+        `"error"` raises a `CoupledError` that names the line.
 
     Returns:
       A function with the arguments of `fun` that returns `(value, gradient)`, or `((value, aux), gradient)`.
 
     Raises:
-      InputError: for arguments that cannot be worked with, before any work is done.
+      InputError: for arguments that are not allowed, before any work is done.
       CoupledError: for a loss that looks across examples, with `on_coupled="error"`.
-      HeadTooLargeError: if what must be computed from the whole batch at once does not fit the memory.
-      NothingFitsError: if no microbatch fits the memory; with the table of the plan, and the ways out.
+      HeadTooLargeError: if the values that the loss computes from the full batch do not fit the memory.
+      NothingFitsError: if no microbatch fits the memory. The message has the table of the plan, and what you can do.
       NotAvailableError: for an option that this version does not have.
     """
     options = Options.of(
@@ -178,7 +185,7 @@ def value_and_grad(
 def grad(
     fun: Callable[..., Any], argnums: int | tuple[int, ...] = 0, has_aux: bool = False, **options: Any
 ) -> Callable[..., Any]:
-    """`jax.grad`, microbatch by microbatch: `value_and_grad` without the value.
+    """`jax.grad` in microbatches: `value_and_grad` without the value.
 
     >>> import jax.numpy as jnp, anybatch as ab
     >>> def loss(w, x):
@@ -188,9 +195,9 @@ def grad(
 
     Args:
       fun: the loss, as for `value_and_grad`.
-      argnums: which positional arguments to differentiate with respect to.
+      argnums: the positional arguments to differentiate.
       has_aux: whether `fun` returns a pair `(loss, aux)`.
-      **options: those of `value_and_grad`.
+      **options: the other options of `value_and_grad`.
 
     Returns:
       A function with the arguments of `fun` that returns the gradient, or `(gradient, aux)`.
@@ -206,12 +213,12 @@ def grad(
 
 
 def compute(fun: Callable[..., Any], options: Options, arguments: Arguments) -> tuple[Any, Any, Any, list[Any]]:
-    """The value, aux and gradient of one call; and what tells of the noise, if the options ask for it."""
-    return computed(Gradient(fun, options, arguments))
+    """The value, aux and gradient of one call and, with `options.noise`, the summary of the gradient noise."""
+    return compute_gradient(Gradient(fun, options, arguments))
 
 
-def computed(gradient: Gradient) -> tuple[Any, Any, Any, list[Any]]:
-    """What `compute` returns."""
+def compute_gradient(gradient: Gradient) -> tuple[Any, Any, Any, list[Any]]:
+    """The results of `compute`, for a `Gradient` that exists already."""
     with gradient.context():
         return _compute_in(gradient)
 

@@ -1,6 +1,6 @@
-"""Runs a pass over the batch on one device or on all devices of a mesh.
+"""Runs a pass over the batch on one device, or on all devices of a mesh.
 
 Open `executor.py` first: the interface, and the executor for one device. `sharded.py` runs the same pass inside
-`shard_map`, `reductions.py` adds up over devices, `fixed_order.py` does so in an order that no number of devices
-changes. `call_shardings.py` knows where the arrays of one call are and belong.
+`shard_map`, with the sums of `reductions.py`; `fixed_order.py` sums in an order that does not depend on the number of
+devices. `call_shardings.py` has the shardings of the arguments and results of one call.
 """

@@ -1,4 +1,9 @@
-"""Where passes over a batch run. Here, all of it; or in parts, whose results are put together again."""
+"""Executors: where a pass over the batch runs. The interface, and the executor for one device.
+
+A pass is a function of some examples that returns sums over them and rows of them. An executor calls it for all
+examples at once (`LocalExecutor`), or on every device of a mesh for the examples of that device (`ShardedExecutor` in
+`sharded.py`), and combines the results.
+"""
 
 import dataclasses
 import math
@@ -13,96 +18,95 @@ from anybatch.reading.states import Batched
 Variables = list[Any]
 
 
-def _as_they_are(variables: Variables) -> Variables:
+def _identity(variables: Variables) -> Variables:
     return variables
 
 
 @dataclasses.dataclass(frozen=True)
 class Shard:
-    """Consecutive examples of a batch: all of them, or those of a device."""
+    """Consecutive examples of a batch: all of them, or those of one device."""
 
-    first: Any  # the index in the batch of the first one; on a device, known at run time only
+    first: Any  # the index in the batch of the first example; on a mesh, a traced integer
     examples: int
-    is_last: Any = True  # whether the last example of the batch is among them
-    whole: Callable[[Variables], Variables] = _as_they_are  # what is differentiated, from the shards of this device
-    is_shard: Sequence[bool] = ()  # which of them come as shards
-    runs: int = 1  # of consecutive examples that each of its microbatches is made of
-    fixed_order: bool = False  # whether sums must have the same bits wherever the part is computed
+    is_last: Any = True  # whether the last example of the batch is among them; on a mesh, a traced bool
+    gather: Callable[[Variables], Variables] = _identity  # all-gathers the differentiated arrays that are sharded
+    is_sharded: Sequence[bool] = ()  # which of the differentiated arrays these are
+    runs: int = 1  # as in `Microbatches`
+    fixed_order: bool = False  # whether sums must have the same bits on any number of devices
 
     @property
-    def place(self) -> list[Any]:
-        """What is known of it at run time only: where it begins, and whether it is the last. Nothing, if it is all."""
+    def traced_values(self) -> list[Any]:
+        """`first` and `is_last`, if they are traced; otherwise nothing."""
         return [self.first, self.is_last] if isinstance(self.first, jax.Array) else []
 
     @property
-    def anywhere(self) -> "Shard":
-        """As many examples, without what is known at run time only: a function that lives on may close over this."""
+    def static(self) -> "Shard":
+        """The same shard without traced values, safe for a function that outlives the trace to close over."""
         return dataclasses.replace(self, first=0, is_last=True)
 
-    def at(self, place: Sequence[Any]) -> "Shard":
-        """The part at a place."""
-        return dataclasses.replace(self, first=place[0], is_last=place[1]) if place else self
+    def with_traced_values(self, values: Sequence[Any]) -> "Shard":
+        """The inverse of `static`: the shard with its `traced_values`."""
+        return dataclasses.replace(self, first=values[0], is_last=values[1]) if values else self
 
     def in_place(self, allowed: Sequence[bool]) -> list[bool]:
-        """Which gradients may be added to their accumulators by the backward pass: not those that become shards."""
-        return [
-            each and not shard for each, shard in zip(allowed, self.is_shard or [False] * len(allowed), strict=True)
-        ]
+        """Which gradients the backward pass may add to their accumulators: those allowed that are not sharded."""
+        is_sharded = self.is_sharded or [False] * len(allowed)
+        return [each and not sharded for each, sharded in zip(allowed, is_sharded, strict=True)]
 
-    def apart(self, grads: Any) -> Any:
-        """The gradients of a microbatch, to be added up: where bits matter, not fused with what computed them."""
+    def unfused(self, grads: Any) -> Any:
+        """The gradients of a microbatch, with a barrier in a fixed order: fusion could change the bits of their sum."""
         return lax.optimization_barrier(grads) if self.fixed_order else grads
 
 
 @dataclasses.dataclass(frozen=True)
 class OutputLayout:
-    """How results of a part lie that are put one after the other: rows of its examples, or of its microbatches."""
+    """The layout of an output of a pass whose shards are concatenated: a row for each example, or each microbatch."""
 
     rows: Batched
-    count: Callable[[int], int] = int  # of as many examples
+    count: Callable[[int], int] = int  # the number of rows, from the number of examples
 
 
 class Pass(Protocol):
     """A computation over some examples."""
 
-    def __call__(self, shard: Shard, whole: list[Any], rows: list[Any]) -> tuple[list[Any], list[Any]]:
+    def __call__(self, shard: Shard, invariant: list[Any], rows: list[Any], /) -> tuple[list[Any], list[Any]]:
         """Sums over the examples, and rows of them.
 
         Args:
           shard: which examples.
-          whole: what every part sees alike.
-          rows: what belongs to these examples.
+          invariant: arrays that do not depend on the shard.
+          rows: arrays with the rows of these examples.
         """
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class BatchPass:
-    """A pass over all examples, and what it is given."""
+    """A pass over all examples of a batch, and its inputs."""
 
     fun: Pass
-    whole: Sequence[Any]  # what it sees alike everywhere
+    invariant: Sequence[Any]  # arrays that do not depend on the shard
     rows: Sequence[Any]  # arrays with rows of the examples
-    takes: Sequence[Batched]  # how these lie in them
-    gives: Sequence[OutputLayout] = ()  # how the rows lie in what the pass returns
-    # Of `whole`, how many are differentiated: the first ones. The sums then begin with their gradients.
-    variables: int = 0
+    row_layouts: Sequence[Batched]  # where these rows are in each array
+    output_layouts: Sequence[OutputLayout] = ()  # where the rows are in each array that the pass returns
+    # How many of the invariant arrays are differentiated: the first ones. The sums then begin with their gradients.
+    num_variables: int = 0
 
 
 class Executor(Protocol):
-    """Where a pass over the examples runs."""
+    """Runs passes over the examples of a batch."""
 
-    def in_order(self, examples: Any) -> Any:
-        """An array of the examples as the batch has it, if it was laid out for the passes in another way."""
+    def in_batch_order(self, examples: Any) -> Any:
+        """An array of examples in the order of the batch, if it was padded for the devices."""
 
-    def once(self, fun: Callable[..., Any], *arguments: Any) -> Any:
-        """Calls a function of whole arrays, lists and tuples of them, outside of the passes."""
+    def run_once(self, fun: Callable[..., Any], *arguments: Any) -> Any:
+        """Calls a function of full arrays, or of lists and tuples of them, outside of any pass."""
 
-    def of_rows(self, number: int) -> "Executor":
-        """The same place, for so many rows that are selected from the examples."""
+    def for_rows(self, number: int) -> "Executor":
+        """The same executor for this number of rows, which are selected from the examples."""
 
     @property
     def has_all_examples(self) -> bool:
-        """Whether a part of the rows sees the whole batch, so that it can look up its own."""
+        """True if every shard sees the full batch, and so can look up its rows there."""
 
     def __call__(self, batch_pass: BatchPass) -> tuple[list[Any], list[Any]]:
         """The sums over all examples, and the rows of all of them in the order of the batch."""
@@ -110,41 +114,42 @@ class Executor(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class LocalExecutor:
-    """All examples at one place."""
+    """Runs a pass for all examples at once."""
 
     examples: int
     runs: int = 1
 
-    def in_order(self, examples: Any) -> Any:
-        """The same: nothing was laid out."""
+    def in_batch_order(self, examples: Any) -> Any:
+        """The array itself: nothing was padded."""
         return examples
 
-    def once(self, fun: Callable[..., Any], *arguments: Any) -> Any:
+    def run_once(self, fun: Callable[..., Any], *arguments: Any) -> Any:
         """Calls the function."""
         return fun(*arguments)
 
-    def of_rows(self, number: int) -> "LocalExecutor":
-        """The same place, for so many rows: they lie one after the other."""
+    def for_rows(self, number: int) -> "LocalExecutor":
+        """The executor for this number of rows. They are consecutive, so that a microbatch is one slice of them."""
         return LocalExecutor(number)
 
     @property
     def has_all_examples(self) -> bool:
-        """True: there is only one part."""
+        """True: there is only one shard."""
         return True
 
     def __call__(self, batch_pass: BatchPass) -> tuple[list[Any], list[Any]]:
         """The sums over the examples, and their rows."""
-        return batch_pass.fun(Shard(0, self.examples, runs=self.runs), list(batch_pass.whole), list(batch_pass.rows))
+        shard = Shard(0, self.examples, runs=self.runs)
+        return batch_pass.fun(shard, list(batch_pass.invariant), list(batch_pass.rows))
 
 
 def split_axis(array: Any, rows: Batched, examples: int | None = None) -> Any:
-    """An array with axes of their own for the blocks and the examples: (outer, examples, inner) instead of one."""
+    """Reshapes the axis of the rows into three: (outer, examples, inner)."""
     axis, shape = rows.axis, array.shape
     number = shape[axis] // (rows.outer * rows.inner) if examples is None else examples
     return array.reshape(*shape[:axis], rows.outer, number, rows.inner, *shape[axis + 1 :])
 
 
 def merge_axis(array: Any, rows: Batched) -> Any:
-    """The reverse."""
+    """The inverse of `split_axis`."""
     axis, shape = rows.axis, array.shape
     return array.reshape(*shape[:axis], math.prod(shape[axis : axis + 3]), *shape[axis + 3 :])

@@ -1,8 +1,9 @@
-"""Sums with the same bits wherever their parts are computed: groups of examples, added by a tree that never changes.
+"""Sums that have the same bits on any number of devices (`reproducible=True`).
 
-The tree is over the groups. A device has some neighbours among them and adds these up as the tree does; what is
-left of the tree is over devices. So it makes no difference how many devices there are, as long as they are 2**k
-and no more than groups.
+The batch is divided into groups of consecutive examples, and the sums of the groups are added by a binary tree that
+does not depend on the devices. Each device has neighbouring groups, and adds them as the lower levels of the tree do.
+The upper levels add over devices. The bits are the same as long as the number of devices is a power of two and at most
+the number of groups.
 """
 
 import dataclasses
@@ -30,42 +31,51 @@ def number_of_groups(microbatches: int) -> int:
 
 
 def in_fixed_order(
-    batch_pass: BatchPass, shard: Shard, number: int, examples: int, whole: list[Any], rows: list[Any]
+    batch_pass: BatchPass, shard: Shard, number: int, examples: int, invariant: list[Any], rows: list[Any]
 ) -> tuple[list[Any], list[Any]]:
-    """The sums of a part that is `number` groups of examples, by a tree, and their rows.
+    """Runs a pass for each of the `number` groups of a shard, and adds the sums of the groups by a tree.
 
-    Memory: log2(number) more of what is summed.
+    Memory: log2(number) additional copies of the sums.
 
     Args:
-      batch_pass: the pass over the examples of a group.
-      shard: the examples of all these groups.
-      number: how many groups, 2**k.
-      examples: those of the whole batch.
-      whole: what every group sees alike.
-      rows: what belongs to the examples of the part.
+      batch_pass: the pass.
+      shard: the examples of these groups.
+      number: the number of groups, a power of two.
+      examples: the number of examples of the full batch.
+      invariant: arrays that do not depend on the group.
+      rows: arrays with the rows of the shard.
+
+    Returns:
+      The sums over the shard, and its rows.
     """
-    fun, takes, gives = batch_pass.fun, batch_pass.takes, batch_pass.gives
+    fun, layouts = batch_pass.fun, batch_pass.output_layouts
     each = shard.examples // number
-    # On one device XLA would know constants that come from outside, and divide by some of them another way.
-    whole, rows = lax.optimization_barrier((whole, rows))
+    # On one device, XLA would see that some inputs are constants, and divide by them in another way.
+    invariant, rows = lax.optimization_barrier((invariant, rows))
 
     def group(position: Any) -> tuple[list[Any], list[Any]]:
         first = shard.first + position * each
-        mine = [
-            take_rows(array, how, shard.examples, position * each, each) for array, how in zip(rows, takes, strict=True)
+        own_rows = [
+            take_rows(array, layout, shard.examples, position * each, each)
+            for array, layout in zip(rows, batch_pass.row_layouts, strict=True)
         ]
-        own = Shard(
-            jnp.asarray(first, jnp.int32), each, first + each == examples, shard.whole, shard.is_shard, fixed_order=True
+        own_shard = Shard(
+            jnp.asarray(first, jnp.int32),
+            each,
+            first + each == examples,
+            shard.gather,
+            shard.is_sharded,
+            fixed_order=True,
         )
-        sums, made = fun(own, whole, mine)
+        sums, made = fun(own_shard, invariant, own_rows)
         return lax.optimization_barrier((sums, made))
 
-    # XLA must not see how many turns there are: a loop of one would be no loop, and its sums be fused with others.
+    # XLA must not know the number of iterations: it would unroll a single one, and fuse its sums with others.
     turns = lax.optimization_barrier(jnp.asarray(number, jnp.int32))
     sum_types, row_types = jax.eval_shape(group, jnp.zeros((), jnp.int32))
     levels = max(1, number.bit_length() - 1)
     stacked = [jnp.zeros((levels, *one.shape), one.dtype) for one in sum_types]
-    buffers = [_buffer(one, layout, number, each) for one, layout in zip(row_types, gives, strict=True)]
+    buffers = [_buffer(one, layout, number, each) for one, layout in zip(row_types, layouts, strict=True)]
 
     def turn(position: Any, carry: Any) -> Any:
         stacked, _, buffers = carry
@@ -78,22 +88,23 @@ def in_fixed_order(
             return lax.optimization_barrier([one + other for one, other in zip(earlier, sums, strict=True)])
 
         sums = lax.fori_loop(0, finished, merge, sums)
-        level = jnp.minimum(finished, levels - 1)  # that of the root is carried by itself
+        level = jnp.minimum(finished, levels - 1)  # the root is carried on its own
         stacked = [
             lax.dynamic_update_index_in_dim(array, one, level, 0) for array, one in zip(stacked, sums, strict=True)
         ]
         buffers = [
-            _put(buffer, one, layout, position, each) for buffer, one, layout in zip(buffers, made, gives, strict=True)
+            _put(buffer, one, layout, position, each)
+            for buffer, one, layout in zip(buffers, made, layouts, strict=True)
         ]
         return stacked, sums, buffers
 
     zeros = [jnp.zeros(one.shape, one.dtype) for one in sum_types]
     _, sums, buffers = lax.fori_loop(0, turns, turn, (stacked, zeros, buffers))
-    return sums, [merge_axis(buffer, layout.rows) for buffer, layout in zip(buffers, gives, strict=True)]
+    return sums, [merge_axis(buffer, layout.rows) for buffer, layout in zip(buffers, layouts, strict=True)]
 
 
 def _buffer(one: Any, layout: OutputLayout, number: int, each: int) -> jax.Array:
-    """Room for the rows of all groups, with an axis of their own for the examples."""
+    """Zeros for the rows of all groups, with the axes (outer, examples, inner) of `split_axis`."""
     axis, count = layout.rows.axis, layout.count(each)
     inner = one.shape[axis] // max(1, layout.rows.outer * count)
     return jnp.zeros((*one.shape[:axis], layout.rows.outer, number * count, inner, *one.shape[axis + 1 :]), one.dtype)
@@ -106,14 +117,14 @@ def _put(buffer: jax.Array, one: jax.Array, layout: OutputLayout, position: Any,
 
 
 @dataclasses.dataclass(frozen=True)
-class InGroups(LocalExecutor):
-    """All examples at one place, summed in the order that many devices would."""
+class FixedOrderExecutor(LocalExecutor):
+    """Runs a pass on one device with the sums in the order that any number of devices uses."""
 
-    number: int = 1
+    number: int = 1  # of groups
 
     def __call__(self, batch_pass: BatchPass) -> tuple[list[Any], list[Any]]:
         """The sums over the examples, and their rows."""
         shard = Shard(jnp.zeros((), jnp.int32), self.examples)
         return in_fixed_order(
-            batch_pass, shard, self.number, self.examples, list(batch_pass.whole), list(batch_pass.rows)
+            batch_pass, shard, self.number, self.examples, list(batch_pass.invariant), list(batch_pass.rows)
         )

@@ -1,4 +1,4 @@
-"""Adds up what the devices of a mesh have computed: in one collective, or in an order that is always the same."""
+"""Sums over the devices of a mesh, inside `shard_map`: in one collective, or in a fixed order."""
 
 import dataclasses
 import math
@@ -10,20 +10,20 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
-# Elements of an array that is moved into another dtype to be added up along with the gradients.
+# Arrays of at most this many elements are converted to the dtype of the gradients, to be summed in the same collective.
 SMALL = 4096
 
-# A whole number is added up as its bytes, each a float: exact while no sum of bytes reaches the first gap between
-# whole numbers, at 2**24.
+# An integer is summed as its bytes, each of them a float. That is exact as long as no sum of bytes reaches 2**24, from
+# which on float32 does not hold every integer.
 _BYTE = 8
 _MOST_DEVICES = 2**16
 
 
-def add_up(arrays: Sequence[jax.Array], axes: tuple[str, ...]) -> list[jax.Array]:
-    """The sums of arrays over mesh axes, in as few collectives as there are dtypes of large arrays: mostly one.
+def sum_over(arrays: Sequence[jax.Array], axes: tuple[str, ...]) -> list[jax.Array]:
+    """The sums of arrays over mesh axes, in one collective for each dtype of large arrays: usually one.
 
-    XLA joins all-reduces of one dtype into one. So a count, or a loss in float32 beside gradients in float64, is
-    carried in the dtype of the largest arrays, without any loss.
+    XLA combines all-reduces of the same dtype. So small arrays, such as a count, or a float32 loss with float64
+    gradients, are converted to the dtype of the largest arrays. Nothing is rounded.
     """
     carrier = _carrier(arrays)
     if carrier is None or math.prod(map(lax.axis_size, axes)) > _MOST_DEVICES:
@@ -34,7 +34,7 @@ def add_up(arrays: Sequence[jax.Array], axes: tuple[str, ...]) -> list[jax.Array
 
 
 def _carrier(arrays: Sequence[jax.Array]) -> Any:
-    """The floating-point dtype with the most bytes among those that hold small whole numbers without loss."""
+    """The dtype that small arrays are converted to: float32 or float64, whichever has more bytes among the arrays."""
     sizes: dict[Any, int] = {}
     for array in arrays:
         if array.dtype in (jnp.float32, jnp.float64):
@@ -50,7 +50,7 @@ def _is_packed(array: jax.Array, carrier: Any) -> bool:
         return False
     if jnp.issubdtype(array.dtype, jnp.integer) or array.dtype == jnp.bool_:
         return True
-    # Narrower numbers lose nothing; wider ones would.
+    # Only narrower floats: wider ones would be rounded.
     return jnp.promote_types(array.dtype, carrier) == carrier
 
 
@@ -73,15 +73,15 @@ def _unpack(summed: jax.Array, like: jax.Array, carrier: Any) -> jax.Array:
         return summed.astype(like.dtype)
     if like.dtype == jnp.bool_:
         return summed > 0
-    wide = jnp.dtype(jnp.uint64 if like.dtype.itemsize == 8 else jnp.uint32)  # a sum of bytes is no byte
+    wide = jnp.dtype(jnp.uint64 if like.dtype.itemsize == 8 else jnp.uint32)  # a sum of bytes needs more than a byte
     total = jnp.zeros(like.shape, wide)
-    for position in range(like.dtype.itemsize):  # wraps around as the sum of the numbers would
+    for position in range(like.dtype.itemsize):  # wraps around like a sum of integers
         total = total + (summed[position].astype(wide) << wide.type(_BYTE * position))
     return lax.bitcast_convert_type(total.astype(f"uint{8 * like.dtype.itemsize}"), like.dtype)
 
 
 def names_at(spec: PartitionSpec | None, axes: Sequence[str]) -> dict[int, tuple[str, ...]]:
-    """Which dimensions of an array are spread over which of some mesh axes."""
+    """The mesh axes, among `axes`, over which each dimension of an array is sharded. Other dimensions are left out."""
     found = {}
     for dimension, names in enumerate(_names(spec)):
         if kept := tuple(name for name in names if name in axes):
@@ -95,53 +95,54 @@ def _names(spec: PartitionSpec | None) -> list[tuple[str, ...]]:
 
 @dataclasses.dataclass(frozen=True)
 class Shards:
-    """How an array is spread: over axes of the mesh that have examples, and perhaps over others.
+    """The sharding of an array, over axes of the batch and perhaps over other axes of the mesh.
 
-    A dimension that is spread over several axes is cut by them one after the other. Unfolded, it has a dimension for
-    each of these cuts and one for what is left, so that each axis has one to be gathered or scattered along.
+    A dimension can be sharded over several axes, one after the other. `unfold` reshapes it into one dimension for each
+    of these axes and one for the rest, so that there is a dimension to gather or scatter along for every axis.
     """
 
     spec: PartitionSpec
     mesh: Mesh
-    axes: tuple[str, ...]  # those with examples
+    axes: tuple[str, ...]  # of the batch
 
     @property
-    def _cuts(self) -> list[tuple[str, ...]]:
+    def _axis_names(self) -> list[tuple[str, ...]]:
         return _names(self.spec)
 
     @property
     def others(self) -> tuple[str, ...]:
-        """The other axes that it is spread over."""
-        return tuple(name for names in self._cuts for name in names if name not in self.axes)
+        """The other axes that shard the array."""
+        return tuple(name for names in self._axis_names for name in names if name not in self.axes)
 
-    def unfold(self, array: jax.Array, cut: Sequence[str]) -> jax.Array:
-        """An array of which a device has the shards along the axes `cut`, with a dimension for every cut."""
+    def unfold(self, array: jax.Array, local: Sequence[str]) -> jax.Array:
+        """Adds a dimension for every axis that shards the array. Along the axes `local`, the device has one shard."""
         shape: list[int] = []
-        for size, names in zip(array.shape, [*self._cuts, *[()] * array.ndim], strict=False):
-            sizes = [1 if name in cut else self.mesh.shape[name] for name in names]
+        for size, names in zip(array.shape, [*self._axis_names, *[()] * array.ndim], strict=False):
+            sizes = [1 if name in local else self.mesh.shape[name] for name in names]
             shape += [*sizes, size // math.prod(sizes)]
         return array.reshape(shape)
 
     def fold(self, array: jax.Array) -> jax.Array:
-        """The reverse."""
+        """The inverse of `unfold`."""
         shape, position = [], 0
-        for names in [*self._cuts, *[()] * (array.ndim - sum(map(len, self._cuts)) - len(self._cuts))]:
+        unsharded = array.ndim - sum(map(len, self._axis_names)) - len(self._axis_names)
+        for names in [*self._axis_names, *[()] * unsharded]:
             shape.append(math.prod(array.shape[position : position + len(names) + 1]))
             position += len(names) + 1
         return array.reshape(shape)
 
     def unfolded_spec(self, axes: Sequence[str]) -> PartitionSpec:
-        """How it is spread over some axes, once it is unfolded."""
-        entries = [[*(name if name in axes else None for name in names), None] for names in self._cuts]
+        """The spec of the unfolded array over some axes."""
+        entries = [[*(name if name in axes else None for name in names), None] for names in self._axis_names]
         return PartitionSpec(*(entry for each in entries for entry in each))
 
     def _along(self) -> list[tuple[int, str]]:
-        """The dimensions of the cuts by axes with examples, once it is unfolded."""
-        names = [name for several in self._cuts for name in (*several, None)]
+        """The dimensions of the unfolded array that belong to axes of the batch, with the names of these axes."""
+        names = [name for several in self._axis_names for name in (*several, None)]
         return [(position, name) for position, name in enumerate(names) if name in self.axes and name is not None]
 
     def scatter(self, unfolded: jax.Array, *, in_order: bool = False) -> jax.Array:
-        """The sum of an unfolded array over the axes with examples, of which each device keeps its shard."""
+        """The sum of an unfolded array over the axes of the batch. Each device keeps its shard of it."""
         left = list(self.axes)
         for position, name in self._along():
             if in_order:
@@ -150,29 +151,29 @@ class Shards:
                 unfolded = lax.psum_scatter(unfolded, name, scatter_dimension=position, tiled=True)
             left.remove(name)
         if left and in_order:
-            (unfolded,) = add_up_in_order([unfolded], tuple(left))
+            (unfolded,) = sum_in_order([unfolded], tuple(left))
         elif left:
             unfolded = lax.psum(unfolded, tuple(left))
         return unfolded
 
     def gather(self, unfolded: jax.Array) -> jax.Array:
-        """An unfolded array whole along the axes with examples; the transpose of `scatter` along these."""
+        """All-gathers an unfolded array along the axes of the batch: the transpose of `scatter`."""
         for position, name in self._along():
             unfolded = lax.all_gather(unfolded, name, axis=position, tiled=True)
         return unfolded
 
 
 def tree_sum(rows: jax.Array) -> jax.Array:
-    """The sum of 2**k rows by a tree: neighbours first."""
+    """The sum of 2**k rows by a binary tree that adds neighbours first."""
     while rows.shape[0] > 1:
         rows = lax.optimization_barrier(rows[0::2] + rows[1::2])
     return rows[0]
 
 
-def add_up_in_order(arrays: Sequence[jax.Array], axes: tuple[str, ...]) -> list[jax.Array]:
-    """The sums over mesh axes with 2**k devices, always added by the same tree over the devices.
+def sum_in_order(arrays: Sequence[jax.Array], axes: tuple[str, ...]) -> list[jax.Array]:
+    """The sums of arrays over mesh axes with 2**k devices, always by the same tree over the devices.
 
-    Each device adds up a slice of the numbers and hands it to the others: as many bytes as a ring sends.
+    Each device sums a slice of the numbers and sends it to the others. That sends as many bytes as a ring all-reduce.
     """
     devices = math.prod(map(lax.axis_size, axes))
     if devices == 1:
@@ -195,7 +196,7 @@ def add_up_in_order(arrays: Sequence[jax.Array], axes: tuple[str, ...]) -> list[
 
 
 def _scatter_in_order(array: jax.Array, name: str, dimension: int) -> jax.Array:
-    """The sum over an axis of arrays that are cut by it along a dimension; each device keeps its slice."""
+    """The sum of an array over a mesh axis. Each device keeps one slice of it along a dimension."""
     if lax.axis_size(name) == 1:
         return array
     slices = jnp.moveaxis(array, dimension, 0)

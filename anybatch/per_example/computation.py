@@ -65,7 +65,7 @@ class ExampleGradient(Gradient):
         if self.shardings is None:
             return trace_loss(self._fun, self.arguments, number, **how)
         with self.shardings.watched():
-            on_mesh = (self.shardings.mesh, self.shardings.over.axes)
+            on_mesh = (self.shardings.mesh, self.shardings.options.axes)
             traced, consts = trace_loss(self._fun, self.arguments, number, **how, on_mesh=on_mesh)
         return traced, self.shardings.placed(consts)
 
@@ -82,7 +82,7 @@ class ExampleGradient(Gradient):
             loss, consts = self._traced_at(max(2, self.examples), give_up)
         except _TakesOneExample:
             return
-        head_budget.check_examples_apart(loss, consts, fresh_draws=bool(self.arguments.arrays.keys))
+        head_budget.check_examples_separate(loss, consts, fresh_draws=bool(self.arguments.arrays.keys))
 
     def _say_if_written_for_batches(self, error: Exception) -> None:
         """Raises an error that says more, where a loss fails for one example and does not for a batch of one."""
@@ -203,7 +203,7 @@ class ExampleGradient(Gradient):
         consts = self._trace(self.examples)[1]
         inputs = (consts, self.arguments.arrays, self._padding(), own.clip_norm, own.normalize_by)
         leaves, tree = jax.tree.flatten(inputs)
-        place = self._place(strategy)
+        place = self._executor(strategy)
 
         def compute(*flat: Any) -> list[Any]:
             consts, arrays, padding, clip_norm, normalize_by = jax.tree.unflatten(tree, flat)
@@ -243,8 +243,8 @@ class ExampleGradient(Gradient):
     def _specs(self, asked: Asked) -> list[Any]:
         """How results are spread over the mesh: sums as the parameters are, rows as the examples."""
         assert self.shardings is not None
-        by_examples, whole = jax.sharding.PartitionSpec(self.shardings.over.axes), jax.sharding.PartitionSpec()
-        if self.examples % self.shardings.over.devices:
+        by_examples, whole = jax.sharding.PartitionSpec(self.shardings.options.axes), jax.sharding.PartitionSpec()
+        if self.examples % self.shardings.options.devices:
             by_examples = whole
         sums: list[Any] = []
         if asked.sums:
@@ -309,7 +309,7 @@ class ExampleGradient(Gradient):
     @property
     def _has_no_other_axes(self) -> bool:
         """Whether no device waits for others while it computes: those of one model must all do the same."""
-        return self.shardings is None or self.shardings.mesh.size == self.shardings.over.devices
+        return self.shardings is None or self.shardings.mesh.size == self.shardings.options.devices
 
     def _flat_transform(self, grads: list[Any]) -> list[Any]:
         assert self.own.transform is not None

@@ -235,7 +235,7 @@ def _spread_further(gradient: Planned) -> str:
     if shardings is None:
         return "spread the parameters over a mesh (mesh=), or keep them in bfloat16"
     if not shardings.is_sharded:
-        axes = " and ".join(shardings.over.axes)
+        axes = " and ".join(shardings.options.axes)
         return f"spread the parameters over {axes} as well (jax.device_put, or param_specs= under jit)"
     if "each" not in gradient.reduces:
         return 'pass reduce="each", with as many examples on every device'

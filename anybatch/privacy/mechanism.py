@@ -191,7 +191,7 @@ class PrivateGrad:
 
     def _check_batch(self, args: tuple[Any, ...], kwargs: dict[str, Any], is_padding: Any) -> None:
         arguments = self._clipped.options.roles.sort(self._fun, args, kwargs)
-        named = {leaf.place for leaf in arguments.leaves if leaf.role != "rest"}
+        named = {leaf.slot for leaf in arguments.leaves if leaf.role != "rest"}
         names = _names(self._fun, len(args))
         shared = {names[place]: arg for place, arg in enumerate(args) if place not in named}
         shared |= {name: value for name, value in kwargs.items() if name not in named}

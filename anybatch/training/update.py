@@ -24,7 +24,7 @@ from anybatch.errors import InputError, user_stacklevel
 from anybatch.gradient_noise.noise_scale import NoiseScale
 from anybatch.gradients import squared_norms
 from anybatch.gradients.computation import Gradient
-from anybatch.gradients.value_and_grad import compute, computed
+from anybatch.gradients.value_and_grad import compute, compute_gradient
 from anybatch.training.state import KINDS, WithObjects, together
 
 # Of a batch, in an error.
@@ -188,7 +188,7 @@ class Update:
         """The arrays of the state after the step, and what the metrics tell of it."""
         state, call = self.call(given)
         gradient = Gradient(call.fun, options, sorted_arguments(call, options))
-        value, aux, grads, sums = computed(gradient)
+        value, aux, grads, sums = compute_gradient(gradient)
         if gradient.ignores_batch:
             warnings.warn(
                 "The loss does not depend on the batch: every step computes the same. If it closes over its data, take "

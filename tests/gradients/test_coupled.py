@@ -1,4 +1,4 @@
-"""What runs on the whole batch at once: small and silent, or large and loud, but never quietly."""
+"""Losses with a head, which runs on the full batch: a small head is silent, a large one warns or raises."""
 
 import functools
 import re
@@ -47,7 +47,7 @@ def lower(loss, *args, **options):
 
 
 def test_a_large_head_is_loud():
-    with pytest.warns(ab.LargeHeadWarning, match="Most of this model runs on the whole batch at once") as caught:
+    with pytest.warns(ab.LargeHeadWarning, match="Most of this model runs on the full batch") as caught:
         lower(coupled_early, *shapes(16384))
     text = str(caught[0].message)
     assert re.search(rf"{re.escape(__file__)}:\d+ in whitened", text)

@@ -129,9 +129,10 @@ def test_batch_norm_is_refused_with_its_line(float64, name):
         "it combines each example with a sum or mean over the batch."
     )
     assert others == [
-        "keep_batch_dim=True gives it batches of one, in which it is another loss: there are no other examples to "
-        "average over or to compare with. Keep the examples apart there (GroupNorm or LayerNorm instead of BatchNorm). "
-        "Or, if batches of one are meant, write that loss of one example and leave keep_batch_dim out: "
+        "keep_batch_dim=True calls it with batches of one, where it is a different loss: there are no other examples "
+        "to average over or to compare with. "
+        "Keep the examples separate there (GroupNorm or LayerNorm instead of BatchNorm). "
+        "If you mean batches of one, write that loss of one example and leave keep_batch_dim out: "
         "lambda params, example: loss(params, jax.tree.map(lambda leaf: leaf[None], example))."
     ]
 

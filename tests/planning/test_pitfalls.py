@@ -303,7 +303,7 @@ def test_blocks_of_a_loss_with_a_derivative_inside():
 
 
 def test_without_jit_there_is_nothing_to_plan():
-    with jax.disable_jit(), pytest.raises(ab.InputError, match=r"A plan needs programs that are compiled, got a call"):
+    with jax.disable_jit(), pytest.raises(ab.InputError, match=r"A plan needs compiled programs, got a call"):
         ab.plan(network, *problem(8))
 
 
