@@ -19,7 +19,7 @@ from anybatch.cli import doctor as examination
 from anybatch.cli.problem import load_problem
 from anybatch.errors import InputError
 from anybatch.gradients.plan import explain as explain_loss
-from anybatch.planning import plan as picture
+from anybatch.planning.plan import check_plot_path
 from anybatch.verification.verify import verify as verify_loss
 
 
@@ -41,7 +41,7 @@ def explain(target: str, *, html: pathlib.Path | None, plot: pathlib.Path | None
     if html is not None:
         _check_page(html)
     if plot is not None:
-        picture.check_path(plot, given=f"--plot {plot}")
+        check_plot_path(plot, given=f"--plot {plot}")
     loss, params, batch = load_problem(target)
     with _progress("Planning") as notify:
         plan = explain_loss(loss, params, batch, progress=notify, **options)

@@ -26,7 +26,7 @@ from anybatch.jaxprs import avals
 from anybatch.mesh import executor as parts
 from anybatch.mesh import fixed_order
 from anybatch.mesh.call_shardings import CallShardings, groups_of
-from anybatch.planning.strategy import Computation, Strategy
+from anybatch.planning.strategy import Computation, Route, Strategy
 from anybatch.reading.coupling import RuleFailed
 from anybatch.reading.microbatch_weights import MicrobatchWeights, microbatch_weights
 from anybatch.reading.read import split_loss, split_loss_in_one_pass
@@ -85,7 +85,7 @@ class Gradient:
         return contextlib.nullcontext() if self.shardings is None else self.shardings.context()
 
     @property
-    def share(self) -> int:
+    def max_microbatch_size(self) -> int:
         """The most examples at a time: all of them; on a mesh, the most that a device has."""
         return self.examples if self.shardings is None else self.shardings.share(self.examples)
 
@@ -104,16 +104,16 @@ class Gradient:
         return bool(self._traced)
 
     @property
-    def draws_anew(self) -> bool:
+    def draws_per_microbatch(self) -> bool:
         """Whether random numbers may depend on the size of the microbatches."""
         return bool(self.arguments.arrays.keys)
 
-    def written(self, count: Callable[[Any], int]) -> int:
+    def bytes_written(self, count: Callable[[Any], int]) -> int:
         """The bytes that the loss of the whole batch writes, as `count` counts those of a program."""
         return count(self.loss.traced.jaxpr)
 
     @functools.cached_property
-    def copies(self) -> int:
+    def vmap_copies(self) -> int:
         """How many gradients are computed at once: one, or as many as the `vmap` around us makes of it."""
         _, consts = self._trace(self.examples)
         return avals.vmapped_copies(*consts, *jax.tree.leaves(self.arguments.arrays))
@@ -126,7 +126,7 @@ class Gradient:
         return placement.devices_of(jax.tree.leaves(self.arguments.arrays))
 
     @property
-    def spread_over(self) -> int:
+    def num_batch_shards(self) -> int:
         """How many devices have examples of their own, without which their arrays would say so."""
         return 1 if self.shardings is None else self.shardings.over.devices
 
@@ -137,11 +137,11 @@ class Gradient:
         if self.shardings is None or self.shardings.is_eager:
             return known
         if role == "batch":
-            return -(-known // self.spread_over)
+            return -(-known // self.num_batch_shards)
         return self.shardings.shard_bytes(leaves) if role == "wrt" else known
 
     @functools.cached_property
-    def unit(self) -> int:
+    def size_multiple(self) -> int:
         """What microbatch sizes had better be multiples of: the devices that the examples are spread over."""
         if self.shardings is not None:
             return 1
@@ -178,12 +178,12 @@ class Gradient:
         """Whether part of the loss is computed from the whole batch at once, in every way."""
         return self.options.reduction == "infer" and not self.checked_reading.separable
 
-    def is_at_once(self, strategy: Strategy) -> bool:
+    def is_full_batch(self, strategy: Strategy) -> bool:
         """Whether a way takes all examples at once."""
-        return strategy.microbatch_size is None or self.share <= strategy.microbatch_size
+        return strategy.microbatch_size is None or self.max_microbatch_size <= strategy.microbatch_size
 
     @property
-    def reduces(self) -> tuple[str, ...]:
+    def reduce_modes(self) -> tuple[str, ...]:
         """When gradients may be added up over a mesh, what sends least first."""
         shardings = self.shardings
         if shardings is None or shardings.over.reduce != "auto" or self.options.noise:
@@ -211,13 +211,13 @@ class Gradient:
         """What there is to say about it, for people."""
         return ""
 
-    def route(self, strategy: Strategy) -> str:
-        """What a way does, in words."""
-        if self.is_at_once(strategy):
-            return "all at once"
+    def route(self, strategy: Strategy) -> Route:
+        """What a strategy does with the batch."""
+        if self.is_full_batch(strategy):
+            return Route.FULL_BATCH
         if self.options.reduction == "infer" and self.checked_reading.passes == 2:
-            return "two passes"
-        return "one pass"
+            return Route.TWO_PASSES
+        return Route.ONE_PASS
 
     def computation(self, strategy: Strategy) -> Computation:
         """What is to be compiled and run.
@@ -228,7 +228,7 @@ class Gradient:
           HeadTooLargeError: if what must be computed from the whole batch at once does not fit.
         """
         weights = self.weights
-        if self.is_at_once(strategy) and not self._is_in_parts:
+        if self.is_full_batch(strategy) and not self._is_in_parts:
             compute, inputs = self._at_once(strategy)
         elif self.options.reduction == "infer":
             compute, inputs = self._as_read(strategy, weights)
@@ -268,14 +268,18 @@ class Gradient:
 
     def _size(self, strategy: Strategy) -> int:
         """The examples of a microbatch."""
-        return self.share if strategy.microbatch_size is None else max(1, min(self.share, strategy.microbatch_size))
+        return (
+            self.max_microbatch_size
+            if strategy.microbatch_size is None
+            else max(1, min(self.max_microbatch_size, strategy.microbatch_size))
+        )
 
     def _place(self, strategy: Strategy) -> parts.Executor:
         """Where passes over the examples run."""
         number = None
         if self.options.reproducible:
             assert strategy.microbatch_size is not None
-            number = groups_of(self.examples, strategy.microbatch_size, self.spread_over)
+            number = groups_of(self.examples, strategy.microbatch_size, self.num_batch_shards)
         if self.shardings is not None:
             return self.shardings.spread(self.examples, reduce=strategy.reduce, num_groups=number)
         if number is not None:
@@ -312,7 +316,7 @@ class Gradient:
         return value, aux, self.arguments.as_gradient(grads), noise
 
     def _first_loss(self, strategy: Strategy) -> TracedLoss:
-        if self.options.reduction == "infer" or (self.is_at_once(strategy) and not self._is_in_parts):
+        if self.options.reduction == "infer" or (self.is_full_batch(strategy) and not self._is_in_parts):
             return self.loss
         return self._trace(self._size(strategy))[0]
 
@@ -347,7 +351,7 @@ class Gradient:
     def _without_rule(self, failure: RuleFailed, strategy: Strategy, inputs: Any) -> Any:
         """Computes from the whole batch at once what a rule said can be computed in microbatches, and cannot."""
         self._failed[failure.blame.primitive] = failure.blame.why
-        for name in ("split", "checked_reading", "units"):
+        for name in ("split", "checked_reading", "weights"):
             self.__dict__.pop(name, None)
         compute, _ = self._as_read(strategy, self.weights)
         results = compute(inputs)  # or raises what the loss raises by itself
@@ -370,7 +374,7 @@ class Gradient:
         if options.stacks_aux and self.shardings is not None and self.shardings.takes_one_more(self.examples):
             raise InputError(
                 'aux_reduction="stack" on a mesh with axes of the model needs as many examples on every device',
-                given=f"{self.examples} examples for {self.spread_over} devices",
+                given=f"{self.examples} examples for {self.num_batch_shards} devices",
                 remedy="Pass a batch that divides the devices, or combine that leaf otherwise.",
             )
         losses = {each: _with_remat(last_loss, strategy) for each, (last_loss, _) in traced.items()}

@@ -12,8 +12,8 @@ from anybatch.errors import InputError
 from anybatch.gradients.computation import Gradient
 from anybatch.jaxprs import versions
 from anybatch.planning.plan import Plan
-from anybatch.planning.planner import Planner, say_that_nothing_fits
-from anybatch.planning.strategy import Planned, PlannedFunction
+from anybatch.planning.planner import Planner, report_nothing_fits
+from anybatch.planning.strategy import PlannableFunction, PlannableGradient
 
 
 def plan(
@@ -60,7 +60,7 @@ def plan(
     """
     made = _plan(fun, args, options, timed=timed, thorough=False, progress=progress)
     if made.chosen is None:
-        say_that_nothing_fits(made, certain=True)
+        report_nothing_fits(made, certain=True)
     return made
 
 
@@ -97,12 +97,12 @@ _OPTIONS = {field.name for field in dataclasses.fields(Options)} - {"microbatch_
 
 def _gradients_of(
     fun: Callable[..., Any], options: dict[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[Callable[..., Planned], tuple[Any, ...], dict[str, Any]]:
+) -> tuple[Callable[..., PlannableGradient], tuple[Any, ...], dict[str, Any]]:
     """A function that gives the gradient that a call asks for, and what to call it with.
 
     These are the arguments of the call, and its keyword arguments, with models taken apart.
     """
-    if isinstance(fun, PlannedFunction):
+    if isinstance(fun, PlannableFunction):
         wrong = [name for name in options if name not in ("memory", "objective")]
         if wrong:
             raise InputError(
@@ -154,7 +154,7 @@ def _plan(
                 remedy="Pass those of a usual step, or their shapes.",
             )
         with gradient.context():
-            planner = Planner(gradient, are_given=not abstract, notify=progress or (lambda text: None))
+            planner = Planner(gradient, arrays_exist=not abstract, notify=progress or (lambda text: None))
             made.append(planner.plan(timed=timed, thorough=thorough))
 
     if abstract:

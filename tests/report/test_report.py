@@ -256,7 +256,7 @@ def heads(page):
 
 def test_key_figures(report):
     plan, whole = report.plan, report.plan.candidates[0]
-    assert whole.route == "all at once" and plan.microbatch_size < 64
+    assert whole.route == "full batch" and plan.microbatch_size < 64
     page = report.html()
     figures = {label: value for label, (_, value, _) in heads(page).items()}
     assert figures["Steps"] == "200" and "in 20 s, 140 skipped" not in page and "in 20 s, 1 skipped" in page
