@@ -30,7 +30,7 @@ import anybatch as ab
 from anybatch.call.memory import memory_budget, readable
 from anybatch.call.options import Options
 from anybatch.gradients.computation import Gradient
-from anybatch.planning.measure import Workbench
+from anybatch.planning.measure import Measurements
 from anybatch.planning.strategy import Strategy
 
 ON_CPU = ("gpt-tiny:40MiB", "mlp:64MiB")
@@ -46,10 +46,10 @@ def problem(name: str) -> tuple:
     return model.loss, jax.device_put(params), jax.device_put(batch)
 
 
-def bench_of(loss, params, batch) -> Workbench:
-    """A workbench that measures any strategy of one gradient, without the planner."""
+def measurements_of(loss, params, batch) -> Measurements:
+    """Measures any strategy of one gradient, without the planner."""
     options = Options.of(loss)
-    return Workbench(Gradient(loss, options, options.roles.sort(loss, (params, batch), {})))
+    return Measurements(Gradient(loss, options, options.roles.sort(loss, (params, batch), {})))
 
 
 def compare(name: str, budgets: list[str], rounds: int, remat: str | None) -> None:
@@ -79,26 +79,28 @@ def compare(name: str, budgets: list[str], rounds: int, remat: str | None) -> No
             flush=True,
         )
     os.environ["ANYBATCH_CACHE"] = "off"
-    bench = bench_of(loss, params, batch)
+    measurements = measurements_of(loss, params, batch)
     largest = max(plan.budget for plan in choices.values())
     divisors = [Strategy(size) for size in range(examples, 0, -1) if examples % size == 0]
-    measured = [each for each in divisors if (found := bench.bytes_of(each)) is not None and found.total <= largest]
+    measured = [
+        each for each in divisors if (found := measurements.bytes_of(each)) is not None and found.total <= largest
+    ]
     chosen = {budget: Strategy(plan.microbatch_size, plan.remat) for budget, plan in choices.items()}
-    seconds = bench.race(list(dict.fromkeys([*measured, *chosen.values()])), rounds)
-    quartiles = {strategy: np.percentile(taken, (25, 75)) * 1e3 for strategy, taken in bench.taken.items()}
+    seconds = measurements.race(list(dict.fromkeys([*measured, *chosen.values()])), rounds)
+    quartiles = {strategy: np.percentile(taken, (25, 75)) * 1e3 for strategy, taken in measurements.taken.items()}
     print(f"\n{name}, every divisor of {examples} that fits, and the chosen sizes, in turns")
     for strategy in sorted(seconds, key=lambda strategy: -(strategy.microbatch_size or 0)):
-        total = bench.bytes_of(strategy).total
+        total = measurements.bytes_of(strategy).total
         marks = [budget for budget, other in chosen.items() if other == strategy]
         low, high = quartiles[strategy]
         times = f"{seconds[strategy] * 1e3:9.2f} ms ({low:.1f} to {high:.1f})"
         print(f"  {strategy!s:24} {times} {readable(total):>10}  {' '.join(marks)}")
     for budget, plan in choices.items():
-        fitting = [strategy for strategy in measured if bench.bytes[strategy].total <= plan.budget]
+        fitting = [strategy for strategy in measured if measurements.bytes[strategy].total <= plan.budget]
         best = min(seconds[strategy] for strategy in fitting)
         mine = seconds[chosen[budget]]
         full = f", {mine / seconds[divisors[0]]:.3f} of the full batch" if divisors[0] in seconds else ""
-        memory = bench.bytes[chosen[budget]].total / bench.bytes_of(divisors[0]).total
+        memory = measurements.bytes[chosen[budget]].total / measurements.bytes_of(divisors[0]).total
         shares = f"{mine / best:.3f} of the best divisor{full}; {memory:.3f} of the memory of the full batch"
         print(f"  budget {budget}: {shares}", flush=True)
 

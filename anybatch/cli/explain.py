@@ -12,7 +12,7 @@ from anybatch.cli.problem import load_problem
 from anybatch.cli.spinner import spinner
 from anybatch.errors import InputError
 from anybatch.gradients.plan import explain
-from anybatch.planning import plan as planning
+from anybatch.planning.plan import check_plot_path
 
 # A page of a plan begins with this text. A file that does not is never overwritten.
 _PAGE_START = '<!doctype html><meta charset="utf-8"><meta name="generator" content="anybatch explain '
@@ -70,7 +70,7 @@ def _check_files(html: pathlib.Path | None, plot: pathlib.Path | None) -> None:
     if html is not None:
         _check_page(html)
     if plot is not None:
-        planning.check_path(plot, given=f"--plot {plot}")
+        check_plot_path(plot, given=f"--plot {plot}")
 
 
 def _check_page(path: pathlib.Path) -> pathlib.Path:

@@ -27,7 +27,7 @@ from anybatch.jaxprs import avals
 from anybatch.mesh import fixed_order
 from anybatch.mesh.call_shardings import CallShardings, groups_of
 from anybatch.mesh.executor import Executor, LocalExecutor
-from anybatch.planning.strategy import Computation, Strategy
+from anybatch.planning.strategy import Computation, Route, Strategy
 from anybatch.reading.coupling import RuleFailed
 from anybatch.reading.microbatch_weights import MicrobatchWeights, microbatch_weights
 from anybatch.reading.read import split_loss, split_loss_in_one_pass
@@ -75,7 +75,7 @@ class Gradient:
         return contextlib.nullcontext() if self.shardings is None else self.shardings.context()
 
     @property
-    def share(self) -> int:
+    def max_microbatch_size(self) -> int:
         """The largest possible microbatch: all examples; on a mesh, the largest number of examples on a device."""
         return self.examples if self.shardings is None else self.shardings.share(self.examples)
 
@@ -94,16 +94,16 @@ class Gradient:
         return bool(self._traced)
 
     @property
-    def draws_anew(self) -> bool:
+    def draws_per_microbatch(self) -> bool:
         """True if random numbers may depend on the microbatch size."""
         return bool(self.arguments.arrays.keys)
 
-    def written(self, count: Callable[[Any], int]) -> int:
+    def bytes_written(self, count: Callable[[Any], int]) -> int:
         """The bytes that the loss of the full batch writes. `count` counts those of a jaxpr."""
         return count(self.loss.traced.jaxpr)
 
     @functools.cached_property
-    def copies(self) -> int:
+    def vmap_copies(self) -> int:
         """How many gradients are computed at once: one, or as many as the surrounding `vmap`s batch."""
         _, consts = self._trace(self.examples)
         return avals.vmapped_copies(*consts, *jax.tree.leaves(self.arguments.arrays))
@@ -116,7 +116,7 @@ class Gradient:
         return placement.devices_of(jax.tree.leaves(self.arguments.arrays))
 
     @property
-    def spread_over(self) -> int:
+    def num_batch_shards(self) -> int:
         """The number of shards of the batch on the mesh of the options; 1 without a mesh."""
         return 1 if self.shardings is None else self.shardings.options.devices
 
@@ -127,11 +127,11 @@ class Gradient:
         if self.shardings is None or self.shardings.is_eager:
             return known
         if role == "batch":
-            return -(-known // self.spread_over)
+            return -(-known // self.num_batch_shards)
         return self.shardings.shard_bytes(leaves) if role == "wrt" else known
 
     @functools.cached_property
-    def unit(self) -> int:
+    def size_multiple(self) -> int:
         """What microbatch sizes should be a multiple of: without a mesh, the number of shards of the batch."""
         if self.shardings is not None:
             return 1
@@ -169,12 +169,12 @@ class Gradient:
         """True if every strategy computes a part of the loss from the full batch."""
         return self.options.reduction == "infer" and not self.checked_reading.separable
 
-    def is_at_once(self, strategy: Strategy) -> bool:
+    def is_full_batch(self, strategy: Strategy) -> bool:
         """True if a strategy computes all examples at once."""
-        return strategy.microbatch_size is None or self.share <= strategy.microbatch_size
+        return strategy.microbatch_size is None or self.max_microbatch_size <= strategy.microbatch_size
 
     @property
-    def reduces(self) -> tuple[str, ...]:
+    def reduce_modes(self) -> tuple[str, ...]:
         """The possible values of `reduce`, the one that sends the fewest bytes first."""
         shardings = self.shardings
         if shardings is None or shardings.options.reduce != "auto" or self.options.noise:
@@ -202,13 +202,13 @@ class Gradient:
         """A remark that a plan prints."""
         return ""
 
-    def route(self, strategy: Strategy) -> str:
-        """What a strategy does, as a plan calls it."""
-        if self.is_at_once(strategy):
-            return "all at once"
+    def route(self, strategy: Strategy) -> Route:
+        """What a strategy does with the batch."""
+        if self.is_full_batch(strategy):
+            return Route.FULL_BATCH
         if self.options.reduction == "infer" and self.checked_reading.passes == 2:
-            return "two passes"
-        return "one pass"
+            return Route.TWO_PASSES
+        return Route.ONE_PASS
 
     def computation(self, strategy: Strategy) -> Computation:
         """The function that a strategy compiles and runs, and its arrays.
@@ -219,7 +219,7 @@ class Gradient:
           HeadTooLargeError: if the head, which is computed from the full batch, does not fit the memory.
         """
         weights = self.weights
-        if self.is_at_once(strategy) and not self._always_in_passes:
+        if self.is_full_batch(strategy) and not self._always_in_passes:
             compute, inputs = self._full_batch(strategy)
         elif self.options.reduction == "infer":
             compute, inputs = self._split_passes(strategy, weights)
@@ -259,14 +259,18 @@ class Gradient:
 
     def _size(self, strategy: Strategy) -> int:
         """The number of examples of a complete microbatch."""
-        return self.share if strategy.microbatch_size is None else max(1, min(self.share, strategy.microbatch_size))
+        return (
+            self.max_microbatch_size
+            if strategy.microbatch_size is None
+            else max(1, min(self.max_microbatch_size, strategy.microbatch_size))
+        )
 
     def _executor(self, strategy: Strategy) -> Executor:
         """The executor that runs the passes over the batch."""
         num_groups = None
         if self.options.reproducible:
             assert strategy.microbatch_size is not None
-            num_groups = groups_of(self.examples, strategy.microbatch_size, self.spread_over)
+            num_groups = groups_of(self.examples, strategy.microbatch_size, self.num_batch_shards)
         if self.shardings is not None:
             return self.shardings.executor(self.examples, reduce=strategy.reduce, num_groups=num_groups)
         if num_groups is not None:
@@ -303,7 +307,7 @@ class Gradient:
         return value, aux, self.arguments.as_gradient(grads), noise
 
     def _first_loss(self, strategy: Strategy) -> TracedLoss:
-        if self.options.reduction == "infer" or (self.is_at_once(strategy) and not self._always_in_passes):
+        if self.options.reduction == "infer" or (self.is_full_batch(strategy) and not self._always_in_passes):
             return self.loss
         return self._trace(self._size(strategy))[0]
 
@@ -363,7 +367,7 @@ class Gradient:
         if options.stacks_aux and self.shardings is not None and self.shardings.takes_one_more(self.examples):
             raise InputError(
                 'aux_reduction="stack" on a mesh with other axes needs the same number of examples on every device',
-                given=f"{self.examples} examples for {self.spread_over} devices",
+                given=f"{self.examples} examples for {self.num_batch_shards} devices",
                 remedy="Pass a batch whose size is a multiple of that, or use another aux_reduction for that leaf.",
             )
         losses = {each: _with_remat(last_loss, strategy) for each, (last_loss, _) in traced.items()}

@@ -12,8 +12,8 @@ from anybatch.errors import InputError
 from anybatch.gradients.computation import Gradient
 from anybatch.jaxprs import versions
 from anybatch.planning.plan import Plan
-from anybatch.planning.planner import Planner, say_that_nothing_fits
-from anybatch.planning.strategy import Planned, PlannedFunction
+from anybatch.planning.planner import Planner, report_nothing_fits
+from anybatch.planning.strategy import PlannableFunction, PlannableGradient
 
 
 def plan(
@@ -64,7 +64,7 @@ def plan(
     """
     made = _plan(fun, args, options, timed=timed, thorough=False, progress=progress)
     if made.chosen is None:
-        say_that_nothing_fits(made, certain=True)
+        report_nothing_fits(made, certain=True)
     return made
 
 
@@ -101,9 +101,9 @@ _OPTIONS = {field.name for field in dataclasses.fields(Options)} - {"microbatch_
 
 def _gradients_of(
     fun: Callable[..., Any], options: dict[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[Callable[..., Planned], tuple[Any, ...], dict[str, Any]]:
+) -> tuple[Callable[..., PlannableGradient], tuple[Any, ...], dict[str, Any]]:
     """A function from arguments to the gradient to plan; and its arguments, in which models are replaced by arrays."""
-    if isinstance(fun, PlannedFunction):
+    if isinstance(fun, PlannableFunction):
         wrong = [name for name in options if name not in ("memory", "objective")]
         if wrong:
             raise InputError(
@@ -155,7 +155,7 @@ def _plan(
                 remedy="Pass a batch of the usual size, or its shapes as jax.ShapeDtypeStruct.",
             )
         with gradient.context():
-            planner = Planner(gradient, are_given=not abstract, notify=progress or (lambda text: None))
+            planner = Planner(gradient, arrays_exist=not abstract, notify=progress or (lambda text: None))
             made.append(planner.plan(timed=timed, thorough=thorough))
 
     if abstract:

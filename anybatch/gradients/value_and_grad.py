@@ -232,6 +232,6 @@ def _compute_in(gradient: Gradient) -> tuple[Any, Any, Any, list[Any]]:
         strategy = Strategy(options.microbatch_size, options.fixed_remat, options.fixed_reduce)
         computation = gradient.computation(strategy)
         outputs = PROGRAMS.run(computation.fun, *computation.leaves, has_effects=computation.has_effects)
-    if options.reduction == "infer" and not gradient.is_at_once(strategy):
+    if options.reduction == "infer" and not gradient.is_full_batch(strategy):
         head_budget.warn_of_large_head(gradient.split, gradient.checked_reading)
     return gradient.results(strategy, outputs)

@@ -20,7 +20,7 @@ from anybatch.per_example.choice import kept_bytes
 from anybatch.per_example.each_example import Asked, EachExample, Inputs
 from anybatch.per_example.options import PerExampleOptions, Wants
 from anybatch.per_example.sums import ExampleProgram
-from anybatch.planning.strategy import Computation, Strategy
+from anybatch.planning.strategy import Computation, Route, Strategy
 from anybatch.reading.report import Reading
 from anybatch.reading.split import Split
 
@@ -100,11 +100,11 @@ class ExampleGradient(Gradient):
         ) from error
 
     @property
-    def draws_anew(self) -> bool:
+    def draws_per_microbatch(self) -> bool:
         """Whether random numbers depend on the size of the microbatches: each example has its own."""
         return False
 
-    def written(self, count: Callable[[Any], int]) -> int:
+    def bytes_written(self, count: Callable[[Any], int]) -> int:
         """The bytes that the losses of all examples write, and their gradients."""
         gradient = sum(leaf.dtype.itemsize * leaf.size for leaf in map(jnp.asarray, self.arguments.arrays.wrt))
         return self.examples * (count(self.loss.traced.jaxpr) + gradient)
@@ -183,12 +183,12 @@ class ExampleGradient(Gradient):
         total = sum(kept_bytes(leaf) for leaf in program.leaves)
         return f"Factored, it keeps of every example {', '.join(kept)}: {readable(total)} at most."
 
-    def route(self, strategy: Strategy) -> str:
-        """What a way does, in words."""
-        return "vmap(grad)" if (strategy.method or self.methods[0]) == "vmap" else "factored"
+    def route(self, strategy: Strategy) -> Route:
+        """How a strategy computes per-example gradients."""
+        return Route.VMAP if (strategy.method or self.methods[0]) == "vmap" else Route.FACTORED
 
     @property
-    def reduces(self) -> tuple[str, ...]:
+    def reduce_modes(self) -> tuple[str, ...]:
         """When gradients are added up over a mesh: after the last microbatch."""
         return ("once",)
 

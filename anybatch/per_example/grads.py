@@ -15,7 +15,7 @@ from anybatch.errors import InputError
 from anybatch.per_example.computation import ExampleGradient, Results
 from anybatch.per_example.options import PerExampleOptions, Wants
 from anybatch.planning.running import run_as_planned, run_first_that_compiles
-from anybatch.planning.strategy import Planned, Strategy
+from anybatch.planning.strategy import PlannableGradient, Strategy
 
 
 class PerExample(NamedTuple):
@@ -59,13 +59,13 @@ class ExampleFunction:
 
     def to_plan(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], *, memory: Any, objective: Any
-    ) -> tuple[Callable[..., Planned], tuple[Any, ...], dict[str, Any]]:
+    ) -> tuple[Callable[..., PlannableGradient], tuple[Any, ...], dict[str, Any]]:
         """A function that makes the gradient of a call, and the arguments to call it with, models taken apart."""
         planned = self.planned(memory=memory, objective=objective)
         call = planned.opened(args, kwargs)
         of_examples = ExampleFunction(call.fun, planned.options)
 
-        def gradient(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Planned:
+        def gradient(args: tuple[Any, ...], kwargs: dict[str, Any]) -> PlannableGradient:
             return of_examples.gradient(args, kwargs, kwargs.pop("is_padding", None))
 
         return gradient, call.args, call.kwargs

@@ -1,6 +1,7 @@
-"""Chooses a strategy: the fastest that fits the memory.
+"""Chooses the strategy of a gradient: the fastest one, or the leanest one, that fits into memory.
 
-Open `strategy.py` first (what there is to choose), then `planner.py`. `candidates.py` searches, `measure.py` compiles
-and times, `budget.py` says what a gradient may take, `store.py` keeps what was measured on disk, `plan.py` has the
-`Plan` that people see, and `running.py` runs the chosen strategy.
+Open `strategy.py` first: it defines what is chosen. `planner.py` makes the decision; it searches with `candidates.py`,
+which compiles and times strategies with `measure.py` and keeps them within the memory that `budget.py` allows.
+`store.py` keeps measurements on disk, `plan.py` and `explanation.py` make the `Plan` that users print, and `running.py`
+runs the chosen strategy.
 """

@@ -1,6 +1,8 @@
-"""Which microbatch sizes are worth a thought.
+"""Searches for a strategy: candidate microbatch sizes, and which of them to compile and time.
 
-Looks for the way that a user wants, with as few compilations as it takes.
+`Sizes` lists the microbatch sizes of a batch. `StrategySearch` finds the largest size that fits into memory, the
+leanest strategy or the fastest one, with as few compilations as possible: it predicts the memory of a size from those
+that were compiled before.
 """
 
 import dataclasses
@@ -8,59 +10,78 @@ import math
 import statistics
 from collections.abc import Callable, Sequence
 
-from anybatch.planning.measure import TELLING, Bytes, Workbench, estimate
+from anybatch.planning.measure import MIN_TURN_SECONDS, Bytes, Measurements, estimate
 from anybatch.planning.strategy import Strategy, Variant
 
-FAR = 1000  # sizes on either side of one that are looked at
+# How many sizes above and below a given one are considered.
+NEIGHBOURS = 1000
+
+# Compilations in search of a larger size that fits. After these, a size must be twice as large to be worth another.
+SIZE_TRIALS = 3
+
+# Strategies within this share of the fastest count as equally fast; the leanest of them is chosen.
+AS_FAST = 0.02
+# Strategies within this share of the least memory count as equally lean; the largest microbatch of them is chosen.
+AS_LEAN = 0.02
+
+# Smaller sizes are tried until two in a row are slower than the best by SLOWER, or one by MUCH_SLOWER.
+SLOWER = 1.05
+MUCH_SLOWER = 1.25
+
+# Times that were measured one by one are known to about a tenth. So strategies within CLOSE of the best are timed
+# again, in one last race of 3 to LAST_ROUNDS rounds, which should take FINAL_SECONDS for each strategy.
+CLOSE = 1.2
+FIRST_ROUNDS, LAST_ROUNDS = 3, 15
+FINAL_SECONDS = 2.0
 
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """The sizes of microbatches for a batch, in multiples of a unit: the devices that its examples are spread over.
+    """The candidate microbatch sizes of a batch: multiples of the number of devices that it is sharded over.
 
-    >>> Sizes(10).all(), Sizes(48, unit=8).all()
+    >>> Sizes(10).all(), Sizes(48, size_multiple=8).all()
     ([1, 2, 3, 4, 5, 10], [8, 16, 24, 48])
     """
 
     examples: int
-    unit: int = 1
+    size_multiple: int = 1
 
     def all(self) -> list[int]:
         """For each number of microbatches the smallest size that gives it, in ascending order.
 
-        A larger size with as many microbatches takes more memory and no less time. Sizes that do not divide the
-        batch are among them: their last microbatch is smaller.
+        A larger size with the same number of microbatches takes more memory and no less time. Some of these sizes do
+        not divide the batch: then the last microbatch is smaller.
         """
-        found, size = [], self._units
+        multiples = self.examples // self.size_multiple
+        found, size = [], multiples
         while size >= 1:
-            found.append(size * self.unit)
-            # The smallest number of microbatches that are smaller than these, and the smallest size with that number.
-            size = 0 if size == 1 else math.ceil(self._units / ((self._units - 1) // (size - 1) + 1))
+            found.append(size * self.size_multiple)
+            # The next larger number of microbatches that a smaller size gives, and the smallest size with that number.
+            size = 0 if size == 1 else math.ceil(multiples / ((multiples - 1) // (size - 1) + 1))
         return found[::-1]
 
     @property
-    def _units(self) -> int:
-        return self.examples // self.unit
-
-    @property
     def smallest(self) -> int:
-        return self.unit
+        return self.size_multiple
 
     def preferred(self, size: int) -> int:
-        """The size itself, or a little less if that divides the batch: one program then serves all microbatches.
+        """The largest divisor of the batch between 80% of `size` and `size`, or else `size` itself.
+
+        With a divisor all microbatches have the same shape, and one program serves them all.
 
         >>> Sizes(60).preferred(11), Sizes(60).preferred(14), Sizes(61).preferred(14)
         (10, 12, 14)
         """
-        for smaller in range(size, max(math.ceil(0.8 * size), size - FAR * self.unit) - 1, -self.unit):
+        least = max(math.ceil(0.8 * size), size - NEIGHBOURS * self.size_multiple)
+        for smaller in range(size, least - 1, -self.size_multiple):
             if self.examples % smaller == 0:
                 return smaller
         return size
 
-    def is_worthwhile(self, size: int, instead_of: int, patience: int = 1) -> bool:
-        """Whether a larger size is worth a compilation: it makes fewer microbatches, by a fifth, or no ragged one.
+    def is_worthwhile(self, size: int, instead_of: int, trials_left: int = 1) -> bool:
+        """True if a larger size is worth a compilation: it saves a fifth of the microbatches, or a ragged one.
 
-        Once patience is at its end, they must be fewer by half.
+        Once no trials are left, it must save half of the microbatches.
 
         >>> Sizes(60).is_worthwhile(11, 10), Sizes(60).is_worthwhile(12, 11), Sizes(60).is_worthwhile(15, 10)
         (False, True, True)
@@ -68,161 +89,161 @@ class Sizes:
         if size <= instead_of:
             return False
         number, current = math.ceil(self.examples / size), math.ceil(self.examples / instead_of)
-        if patience <= 0:
+        if trials_left <= 0:
             return number <= 0.5 * current
         return number <= 0.8 * current or (self.examples % size == 0 and self.examples % instead_of != 0)
 
     def steps_down(self, size: int) -> list[int]:
-        """Sizes below one, each about half of the one before, dividing the batch where such a size is near.
+        """Sizes below `size`, each about half of the one before, and divisors of the batch where one is near.
 
         >>> Sizes(64).steps_down(64), Sizes(60).steps_down(20), Sizes(7).steps_down(7)
         ([32, 16, 8, 4, 2, 1], [10, 5, 3, 2, 1], [4, 2, 1])
         """
         steps = []
-        while size > self.unit:
+        while size > self.size_multiple:
             size = self._nearest(size / 2, 0, size)
             steps.append(size)
         return steps
 
     def between(self, low: int, high: int) -> int | None:
-        """A size in the middle between two others, if there is one.
+        """A size halfway between two others; None if there is none.
 
         >>> Sizes(64).between(8, 16), Sizes(60).between(10, 20), Sizes(64).between(1, 2)
         (11, 15, None)
         """
-        if high - low <= self.unit:
+        if high - low <= self.size_multiple:
             return None
         return self._nearest(math.sqrt(low * high), low, high)
 
-    def _nearest(self, wish: float, low: int, high: int) -> int:
-        """The size strictly between two that is nearest to a wish, in ratio; one that divides the batch is nearer."""
+    def _nearest(self, target: float, low: int, high: int) -> int:
+        """The size between `low` and `high`, both excluded, nearest to `target` by ratio. Divisors count as nearer."""
 
         def distance(size: int) -> float:
-            away = abs(math.log(size / wish))
-            return away if self.examples % size == 0 else away + 0.25
+            ratio = abs(math.log(size / target))
+            return ratio if self.examples % size == 0 else ratio + 0.25
 
-        first, last = low // self.unit + 1, (high - 1) // self.unit
-        middle = min(max(round(wish / self.unit), first), last)
-        near = range(max(first, middle - FAR), min(last, middle + FAR) + 1)
-        return min((size * self.unit for size in near), key=distance)
-
-
-# Ways within this of the fastest count as fast: among them the one with the least memory is taken.
-AS_FAST = 0.02
-# Bytes within this of the least count as the least: among them the largest microbatch is taken.
-AS_LEAN = 0.02
-
-SLOWER = 1.05  # twice in a row: smaller sizes will be no faster
-MUCH_SLOWER = 1.25
-PATIENT = 3  # compilations in search of a larger size; after these, one must be larger by far to be worth another
-
-CLOSE = 1.2  # those that run in the last race: what was measured one by one is known to a tenth or so
-FIRST_ROUNDS, LAST_ROUNDS = 3, 15
-PATIENCE = 2.0  # seconds for each way in the last race; three rounds there are always
+        first, last = low // self.size_multiple + 1, (high - 1) // self.size_multiple
+        middle = min(max(round(target / self.size_multiple), first), last)
+        near = range(max(first, middle - NEIGHBOURS), min(last, middle + NEIGHBOURS) + 1)
+        return min((size * self.size_multiple for size in near), key=distance)
 
 
-class Search:
-    """Sizes and policies of one gradient, under one budget."""
+class StrategySearch:
+    """Searches the strategies of one gradient, within one memory budget."""
 
     def __init__(
         self,
-        bench: Workbench,
+        measurements: Measurements,
         allowed: int | None,
         variants: Sequence[Variant] = (Variant(),),
         notify: Callable[[str], None] = lambda text: None,
     ) -> None:
-        """A search.
+        """Makes a search.
 
         Args:
-          bench: where ways are compiled and timed.
-          allowed: the bytes that a way may take; None if nobody knows.
-          variants: what may be decided beside the size, the one that costs least time first.
+          measurements: compiles and times strategies, and keeps the results.
+          allowed: the bytes that a strategy may take; None if unknown.
+          variants: the variants to choose from, the one that takes the least time first.
           notify: called with a text before each step that takes long.
         """
-        self.bench, self.allowed, self.variants, self.notify = bench, allowed, tuple(variants), notify
-        self.examples = bench.gradient.share  # the most in a microbatch
-        self.sizes = Sizes(self.examples, bench.gradient.unit)
-        self.predicted: dict[Strategy, int] = {}  # before it was compiled, from two others
-
-    # What fits.
+        self.measurements, self.allowed, self.variants, self.notify = measurements, allowed, tuple(variants), notify
+        self.examples = measurements.gradient.max_microbatch_size
+        self.sizes = Sizes(self.examples, measurements.gradient.size_multiple)
+        self.predicted: dict[Strategy, int] = {}  # bytes, as predicted before the strategy was compiled
 
     @property
-    def known(self) -> dict[Strategy, Bytes | None]:
-        """The ways that may be taken and were compiled, here or by an earlier search that may have had more of them."""
-        return {strategy: found for strategy, found in self.bench.bytes.items() if strategy.variant in self.variants}
+    def compiled(self) -> dict[Strategy, Bytes | None]:
+        """The bytes of the strategies compiled so far, here or by an earlier search; None where compiling failed.
+
+        An earlier search may have had other variants: those are left out.
+        """
+        return {
+            strategy: found for strategy, found in self.measurements.bytes.items() if strategy.variant in self.variants
+        }
 
     @property
     def seconds(self) -> dict[Strategy, float]:
-        """Those of them that were timed."""
-        return {strategy: each for strategy, each in self.bench.seconds.items() if strategy.variant in self.variants}
+        """The seconds of the strategies timed so far; infinite where one ran out of memory."""
+        return {
+            strategy: each for strategy, each in self.measurements.seconds.items() if strategy.variant in self.variants
+        }
+
+    # Memory: which strategies fit.
 
     def fits(self, strategy: Strategy, allowed: int | None = None) -> bool:
-        """Whether a way fits the budget, or what else is allowed; it is compiled to find out."""
+        """True if a strategy fits the budget, or `allowed`. Compiles it if necessary."""
         limit = self.allowed if allowed is None else allowed
-        if strategy not in self.bench.bytes:
-            guess = self.on_line(strategy)
+        if strategy not in self.measurements.bytes:
+            guess = self.interpolate(strategy)
             if guess is not None:
                 self.predicted[strategy] = guess
             self.notify(f"Compiling {strategy}")
-        found = self.bench.bytes_of(strategy)
+        found = self.measurements.bytes_of(strategy)
         return found is not None and (limit is None or found.total <= limit)
 
     def predict(self, strategy: Strategy) -> int:
-        """The bytes of a way, about: those of others on a line, or else from the program of the loss."""
-        on_line = self.on_line(strategy)
-        if on_line is not None:
-            return on_line
+        """The approximate bytes of a strategy: from compiled sizes if there are any, or else from the jaxpr."""
+        interpolated = self.interpolate(strategy)
+        if interpolated is not None:
+            return interpolated
         points = self._points(strategy.variant, with_full=True)
         size = self._size(strategy)
         if points:
-            known, found = points[0]
-            return int(found.total - found.activations + found.activations * size / known)
-        start, slope = estimate(self.bench.gradient)
+            compiled_size, found = points[0]
+            return int(found.total - found.activations + found.activations * size / compiled_size)
+        start, slope = estimate(self.measurements.gradient)
         return int(start + slope * size)
 
-    def on_line(self, strategy: Strategy) -> int | None:
-        """The bytes on the line through the nearest sizes that were compiled: two, or three if there are as many."""
+    def interpolate(self, strategy: Strategy) -> int | None:
+        """The bytes on a line fitted to the nearest 2 or 3 compiled sizes; None if fewer than 2 are known."""
         points = self._points(strategy.variant, with_full=False)
         size = self._size(strategy)
-        if len(points) < 2 or self._is_short(size):
+        if len(points) < 2 or self._has_one_complete_microbatch(size):
             return None
         nearest = sorted(points, key=lambda point: abs(math.log(point[0] / size)))[:3]
-        middle = statistics.fmean(each for each, _ in nearest)
-        height = statistics.fmean(found.total for _, found in nearest)
-        rise = sum((each - middle) * (found.total - height) for each, found in nearest)
-        slope = max(0.0, rise / sum((each - middle) ** 2 for each, _ in nearest))
-        # A line that is too steep would end below what no microbatch size changes. Activations are a fixed part and so
-        # much for each example: at a smaller size no less than in proportion, at a larger one no less than there.
+        mean_size = statistics.fmean(each for each, _ in nearest)
+        mean_total = statistics.fmean(found.total for _, found in nearest)
+        covariance = sum((each - mean_size) * (found.total - mean_total) for each, found in nearest)
+        slope = max(0.0, covariance / sum((each - mean_size) ** 2 for each, _ in nearest))
+        # A steep line would fall below the bytes that no microbatch size changes. Activations have a fixed part and a
+        # part for each example. So at a smaller size they take at least their share, and at a larger size no less.
         least = max(
             found.total - found.activations + int(found.activations * min(1.0, size / each)) for each, found in points
         )
-        return max(least, int(height + slope * (size - middle)))
+        return max(least, int(mean_total + slope * (size - mean_size)))
 
     def _points(self, variant: Variant, *, with_full: bool) -> list[tuple[int, Bytes]]:
+        """The compiled sizes of a variant, with their bytes. The full batch only if asked for, and nothing else is."""
         points = [
             (self._size(strategy), found)
-            for strategy, found in self.bench.bytes.items()
+            for strategy, found in self.measurements.bytes.items()
             if found is not None and strategy.variant == variant and self._size(strategy) < self.examples
         ]
-        points = [point for point in points if not self._is_short(point[0])]
-        full = self.bench.bytes.get(Strategy(self.examples, *variant))
+        points = [point for point in points if not self._has_one_complete_microbatch(point[0])]
+        full = self.measurements.bytes.get(Strategy(self.examples, *variant))
         return [(self.examples, full)] if with_full and not points and full is not None else points
 
-    def _is_short(self, size: int) -> bool:
-        """Whether a size makes one whole microbatch and a ragged one: without a loop, XLA may overlap the two."""
+    def _has_one_complete_microbatch(self, size: int) -> bool:
+        """True if a size gives one complete microbatch and a ragged one. Without a loop, XLA may overlap the two."""
         return self.examples // size == 1
 
     def _size(self, strategy: Strategy) -> int:
         return self.examples if strategy.microbatch_size is None else strategy.microbatch_size
 
+    def _total(self, strategy: Strategy) -> int:
+        found = self.measurements.bytes[strategy]
+        return 0 if found is None else found.total
+
     def largest_fitting(self, variant: Variant, allowed: int | None = None) -> Strategy | None:
-        """The way with the largest microbatch that fits, give or take what is not worth a compilation."""
+        """The strategy with about the largest microbatch that fits; None if none does.
+
+        A slightly larger size may fit as well, if it was not worth a compilation.
+        """
         limit = self.allowed if allowed is None else allowed
         if limit is None:
             return Strategy(self.examples, *variant)
-        low, high, tried = 0, self.examples + 1, 0
-
-        for strategy in list(self.bench.bytes):
+        low, high, trials = 0, self.examples + 1, 0  # low fits, high does not
+        for strategy in list(self.measurements.bytes):
             if strategy.variant == variant and strategy.microbatch_size is not None:
                 if self.fits(strategy, limit):
                     low = max(low, strategy.microbatch_size)
@@ -232,54 +253,37 @@ class Search:
             between = [size for size in self.sizes.all() if low < size < high]
             hopeful = [size for size in between if self.predict(Strategy(size, *variant)) <= limit]
             if hopeful:
-                size = max(low + self.sizes.unit, self.sizes.preferred(hopeful[-1]))
-                if low and not self.sizes.is_worthwhile(size, instead_of=low, patience=PATIENT - tried):
+                size = max(low + self.sizes.size_multiple, self.sizes.preferred(hopeful[-1]))
+                if low and not self.sizes.is_worthwhile(size, instead_of=low, trials_left=SIZE_TRIALS - trials):
                     break
             elif low or not between:
                 break
             else:
-                size = between[0]  # what is predicted may be wrong
-            tried += 1
+                size = between[0]  # the prediction may be wrong
+            trials += 1
             if self.fits(Strategy(size, *variant), limit):
                 low = size
             else:
                 high = size
         return Strategy(low, *variant) if low else None
 
+    def first_fitting(self) -> Strategy | None:
+        """The strategy with the largest microbatch, of the first variant for which one fits; None if none does."""
+        return next((strategy for strategy in map(self.largest_fitting, self.variants) if strategy is not None), None)
+
     def likely_fitting(self) -> Strategy:
-        """The largest that fits as far as one can tell without compiling anything."""
+        """The largest strategy that is predicted to fit. Compiles nothing."""
         strategies = [Strategy(size, *self.variants[0]) for size in self.sizes.all()]
         likely = [strategy for strategy in strategies if self.allowed is None or self.predict(strategy) <= self.allowed]
         return max(likely or strategies[:1], key=self._size)
 
-    def any_fitting(self) -> Strategy | None:
-        """The largest that fits, without computing anything twice if that can be."""
-        return next((strategy for strategy in map(self.largest_fitting, self.variants) if strategy is not None), None)
-
-    def is_limiting(self, strategy: Strategy) -> bool:
-        """Whether the budget, rather than the clock, keeps a way from a larger microbatch."""
-        larger = [other for other in self.known if self._size(other) > self._size(strategy)]
-        return not self.bench.gradient.is_at_once(strategy) and not any(map(self.fits, larger))
-
-    def look_around(self, chosen: Strategy | None, *, timed: bool) -> None:
-        """Compiles what it takes to draw the line, all at once, and the policies: to be shown, not to decide."""
-        ladder = [self.examples, *self.sizes.steps_down(self.examples)]
-        variant = self.variants[0]
-        self.fits(Strategy(self.examples, *variant))
-        for size in (ladder[len(ladder) // 3], ladder[2 * len(ladder) // 3]):
-            if len(self._points(variant, with_full=False)) < 2:
-                self.fits(Strategy(size, *variant))
-        if self.bench.gradient.is_coupled:  # what it computes from the whole batch at once does not lie on the line
-            self.fits(Strategy(self.sizes.smallest, *variant))
-        size = self.sizes.smallest if chosen is None else self._size(chosen)
-        for strategy in (Strategy(size, *variant) for variant in self.variants):
-            if self.fits(strategy) and timed:
-                self._time(strategy)
-
-    # What is lean.
+    def is_limited_by_memory(self, strategy: Strategy) -> bool:
+        """True if no larger compiled microbatch fits: the budget decided, not the time."""
+        larger = [other for other in self.compiled if self._size(other) > self._size(strategy)]
+        return not self.measurements.gradient.is_full_batch(strategy) and not any(map(self.fits, larger))
 
     def leanest(self) -> Strategy | None:
-        """The way with the least memory; of those about as lean, the one with the largest microbatch."""
+        """The strategy with the least memory; of those about as lean, the one with the largest microbatch."""
         smallest = [
             strategy
             for strategy in (Strategy(self.sizes.smallest, *variant) for variant in self.variants)
@@ -287,112 +291,125 @@ class Search:
         ]
         if not smallest:
             return None
-
-        def total(strategy: Strategy) -> int:
-            found = self.bench.bytes[strategy]
-            assert found is not None
-            return found.total
-
-        lean = int(min(map(total, smallest)) * (1 + AS_LEAN))
-        best = next(strategy for strategy in smallest if total(strategy) <= lean)  # the one that keeps most
+        lean = int(min(map(self._total, smallest)) * (1 + AS_LEAN))
+        best = next(strategy for strategy in smallest if self._total(strategy) <= lean)  # it recomputes the least
         return self.largest_fitting(best.variant, allowed=lean) or best
 
-    # What is fast.
+    # Time: which strategy is fastest.
 
     def fastest(self) -> Strategy | None:
-        """The way that takes the least time on the device; of those about as fast, the one with the least memory."""
+        """The strategy that takes the least time; of those about as fast, the one with the least memory."""
         top = self.largest_fitting(self.variants[0])
         if top is not None:
-            self._descend(top)
-        # What is computed twice takes longer: it pays only where memory keeps the microbatches small.
+            self._time_downwards(top)
+        # Recomputing activations takes longer: it pays only where memory keeps the microbatches small.
         more = self.variants[1:]
-        if top is not None and self.bench.gradient.is_at_once(top):
+        if top is not None and self.measurements.gradient.is_full_batch(top):
             more = tuple(variant for variant in more if variant.method != top.method)
         for variant in more:
-            lean = self.largest_fitting(variant)
-            if lean is not None:
-                self._descend(lean)
-        if not self.in_time():
+            largest = self.largest_fitting(variant)
+            if largest is not None:
+                self._time_downwards(largest)
+        if not self.timed_and_fitting():
             return None
-        seconds = self.bench.seconds
-        for strategy in self._around(min(self.in_time(), key=seconds.__getitem__)):
+        seconds = self.measurements.seconds
+        for strategy in self._around(min(self.timed_and_fitting(), key=seconds.__getitem__)):
             if self.fits(strategy):
                 self._time(strategy)
-        best = min(self.in_time(), key=seconds.__getitem__)
-        close = [strategy for strategy in self.in_time() if seconds[strategy] <= CLOSE * seconds[best]]
+        timed = self.timed_and_fitting()
+        best = min(timed, key=seconds.__getitem__)
+        close = [strategy for strategy in timed if seconds[strategy] <= CLOSE * seconds[best]]
         self._race(close, best)
         chosen = self._leanest_of_the_fast(close)
         smaller = [strategy for strategy in self._around(chosen) if self._size(strategy) < self._size(chosen)]
         finer = [strategy for strategy in smaller if strategy not in seconds and self.fits(strategy)]
-        if finer:  # the knee may lie between two sizes
+        if finer:  # a size between two that were timed may be as fast and leaner
             fastest = min(close, key=seconds.__getitem__)
             self._race([*finer, *dict.fromkeys((chosen, fastest))], fastest)
             chosen = self._leanest_of_the_fast([*close, *finer])
         return chosen
 
-    def _race(self, strategies: Sequence[Strategy], reference: Strategy) -> None:
-        """Times some ways against each other, and tells all that was timed before as if it had been now."""
-        seconds = self.bench.seconds
-        if len(strategies) > 1:
-            self.notify(f"Timing the {len(strategies)} fastest")
-            rounds = min(LAST_ROUNDS, max(3, int(PATIENCE / max(seconds[reference], TELLING))))
-            raced = self.bench.race(strategies, rounds)
-            # Devices become slower as they become warm.
-            change = raced[reference] / seconds[reference] if math.isfinite(raced[reference]) else 1.0
-            seconds.update({strategy: each * change for strategy, each in seconds.items()} | raced)
-
-    def _leanest_of_the_fast(self, strategies: Sequence[Strategy]) -> Strategy:
-        seconds = self.bench.seconds
-        fastest = min(seconds[strategy] for strategy in strategies)
-        as_fast = [strategy for strategy in strategies if seconds[strategy] <= (1 + AS_FAST) * fastest]
-        return min(as_fast, key=lambda strategy: (self._total(strategy), self._size(strategy)))
-
-    def in_time(self) -> list[Strategy]:
-        """The ways that were timed and fit."""
+    def timed_and_fitting(self) -> list[Strategy]:
+        """The strategies that were timed and fit the budget."""
         return [strategy for strategy, each in self.seconds.items() if math.isfinite(each) and self.fits(strategy)]
 
-    def _descend(self, top: Strategy) -> None:
-        """Times the largest size, then ever smaller ones, until they only become slower."""
+    def _time_downwards(self, top: Strategy) -> None:
+        """Times a strategy, then ever smaller microbatches, until they only become slower."""
         slower = 0
         for size in (self._size(top), *self.sizes.steps_down(self._size(top))):
             strategy = Strategy(size, *top.variant)
             if not self.fits(strategy):
                 continue
-            ratio = self._time(strategy) / self._least_seconds()
+            ratio = self._time(strategy) / min(self.seconds.values())
             slower = slower + 1 if ratio > SLOWER else 0
             if slower == 2 or ratio > MUCH_SLOWER:
                 return
 
-    def _around(self, best: Strategy) -> list[Strategy]:
-        """Sizes between the best and its neighbours."""
-        timed = sorted(self._size(strategy) for strategy in self.bench.seconds if strategy.variant == best.variant)
-        place = timed.index(self._size(best))
-        neighbours = [timed[place - 1 : place + 1], timed[place : place + 2]]
-        between = []
-        for pair in neighbours:
-            size = self.sizes.between(*pair) if len(pair) == 2 else None
-            if size is not None:
-                between.append(Strategy(size, *best.variant))
-        return between
-
     def _time(self, strategy: Strategy) -> float:
-        """The seconds of a way, measured beside the fastest so far, and told as if both were timed when that was."""
-        seconds = self.bench.seconds
+        """The seconds of a strategy.
+
+        It runs in turns with the fastest so far, and its time is scaled by how that one's time has changed since it was
+        first measured: all times in the table are then comparable.
+        """
+        seconds = self.measurements.seconds
         if strategy in seconds:
             return seconds[strategy]
         self.notify(f"Timing {strategy}")
         known = {other: each for other, each in self.seconds.items() if math.isfinite(each)}
         best = min(known, key=known.__getitem__, default=None)
-        taken = self.bench.race([strategy] if best is None else [best, strategy], FIRST_ROUNDS)
-        if best is None or not math.isfinite(taken[best]):
-            seconds.update(taken)
+        raced = self.measurements.race([strategy] if best is None else [best, strategy], FIRST_ROUNDS)
+        if best is None or not math.isfinite(raced[best]):
+            seconds.update(raced)
         else:
-            seconds[strategy] = known[best] * taken[strategy] / taken[best]
+            seconds[strategy] = known[best] * raced[strategy] / raced[best]
         return seconds[strategy]
 
-    def _least_seconds(self) -> float:
-        return min(self.seconds.values())
+    def _around(self, best: Strategy) -> list[Strategy]:
+        """Strategies halfway between the best size and the next smaller and larger ones that were timed."""
+        timed = sorted(
+            self._size(strategy) for strategy in self.measurements.seconds if strategy.variant == best.variant
+        )
+        position = timed.index(self._size(best))
+        between = []
+        for pair in (timed[position - 1 : position + 1], timed[position : position + 2]):
+            size = self.sizes.between(*pair) if len(pair) == 2 else None
+            if size is not None:
+                between.append(Strategy(size, *best.variant))
+        return between
 
-    def _total(self, strategy: Strategy) -> int:
-        found = self.bench.bytes[strategy]
-        return 0 if found is None else found.total
+    def _race(self, strategies: Sequence[Strategy], reference: Strategy) -> None:
+        """Times strategies in turns, and scales all earlier times by how that of `reference` has changed."""
+        seconds = self.measurements.seconds
+        if len(strategies) > 1:
+            self.notify(f"Timing the {len(strategies)} fastest")
+            rounds = min(LAST_ROUNDS, max(3, int(FINAL_SECONDS / max(seconds[reference], MIN_TURN_SECONDS))))
+            raced = self.measurements.race(strategies, rounds)
+            # Devices become slower as they become warm.
+            change = raced[reference] / seconds[reference] if math.isfinite(raced[reference]) else 1.0
+            seconds.update({strategy: each * change for strategy, each in seconds.items()} | raced)
+
+    def _leanest_of_the_fast(self, strategies: Sequence[Strategy]) -> Strategy:
+        seconds = self.measurements.seconds
+        fastest = min(seconds[strategy] for strategy in strategies)
+        as_fast = [strategy for strategy in strategies if seconds[strategy] <= (1 + AS_FAST) * fastest]
+        return min(as_fast, key=lambda strategy: (self._total(strategy), self._size(strategy)))
+
+    # More rows for the table.
+
+    def measure_for_table(self, chosen: Strategy | None, *, timed: bool) -> None:
+        """Compiles what the table of a plan should show beside what was needed to decide.
+
+        These are the full batch, two sizes from which to predict others, and the chosen size in every variant.
+        """
+        ladder = [self.examples, *self.sizes.steps_down(self.examples)]
+        variant = self.variants[0]
+        self.fits(Strategy(self.examples, *variant))
+        for size in (ladder[len(ladder) // 3], ladder[2 * len(ladder) // 3]):
+            if len(self._points(variant, with_full=False)) < 2:
+                self.fits(Strategy(size, *variant))
+        if self.measurements.gradient.is_coupled:  # its head takes memory that does not lie on the line
+            self.fits(Strategy(self.sizes.smallest, *variant))
+        size = self.sizes.smallest if chosen is None else self._size(chosen)
+        for strategy in (Strategy(size, *variant) for variant in self.variants):
+            if self.fits(strategy) and timed:
+                self._time(strategy)

@@ -1,4 +1,8 @@
-"""The bytes of a way of computing a gradient, from its compiled program, and its seconds, from the device."""
+"""The memory of a strategy, from its compiled program, and its time, from running it.
+
+`Measurements` compiles and times the strategies of one gradient, and keeps the results. `estimate` and
+`generous_bytes` tell about memory before anything is compiled.
+"""
 
 import contextlib
 import dataclasses
@@ -19,19 +23,34 @@ from anybatch.errors import AnybatchError
 from anybatch.jaxprs import avals, versions
 from anybatch.jaxprs.bytes_written import uses, written_bytes
 from anybatch.mesh.call_shardings import CallShardings
-from anybatch.planning.strategy import Computation, Planned, Strategy
+from anybatch.planning.strategy import Computation, PlannableGradient, Route, Strategy
+
+# After this many sizes that XLA cannot compile, no others are tried.
+FAILURES = 3
+
+# The least seconds that a turn of a race lasts: shorter ones say little about a program. On a GPU a turn must be long,
+# since its clock follows power and heat: after a lighter program, any program is faster at first.
+MIN_TURN_SECONDS = 0.25
+MIN_TURN_SECONDS_ON_CPU = 5e-3
+
+# Seconds to warm a GPU up again, after it was idle while something was compiled.
+WARM_UP_SECONDS = 1.0
+
+# `generous_bytes` counts every value of the loss this many times: for the forward pass, the backward pass, copies of
+# both in another layout, and scratch.
+GENEROUS = 32
 
 
 @dataclasses.dataclass(frozen=True)
 class Bytes:
-    """What a compiled gradient takes on a device, by kind, as XLA counts it."""
+    """The bytes that a compiled gradient takes on one device, by kind, as XLA counts them."""
 
-    parameters: int  # what is differentiated
+    parameters: int  # the differentiated arguments
     batch: int
-    others: int  # all other arguments, and what the loss closes over
+    others: int  # all other arguments, and the arrays that the loss closes over
     gradients: int
     results: int  # the value and aux
-    activations: int  # whatever the program needs in between
+    activations: int  # the program's temporaries
 
     @property
     def total(self) -> int:
@@ -42,30 +61,40 @@ class Bytes:
         return self.parameters + self.batch + self.others
 
 
-class Workbench:
-    """Compiles and times ways of computing one gradient, each once."""
+class Measurements:
+    """Compiles and times the strategies of one gradient, each once, and keeps the results."""
 
-    def __init__(self, gradient: Planned, known: dict[str, Any] | None = None) -> None:
+    def __init__(self, gradient: PlannableGradient, known: dict[str, Any] | None = None) -> None:
+        """Starts from the measurements of a record that was loaded from disk, or from none.
+
+        Args:
+          gradient: the gradient.
+          known: the record, with what `record` returned under "strategies".
+        """
         self.gradient = gradient
         self.can_run = can_run(*jax.tree.leaves(gradient.arguments.arrays))
         self.compilations = 0
-        self.bytes: dict[Strategy, Bytes | None] = {}
+        self.bytes: dict[Strategy, Bytes | None] = {}  # None where it cannot be compiled
         self.seconds: dict[Strategy, float] = {}
         self.programs: dict[Strategy, CompiledProgram] = {}
         self.text_hashes: dict[Strategy, str | None] = {}
         self._repeats: dict[Strategy, int] = {}
-        self.routes: dict[Strategy, str] = {}
-        self.failures: dict[Strategy, Exception] = {}  # why XLA could not compile some, where it was not for memory
-        self.taken: dict[Strategy, list[float]] = {}  # the times of the last race, one by one
-        # Of a record that is damaged, what comes before the damage is used.
+        self.routes: dict[Strategy, Route] = {}
+        self.failures: dict[Strategy, Exception] = {}  # errors of XLA other than running out of memory
+        self.taken: dict[Strategy, list[float]] = {}  # all times of the last race
+        # Of a damaged record, the entries before the damage are used.
         with contextlib.suppress(KeyError, TypeError, ValueError, AttributeError, OverflowError):
-            for entry in (known or {}).get("ways", []):
+            for entry in (known or {}).get("strategies", []):
                 self._recall(entry)
 
     def _recall(self, entry: dict[str, Any]) -> None:
-        """Takes over what an earlier bench has recorded of a way."""
+        """Takes over one entry that `record` made earlier.
+
+        Raises:
+          ValueError: for an entry that makes no sense for this gradient.
+        """
         size, remat, reduce, found = entry["size"], entry["remat"], entry["reduce"], entry["bytes"]
-        if not isinstance(size, int) or not 0 < size <= self.gradient.share:
+        if not isinstance(size, int) or not 0 < size <= self.gradient.max_microbatch_size:
             raise ValueError(entry)
         if remat not in (None, *POLICIES) or reduce not in ("once", "each"):
             raise ValueError(entry)
@@ -78,16 +107,13 @@ class Workbench:
         is_time = seconds is None or 0 < seconds < math.inf
         if not is_time or (kinds is not None and kinds.total < 0):
             raise ValueError(entry)
-        self.bytes[strategy], self.text_hashes[strategy], self.routes[strategy] = (
-            kinds,
-            entry["program"],
-            str(entry["route"]),
-        )
+        self.routes[strategy] = Route(entry["route"])
+        self.bytes[strategy], self.text_hashes[strategy] = kinds, entry["program"]
         if seconds is not None:
             self.seconds[strategy] = seconds
 
     def record(self) -> list[dict[str, Any]]:
-        """What is known, to be kept on disk."""
+        """Everything measured, as JSON values to keep on disk."""
         return [
             {
                 "size": strategy.microbatch_size,
@@ -100,21 +126,21 @@ class Workbench:
             for strategy, found in self.bytes.items()
         ]
 
-    def route(self, strategy: Strategy) -> str:
-        """What a way does, in words; the loss is read only if no other microbatch size has told it."""
+    def route(self, strategy: Strategy) -> Route:
+        """The route of a strategy. The loss is read only if no other microbatch size has told the route."""
         if strategy not in self.routes:
             alike = [
                 self.routes[other]
                 for other in self.routes
-                if not self.gradient.is_at_once(other) and other.method == strategy.method
+                if not self.gradient.is_full_batch(other) and other.method == strategy.method
             ]
             self.routes[strategy] = (
-                alike[0] if alike and not self.gradient.is_at_once(strategy) else self.gradient.route(strategy)
+                alike[0] if alike and not self.gradient.is_full_batch(strategy) else self.gradient.route(strategy)
             )
         return self.routes[strategy]
 
     def bytes_of(self, strategy: Strategy) -> Bytes | None:
-        """The bytes of a way; None if XLA cannot compile it, for want of memory or for another reason."""
+        """The bytes of a strategy, which is compiled if necessary; None if XLA cannot compile it."""
         if strategy not in self.bytes and self._is_hopeless(strategy):
             return None
         if strategy not in self.bytes:
@@ -122,13 +148,17 @@ class Workbench:
         return self.bytes[strategy]
 
     def _is_hopeless(self, strategy: Strategy) -> bool:
-        """Whether XLA has failed with several sizes of this style and compiled none, so that others are not tried."""
+        """True if XLA could compile no size of this variant and failed with several: then no others are tried."""
         failed = [other for other in self.failures if other.variant == strategy.variant]
         is_known = any(found is not None for other, found in self.bytes.items() if other.variant == strategy.variant)
         return len(failed) >= FAILURES and not is_known
 
     def program(self, strategy: Strategy) -> CompiledProgram:
-        """A program that can be run."""
+        """The compiled program of a strategy.
+
+        Raises:
+          JaxRuntimeError: if XLA cannot compile it.
+        """
         if strategy not in self.programs:
             self._compile(strategy)
         if strategy not in self.programs:
@@ -151,7 +181,7 @@ class Workbench:
             else:
                 compiled = compile_for_types(computation, self.gradient.shardings)
         except jax.errors.JaxRuntimeError as error:
-            # Not every program that is right compiles: a kernel may ask for more than a device has.
+            # Even a correct program may fail to compile: a kernel may need more than the device has.
             self.bytes[strategy] = None
             if not versions.is_out_of_memory(error):
                 self.failures[strategy] = error
@@ -159,56 +189,44 @@ class Workbench:
         self.bytes[strategy] = count_bytes(compiled, self.gradient)
 
     def race(self, strategies: Sequence[Strategy], rounds: int) -> dict[Strategy, float]:
-        """The seconds of some ways, taken in turns, so that whatever slows the device slows all of them.
+        """The median seconds of each strategy. They run in turns, so that whatever slows the device slows all of them.
 
-        A way that runs out of memory all the same has infinite seconds, and no bytes.
+        A strategy that runs out of memory gets infinite seconds, and its bytes become None.
         """
         leaves = {strategy: self.gradient.computation(strategy).leaves for strategy in strategies}
         taken: dict[Strategy, list[float]] = {strategy: [] for strategy in strategies}
         self.taken = taken
-        on_host = (self.gradient.devices or jax.local_devices())[0].platform == "cpu"
+        on_cpu = (self.gradient.devices or jax.local_devices())[0].platform == "cpu"
 
         def seconds(strategy: Strategy, repeats: int) -> float:
-            return _seconds(lambda: self.program(strategy)(*leaves[strategy]), repeats)
+            return _mean_seconds(lambda: self.program(strategy)(*leaves[strategy]), repeats)
 
         for strategy in strategies:
             if strategy in self._repeats:
                 continue
             try:
-                seconds(strategy, 1)  # the first time is always slow
+                seconds(strategy, 1)  # the first run is always slow
                 once = seconds(strategy, 1)
             except jax.errors.JaxRuntimeError as error:
                 if not versions.is_out_of_memory(error):
                     raise
                 self.bytes[strategy] = None
             else:
-                telling = TELLING_ON_HOST if on_host else TELLING
-                self._repeats[strategy] = max(1, min(100, math.ceil(telling / max(once, 1e-6))))
+                least = MIN_TURN_SECONDS_ON_CPU if on_cpu else MIN_TURN_SECONDS
+                self._repeats[strategy] = max(1, min(100, math.ceil(least / max(once, 1e-6))))
         able = [strategy for strategy in strategies if strategy in self._repeats]
-        warm = 0.0 if on_host or not able else WARM_UP
-        while warm > 0:
-            warm -= sum(seconds(strategy, 1) for strategy in able)
+        left = 0.0 if on_cpu or not able else WARM_UP_SECONDS
+        while left > 0:
+            left -= sum(seconds(strategy, 1) for strategy in able)
         for _ in range(rounds):
             for strategy in able:
-                if not on_host:
-                    seconds(strategy, 1)  # so that it does not profit from a neighbour that let the device cool
+                if not on_cpu:
+                    seconds(strategy, 1)  # not timed: it may profit from a device that the program before let cool
                 taken[strategy].append(seconds(strategy, self._repeats[strategy]))
         return {strategy: statistics.median(each) if each else math.inf for strategy, each in taken.items()}
 
 
-# After as many sizes that XLA cannot compile, no others are tried.
-FAILURES = 3
-
-# Seconds that a turn lasts. A clock and a scheduler say little about less. And a GPU runs at the pace that its power
-# and heat allow: a program that follows a lighter one is faster than it would be by itself, at first.
-TELLING_ON_HOST = 5e-3
-TELLING = 0.25
-
-# Seconds to find that pace again after a rest, in which something was compiled.
-WARM_UP = 1.0
-
-
-def _seconds(run: Callable[[], Any], repeats: int) -> float:
+def _mean_seconds(run: Callable[[], Any], repeats: int) -> float:
     start = time.perf_counter()
     for _ in range(repeats):
         jax.block_until_ready(run())
@@ -216,11 +234,11 @@ def _seconds(run: Callable[[], Any], repeats: int) -> float:
 
 
 def compile_for_types(computation: Computation, shardings: CallShardings | None = None) -> Any:
-    """Compiles a computation whose arrays have no values yet, for the devices that they will be on.
+    """Compiles a computation whose arrays are tracers or shapes, for the devices that they will be on.
 
     Args:
       computation: the computation.
-      shardings: its mesh, if it has one: it then knows where its arrays will be.
+      shardings: how `mesh=` shards its arrays; None without a mesh.
     """
     if shardings is not None:
         placed = shardings.placed_types(computation.leaves)
@@ -236,7 +254,7 @@ def compile_for_types(computation: Computation, shardings: CallShardings | None 
     return jax.jit(lambda *flat: computation.fun(*flat)).lower(*types).compile()
 
 
-def count_bytes(compiled: Any, gradient: Planned) -> Bytes:
+def count_bytes(compiled: Any, gradient: PlannableGradient) -> Bytes:
     """The bytes of a compiled gradient on one device."""
     analysis = compiled.memory_analysis()
     parameters, batch = gradient.local_bytes("wrt"), gradient.local_bytes("batch")
@@ -245,7 +263,7 @@ def count_bytes(compiled: Any, gradient: Planned) -> Bytes:
     each_gradient = parameters
     if gradient.shardings is None:
         each_gradient = sum(local_bytes(leaf) // avals.vmapped_copies(leaf) for leaf in gradient.arguments.arrays.wrt)
-    gradients = min(gradient.copies * each_gradient, outputs)
+    gradients = min(gradient.vmap_copies * each_gradient, outputs)
     return Bytes(
         parameters=parameters,
         batch=batch,
@@ -256,28 +274,24 @@ def count_bytes(compiled: Any, gradient: Planned) -> Bytes:
     )
 
 
-def estimate(gradient: Planned) -> tuple[int, float]:
-    """About what a gradient takes for no examples, and for each more: from its program, before anything is compiled."""
+def estimate(gradient: PlannableGradient) -> tuple[int, float]:
+    """Estimates, from the jaxpr alone, the bytes of a gradient without examples, and the bytes of each example."""
     start = _arguments(gradient) + gradient.local_bytes("wrt")
-    return start, gradient.copies * gradient.written(written_bytes) / max(1, gradient.examples)
+    return start, gradient.vmap_copies * gradient.bytes_written(written_bytes) / max(1, gradient.examples)
 
 
-# The values of the forward pass, those of the backward pass, copies of both in another layout, scratch.
-GENEROUS = 32
+def generous_bytes(gradient: PlannableGradient) -> int | None:
+    """More bytes than the full-batch gradient should take: every value in the jaxpr of the loss, counted many times.
 
-
-def generous_bytes(gradient: Planned) -> int | None:
-    """More than a gradient takes, all at once: every value that the program of its loss names, many times over.
-
-    It is generous and no proof: scratch of a kernel has no bound. None where a part of the program is not to be seen:
-    derivatives of one's own.
+    This is no proof, since the scratch of a kernel has no bound. Returns None for a loss with a `custom_vjp`, whose
+    derivative the jaxpr does not show.
     """
     jaxpr = gradient.loss.traced.jaxpr
     if uses(jaxpr, "custom_vjp"):
         return None
-    written = gradient.copies * gradient.written(functools.partial(written_bytes, fused=frozenset()))
-    return 8 * _arguments(gradient) + GENEROUS * -(-written // gradient.spread_over)
+    written = gradient.vmap_copies * gradient.bytes_written(functools.partial(written_bytes, fused=frozenset()))
+    return 8 * _arguments(gradient) + GENEROUS * -(-written // gradient.num_batch_shards)
 
 
-def _arguments(gradient: Planned) -> int:
+def _arguments(gradient: PlannableGradient) -> int:
     return sum(gradient.local_bytes(role) for role in gradient.arguments.arrays._fields)

@@ -1,4 +1,4 @@
-"""Runs a gradient as planned, and goes on with smaller microbatches if memory runs out all the same."""
+"""Runs the planned strategy of a gradient, and falls back to smaller microbatches if memory runs out."""
 
 import dataclasses
 import warnings
@@ -12,18 +12,20 @@ from anybatch.errors import TightMemoryWarning, user_stacklevel
 from anybatch.jaxprs import versions
 from anybatch.planning.measure import FAILURES
 from anybatch.planning.planner import Planner
-from anybatch.planning.strategy import Planned, Strategy
+from anybatch.planning.strategy import PlannableGradient, Strategy
 
 
-def run_as_planned(gradient: Planned) -> tuple[Strategy, list[Any]]:
-    """The way that was taken, and what the computation returned.
+def run_as_planned(gradient: PlannableGradient) -> tuple[Strategy, list[Any]]:
+    """Computes a gradient with the strategy that the planner chooses. Returns the strategy and the outputs.
 
-    Out of memory, because of another process or a gap between two arrays: the microbatch is halved. A program that XLA
-    cannot compile: another method is taken, or else the microbatch is halved. A warning says so once, and the next call
-    begins there. The examples, their order and the result stay the same.
+    If memory runs out, because of another process or because free memory is fragmented, the microbatch is halved. If
+    XLA cannot compile the program, another method is taken, or else the microbatch is halved. One warning says so, and
+    later calls start with the strategy that worked. The examples, their order and the result stay the same.
     """
-    if gradient.share <= 1 or versions.is_jit_disabled():
-        strategy = Strategy(gradient.share, gradient.options.fixed_remat, gradient.reduces[0], gradient.methods[0])
+    if gradient.max_microbatch_size <= 1 or versions.is_jit_disabled():
+        strategy = Strategy(
+            gradient.max_microbatch_size, gradient.options.fixed_remat, gradient.reduce_modes[0], gradient.methods[0]
+        )
         return strategy, _ready(gradient, strategy, None)()
     planner = Planner(gradient)
     decision = planner.decide()
@@ -41,27 +43,29 @@ def run_as_planned(gradient: Planned) -> tuple[Strategy, list[Any]]:
             if not is_compiled:
                 other = _by_another_method(gradient, strategy) or other
             is_hopeless = not ran_out and (is_compiled or len(reasons) == FAILURES)
-            if other is None or is_hopeless or planner.is_shared:
-                raise  # of several processes, one cannot go on otherwise than the others
+            if other is None or is_hopeless or planner.is_multiprocess:
+                raise  # one process cannot change its program without the others
             reasons.append(_ran_out(strategy) if is_compiled else not_compiled(strategy, error))
         strategy, program = other, None
     if reasons:
         planner.remember(strategy)
-        draws = ", but for numbers that each microbatch draws" if gradient.draws_anew else ""
+        draws = ", except for random numbers drawn per microbatch" if gradient.draws_per_microbatch else ""
         warnings.warn(
             f"{reasons[0]} Going on with {strategy}; the gradient is the same{draws}.\n"
-            f"To begin there, pass {strategy}, or a smaller memory=.",
+            f"To start with this, pass {strategy}, or a smaller memory=.",
             TightMemoryWarning,
             stacklevel=user_stacklevel(),
         )
     return strategy, outputs
 
 
-def run_first_that_compiles(gradient: Planned, strategies: Sequence[Strategy]) -> tuple[Strategy, list[Any]]:
-    """The first of some ways that XLA can compile, and what its computation returned. A warning names the others.
+def run_first_that_compiles(gradient: PlannableGradient, strategies: Sequence[Strategy]) -> tuple[Strategy, list[Any]]:
+    """Computes a gradient with the first strategy that XLA can compile. Returns the strategy and the outputs.
+
+    A warning names each strategy that could not be compiled.
 
     Raises:
-      JaxRuntimeError: that of the first of them, if it can compile none.
+      JaxRuntimeError: if XLA can compile none of them; it is the error of the first.
     """
     errors: dict[Strategy, Exception] = {}
     for strategy in strategies:
@@ -88,28 +92,28 @@ def _ran_out(strategy: Strategy) -> str:
 
 
 def not_compiled(strategy: Strategy, error: Exception) -> str:
-    """That XLA could not compile a way, and why, in one line."""
+    """A sentence that says that XLA cannot compile a strategy, and why."""
     return f"XLA cannot compile {strategy}: {str(error).partition(chr(10))[0][:200]}."
 
 
-def _by_another_method(gradient: Planned, strategy: Strategy) -> Strategy | None:
-    """The same size by the method that comes after this one; None if there is no other."""
+def _by_another_method(gradient: PlannableGradient, strategy: Strategy) -> Strategy | None:
+    """The strategy with the next method of the gradient; None if there is none."""
     methods = gradient.methods
     following = methods[methods.index(strategy.method) + 1 :] if strategy.method in methods else ()
     return dataclasses.replace(strategy, method=following[0]) if following else None
 
 
-def halved(gradient: Planned, strategy: Strategy) -> Strategy | None:
-    """The same way with microbatches of half the size; None if there is no smaller one."""
-    size = gradient.share if gradient.is_at_once(strategy) else strategy.microbatch_size
-    unit = gradient.unit
-    if size is None or size <= unit:
+def halved(gradient: PlannableGradient, strategy: Strategy) -> Strategy | None:
+    """The strategy with microbatches of half the size; None if there is no smaller one."""
+    size = gradient.max_microbatch_size if gradient.is_full_batch(strategy) else strategy.microbatch_size
+    multiple = gradient.size_multiple
+    if size is None or size <= multiple:
         return None
-    return Strategy(-(-size // (2 * unit)) * unit, *strategy.variant)
+    return Strategy(-(-size // (2 * multiple)) * multiple, *strategy.variant)
 
 
-def _ready(gradient: Planned, strategy: Strategy, program: CompiledProgram | None) -> Callable[[], list[Any]]:
-    """A function that runs a way, once that is compiled."""
+def _ready(gradient: PlannableGradient, strategy: Strategy, program: CompiledProgram | None) -> Callable[[], list[Any]]:
+    """Compiles a strategy if necessary, and returns a function that runs it."""
     computation = gradient.computation(strategy)
     if not can_run(*computation.leaves):
         return lambda: computation.fun(*computation.leaves)
@@ -117,5 +121,5 @@ def _ready(gradient: Planned, strategy: Strategy, program: CompiledProgram | Non
         program = PROGRAMS.compile(computation.fun, *computation.leaves, has_effects=computation.has_effects)
         PROGRAMS.keep(program)
     compiled = program
-    # Whether memory sufficed shows only when the program has run.
+    # Memory may run out at any time until the program has finished.
     return lambda: jax.block_until_ready(compiled(*computation.leaves))

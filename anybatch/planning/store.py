@@ -1,9 +1,8 @@
-"""A name for a program that is the same in every process.
+"""Keeps measurements on disk, so that the second run of a program plans in milliseconds.
 
-What was measured, kept on disk: the second run plans in milliseconds.
-
-A record is advice. It is found by the program, the shapes, the device and the versions; one that cannot be read, or is
-of another kind, is as good as none. Where the cache lies is up to `ANYBATCH_CACHE`: a folder, or "off".
+A record is found by a key: the hash of everything that memory and time depend on, which includes the `fingerprint` of
+the program. A record is only advice: one that cannot be read or does not fit is ignored. Records lie in
+`~/.cache/anybatch`, or in the folder that the environment variable `ANYBATCH_CACHE` names; "off" keeps none.
 """
 
 import contextlib
@@ -24,11 +23,76 @@ import numpy as np
 
 from anybatch.jaxprs import interpreter
 
+# The layout of a record. A record with another number is ignored.
+SCHEMA = 2
+# Values of ANYBATCH_CACHE that switch the store off.
+OFF = ("", "0", "off", "no", "false", "none")
+
+# How deep the texts of a fingerprint look into values, and how many elements of one container they read.
+MAX_DEPTH, MAX_LENGTH = 12, 256
+# The address of an object in its repr, which differs in every process.
+_ADDRESS = re.compile(r"(<[^<>]*)? at 0x[0-9a-f]+|0x[0-9a-f]+")
+
+
+def folder() -> pathlib.Path | None:
+    """The folder of the records; None if none are kept."""
+    chosen = os.environ.get("ANYBATCH_CACHE")
+    base = os.environ.get("XDG_CACHE_HOME")
+    try:
+        if chosen is not None:
+            return None if chosen.strip().lower() in OFF else pathlib.Path(chosen).expanduser()
+        return (pathlib.Path(base) if base else pathlib.Path.home() / ".cache") / "anybatch"
+    except RuntimeError:  # there is no home folder
+        return None
+
+
+def key_of(*parts: Any) -> str:
+    """The key of a record: a hash of `parts` that is the same in every process."""
+    return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
+
+
+def load(key: str) -> dict[str, Any]:
+    """The record with this key; an empty one if there is none that can be used."""
+    where = folder()
+    if where is None:
+        return {}
+    try:
+        record = json.loads((where / f"{key}.json").read_text())
+    except (OSError, ValueError, RecursionError):
+        return {}
+    usable = isinstance(record, dict) and record.get("schema") == SCHEMA and record.get("key") == key
+    return record if usable else {}
+
+
+def save(key: str, record: dict[str, Any]) -> None:
+    """Writes a record. Does nothing if the disk is full or read-only."""
+    where = folder()
+    if where is None:
+        return
+    with contextlib.suppress(OSError):
+        where.mkdir(parents=True, exist_ok=True)
+        # Another process sees the old record or the new one, never half of one.
+        handle, name = tempfile.mkstemp(dir=where, suffix=".part")
+        try:
+            with os.fdopen(handle, "w") as file:
+                json.dump({"schema": SCHEMA, "key": key} | record, file)
+            os.replace(name, where / f"{key}.json")
+        except OSError:
+            os.unlink(name)
+
+
+def forget(key: str) -> None:
+    """Removes a record."""
+    where = folder()
+    if where is not None:
+        with contextlib.suppress(OSError):
+            (where / f"{key}.json").unlink()
+
 
 def fingerprint(jaxpr: Any) -> str:
-    """A hash of what a program computes, as far as its equations spell it out.
+    """A hash of the equations of a jaxpr that is the same in every process.
 
-    Functions in it, such as derivatives of one's own, count by their code, their constants and what they close over.
+    Functions in it, such as the rules of a `custom_vjp`, count by their code, their constants and what they close over.
     """
     digest = hashlib.sha256()
     for part in _parts(interpreter.opened(jaxpr), {}, _Texts()):
@@ -38,11 +102,13 @@ def fingerprint(jaxpr: Any) -> str:
 
 
 def fingerprint_of_function(function: Any) -> str:
-    """A text that changes with the code of a function, its constants and what it closes over."""
+    """A text of a function: its code, its constants and what it closes over."""
     return _Texts().of(function)
 
 
 def _parts(jaxpr: Any, names: dict[Any, int], texts: "_Texts") -> Iterator[str]:
+    """The texts that a fingerprint hashes: variables, types, primitives and parameters, in order."""
+
     def name(variable: Any) -> str:
         if interpreter.is_literal(variable):
             return str(variable.val)
@@ -65,14 +131,14 @@ def _parts(jaxpr: Any, names: dict[Any, int], texts: "_Texts") -> Iterator[str]:
 
 
 class _Texts:
-    """Parameters of equations as texts that are the same in every process, before and after a program has run.
+    """Texts of the parameters of equations, the same in every process and before and after a program has run.
 
-    What a function closes over may be anything, large, changing or endless. So mutable containers and objects of
-    unknown kinds count by their type alone, and no object is looked into twice.
+    A function may close over anything, even over large, changing or recursive objects. So mutable containers and
+    objects of unknown classes count by their type alone, and no object is looked into twice.
     """
 
     def __init__(self) -> None:
-        self._seen: dict[int, Any] = {}  # by identity; the objects too, so that no identity is used again
+        self._seen: dict[int, Any] = {}  # by id; holding the object keeps its id from being reused
 
     def of(self, value: Any, depth: int = 0) -> str:
         if isinstance(value, (str, int, float, complex, bytes, type(None), np.dtype, np.generic)):
@@ -80,11 +146,11 @@ class _Texts:
         if isinstance(value, (tuple, frozenset, set)):
             return self._of_several(value, depth)
         if isinstance(value, (jax.Array, np.ndarray)):
-            return f"{value.dtype}{value.shape}"  # its numbers say nothing of memory and time
+            return f"{value.dtype}{value.shape}"  # memory and time do not depend on its numbers
         if isinstance(value, types.CodeType):
             constants = self.of(value.co_consts, depth + 1)
             return f"{value.co_qualname}:{hashlib.sha256(value.co_code).hexdigest()}{value.co_names}{constants}"
-        if depth > DEEP or id(value) in self._seen or isinstance(value, type):
+        if depth > MAX_DEPTH or id(value) in self._seen or isinstance(value, type):
             return type(value).__qualname__
         self._seen[id(value)] = value
         if isinstance(value, functools.partial):
@@ -101,15 +167,15 @@ class _Texts:
         return type(value).__qualname__
 
     def _of_several(self, values: Any, depth: int) -> str:
-        if depth > DEEP or len(values) > LONG:
+        if depth > MAX_DEPTH or len(values) > MAX_LENGTH:
             return f"{type(values).__name__} of {len(values)}"
         texts = [self.of(each, depth + 1) for each in values]
         return f"({','.join(texts if isinstance(values, tuple) else sorted(texts))})"
 
     def _of_jax(self, value: Any, depth: int) -> str:
-        """A wrapper of a function by that function; shardings, dimension numbers and the like as they print."""
+        """The text of a JAX object: a wrapped function counts as that function, anything else as its repr."""
         if interpreter.is_jaxpr(value):
-            return ""  # it has been told equation by equation
+            return ""  # `_parts` goes through its equations
         inner = [getattr(value, name, None) for name in ("__wrapped__", "f", "f_transformed", "func", "fun", "call")]
         functions = tuple(each for each in inner if callable(each) and each is not value)
         if functions:
@@ -117,71 +183,8 @@ class _Texts:
         return _ADDRESS.sub("", f"{type(value).__qualname__}:{value!r}")
 
 
-DEEP, LONG = 12, 256
-_ADDRESS = re.compile(r"(<[^<>]*)? at 0x[0-9a-f]+|0x[0-9a-f]+")
-
-
 def _is_filled(cell: Any) -> bool:
     try:
         return cell.cell_contents is not None
     except ValueError:
         return False
-
-
-SCHEMA = 1
-OFF = ("", "0", "off", "no", "false", "none")
-
-
-def folder() -> pathlib.Path | None:
-    """Where records are kept, or None if they are not to be kept."""
-    chosen = os.environ.get("ANYBATCH_CACHE")
-    base = os.environ.get("XDG_CACHE_HOME")
-    try:
-        if chosen is not None:
-            return None if chosen.strip().lower() in OFF else pathlib.Path(chosen).expanduser()
-        return (pathlib.Path(base) if base else pathlib.Path.home() / ".cache") / "anybatch"
-    except RuntimeError:  # nobody's home
-        return None
-
-
-def key_of(*parts: Any) -> str:
-    """A name for a record, the same in every process for the same parts."""
-    return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
-
-
-def load(key: str) -> dict[str, Any]:
-    """The record with that key; an empty one if there is none that can be used."""
-    where = folder()
-    if where is None:
-        return {}
-    try:
-        record = json.loads((where / f"{key}.json").read_text())
-    except (OSError, ValueError, RecursionError):
-        return {}
-    usable = isinstance(record, dict) and record.get("schema") == SCHEMA and record.get("key") == key
-    return record if usable else {}
-
-
-def save(key: str, record: dict[str, Any]) -> None:
-    """Keeps a record, or does not: a full or read-only disk is no reason to stop."""
-    where = folder()
-    if where is None:
-        return
-    with contextlib.suppress(OSError):
-        where.mkdir(parents=True, exist_ok=True)
-        # Written beside and moved: another process sees the old record or the new one, never a part.
-        handle, name = tempfile.mkstemp(dir=where, suffix=".part")
-        try:
-            with os.fdopen(handle, "w") as file:
-                json.dump({"schema": SCHEMA, "key": key} | record, file)
-            os.replace(name, where / f"{key}.json")
-        except OSError:
-            os.unlink(name)
-
-
-def forget(key: str) -> None:
-    """Removes a record."""
-    where = folder()
-    if where is not None:
-        with contextlib.suppress(OSError):
-            (where / f"{key}.json").unlink()

@@ -1,27 +1,38 @@
-"""Strategies: the ways to compute one gradient, as records, and what the planner asks of a gradient."""
+"""Strategies: how one gradient can be computed, and what the planner must know about a gradient to choose one."""
 
 import dataclasses
+import enum
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 
+class Route(enum.StrEnum):
+    """What a strategy does with the batch, in the words that the table of a plan shows."""
+
+    FULL_BATCH = "full batch"
+    ONE_PASS = "one pass"
+    TWO_PASSES = "two passes"
+    FACTORED = "factored"  # per-example gradients, kept as the factors of each parameter's gradient
+    VMAP = "vmap(grad)"  # per-example gradients, each as one array
+
+
 class Variant(NamedTuple):
-    """What there is to decide about a way beside the size of the microbatches."""
+    """A strategy's choices other than its microbatch size."""
 
     remat: str | None = None  # a policy of jax.checkpoint
-    reduce: str = "once"  # on a mesh, when gradients are added up: "once", or in "each" microbatch
-    method: str | None = None  # of per-example gradients: "factored" or "vmap"
+    reduce: str = "once"  # on a mesh, when gradients are added up over devices: "once", or after "each" microbatch
+    method: str | None = None  # for per-example gradients: "factored" or "vmap"
 
 
 @dataclasses.dataclass(frozen=True)
 class Strategy:
-    """A way to compute a gradient.
+    """How to compute a gradient: a microbatch size and a `Variant`. Prints as the options that choose it.
 
-    >>> print(Way(8, "dots_saveable"))
+    >>> print(Strategy(8, "dots_saveable"))
     microbatch_size=8, remat="dots_saveable"
     """
 
-    microbatch_size: int | None  # None, or no less than the examples there are: all of them at once
+    microbatch_size: int | None  # None or at least the number of examples: the full batch
     remat: str | None = None
     reduce: str = "once"
     method: str | None = None
@@ -39,15 +50,15 @@ class Strategy:
 
 @dataclasses.dataclass(frozen=True)
 class Computation:
-    """A gradient, ready to compile and run: a function of arrays, and the arrays."""
+    """A gradient, ready to compile and run: a function of flat arrays, and these arrays."""
 
     fun: Callable[..., list[Any]]
     leaves: list[Any]
     has_effects: bool
 
 
-class Planned(Protocol):
-    """What the planner needs to know of a gradient: `Gradient` and `ExampleGradient` provide it."""
+class PlannableGradient(Protocol):
+    """What the planner asks of the gradient of one call. `Gradient` and `ExampleGradient` implement it."""
 
     options: Any
     arguments: Any
@@ -55,48 +66,101 @@ class Planned(Protocol):
     examples: int
 
     @property
-    def share(self) -> int: ...
-    @property
-    def unit(self) -> int: ...
-    @property
-    def loss(self) -> Any: ...
-    @property
-    def devices(self) -> list[Any]: ...
-    @property
-    def spread_over(self) -> int: ...
-    @property
-    def copies(self) -> int: ...
-    @property
-    def checked_reading(self) -> Any: ...
-    @property
-    def is_coupled(self) -> bool: ...
-    @property
-    def draws_anew(self) -> bool: ...
-    @property
-    def reduces(self) -> tuple[str, ...]: ...
-    @property
-    def methods(self) -> tuple[str | None, ...]: ...
-    @property
-    def noun(self) -> str: ...
-    @property
-    def note(self) -> str: ...
-    @property
-    def identity(self) -> Sequence[Any]: ...
+    def max_microbatch_size(self) -> int:
+        """The number of examples; on a mesh, the largest number on one device."""
+        ...
 
-    def written(self, count: Callable[[Any], int]) -> int: ...
-    def local_bytes(self, role: str) -> int: ...
-    def is_at_once(self, strategy: Strategy) -> bool: ...
-    def route(self, strategy: Strategy) -> str: ...
+    @property
+    def size_multiple(self) -> int:
+        """The number that microbatch sizes should be multiples of: the devices that the batch is sharded over."""
+        ...
+
+    @property
+    def loss(self) -> Any:
+        """The traced loss of the full batch."""
+        ...
+
+    @property
+    def devices(self) -> list[Any]:
+        """The devices of this process that it runs on; empty if its arrays do not say."""
+        ...
+
+    @property
+    def num_batch_shards(self) -> int:
+        """The number of devices that `mesh=` shards the batch over; 1 without a mesh."""
+        ...
+
+    @property
+    def vmap_copies(self) -> int:
+        """How many gradients run together, because the call is inside `vmap`."""
+        ...
+
+    @property
+    def checked_reading(self) -> Any:
+        """The reading of the loss, refused with an error where the options say so."""
+        ...
+
+    @property
+    def is_coupled(self) -> bool:
+        """True if every strategy computes part of the loss from the full batch."""
+        ...
+
+    @property
+    def draws_per_microbatch(self) -> bool:
+        """True if random draws may depend on the microbatch size."""
+        ...
+
+    @property
+    def reduce_modes(self) -> tuple[str, ...]:
+        """The choices for `Variant.reduce`, the one that communicates least first."""
+        ...
+
+    @property
+    def methods(self) -> tuple[str | None, ...]:
+        """The choices for `Variant.method`, the one that is likely fastest first."""
+        ...
+
+    @property
+    def noun(self) -> str:
+        """What is computed, for the title of a plan: "gradient" or "clipped gradient"."""
+        ...
+
+    @property
+    def note(self) -> str:
+        """A remark for the plan; may be empty."""
+        ...
+
+    @property
+    def identity(self) -> Sequence[Any]:
+        """What else memory and time depend on, beside the loss, its arguments and the options."""
+        ...
+
+    def bytes_written(self, count: Callable[[Any], int]) -> int:
+        """The bytes that the loss of the full batch writes; `count` counts those of one jaxpr."""
+        ...
+
+    def local_bytes(self, role: str) -> int:
+        """The bytes of the arguments with this role on one device."""
+        ...
+
+    def is_full_batch(self, strategy: Strategy) -> bool:
+        """True if one microbatch of this strategy holds all examples (of a device)."""
+        ...
+
+    def route(self, strategy: Strategy) -> Route: ...
     def computation(self, strategy: Strategy) -> Computation: ...
-    def context(self) -> Any: ...
+
+    def context(self) -> Any:
+        """The context manager in which it must be traced, compiled and run."""
+        ...
 
 
 @runtime_checkable
-class PlannedFunction(Protocol):
-    """A wrapped loss that says itself what there is to plan, such as that of `clipped_grad`."""
+class PlannableFunction(Protocol):
+    """A transformed loss that says itself how it is planned, such as the result of `clipped_grad`."""
 
     def to_plan(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], *, memory: Any, objective: Any
-    ) -> tuple[Callable[..., Planned], tuple[Any, ...], dict[str, Any]]:
-        """A function that makes the gradient of a call, and the arguments to call it with."""
+    ) -> tuple[Callable[..., PlannableGradient], tuple[Any, ...], dict[str, Any]]:
+        """Returns a function that makes the gradient of a call, and the arguments to call it with."""
         ...

@@ -455,13 +455,13 @@ class TrainStep:
         """If the noise is wanted, in no fewer microbatches than let it be told."""
         if not self._update.noise_scale:
             return strategy
-        unit, parts = gradient.unit, -(-MICROBATCHES_FOR_NOISE // gradient.spread_over)
+        unit, parts = gradient.size_multiple, -(-MICROBATCHES_FOR_NOISE // gradient.num_batch_shards)
         size = (
-            gradient.share
-            if gradient.is_at_once(strategy) or strategy.microbatch_size is None
+            gradient.max_microbatch_size
+            if gradient.is_full_batch(strategy) or strategy.microbatch_size is None
             else strategy.microbatch_size
         )
-        return Strategy(min(size, max(unit, gradient.share // parts // unit * unit)), *strategy.variant)
+        return Strategy(min(size, max(unit, gradient.max_microbatch_size // parts // unit * unit)), *strategy.variant)
 
     def _planner(self, gradient: Gradient, progress: Callable[[str], None] | None = None) -> Planner:
         copies = COPIES if self._donate else COPIES_WITHOUT_DONATION
@@ -469,7 +469,7 @@ class TrainStep:
         if gradient.options.memory != memory:
             kept = (memory_budget(memory) or 0) - (memory_budget(gradient.options.memory) or 0)
             source = f"memory={memory!r}, less {readable(kept)} that the optimizer keeps"
-        return Planner(gradient, copies=copies, source=source, notify=progress or (lambda text: None))
+        return Planner(gradient, parameter_copies=copies, source=source, notify=progress or (lambda text: None))
 
     def _planned(
         self, state: Any, batch: Any, kwargs: Any, *, timed: bool, thorough: bool = False, progress: Any = None

@@ -1,12 +1,12 @@
-"""One loss and one batch in one precision: what JAX computes for all of it, what the routes compute, and how far apart.
+"""Computes the gradient of one loss and batch, in one precision, with JAX and with anybatch, and compares them.
 
-The rounding that two right ways of computing one gradient may differ by is measured, not assumed: the full batch
-is computed once more with its inputs changed in their last digit. By how much more than that a leaf of the gradient
-moves is its `condition`, a number of 1 or more, and the difference of two routes is held against
+Two correct computations of a gradient differ by rounding. How much rounding is allowed is measured: the full-batch
+gradient is computed again with its inputs changed in their last digit. The `condition` of a leaf is the relative change
+of the leaf divided by that of the inputs, and at least 1. The tolerance of a leaf is
 
     condition * (ROUNDINGS * eps + number of microbatches * eps of the accumulator)
 
-the roundings along one path through the loss, and those of the sum over the microbatches.
+The first term is for the roundings along one path through the loss, the second for the sum over the microbatches.
 """
 
 import contextlib
@@ -26,16 +26,16 @@ from anybatch.gradients.value_and_grad import value_and_grad
 from anybatch.jaxprs import interpreter
 from anybatch.verification.widening import WideLoss, all_equations, widened
 
-ROUNDINGS = 8  # measured on the losses of the tests in three precisions: 2.2 is the most that they need
-CHANGES = 2  # times that the inputs are changed in their last digit; the largest effect counts
-NEGLIGIBLE = 1e-3  # a gradient that is smaller than this share of the largest one is measured against that share
+ROUNDINGS = 8  # the losses of the tests, in three precisions, need at most 2.2
+CHANGES = 2  # how often the inputs are changed in their last digit; the largest effect counts
+NEGLIGIBLE = 1e-3  # leaves below this share of the largest leaf are compared relative to that share
 
-# Generators at any level, below that of keys too: a loss may draw without a key.
+# Random generators, including those below the level of keys: a loss may draw without a key.
 RANDOM_PRIMITIVES = frozenset(["random_bits", "threefry2x32", "rng_bit_generator", "rng_uniform"])
 
 
 class Outcome(NamedTuple):
-    """What one way of computing gave, in flat NumPy arrays of double precision."""
+    """The result of one computation, as flat lists of NumPy arrays in double precision."""
 
     gradient: list[np.ndarray]
     value: np.ndarray
@@ -43,21 +43,21 @@ class Outcome(NamedTuple):
 
     @property
     def entries(self) -> list[np.ndarray]:
-        """All that is compared, in the order of `Trial.names`."""
+        """All arrays to compare, in the order of `Trial.names`."""
         return [*self.gradient, self.value, *self.aux]
 
 
 @dataclasses.dataclass(frozen=True)
-class Route:
-    """One way of computing the gradient: at a microbatch size, on one device or over a mesh."""
+class RouteOptions:
+    """A route to compare: a microbatch size, on one device or over a mesh."""
 
     size: int
     mesh: Any = None
     axis_name: Any = "data"
 
     @property
-    def options(self) -> dict[str, Any]:
-        """As `value_and_grad` takes them."""
+    def keywords(self) -> dict[str, Any]:
+        """The keyword arguments of `value_and_grad` that choose this route."""
         over = {} if self.mesh is None else {"mesh": self.mesh, "axis_name": self.axis_name}
         return {"microbatch_size": self.size, **over}
 
@@ -70,36 +70,36 @@ class Route:
 
 @dataclasses.dataclass(frozen=True)
 class LeafDifference:
-    """How far one leaf of a route is from that of the full batch: relative to its largest entry."""
+    """The largest difference of one leaf between a route and the full batch, relative to its largest entry."""
 
-    name: str  # as one would type it, "params['w']"; or "value", or "aux['accuracy']"
-    difference: float  # infinite where one of the two is not a number, or of another shape
-    tolerance: float  # the rounding to be expected
+    name: str  # as in code: "params['w']", "value" or "aux['accuracy']"
+    difference: float  # infinite if only one of the two is NaN, or if their shapes differ
+    tolerance: float  # the rounding expected
 
     @property
     def ok(self) -> bool:
-        """Whether the difference is one of rounding."""
+        """True if the difference is within the tolerance."""
         return self.difference <= self.tolerance
 
 
 @dataclasses.dataclass(frozen=True)
 class Trial:
-    """A loss and its arguments, in the dtypes given or all in float64."""
+    """A loss and its arguments, in the given dtypes or all in float64, and the gradients computed from them."""
 
     fun: Any  # the loss; in float64, a WideLoss
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    options: dict[str, Any]  # those of value_and_grad, but the size
+    options: dict[str, Any]  # of value_and_grad, without the microbatch size
     in_float64: bool = False
 
     def to_float64(self) -> "Trial":
-        """The same in double precision."""
+        """The same trial in double precision."""
         fun = WideLoss(self.fun, self.args, self.kwargs)
         with jax.enable_x64(True):
             args, kwargs = jax.tree.map(widened, (self.args, self.kwargs))
         return Trial(fun, args, kwargs, self.options, in_float64=True)
 
-    # What is computed.
+    # The loss and its arguments.
 
     @property
     def weighted(self) -> bool:
@@ -107,22 +107,22 @@ class Trial:
 
     @functools.cached_property
     def loss(self) -> Callable[..., Any]:
-        """The loss as `jax.value_and_grad` takes it: if it returns a total and a weight, their ratio."""
+        """The loss as `jax.value_and_grad` takes it: for a loss that returns a total and a weight, their ratio."""
         return _ratio(self.fun, self.options["has_aux"]) if self.weighted else self.fun
 
     @functools.cached_property
     def arguments(self) -> Arguments:
-        """The arguments, sorted."""
+        """The arguments, sorted by role."""
         roles = Roles.of(**{name: self.options[name] for name in ROLES})
         return roles.sort(self.fun, self.args, self.kwargs)
 
     @functools.cached_property
     def arrays(self) -> Arrays:
-        """The arrays among them."""
+        """The arrays among the arguments."""
         return self.arguments.arrays
 
     def examples(self, start: int, stop: int) -> Arrays:
-        """The arrays, with these examples alone."""
+        """The arrays, with only these examples of the batch."""
         with self.precision():
             return self.arrays._replace(batch=[leaf[start:stop] for leaf in self.arrays.batch])
 
@@ -135,11 +135,11 @@ class Trial:
         return len(self.arrays.wrt)
 
     def precision(self) -> contextlib.AbstractContextManager[Any]:
-        """Where everything of this trial happens."""
+        """The context in which everything of this trial is computed."""
         return jax.enable_x64(True) if self.in_float64 else contextlib.nullcontext()
 
     def compiled(self, fun: Callable[..., Any]) -> Callable[[Arrays], Any]:
-        """`fun`, which has the arguments of the loss, as a function of the arrays among them."""
+        """Compiles `fun`, which takes the arguments of the loss, as a function of the arrays among them."""
         return self._program(lambda arrays: self.arguments.call(fun, arrays))
 
     def _program(self, of_arrays: Callable[[Arrays], Any]) -> Callable[[Arrays], Any]:
@@ -168,13 +168,13 @@ class Trial:
 
     @functools.cached_property
     def dtype(self) -> np.dtype:
-        """The coarsest floating-point dtype that the gradient is computed or returned in."""
+        """The floating-point dtype with the fewest digits in which the gradient is computed or returned."""
         if self.in_float64:
             return np.dtype(np.float64)
         computed = [
             variable.aval.dtype
             for equation in self._equations
-            if not all(map(interpreter.is_literal, equation.invars))  # zeros and the like are exact
+            if not all(map(interpreter.is_literal, equation.invars))  # constants such as zeros are exact
             for variable in equation.outvars
             if jax.dtypes.issubdtype(getattr(variable.aval, "dtype", np.bool_), np.inexact)
         ]
@@ -183,29 +183,29 @@ class Trial:
 
     @property
     def eps(self) -> float:
-        """The distance of 1 from the next number, in the precision of the trial."""
+        """The machine epsilon of `dtype`."""
         return float(jnp.finfo(self.dtype).eps)
 
     @property
     def is_random(self) -> bool:
-        """Whether the loss draws random numbers."""
+        """True if the loss draws random numbers."""
         return any(equation.primitive.name in RANDOM_PRIMITIVES for equation in self._equations)
 
-    # What it gives.
+    # The gradients.
 
     @functools.cached_property
     def expected(self) -> Outcome:
-        """All examples at once, by JAX alone."""
+        """The result of `jax.value_and_grad` for the full batch, to which routes are compared."""
         return self.full_batch(self.arrays)
 
     def full_batch(self, arrays: Arrays) -> Outcome:
-        """What `jax.value_and_grad` gives for other arrays: fewer examples, another key."""
+        """The result of `jax.value_and_grad` for other arrays, such as fewer examples or another key."""
         return self._outcome(self._full_batch(arrays))
 
-    def route(self, route: Route | int, reduction: str | None = None) -> Outcome:
-        """What `anybatch.value_and_grad` gives by a route, by default for the reduction declared."""
-        route = Route(route) if isinstance(route, int) else route
-        options = {**self.options, "reduction": reduction or self.options["reduction"], **route.options}
+    def route(self, route: RouteOptions | int, reduction: str | None = None) -> Outcome:
+        """The result of `anybatch.value_and_grad` by a route, by default with the declared reduction."""
+        route = RouteOptions(route) if isinstance(route, int) else route
+        options = {**self.options, "reduction": reduction or self.options["reduction"], **route.keywords}
         return self._outcome(self.compiled(value_and_grad(self.fun, **options))(self.arrays))
 
     def _outcome(self, result: Any) -> Outcome:
@@ -213,7 +213,7 @@ class Trial:
         value, aux = value if self.options["has_aux"] else (value, None)
         return Outcome(_all_numbers(jax.tree.leaves(gradient)), _numbers(value), _all_numbers(jax.tree.leaves(aux)))
 
-    # How far apart that is.
+    # Their differences.
 
     @functools.cached_property
     def _aux_types(self) -> Any:
@@ -228,7 +228,7 @@ class Trial:
 
     @functools.cached_property
     def declared_aux(self) -> list[str]:
-        """The aux_reduction of each leaf of aux, "" for none."""
+        """The aux_reduction of each leaf of aux; empty where none is declared."""
         declared = self.options["aux_reduction"]
         if declared is None:
             return [""] * self.aux_tree.num_leaves
@@ -237,15 +237,15 @@ class Trial:
 
     @functools.cached_property
     def names(self) -> list[str]:
-        """The names of what is compared."""
+        """The names of all leaves compared: of the gradient, then the value, then of aux."""
         wrt = [leaf.name for leaf in self.arguments.leaves if leaf.role == "wrt"]
         return [*wrt, "value", *(name for name, _ in named_leaves("aux", self._aux_types))]
 
     def compare(
-        self, route: Route | int, reduction: str | None = None, *, capped: bool = True
+        self, route: RouteOptions | int, reduction: str | None = None, *, capped: bool = True
     ) -> tuple[LeafDifference, ...]:
-        """The differences of a route from the full batch, leaf by leaf; but of aux declared "stack" or "last"."""
-        route = Route(route) if isinstance(route, int) else route
+        """The differences of a route from the full batch, leaf by leaf, without aux declared "stack" or "last"."""
+        route = RouteOptions(route) if isinstance(route, int) else route
         differences = self.differences(self.route(route, reduction), self.expected)
         kinds = [""] * (self.num_gradients + 1) + self.declared_aux
         return tuple(
@@ -257,10 +257,10 @@ class Trial:
     def differences(self, actual: Outcome, expected: Outcome) -> list[float]:
         """The largest difference in each of `names`, relative to the largest entry."""
         largest = [_largest(leaf) for leaf in expected.gradient]
-        # Where a gradient is zero but for rounding, as that of a bias before a softmax, every digit of it may differ.
+        # A gradient that is zero up to rounding, such as that of a bias before a softmax, may differ in every digit.
         negligible = max(NEGLIGIBLE, math.sqrt(self.eps))
         floors = [negligible * max(largest, default=0.0)] * len(largest)
-        # A value may be 0 by chance; what a change of the parameters by their own size does to it is its natural scale.
+        # A value may be 0 by chance. Its natural scale is its change if the parameters change by their own size.
         floors.append(negligible * sum(map(math.prod, zip(self._largest_parameters, largest, strict=True))))
         floors += [0.0] * len(expected.aux)
         return [difference(*three) for three in zip(actual.entries, expected.entries, floors, strict=True)]
@@ -270,7 +270,7 @@ class Trial:
         return [_largest(_numbers(leaf)) for leaf in self.arrays.wrt]
 
     def tolerance(self, index: int, size: int, *, capped: bool = True) -> float:
-        """The rounding to be expected in one of `names`; but if half of the digits are gone, it is different."""
+        """The rounding allowed in the leaf `names[index]`. If `capped`, never as much as half of the digits."""
         sum_eps = min(self.eps, float(jnp.finfo(np.float32).eps))
         microbatches = math.ceil(self.num_examples / size)
         tolerance = self.condition[index] * (ROUNDINGS * self.eps + microbatches * sum_eps)
@@ -278,7 +278,7 @@ class Trial:
 
     @functools.cached_property
     def condition(self) -> list[float]:
-        """By how much more each of `names` moves than the inputs, if these are changed in their last digit."""
+        """For each of `names`, its relative change if the inputs change in their last digit, divided by theirs."""
         random = np.random.default_rng(0)
         changed = [self.full_batch(self._changed(random)) for _ in range(CHANGES)]
         moved = zip(*(self.differences(outcome, self.expected) for outcome in changed), strict=True)
@@ -286,15 +286,16 @@ class Trial:
 
     def _changed(self, random: np.random.Generator) -> Arrays:
         with self.precision():
-            # Masks and labels often come as floats, and mean something else one digit away.
-            batch = [leaf if _is_whole(leaf) else _nudged(leaf, self.eps, random) for leaf in self.arrays.batch]
+            # Integers in floats are often masks or labels, which mean something else if they change.
+            batch = [leaf if _holds_integers(leaf) else _nudged(leaf, self.eps, random) for leaf in self.arrays.batch]
             return self.arrays._replace(wrt=[_nudged(leaf, self.eps, random) for leaf in self.arrays.wrt], batch=batch)
 
 
 def difference(actual: np.ndarray, expected: np.ndarray, floor: float = 0.0) -> float:
-    """The largest difference, relative to the largest entry expected, or to `floor` if that is larger.
+    """The largest difference, relative to the largest expected entry, or to `floor` if that is larger.
 
-    What is not a number in both, or the same infinity, is equal; what is so in one only is infinitely different.
+    Two NaNs are equal, and so are two infinities of the same sign. If only one of the two is NaN or infinite, the
+    difference is infinite.
 
     >>> difference(np.array([1.0, np.nan]), np.array([1.5, np.nan]))
     0.3333333333333333
@@ -337,7 +338,7 @@ def _largest(array: np.ndarray) -> float:
     return float(np.abs(array[np.isfinite(array)]).max(initial=0.0))
 
 
-def _is_whole(leaf: Any) -> bool:
+def _holds_integers(leaf: Any) -> bool:
     if not jax.dtypes.issubdtype(leaf.dtype, np.inexact):
         return True
     numbers = _numbers(leaf)
@@ -345,7 +346,7 @@ def _is_whole(leaf: Any) -> bool:
 
 
 def _nudged(leaf: Any, eps: float, random: np.random.Generator) -> Any:
-    """Each entry made larger or smaller by about one unit in its last place."""
+    """The array with each entry made larger or smaller by about one unit in its last place."""
     if not is_array(leaf):
         return leaf * (1 + eps)
     numbers = _numbers(leaf)

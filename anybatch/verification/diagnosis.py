@@ -1,4 +1,8 @@
-"""Why a route differs from the full batch. Each cause is found by a computation that only it explains."""
+"""Finds out why a route differs from the full batch, and what to type instead.
+
+Each known cause has a test: a computation whose result only that cause explains. `diagnose` runs the tests in the order
+of `TESTS` and returns the first explanation.
+"""
 
 import contextlib
 import dataclasses
@@ -19,8 +23,8 @@ from anybatch.verification.comparison import LeafDifference, Outcome, Trial, dif
 
 Differences = Mapping[int, Sequence[LeafDifference]]  # for each microbatch size that failed, leaf by leaf
 
-ACROSS = "Leave reduction out: such a loss is computed exactly too, at the price of a second pass where one is needed."
-FULL_BATCH = "pass microbatch_size=None, which takes the full batch at once"
+ACROSS = "Leave reduction out: then such a loss is computed exactly, too, with a second pass where one is needed."
+FULL_BATCH = "pass microbatch_size=None, which computes the full batch without microbatches"
 
 
 def diagnose(trial: Trial, failed: Differences, given: Trial) -> str:
@@ -28,38 +32,40 @@ def diagnose(trial: Trial, failed: Differences, given: Trial) -> str:
 
     Args:
       trial: the loss and its arguments, in the precision in which the routes were compared.
-      failed: how the routes differ.
-      given: the loss and its arguments, in the dtypes given.
+      failed: for each microbatch size that failed, the differences leaf by leaf.
+      given: the loss and its arguments, in the given dtypes.
     """
     case = _Case(trial, failed, given)
     for test in TESTS:
-        # A test may not apply, as that of a weight to a batch of one example; the next one is asked then.
+        # A test may not apply to this loss or batch, and fail. Then the next one is asked.
         with contextlib.suppress(Exception):
             if (found := test(case)) is not None:
                 return found
     return (
-        "No known cause explains it. If the loss computes the same twice, this is an error in anybatch: please report "
-        "it with the loss."
+        "No known cause explains the difference. If the loss gives the same result twice, this is a bug in anybatch: "
+        "please report it with the loss."
     )
 
 
 def diagnose_rounding(trial: Trial, failed: Differences) -> str:
-    """The same for routes that agree in float64, and not in the dtypes given."""
+    """The same for routes that agree in float64 and differ in the given dtypes."""
     size, worst = max(
         ((size, leaf) for size, leaves in failed.items() for leaf in leaves), key=lambda pair: pair[1].difference
     )
     text = (
-        f"Rounding: in float64 it is the same gradient; in {trial.dtype.name} {worst.name} is off by "
-        f"{_shown(worst.difference)}, and {_shown(worst.tolerance)} was to be expected."
+        f"Rounding: in float64 the gradients agree. In {trial.dtype.name}, {worst.name} is off by "
+        f"{_shown(worst.difference)}, and {_shown(worst.tolerance)} is expected."
     )
     in_float32 = dataclasses.replace(trial, options={**trial.options, "accumulator_dtype": jnp.float32})
     if trial.options["accumulator_dtype"] != jnp.float32 and all(leaf.ok for leaf in in_float32.compare(size)):
-        return f"{text}\nIt is the sum over the microbatches: with accumulator_dtype=jnp.float32 it agrees."
+        return f"{text}\nThe cause is the sum over the microbatches: with accumulator_dtype=jnp.float32 it agrees."
     return f"{text}\nCompute the loss in a wider dtype, or take larger microbatches."
 
 
 @dataclasses.dataclass(frozen=True)
 class _Case:
+    """A failed comparison, and what the tests ask about it."""
+
     trial: Trial
     failed: Differences
     given: Trial
@@ -74,27 +80,27 @@ class _Case:
 
     @property
     def only_aux_failed(self) -> bool:
-        """Whether the value and the gradient agree, and aux does not."""
+        """True if the value and the gradient agree, and aux does not."""
         first_aux = self.trial.num_gradients + 1  # after the gradients and the value
         return set(self.failed_names).isdisjoint(self.trial.names[:first_aux])
 
     @property
     def size(self) -> int:
-        """A failed size."""
+        """The largest microbatch size that failed."""
         return max(self.failed)
 
     @property
     def third(self) -> int:
-        """A size that makes three microbatches, or two of few examples."""
+        """A microbatch size that gives three microbatches, or two for few examples."""
         return math.ceil(self.trial.num_examples / 3)
 
     def agrees(self, reduction: str) -> bool:
-        """Whether the sizes that failed agree with the full batch if the loss is declared so. What is advised must."""
+        """True if the failed sizes agree once this reduction is declared. Only such a reduction is advised."""
         try:
             options = {**self.trial.options, **({"aux_reduction": None} if reduction == "infer" else {})}
             trial = dataclasses.replace(self.trial, options=options)
             return all(leaf.ok for size in self.failed for leaf in trial.compare(size, reduction))
-        except Exception:  # a loss that cannot be computed so
+        except Exception:  # the loss cannot be computed with this reduction
             return False
 
     @functools.cached_property
@@ -103,18 +109,20 @@ class _Case:
 
     @property
     def or_read(self) -> str:
-        """The advice to leave the reduction out, if that was tried and is right."""
+        """The advice to leave the reduction out, if that was tried and agrees; else empty."""
         return ", or leave reduction out: then anybatch reads the loss itself" if self.reading_agrees else ""
 
     @property
     def across(self) -> str:
-        """What to do about a loss that looks across examples."""
+        """The advice for a loss that looks across examples."""
         if self.reading_agrees:
             return ACROSS
-        return f"Read by anybatch it differs as well, which is an error: please report it. Until then {FULL_BATCH}."
+        return (
+            f"Without reduction it differs, too, which is a bug in anybatch: please report it. Until then {FULL_BATCH}."
+        )
 
     def differs_with(self, arrays: Arrays) -> str | None:
-        """One of the failed leaves that, in the full batch itself, is another one with these arrays."""
+        """The name of a failed leaf that changes in the full batch itself with these arrays; None if none does."""
         trial = self.trial
         moved = trial.differences(trial.full_batch(arrays), trial.expected)
         for index, name in enumerate(trial.names):
@@ -130,7 +138,7 @@ class _Case:
 
 
 def _ill_conditioned(case: _Case) -> str | None:
-    """The inputs, changed in their last digit, change the gradient of the full batch as much."""
+    """Tests whether a change of the inputs in their last digit changes the full batch as much."""
     trial = case.trial
     indices = {name: index for index, name in enumerate(trial.names)}
     for size, leaves in case.failed.items():
@@ -140,14 +148,14 @@ def _ill_conditioned(case: _Case) -> str | None:
     name = max(case.failed_names, key=lambda name: trial.condition[indices[name]])
     moves = _shown(trial.condition[indices[name]] * trial.eps)
     return (
-        f"Rounding: this gradient is not determined in {trial.dtype.name}. Inputs changed in their last digit change "
-        f"{name} of the full batch by {moves} of its size, without any microbatches.\n"
+        f"Rounding: this gradient is not determined in {trial.dtype.name}. If the inputs change in their last digit, "
+        f"{name} of the full batch changes by {moves} of its size, without any microbatches.\n"
         "Look for a difference of large numbers in the loss, or verify at other parameters."
     )
 
 
-def _aux_alone(case: _Case) -> str | None:
-    """With another aux_reduction for that leaf, it agrees."""
+def _only_aux(case: _Case) -> str | None:
+    """Tests whether only aux differs, and agrees with another aux_reduction."""
     trial, name = case.trial, case.failed_names[0]
     if case.declared == "infer" or not case.only_aux_failed:
         return None
@@ -157,33 +165,33 @@ def _aux_alone(case: _Case) -> str | None:
         names = [*declared[:position], candidate, *declared[position + 1 :]]
         aux_reduction = jax.tree.unflatten(trial.aux_tree, [other or None for other in names])
         other = dataclasses.replace(trial, options={**trial.options, "aux_reduction": aux_reduction})
-        with contextlib.suppress(Exception):  # not every dtype has a mean
+        with contextlib.suppress(Exception):  # integers have no mean
             if next(leaf for leaf in other.compare(case.size) if leaf.name == name).ok:
                 return (
                     f"The gradient is right, and {name} is not: it is a {candidate} over the examples, and "
                     f'aux_reduction="{declared[position]}" was declared. With aux_reduction="{candidate}" it agrees.\n'
-                    f"Pass that for it{case.or_read}."
+                    f"Pass that for this leaf{case.or_read}."
                 )
     return None
 
 
-def _heads_that_are_no_sums(case: _Case) -> str | None:
-    """The totals and the weights of the microbatches do not add up to those of the batch."""
+def _total_or_weight_is_no_sum(case: _Case) -> str | None:
+    """Tests whether the totals and weights of the microbatches add up to those of the batch."""
     trial = case.trial
     if not trial.weighted:
         return None
     run = trial.compiled(trial.fun)
 
-    def heads(start: int, stop: int) -> np.ndarray:
+    def outputs(start: int, stop: int) -> np.ndarray:
         result = run(trial.examples(start, stop))
-        return np.asarray([float(head) for head in (result[0] if trial.options["has_aux"] else result)])
+        return np.asarray([float(output) for output in (result[0] if trial.options["has_aux"] else result)])
 
-    whole = heads(0, trial.num_examples)
-    added = np.sum([heads(start, start + case.third) for start in range(0, trial.num_examples, case.third)], 0)
-    for name, one, other in zip(("total", "weight"), whole, added, strict=True):
+    full = outputs(0, trial.num_examples)
+    added = np.sum([outputs(start, start + case.third) for start in range(0, trial.num_examples, case.third)], 0)
+    for name, one, other in zip(("total", "weight"), full, added, strict=True):
         if difference(np.asarray(other), np.asarray(one)) > math.sqrt(trial.eps):
             return (
-                f'With reduction="weighted" the loss returns two sums over the examples, and its {name} is none: '
+                f'With reduction="weighted" the loss must return two sums over the examples. Its {name} is not one: '
                 f"it is {one:.6g} for the batch, and {other:.6g} added up over microbatches of {case.third}.\n"
                 "Return e.g. (jnp.sum(losses * mask), jnp.sum(mask)): no mean, and no term that does not depend on the "
                 f"examples, such as a regulariser{case.or_read}."
@@ -192,7 +200,7 @@ def _heads_that_are_no_sums(case: _Case) -> str | None:
 
 
 def _another_reduction(case: _Case) -> str | None:
-    """Declared otherwise, it agrees."""
+    """Tests whether it agrees as a sum instead of a mean, or as a mean instead of a sum."""
     other = {"mean": "sum", "sum": "mean"}.get(case.declared)
     if other is None or not case.agrees(other):
         return None
@@ -204,8 +212,8 @@ def _another_reduction(case: _Case) -> str | None:
             large = "large" if other == "mean" else "small"
             factor = (
                 f"With microbatch_size={size} the gradient is {microbatches} times too {large}, for {microbatches} "
+                "microbatches. "
             )
-            factor += "microbatches. "
             break
     return (
         f'The loss is a {other} over its examples, and reduction="{case.declared}" was declared. {factor}'
@@ -214,7 +222,7 @@ def _another_reduction(case: _Case) -> str | None:
 
 
 def _randomness(case: _Case) -> str | None:
-    """With another key, the gradient of the full batch is another one too."""
+    """Tests whether the full batch itself changes with the key."""
     trial = case.trial
     arrays = trial.arrays
     if not trial.is_random:
@@ -223,23 +231,24 @@ def _randomness(case: _Case) -> str | None:
     if other_keys and (name := case.differs_with(arrays._replace(keys=other_keys))):
         return (
             f"Randomness: {name} of the full batch depends on the key, and with rng_argnums each microbatch draws its "
-            "own numbers. So it is equal in distribution only, and no route can be told from its equal by one draw.\n"
-            "For the numbers that the full batch draws, leave reduction and rng_argnums out, and verify that. To "
-            "verify the rest, switch dropout off."
+            "own numbers. So the results agree in distribution only, which one draw cannot show.\n"
+            "To draw the numbers of the full batch, leave reduction and rng_argnums out, and verify that. To verify "
+            "the rest, switch dropout off."
         )
     shared = [jax.random.fold_in(leaf, 1) if is_key(leaf) else leaf for leaf in arrays.rest]
     if case.declared != "infer" and (name := case.differs_with(arrays._replace(rest=shared))):
         return (
-            f"Randomness: {name} of the full batch depends on a key, and every microbatch sees that key, so that all "
+            f"Randomness: {name} of the full batch depends on a key, and every microbatch gets that key, so that all "
             "draw the same numbers.\n"
-            "Leave reduction out: then each draws its rows of what the full batch draws. Or name the key in "
-            "rng_argnums, for numbers of their own: equal in distribution only."
+            "Leave reduction out: then each microbatch draws its rows of the numbers of the full batch. Or name the "
+            "key in rng_argnums, so that each microbatch draws its own numbers: the results then agree in distribution "
+            "only."
         )
     return None
 
 
 def _counted_for_each_microbatch(case: _Case) -> str | None:
-    """Each microbatch more adds the same to the result."""
+    """Tests whether each additional microbatch adds the same to a declared sum."""
     trial, examples = case.trial, case.trial.num_examples
     if case.declared != "sum" or examples < 3:
         return None
@@ -250,13 +259,13 @@ def _counted_for_each_microbatch(case: _Case) -> str | None:
         return None
     return (
         "A term that does not depend on the examples, such as a regulariser, is counted once for each microbatch: with "
-        "three of them the result is off by twice as much as with two.\n"
+        "three microbatches the result is off by twice as much as with two.\n"
         f'Add its gradient outside, or make the loss a mean and pass reduction="mean"{case.or_read}.'
     )
 
 
 def _unequal_weights(case: _Case) -> str | None:
-    """The gradient of the batch is a mean of those of its microbatches, with weights that are not their examples."""
+    """Tests whether the full batch is a mean of its microbatches with weights other than their numbers of examples."""
     if case.declared not in ("mean", "sum"):
         return None
     trial, size = case.trial, case.third
@@ -270,13 +279,13 @@ def _unequal_weights(case: _Case) -> str | None:
         return None
     return _mean_of_means(
         case,
-        f"of {len(starts)} microbatches the full batch weighs {_list(weights)}, and of its examples they have "
-        f"{_list(shares)}",
+        f"in the full batch, {len(starts)} microbatches have the weights {_list(weights)}, and they have "
+        f"{_list(shares)} of the examples",
     )
 
 
 def _hidden_key(case: _Case) -> str | None:
-    """The loss draws random numbers, and no argument has the key."""
+    """Tests whether a declared loss draws random numbers, and no argument is a key."""
     arrays = case.trial.arrays
     leaves = [*arrays.keys, *arrays.rest, *arrays.batch]
     keys = [leaf for leaf in leaves if is_key(leaf) or jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)]
@@ -284,40 +293,40 @@ def _hidden_key(case: _Case) -> str | None:
         return None
     return (
         "Randomness: the loss draws random numbers from a key that is not among its arguments, so that every "
-        "microbatch draws the same ones.\n"
+        "microbatch draws the same numbers.\n"
         "Pass the key as an argument, and leave reduction out or name the key in rng_argnums."
     )
 
 
-def _what_the_reading_says(case: _Case) -> str | None:
-    """The loss, read."""
+def _as_read(case: _Case) -> str | None:
+    """Compares the declaration with how anybatch reads the loss."""
     reading = case.reading
     if case.declared == "infer":
-        # Advice that is wrong as well would be worse than none: each way is tried.
+        # Wrong advice would be worse than none, so each declaration is tried before it is advised.
         declared = next(
             (f'declare reduction="{other}", with which it agrees' for other in _sums_of(reading) if case.agrees(other)),
             None,
         )
         return (
-            f"anybatch read the loss as: {reading.kind}. Its gradient should then be that of the full batch: this is "
-            f"an error in anybatch, please report it. Until then {declared or FULL_BATCH}."
+            f"anybatch reads this loss as: {reading.kind}. Its gradient should agree with the full batch, so this is a "
+            f"bug in anybatch: please report it. Until then {declared or FULL_BATCH}."
         )
     if reading.blame:
         lines = [f"    {blame.place} ({blame.primitive}): {blame.why}" for blame in reading.blame]
-        title = f"The loss looks across examples, which no {case.declared} does:"
+        title = f"The loss looks across examples, so it is not a {case.declared} over them:"
         return "\n".join([title, *dict.fromkeys(lines), case.across])
     if not case.reading_agrees:
         return None
     if reading.form.contains(LossKind.RATIO):
         return _mean_of_means(case, f"the loss is a {reading.kind}")
     return (
-        f'The loss is: {reading.kind}. Declared as reduction="{case.declared}" it is another one.\n'
-        "Leave reduction out, with which it agrees."
+        f'The loss is: {reading.kind}. That is not what reduction="{case.declared}" declares.\n'
+        "Leave reduction out: then it agrees."
     )
 
 
 def _constant_factor(case: _Case) -> str | None:
-    """The gradient is that of the full batch, times a number."""
+    """Tests whether the gradient is a multiple of that of the full batch."""
     factors = {}
     expected = _flat(case.trial.expected)
     for size in case.failed:
@@ -326,8 +335,8 @@ def _constant_factor(case: _Case) -> str | None:
             return None
     shown = ", ".join(f"{factor:.6g} with microbatch_size={size}" for size, factor in factors.items())
     return (
-        f"The gradient is that of the full batch times {shown}. The loss divides or multiplies by a number of examples "
-        f"in a way that reduction={case.declared!r} does not say.\n"
+        f"The gradient is that of the full batch times {shown}. The loss divides or multiplies by a number of "
+        f"examples, other than reduction={case.declared!r} declares.\n"
         + (
             "Leave reduction out: then anybatch reads the loss."
             if case.reading_agrees
@@ -337,71 +346,72 @@ def _constant_factor(case: _Case) -> str | None:
 
 
 def _no_combination(case: _Case) -> str | None:
-    """The gradient of the full batch is not in the span of those of its microbatches."""
+    """Tests whether the gradient of the full batch is no linear combination of those of its microbatches."""
     if case.declared not in ("mean", "sum") or _weights_of_microbatches(case) is not None:
         return None
     return (
-        "The loss looks across examples: the gradient of the full batch is no combination of those of its "
-        f"microbatches, whatever their weights.\n{case.across}"
+        "The loss looks across examples: no weights combine the gradients of its microbatches to that of the full "
+        f"batch.\n{case.across}"
     )
 
 
 def _aux_of_another_kind(case: _Case) -> str | None:
-    """The gradient agrees, and no aux_reduction was right."""
+    """Tests whether only aux differs, after no aux_reduction made it agree."""
     name = case.failed_names[0]
     if case.declared == "infer" or not case.only_aux_failed:
         return None
     return (
         f"The gradient is right, and {name} is not: over the examples it is neither a mean nor a sum.\n"
-        f"Return what it is made of, as sums, and compute it from them outside{case.or_read}."
+        f"Return the sums that it is computed from, and compute it outside{case.or_read}."
     )
 
 
+# The order matters: a later test may take an earlier cause for its own.
 TESTS = (
     _ill_conditioned,
-    _aux_alone,
-    _heads_that_are_no_sums,
+    _only_aux,
+    _total_or_weight_is_no_sum,
     _another_reduction,
     _randomness,
     _aux_of_another_kind,
     _counted_for_each_microbatch,
     _unequal_weights,
     _hidden_key,
-    _what_the_reading_says,
+    _as_read,
     _constant_factor,
     _no_combination,
 )
 
 
 def _sums_of(reading: Reading) -> list[str]:
-    """Reductions that a loss could be declared with, none for one that couples examples."""
+    """The reductions to try as a declaration; none for a loss that couples examples."""
     return ["mean", "sum"] if reading.separable else []
 
 
 def _mean_of_means(case: _Case, evidence: str) -> str:
     return (
         f"A mean of means over unequal counts: {evidence}. The loss divides by something other than the number of "
-        "examples, as tokens or the unmasked.\n"
+        "examples, such as the number of tokens or of unmasked entries.\n"
         f'Return (total, weight) and pass reduction="weighted"{case.or_read}.'
     )
 
 
 def _weights_of_microbatches(case: _Case) -> np.ndarray | None:
-    """The numbers that make the gradient of the batch of those of its microbatches, if there are any."""
+    """The weights with which the gradients of the microbatches add up to that of the batch; None if there are none."""
     trial, examples = case.trial, case.trial.num_examples
     random = np.random.default_rng(0)
     pieces = [trial.examples(start, min(start + case.third, examples)) for start in range(0, examples, case.third)]
     equations = max(1, _flat(trial.expected).size)
-    # The weights are the same at all parameters: with few parameters, several points give enough equations.
+    # The weights do not depend on the parameters. So with few parameters, several points give enough equations.
     points = [trial.arrays.wrt]
     while len(points) * equations < 4 * len(pieces):
-        points.append([_moved(leaf, random) for leaf in points[0]])
+        points.append([_scaled(leaf, random) for leaf in points[0]])
     matrix = np.concatenate(
         [np.stack([_flat(trial.full_batch(piece._replace(wrt=wrt))) for piece in pieces], 1) for wrt in points]
     )
-    whole = np.concatenate([_flat(trial.full_batch(trial.arrays._replace(wrt=wrt))) for wrt in points])
-    weights, _, rank, _ = np.linalg.lstsq(matrix, whole, rcond=None)
-    fits = rank == len(pieces) and difference(matrix @ weights, whole) < math.sqrt(trial.eps)
+    full = np.concatenate([_flat(trial.full_batch(trial.arrays._replace(wrt=wrt))) for wrt in points])
+    weights, _, rank, _ = np.linalg.lstsq(matrix, full, rcond=None)
+    fits = rank == len(pieces) and difference(matrix @ weights, full) < math.sqrt(trial.eps)
     return weights.real if fits else None
 
 
@@ -411,12 +421,12 @@ def _is_multiple(case: _Case, size: int, factor: float) -> bool:
 
 
 def _flat(outcome: Outcome) -> np.ndarray:
-    """The gradient and the value in one vector; of very large leaves, some of their entries."""
+    """The gradient and the value in one vector. Of very large leaves only some entries are taken."""
     leaves = [*outcome.gradient, outcome.value]
     return np.concatenate([leaf.reshape(-1)[:: math.ceil(leaf.size / 2**16) or 1] for leaf in leaves])
 
 
-def _moved(leaf: Any, random: np.random.Generator) -> Any:
+def _scaled(leaf: Any, random: np.random.Generator) -> Any:
     factor = random.uniform(0.5, 1.5, np.shape(leaf))
     return np.asarray(np.asarray(leaf) * factor, leaf.dtype) if is_array(leaf) else leaf * float(factor)
 

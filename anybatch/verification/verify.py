@@ -1,4 +1,7 @@
-"""`verify`: every route against the gradient of the full batch, on the user's own loss and batch."""
+"""`verify`: checks that microbatches give the full-batch gradient of a user's loss.
+
+A *route* is one way to compute the gradient: a microbatch size, on one device or over a mesh.
+"""
 
 import dataclasses
 import html
@@ -17,42 +20,42 @@ from anybatch.call.models import partition_models
 from anybatch.errors import AnybatchError, InputError
 from anybatch.gradients.value_and_grad import value_and_grad
 from anybatch.verification import diagnosis
-from anybatch.verification.comparison import LeafDifference, Route, Trial
+from anybatch.verification.comparison import LeafDifference, RouteOptions, Trial
 
-SAMPLE = 64
-NOTABLE = 0.02  # an error of the full batch itself that a user should know of
+SAMPLE = 64  # examples, by default
+NOTABLE = 0.02  # a rounding error of the full-batch gradient itself above which a note tells the user
 
 
 class DifferentGradientError(AnybatchError, AssertionError):
-    """A route gives another gradient than the full batch; the message has the table, and why."""
+    """A route gives another gradient than the full batch. The message has the table and the diagnosis."""
 
 
 @dataclasses.dataclass(frozen=True)
 class RouteCheck:
-    """One way of computing the gradient, compared with the full batch."""
+    """One route, compared with the full batch."""
 
     name: str  # "microbatch_size=3"
     ok: bool
-    gradient: float  # the relative difference of the gradient, at the leaf that is furthest off for its tolerance
+    gradient: float  # the relative difference of the worst leaf of the gradient, for its tolerance
     leaf: str  # the name of that leaf
-    tolerance: float  # the rounding to be expected there
+    tolerance: float  # the rounding expected at that leaf
     value: float  # the relative difference of the value
-    aux: float | None  # that of the worst leaf of aux, None without aux
-    leaves: tuple[LeafDifference, ...]  # the gradient leaf by leaf, then the value, then aux
-    rounding: float | None = None  # the difference in the dtypes given, if the others are in float64
-    expected_rounding: float | None = None
+    aux: float | None  # the relative difference of the worst leaf of aux; None without aux
+    leaves: tuple[LeafDifference, ...]  # all leaves: of the gradient, then the value, then of aux
+    rounding: float | None = None  # the difference of the gradient in the given dtypes, if the others are in float64
+    expected_rounding: float | None = None  # the rounding expected in the given dtypes
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Verification:
-    """What `verify` found. It holds no arrays; printed, it is a table."""
+    """The result of `verify`. Prints as a table, and holds no arrays."""
 
     ok: bool
     routes: tuple[RouteCheck, ...]
-    num_examples: int  # that were used
-    batch_size: int  # that were given
-    dtype: str  # in which the routes were compared
-    given_dtype: str | None  # the one given, if rounding in it was measured as well
+    num_examples: int  # used for the comparison
+    batch_size: int  # examples in the given batch
+    dtype: str  # the precision of the comparison
+    given_dtype: str | None  # the given dtype, if its rounding was measured as well
     notes: tuple[str, ...] = ()
     diagnosis: str | None = None
 
@@ -60,7 +63,7 @@ class Verification:
         """Returns itself if all routes agree.
 
         Raises:
-          DifferentGradientError: otherwise, with the table and the diagnosis.
+          DifferentGradientError: if any route differs, with the table and the diagnosis.
         """
         if not self.ok:
             raise DifferentGradientError(str(self))
@@ -91,8 +94,8 @@ class Verification:
     def _title(self) -> str:
         some = f"the first {self.num_examples} of {self.batch_size}" if self.num_examples < self.batch_size else "all"
         return (
-            f"{self.num_examples} examples ({some}) in microbatches, against jax.value_and_grad of them at once: "
-            f"relative differences in {self.dtype}"
+            f"{self.num_examples} examples ({some}): microbatches compared with jax.value_and_grad of all "
+            f"{self.num_examples}, relative differences in {self.dtype}"
         )
 
     @property
@@ -130,18 +133,18 @@ def verify(
     sample: int | None = None,
     **kwargs: Any,
 ) -> Verification:
-    """Proves on your own loss and batch that microbatches give the gradient of the full batch.
+    """Checks, on your loss and your batch, that microbatches give the gradient of the full batch.
 
-    It computes the gradient of a sample of the batch by `jax.value_and_grad`, all at once, and by
-    `anybatch.value_and_grad` at several microbatch sizes, and compares them leaf by leaf. Where they differ it
-    says why, and what to type instead. Call it once, before training; not under `jit`.
+    It takes a sample of the batch and computes its gradient with `jax.value_and_grad`, and with
+    `anybatch.value_and_grad` at several microbatch sizes. It compares them leaf by leaf. Where they differ, it names
+    the cause and what to type instead. Call it once, before training, outside `jit`.
 
-    **Float64.** The comparison runs in double precision, whatever the dtypes given, so that it tells rounding
-    (1e-15) from an error (1e-3). The routes then run in the dtypes given too, to show the rounding there. A loss
-    that insists on narrower dtypes is compared in those alone, and a note says so.
+    **Float64.** The comparison runs in double precision, whatever the given dtypes, so that it can tell rounding
+    (1e-15) from an error (1e-3). The routes then run in the given dtypes too, to show the rounding there. If part of
+    the loss cannot be computed in float64, the given dtypes are compared instead, and a note says so.
 
-    **Tolerance.** What counts as rounding is measured: how far the gradient moves if the inputs change in their
-    last digit.
+    **Tolerance.** The rounding that is allowed is measured: it is how far the gradient moves if the inputs change in
+    their last digit.
 
     **Time.** Two compilations for each microbatch size, and two for the full batch.
 
@@ -159,28 +162,28 @@ def verify(
 
     Args:
       fun: the loss, as for `value_and_grad`.
-      *args: its arguments, arrays with values.
-      microbatch_sizes: which sizes to try. By default 1, one that divides the sample, one that does not, and all.
-      meshes: over which meshes to compute it, too: at the smallest and the largest size, with examples spread over the
-        axis `axis_name`. By default none: on one device.
-      axis_name: see `value_and_grad`.
-      argnums: as for `value_and_grad`, like the seven that follow.
-      has_aux: see there.
-      batch_argnums: see there.
-      batch_argnames: see there.
-      reduction: see there.
-      aux_reduction: see there. Leaves that are declared "stack" or "last" are not compared.
-      rng_argnums: see there.
-      accumulator_dtype: see there.
-      sample: how many examples to use, the first ones of the batch. By default 64, or enough for two microbatches
-        of the largest size and one of a single example. All of them must fit at once, in double precision.
+      *args: the arguments of the loss, as arrays with values.
+      microbatch_sizes: which sizes to try. By default 1, a size that divides the sample, one that does not, and all.
+      meshes: one or several meshes to try as well, at the smallest and the largest size, with the batch sharded over
+        the axis `axis_name`. By default only one device is tried.
+      axis_name: as for `value_and_grad`.
+      argnums: as for `value_and_grad`.
+      has_aux: as for `value_and_grad`.
+      batch_argnums: as for `value_and_grad`.
+      batch_argnames: as for `value_and_grad`.
+      reduction: as for `value_and_grad`.
+      aux_reduction: as for `value_and_grad`. Leaves declared "stack" or "last" are not compared.
+      rng_argnums: as for `value_and_grad`.
+      accumulator_dtype: as for `value_and_grad`.
+      sample: how many examples to use, from the start of the batch. By default 64, or enough for two microbatches of
+        the largest size and one of a single example. All of them must fit into memory together, in double precision.
       **kwargs: the keyword arguments of the loss.
 
     Returns:
-      A `Verification`: `ok`, a table of the routes if printed, and `raise_if_different()`.
+      A `Verification`, with `ok` and `raise_if_different()`. It prints as a table of the routes.
 
     Raises:
-      InputError: for arguments that cannot be worked with.
+      InputError: for arguments that are not valid.
     """
     sizes = None if microbatch_sizes is None else _sizes(microbatch_sizes)
     options = {
@@ -194,7 +197,7 @@ def verify(
         "accumulator_dtype": accumulator_dtype,
     }
     several = tuple(meshes) if isinstance(meshes, (tuple, list)) else (meshes,)
-    for mesh in (None, *several):  # checks them
+    for mesh in (None, *several):  # checks the options
         value_and_grad(fun, **options, microbatch_size=1, mesh=mesh, axis_name=axis_name)
     roles = Roles.of(**{name: options[name] for name in ROLES})
     call = partition_models(fun, roles, has_aux, args, kwargs)
@@ -204,28 +207,28 @@ def verify(
         "has_aux": has_aux,
         "aux_reduction": call.aux_reduction(reduction, aux_reduction),
     }
-    whole = roles.sort(fun, args, kwargs)
-    _must_have_values(whole)
-    num_examples = _sample(sample, whole.num_examples, sizes)
-    some_args, some_kwargs = _first_examples(whole, num_examples)
+    all_examples = roles.sort(fun, args, kwargs)
+    _check_values(all_examples)
+    num_examples = _sample(sample, all_examples.num_examples, sizes)
+    some_args, some_kwargs = _first_examples(all_examples, num_examples)
     trial = Trial(fun, some_args, some_kwargs, options)
     try:
         trace_loss(fun, trial.arguments, num_examples, weighted=trial.weighted, has_aux=has_aux)
         sizes = sizes or _default_sizes(num_examples)
-        routes = [Route(size) for size in sizes]
+        routes = [RouteOptions(size) for size in sizes]
         for mesh in several:
-            routes += [Route(size, mesh, axis_name) for size in sorted({min(sizes), max(sizes)})]
-        return _verify(trial, routes, whole.num_examples)
+            routes += [RouteOptions(size, mesh, axis_name) for size in sorted({min(sizes), max(sizes)})]
+        return _verify(trial, routes, all_examples.num_examples)
     except Exception as error:
-        if num_examples < whole.num_examples and not isinstance(error, AnybatchError):
+        if num_examples < all_examples.num_examples and not isinstance(error, AnybatchError):
             error.add_note(
-                f"verify computed the loss for the first {num_examples} of the {whole.num_examples} examples. "
-                f"If it takes no fewer, pass sample={whole.num_examples}."
+                f"verify computed the loss for the first {num_examples} of the {all_examples.num_examples} examples. "
+                f"If it takes no fewer, pass sample={all_examples.num_examples}."
             )
         raise
 
 
-def _verify(given: Trial, routes: Sequence[Route], batch_size: int) -> Verification:
+def _verify(given: Trial, routes: Sequence[RouteOptions], batch_size: int) -> Verification:
     trial, differences, notes = _compared(given, routes)
     roundings = {}
     if trial is not given and _all_ok(differences):
@@ -234,13 +237,11 @@ def _verify(given: Trial, routes: Sequence[Route], batch_size: int) -> Verificat
         worst = int(np.argmax(errors))
         if errors[worst] > NOTABLE:
             notes.append(
-                f"In {given.dtype.name} the gradient of the full batch is off by {_shown(errors[worst])} itself, "
+                f"In {given.dtype.name} the gradient of the full batch itself is off by {_shown(errors[worst])}, "
                 f"at {given.names[worst]}."
             )
     if not all(np.isfinite(leaf).all() for leaf in trial.expected.gradient):
-        notes.append(
-            "The gradient of the full batch itself is not finite; what is not a number in both counts as same."
-        )
+        notes.append("The gradient of the full batch itself is not finite. Where it is NaN, a route must be NaN, too.")
     failed = {route: leaves for route, leaves in differences.items() if not _all_ok({route: leaves})}
     rounded = {route: leaves for route, leaves in roundings.items() if not _all_ok({route: leaves})}
     why = None
@@ -249,7 +250,7 @@ def _verify(given: Trial, routes: Sequence[Route], batch_size: int) -> Verificat
     elif failed:
         why = (
             "On one device the routes agree, and over the mesh they do not. If the loss is the same on every device "
-            "(no host callback, no state), this is an error of anybatch: please report it with this table."
+            "(no host callback, no state), this is a bug in anybatch: please report it with this table."
         )
     elif rounded:
         why = diagnosis.diagnose_rounding(given, {route.size: leaves for route, leaves in rounded.items()})
@@ -266,37 +267,42 @@ def _verify(given: Trial, routes: Sequence[Route], batch_size: int) -> Verificat
 
 
 def _compared(
-    given: Trial, routes: Sequence[Route]
-) -> tuple[Trial, dict[Route, tuple[LeafDifference, ...]], list[str]]:
-    """The differences in float64, or else in the dtypes given; in which they are, and what is to be said about that."""
+    given: Trial, routes: Sequence[RouteOptions]
+) -> tuple[Trial, dict[RouteOptions, tuple[LeafDifference, ...]], list[str]]:
+    """Compares the routes in float64 if possible, and otherwise in the given dtypes.
+
+    Returns the trial that was compared, the differences of each route, and notes about the precision.
+    """
     if not given.eps > np.finfo(np.float64).eps:
         return given, {route: given.compare(route) for route in routes}, []
     try:
         double = given.to_float64()
         differences = {route: double.compare(route) for route in routes}
-    except Exception as error:  # whatever it is: if it has to do with the loss, the dtypes given will raise it too
+    except Exception as error:  # an error of the loss itself is raised again below
         reason = f"it raised {type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
     else:
         if _all_ok(differences) or not double.fun.narrow:
-            narrow = f"The loss computes in {given.dtype.name}; all of it was done in float64 to compare the routes."
+            narrow = (
+                f"The loss computes in {given.dtype.name}; to compare the routes, all of it was computed in float64."
+            )
             return double, differences, [narrow] if double.fun.recomputed else []
-        # The difference may be rounding in what stays narrow.
-        reason = f"the loss has {', '.join(sorted(double.fun.narrow))}, in dtypes of their own"
+        # The difference may be rounding in the primitives that stay narrow.
+        reason = f"the loss uses {', '.join(sorted(double.fun.narrow))}, which cannot be computed in float64"
     return given, {route: given.compare(route) for route in routes}, [f"Not compared in float64: {reason}."]
 
 
 def _errors_of_full_batch(given: Trial, double: Trial) -> list[float]:
-    """How far the gradient in the dtypes given is from that in float64, without any microbatches."""
-    if given.is_random:  # in float64 it may draw other numbers
+    """The difference between the full-batch gradients in the given dtypes and in float64, leaf by leaf."""
+    if given.is_random:  # in float64 it may draw other random numbers
         return [0.0] * given.num_gradients
     return given.differences(given.expected, double.expected)[: given.num_gradients]
 
 
-def _roundings(given: Trial, route: Route, errors: Sequence[float]) -> tuple[LeafDifference, ...]:
-    """The differences of the gradient in the dtypes given, where the routes are known to agree but for rounding.
+def _roundings(given: Trial, route: RouteOptions, errors: Sequence[float]) -> tuple[LeafDifference, ...]:
+    """The differences of the gradient in the given dtypes, for a route that agrees in float64.
 
-    They may be as large as a change in the last digit makes them, or as the error of the full batch: a sum may be
-    taken in bfloat16, and a GPU may multiply float32 matrices in fewer digits than the dtype has.
+    They may be as large as the effect of a change in the last digit, or as the error of the full batch: a loss may sum
+    in bfloat16, and a GPU may multiply float32 matrices with fewer digits than the dtype has.
     """
     leaves = given.compare(route, capped=False)[: given.num_gradients]
     return tuple(
@@ -306,7 +312,7 @@ def _roundings(given: Trial, route: Route, errors: Sequence[float]) -> tuple[Lea
 
 
 def _route_check(
-    trial: Trial, route: Route, leaves: tuple[LeafDifference, ...], rounded: tuple[LeafDifference, ...] | None
+    trial: Trial, route: RouteOptions, leaves: tuple[LeafDifference, ...], rounded: tuple[LeafDifference, ...] | None
 ) -> RouteCheck:
     gradients, value, aux = (
         leaves[: trial.num_gradients],
@@ -349,7 +355,7 @@ def _sizes(given: Any) -> list[int]:
 
 
 def _default_sizes(num_examples: int) -> list[int]:
-    """1, one that divides, one that does not, and all."""
+    """1, a size near a third that divides the sample, one that does not, and all."""
     between = range(2, num_examples)
     divides = [size for size in between if num_examples % size == 0]
     ragged = [size for size in between if num_examples % size]
@@ -362,7 +368,7 @@ def _sample(given: Any, batch_size: int, sizes: list[int] | None) -> int:
         raise InputError(
             "The batch needs at least one example",
             given="arrays of 0 examples",
-            remedy="Pass a batch as you would train on.",
+            remedy="Pass a batch that you would train on.",
         )
     if given is None:
         return min(batch_size, max(SAMPLE, 2 * max(sizes or [0]) + 1))
@@ -379,11 +385,11 @@ def _sample(given: Any, batch_size: int, sizes: list[int] | None) -> int:
     return min(batch_size, sample)
 
 
-def _must_have_values(arguments: Arguments) -> None:
+def _check_values(arguments: Arguments) -> None:
     for leaf in arguments.leaves:
         if isinstance(leaf.value, jax.core.Tracer):
             raise InputError(
-                "verify compares values, so its arguments must have some",
+                "verify compares numbers, so its arguments must be concrete arrays",
                 given=f"{leaf.name} inside a jit, grad or vmap",
                 remedy="Call it outside, once, before training: ab.verify(loss, params, batch).raise_if_different().",
             )

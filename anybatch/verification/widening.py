@@ -1,7 +1,7 @@
-"""A loss in double precision, whatever dtypes it asks for.
+"""Computes a loss in double precision, even if the loss itself casts to other dtypes.
 
-Casting the arguments to float64 is not always enough: a loss may cast them back, or multiply in bfloat16 on purpose, or
-refuse. Then it is traced, and its equations are computed with every floating-point number in them as float64.
+Casting the arguments to float64 is not always enough: a loss may cast them back, multiply in bfloat16 on purpose, or
+refuse float64. Then the loss is traced, and its equations are computed with every floating-point number as float64.
 """
 
 import functools
@@ -17,7 +17,8 @@ from anybatch.call.checks import is_array
 from anybatch.jaxprs import avals, interpreter
 from anybatch.jaxprs.primitives import CALLS, REMAT, called_jaxpr
 
-# These mean other bits, or other digits, in another dtype. So do kernels, which are known by having functions inside.
+# Primitives that mean something else in another dtype, since they look at bits or digits. Kernels are such, too; they
+# are recognised by the functions in their parameters.
 IN_OWN_DTYPE = frozenset(["bitcast_convert_type", "ffi_call", "nextafter", "reduce_precision"])
 
 SCATTERS: dict[str, Callable[..., Any]] = {
@@ -31,20 +32,20 @@ SCATTERS: dict[str, Callable[..., Any]] = {
 
 
 class WideLoss:
-    """A loss to be called with floating-point arrays of double precision, where x64 is enabled.
+    """A loss in double precision. Call it with float64 arrays, where x64 is enabled.
 
     Attributes:
-      recomputed: whether the loss asked for narrower dtypes, so that its equations are computed here.
-      narrow: the primitives that were computed in their own dtypes all the same, once the loss was called.
+      recomputed: True if the loss uses narrower dtypes, so that its equations are computed here in float64.
+      narrow: the names of primitives that could only be computed in their own dtypes, once the loss was called.
     """
 
     def __init__(self, fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Finds out how to compute `fun` in double precision.
+        """Traces `fun` to see whether it uses narrower dtypes.
 
         Args:
           fun: the loss.
-          args: arguments for it, in the dtypes given.
-          kwargs: likewise.
+          args: its arguments, in the given dtypes.
+          kwargs: its keyword arguments, in the given dtypes.
         """
         config: Any = jax.config
         functools.update_wrapper(self, fun)
@@ -58,7 +59,7 @@ class WideLoss:
                 jaxpr, _, _ = self._traced(wide_args, wide_kwargs)
                 computed = [variable.aval for equation in all_equations(jaxpr) for variable in equation.outvars]
                 self.recomputed = any(map(_is_narrow, [*computed, *jaxpr.out_avals]))
-            except Exception:  # it does not take float64: it is traced in the dtypes given then
+            except Exception:  # it does not take float64, so it is traced in the given dtypes
                 self.traces_given = self.recomputed = True
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -68,7 +69,7 @@ class WideLoss:
         return jax.tree.unflatten(tree, self._compute(jaxpr, arrays))
 
     def _traced(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, list[Any], Any]:
-        """The jaxpr of the loss, the arrays it takes, and the tree of its results."""
+        """The jaxpr of the loss, the arrays to call it with, and the tree of its results."""
         leaves, tree = jax.tree.flatten((args, kwargs))
         arrays = [leaf for leaf in leaves if _is_dynamic(leaf)]
         types = _types(arrays)
@@ -92,6 +93,7 @@ class WideLoss:
             return jax.make_jaxpr(fun, return_shape=True)(*types)
 
     def _compute(self, jaxpr: Any, operands: Sequence[Any]) -> list[Any]:
+        """The outputs of a jaxpr, computed in double precision."""
         variables, consts, equations = interpreter.open_jaxpr(jaxpr)
         known = dict(zip(variables, map(widened, [*consts, *operands]), strict=True))
 
@@ -117,13 +119,14 @@ class WideLoss:
         if name not in IN_OWN_DTYPE and not interpreter.jaxprs_in(equation):
             try:
                 results = interpreter.evaluate(equation, operands, _wide_params(params))
-            except Exception:  # it knows certain dtypes only
+            except Exception:  # it supports certain dtypes only
                 return self._compute_narrow(equation, operands)
             if [jax.typeof(result).dtype for result in results] == [wide(v.aval.dtype) for v in equation.outvars]:
                 return results
         return self._compute_narrow(equation, operands)
 
     def _compute_narrow(self, equation: Any, operands: list[Any]) -> list[Any]:
+        """The results of an equation computed in its own dtypes, cast to double precision afterwards."""
         dtypes = [variable.aval.dtype for variable in equation.invars]
         if any(_is_narrow(variable.aval) for variable in equation.invars):
             self.narrow.add(equation.primitive.name)
@@ -164,45 +167,47 @@ class WideLoss:
         return self._compute(jaxpr, operands)
 
     def _custom_jvp(self, equation: Any, operands: list[Any]) -> list[Any]:
-        moving, moved = _inexact(equation.invars), _inexact(equation.outvars)
+        """A `custom_jvp` whose function and rule are both computed in double precision."""
+        inputs, outputs = _inexact(equation.invars), _inexact(equation.outvars)
 
-        def pushed(values: list[Any], tangents: list[Any]) -> tuple[list[Any], list[Any]]:
+        def jvp(values: list[Any], tangents: list[Any]) -> tuple[list[Any], list[Any]]:
             results, out = jax.jvp(
                 lambda *values: interpreter.evaluate(equation, values),
                 tuple(values),
-                tuple(_filled(equation.invars, moving, tangents)),
+                tuple(_filled(equation.invars, inputs, tangents)),
             )
-            return results, [out[position] for position in moved]
+            return results, [out[position] for position in outputs]
 
         wide_fun = jax.custom_jvp(lambda *values: self._compute(equation.params["call_jaxpr"], values))
 
         @wide_fun.defjvp
         def _(values: Sequence[Any], tangents: Sequence[Any]) -> tuple[list[Any], list[Any]]:
             types = [avals.abstract(variable.aval) for variable in equation.invars]
-            jaxpr, _ = self._trace(pushed, types, [types[position] for position in moving])
-            results = self._compute(jaxpr, [*values, *(tangents[position] for position in moving)])
+            jaxpr, _ = self._trace(jvp, types, [types[position] for position in inputs])
+            results = self._compute(jaxpr, [*values, *(tangents[position] for position in inputs)])
             number = len(equation.outvars)
-            return results[:number], _filled(equation.outvars, moved, results[number:])
+            return results[:number], _filled(equation.outvars, outputs, results[number:])
 
         return wide_fun(*operands)
 
     def _custom_vjp(self, equation: Any, operands: list[Any]) -> list[Any]:
-        moving, moved = _inexact(equation.invars), _inexact(equation.outvars)
+        """A `custom_vjp` whose function, forward pass and backward pass are all computed in double precision."""
+        inputs, outputs = _inexact(equation.invars), _inexact(equation.outvars)
         pullback_tree: Any = None
 
         def forward(values: list[Any]) -> tuple[list[Any], list[Any]]:
             nonlocal pullback_tree
 
-            def of_moving(*some: Any) -> list[Any]:
-                replaced = dict(zip(moving, some, strict=True))
+            def of_inputs(*some: Any) -> list[Any]:
+                replaced = dict(zip(inputs, some, strict=True))
                 return interpreter.evaluate(equation, [replaced.get(i, value) for i, value in enumerate(values)])
 
-            results, pullback = jax.vjp(of_moving, *(values[position] for position in moving))
+            results, pullback = jax.vjp(of_inputs, *(values[position] for position in inputs))
             residuals, pullback_tree = jax.tree.flatten(pullback)
             return results, residuals
 
         def backward(residuals: list[Any], cotangents: list[Any]) -> Any:
-            return jax.tree.unflatten(pullback_tree, residuals)(_filled(equation.outvars, moved, cotangents))
+            return jax.tree.unflatten(pullback_tree, residuals)(_filled(equation.outvars, outputs, cotangents))
 
         types = [avals.abstract(variable.aval) for variable in equation.invars]
         wide_fun = jax.custom_vjp(lambda *values: self._compute(equation.params["call_jaxpr"], values))
@@ -213,10 +218,10 @@ class WideLoss:
 
         def wide_backward(residuals: list[Any], cotangents: list[Any]) -> tuple[Any, ...]:
             _, (results, residual_types) = self._trace(forward, types)
-            some = [results[position] for position in moved]
+            some = [results[position] for position in outputs]
             jaxpr, _ = self._trace(backward, residual_types, some)
-            out = self._compute(jaxpr, [*residuals, *(cotangents[position] for position in moved)])
-            gradients = dict(zip(moving, out, strict=True))
+            out = self._compute(jaxpr, [*residuals, *(cotangents[position] for position in outputs)])
+            gradients = dict(zip(inputs, out, strict=True))
             return tuple(gradients.get(position) for position in range(len(types)))
 
         wide_fun.defvjp(wide_forward, wide_backward)
@@ -233,21 +238,21 @@ NESTED: dict[str, Callable[[WideLoss, Any, list[Any]], Any]] = {
 
 
 def wide(dtype: Any) -> Any:
-    """The dtype in double precision, for floating-point and complex numbers."""
+    """The double-precision version of a floating-point or complex dtype; other dtypes unchanged."""
     if not jax.dtypes.issubdtype(dtype, np.inexact):
         return dtype
     return np.dtype(np.complex128 if jax.dtypes.issubdtype(dtype, np.complexfloating) else np.float64)
 
 
 def widened(value: Any) -> Any:
-    """An array of floating-point numbers in double precision; anything else as it is. Needs x64."""
+    """A floating-point array in double precision; anything else unchanged. Needs x64."""
     if not _is_dynamic(value) or not jax.dtypes.issubdtype(value.dtype, np.inexact):
         return value
     return jnp.asarray(value, wide(value.dtype))
 
 
 def all_equations(jaxpr: Any) -> Iterator[Any]:
-    """The equations of a jaxpr, and of those inside it."""
+    """All equations of a jaxpr, including those of nested jaxprs."""
     for equation in interpreter.open_jaxpr(jaxpr)[2]:
         yield equation
         for inner in interpreter.jaxprs_in(equation):
@@ -268,18 +273,20 @@ def _is_narrow(aval: Any) -> bool:
 
 
 def _inexact(variables: Sequence[Any]) -> list[int]:
+    """The positions of the floating-point variables, which have derivatives."""
     return [i for i, variable in enumerate(variables) if jax.dtypes.issubdtype(variable.aval.dtype, np.inexact)]
 
 
 def _filled(variables: Sequence[Any], positions: Sequence[int], values: Sequence[Any]) -> list[Any]:
-    """Tangents for all of the variables: integers have those that are none."""
+    """Tangents for all variables: float0 zeros at all positions but the given ones."""
     given = dict(zip(positions, values, strict=True))
     zeros = (np.zeros(variable.aval.shape, jax.dtypes.float0) for variable in variables)
     return [given.get(position, zero) for position, zero in enumerate(zeros)]
 
 
 def _wide_params(params: dict[str, Any]) -> dict[str, Any]:
+    """The parameters of an equation, with every dtype among them in double precision."""
     params = {key: wide(value) if isinstance(value, np.dtype) else value for key, value in params.items()}
     if not isinstance(params.get("precision"), (lax.Precision, tuple, type(None))):
-        params["precision"] = None  # an algorithm for narrow numbers
+        params["precision"] = None  # an algorithm that is defined for narrow dtypes only
     return params

@@ -39,7 +39,7 @@ def test_the_example_of_the_help_works_as_pasted(folder):
     )
     assert result.returncode == 0, result.stderr
     assert "The gradient of 4096 examples on cpu, within 12.0 MiB (memory='12MiB')" in result.stdout
-    assert re.search(r"all at once +4096 +22\.0 MiB .* no\n", result.stdout)
+    assert re.search(r"full batch +4096 +22\.0 MiB .* no\n", result.stdout)
     assert re.search(r"one pass +\d+ .* ms +yes +<- chosen\n", result.stdout)
     assert "\x1b" not in result.stdout
     assert "<svg" in (folder / "plan.html").read_text()

@@ -56,14 +56,14 @@ def test_another_process_plans_in_milliseconds(folder):
 
 def test_auto_follows_what_was_measured(folder, monkeypatch):
     """In a later process: here, after everything was forgotten."""
-    from anybatch.planning.measure import Workbench
+    from anybatch.planning.measure import Measurements
 
     params, batch = problem(64)
     fastest_at_8 = {way: 1.0 for way in (64, 32, 16, 4, 2, 1)} | {8: 0.5}
     monkeypatch.setattr(
-        Workbench,
+        Measurements,
         "race",
-        lambda bench, ways, rounds: {way: fastest_at_8.get(way.microbatch_size, 0.9) for way in ways},
+        lambda measurements, ways, rounds: {way: fastest_at_8.get(way.microbatch_size, 0.9) for way in ways},
     )
     assert ab.plan(network, params, batch).microbatch_size == 8
     planner._DECIDED.cache_clear()
@@ -85,9 +85,9 @@ def test_auto_follows_what_was_measured(folder, monkeypatch):
         lambda record: "null",
         lambda record: json.dumps(record | {"schema": 0}),
         lambda record: json.dumps(record | {"key": "another"}),
-        lambda record: json.dumps(record | {"ways": []}),
-        lambda record: json.dumps(record | {"ways": [{}]}),
-        lambda record: json.dumps(record | {"ways": 3}),
+        lambda record: json.dumps(record | {"strategies": []}),
+        lambda record: json.dumps(record | {"strategies": [{}]}),
+        lambda record: json.dumps(record | {"strategies": 3}),
         lambda record: json.dumps(record | {"choices": "none"}),
         lambda record: json.dumps(record | {"choices": {key: {} for key in record["choices"]}}),
         lambda record: json.dumps(
@@ -118,14 +118,14 @@ def test_a_record_of_another_program_is_found_out(folder):
     ab.plan(network, params, batch, memory=MEMORY, timed=False)
     (path,) = folder.glob("*.json")
     record = json.loads(path.read_text())
-    for way in record["ways"]:
+    for way in record["strategies"]:
         way["program"] = "0" * 64
         way["bytes"]["activations"] = 1
     path.write_text(json.dumps(record))
     planner._DECIDED.cache_clear()
     ab.value_and_grad(network, memory=MEMORY)(params, batch)
     record = json.loads(path.read_text())
-    assert all(way["program"] != "0" * 64 for way in record["ways"])
+    assert all(way["program"] != "0" * 64 for way in record["strategies"])
 
 
 def test_programs_shapes_and_settings_have_records_of_their_own(folder):

@@ -373,7 +373,7 @@ def test_records_that_make_no_sense_are_not_used(tmp_path, monkeypatch, damage):
     first = ab.plan(network, params, batch, memory="1GiB", timed=False)
     (path,) = tmp_path.glob("*.json")
     record = json.loads(path.read_text())
-    for entry in record["ways"]:
+    for entry in record["strategies"]:
         entry.update(damage)
     path.write_text(json.dumps(record))
     again = ab.plan(network, params, batch, memory="1GiB", timed=False)

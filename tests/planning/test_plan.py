@@ -13,8 +13,8 @@ from cases.planned import contrastive, elementwise, network, problem, scanned, t
 import anybatch as ab
 from anybatch.call.options import POLICIES, Options
 from anybatch.gradients.computation import Gradient
-from anybatch.planning.candidates import Search
-from anybatch.planning.measure import Bytes, Workbench
+from anybatch.planning.candidates import StrategySearch
+from anybatch.planning.measure import Bytes, Measurements
 from anybatch.planning.strategy import Strategy
 
 KIB = 1024
@@ -26,7 +26,7 @@ def compiled_bytes(loss, params, batch, **options):
 
 
 def between(share, loss, params, batch):
-    """A budget between what one example at a time takes and what all at once take."""
+    """A budget between the bytes of microbatches of one example and those of the full batch."""
     least, most = (compiled_bytes(loss, params, batch, microbatch_size=size) for size in (1, None))
     return int(least + share * (most - least))
 
@@ -110,12 +110,12 @@ def test_nothing_fits_is_one_error_with_the_table_and_the_ways_out():
     text = str(caught.value)
     assert isinstance(caught.value, MemoryError)
     assert re.search(r"one pass +1 +\d+\.\d KiB .* no\n", text)
-    assert re.search(r"Nothing fits: even 1 example at a time needs \d+\.\d KiB and there are 100\.0 KiB\.", text)
+    assert re.search(r"Nothing fits: even 1 example at a time needs \d+\.\d KiB, and the budget is 100\.0 KiB\.", text)
     assert (
         "KiB of that is the same for every microbatch size: 64.0 KiB parameters, 256.0 KiB batch, 64.0 KiB gradients"
         in text
     )
-    assert "What would help: " in text and "spread the parameters over a mesh" in text
+    assert "What would help: " in text and "shard the parameters over a mesh" in text
     with pytest.raises(ab.NothingFitsError):
         ab.value_and_grad(network, memory=100 * KIB)(params, batch)
 
@@ -131,7 +131,7 @@ def test_what_is_chosen_and_why_stands_below_the_table():
     chosen = [line for line in text.splitlines() if line.endswith("<- chosen")]
     assert len(chosen) == 1 and " yes " in chosen[0]
     assert re.search(r"Chosen: microbatch_size=\d+, the largest that fits. It was not timed.", text)
-    assert re.search(r"all at once +512 .* no\n", text)
+    assert re.search(r"full batch +512 .* no\n", text)
     html = ab.explain(network, params, batch, memory=900 * KIB, timed=False)._repr_html_()
     assert "<table>" in html and "<svg" in html
 
@@ -147,7 +147,7 @@ def test_the_plot_is_a_picture(tmp_path):
     plan = ab.explain(network, *problem(512), memory=900 * KIB, timed=False)
     plan.plot(str(tmp_path / "plan.png"))
     assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
-    with pytest.raises(ab.InputError, match="must end in what kind it is"):
+    with pytest.raises(ab.InputError, match="must end in its format"):
         plan.plot(str(tmp_path / "plan.what"))
 
 
@@ -180,15 +180,15 @@ def test_no_prediction_is_below_what_no_size_changes(activations):
     """A line through activations that rise steeply crosses 0, and would promise less than the arguments take."""
     params, batch = problem(64)
     options = Options.of(network)
-    bench = Workbench(Gradient(network, options, options.roles.sort(network, (params, batch), {})))
+    measurements = Measurements(Gradient(network, options, options.roles.sort(network, (params, batch), {})))
     fixed = Bytes(parameters=100, batch=200, others=0, gradients=100, results=4, activations=0)
     for size, number in activations.items():
-        bench.bytes[Strategy(size)] = dataclasses.replace(fixed, activations=number)
-    search = Search(bench, allowed=None)
-    predicted = [search.on_line(Strategy(size)) for size in (1, 2, 3, 5, 6, 9, 12)]
+        measurements.bytes[Strategy(size)] = dataclasses.replace(fixed, activations=number)
+    search = StrategySearch(measurements, allowed=None)
+    predicted = [search.interpolate(Strategy(size)) for size in (1, 2, 3, 5, 6, 9, 12)]
     assert min(predicted) > fixed.total
     smallest = min(activations)
-    assert search.on_line(Strategy(1)) >= fixed.total + activations[smallest] // smallest
+    assert search.interpolate(Strategy(1)) >= fixed.total + activations[smallest] // smallest
 
 
 def test_computing_twice_is_advised_only_where_it_lets_it_fit():
@@ -214,7 +214,7 @@ def test_what_the_whole_batch_takes_is_told_and_predicted():
     compiled = {each.microbatch_size: each.total for each in plan.candidates if each.bytes is not None}
     assert min(compiled) == 1
     assert all(each.total >= compiled[1] for each in plan.candidates if each.microbatch_size < 256)
-    told = r"Smaller microbatches save little: from .*test_plan.py:\d+.* on, the loss is computed from the whole batch"
+    told = r"Smaller microbatches save little: from .*test_plan.py:\d+.* on, the loss is computed from the full batch"
     assert re.search(told, str(plan))
     advice = ab.explain(two_towers, params, batch, memory=min(compiled.values()) - KIB, timed=False).advice
     assert "remat" not in advice and "jax.checkpoint(loss_of_row)" in advice and "memory=" in advice

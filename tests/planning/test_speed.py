@@ -5,8 +5,8 @@ import pytest
 from cases.planned import network, problem
 
 import anybatch as ab
-from anybatch.planning.candidates import AS_FAST, Search
-from anybatch.planning.measure import Workbench
+from anybatch.planning.candidates import AS_FAST, StrategySearch
+from anybatch.planning.measure import Measurements
 from anybatch.planning.strategy import Strategy
 
 # Milliseconds by microbatch size: one that was measured with a GPT, one that saturates, one with a valley.
@@ -22,11 +22,11 @@ def clock(monkeypatch):
     def install(milliseconds, out_of_memory=()):
         raced = []
 
-        def race(bench, ways, rounds):
+        def race(measurements, ways, rounds):
             raced.append([way.microbatch_size for way in ways])
             return {way: _between(milliseconds, way.microbatch_size) / 1e3 for way in ways}
 
-        monkeypatch.setattr(Workbench, "race", race)
+        monkeypatch.setattr(Measurements, "race", race)
         return raced
 
     return install
@@ -78,7 +78,7 @@ def test_no_time_is_claimed_for_what_was_not_chosen_by_time(clock, kept):
     ab.plan(network, *problem(64), memory="1GiB")
     plan = ab.explain(network, *problem(64), memory="2GiB", timed=False)
     assert plan.microbatch_size == 64 and "fastest" not in plan.reason
-    assert plan.reason == "Chosen: all examples at once, since they fit."
+    assert plan.reason == "Chosen: the full batch, since it fits."
     known = {each.microbatch_size: each.total for each in plan.candidates}
     plan = ab.explain(network, *problem(64), memory=known[32] + 1024, timed=False)
     assert plan.microbatch_size == 32 and "fastest" not in plan.reason
@@ -118,10 +118,10 @@ def test_only_what_fits_is_run(clock):
 def test_a_candidate_that_runs_out_of_memory_is_out(monkeypatch):
     """It fits as XLA counts, and the device disagrees."""
     params, batch = problem(64)
-    original = Workbench.program
+    original = Measurements.program
 
-    def program(bench, way):
-        run = original(bench, way)
+    def program(measurements, way):
+        run = original(measurements, way)
         if way.microbatch_size > 16:
 
             def fail(*_):
@@ -130,7 +130,7 @@ def test_a_candidate_that_runs_out_of_memory_is_out(monkeypatch):
             return fail
         return run
 
-    monkeypatch.setattr(Workbench, "program", program)
+    monkeypatch.setattr(Measurements, "program", program)
     plan = ab.plan(network, params, batch, memory="1GiB")
     assert plan.microbatch_size <= 16
     assert [each.fits for each in plan.candidates if each.microbatch_size == 64] == [False]
@@ -152,10 +152,10 @@ def test_search_is_not_needed_to_predict(monkeypatch):
 
     params, batch = problem(64)
     options = Options.of(network, accumulator_dtype=None)
-    bench = Workbench(Gradient(network, options, options.roles.sort(network, (params, batch), {})))
-    search = Search(bench, 2**30)
-    assert search.on_line(Strategy(16)) is None
-    bench.bytes_of(Strategy(8))
-    bench.bytes_of(Strategy(32))
-    assert search.on_line(Strategy(16)) == pytest.approx(bench.bytes_of(Strategy(16)).total, rel=0.05)
-    assert bench.compilations == 3
+    measurements = Measurements(Gradient(network, options, options.roles.sort(network, (params, batch), {})))
+    search = StrategySearch(measurements, 2**30)
+    assert search.interpolate(Strategy(16)) is None
+    measurements.bytes_of(Strategy(8))
+    measurements.bytes_of(Strategy(32))
+    assert search.interpolate(Strategy(16)) == pytest.approx(measurements.bytes_of(Strategy(16)).total, rel=0.05)
+    assert measurements.compilations == 3

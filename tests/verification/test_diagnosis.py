@@ -40,9 +40,10 @@ def test_a_wrong_declaration_does_no_harm_to_one_microbatch():
 def test_a_mean_of_means(declared):
     result = verify(masked_mean, PARAMS, BATCH, reduction=declared, microbatch_sizes=4)
     assert result.diagnosis == (
-        "A mean of means over unequal counts: of 3 microbatches the full batch weighs 0.500, 0.375, 0.125, and of its "
-        "examples they have 0.400, 0.400, 0.200. The loss divides by something other than the number of examples, as "
-        f'tokens or the unmasked.\nReturn (total, weight) and pass reduction="weighted", {READ_IT}'
+        "A mean of means over unequal counts: in the full batch, 3 microbatches have the weights 0.500, 0.375, 0.125, "
+        "and they have 0.400, 0.400, 0.200 of the examples. The loss divides by something other than the number of "
+        "examples, such as the number of tokens or of unmasked entries.\n"
+        f'Return (total, weight) and pass reduction="weighted", {READ_IT}'
     )
 
 
@@ -52,18 +53,18 @@ def test_the_same_declared_as_weighted():
 
 
 def test_a_mean_of_means_with_one_parameter():
-    """Fewer equations than weights at one point: several are taken."""
+    """One point gives fewer equations than there are weights, so several are taken."""
 
     def loss(w, batch):
         return jnp.sum((w * batch["x"] - 1) ** 2 * batch["mask"]) / jnp.sum(batch["mask"])
 
     batch = {"x": X, "mask": jnp.asarray([1.0, 1.0, 1.0, 0.0, 1.0, 0.0])}
     result = verify(loss, 2.0, batch, reduction="mean", microbatch_sizes=2)
-    assert "the full batch weighs 0.500, 0.250, 0.250," in result.diagnosis
+    assert "microbatches have the weights 0.500, 0.250, 0.250," in result.diagnosis
 
 
 def test_a_mean_of_means_whose_weights_move_with_the_parameters():
-    """No weights fit these gradients; the reading knows."""
+    """No constant weights fit these gradients, but the reading tells."""
 
     def loss(params, batch):
         losses, weights = losses_of(params, batch), jax.nn.softplus(batch["x"] @ params["w"])
@@ -84,7 +85,7 @@ def test_a_regulariser_in_a_sum():
 
 
 @pytest.mark.parametrize("name", ["total", "weight"])
-def test_heads_that_are_no_sums(name):
+def test_a_total_or_weight_that_is_no_sum(name):
     def loss(w, batch):
         x, mask = batch
         total, weight = jnp.sum(w * x * mask), jnp.sum(mask)
@@ -94,7 +95,7 @@ def test_heads_that_are_no_sums(name):
     numbers = {"total": ("0.5625", "1.5"), "weight": ("0.666667", "2")}[name]
     result = verify(loss, 1.0, batch, reduction="weighted", microbatch_sizes=2)
     assert result.diagnosis.startswith(
-        f'With reduction="weighted" the loss returns two sums over the examples, and its {name} is none: '
+        f'With reduction="weighted" the loss must return two sums over the examples. Its {name} is not one: '
         f"it is {numbers[0]} for the batch, and {numbers[1]} added up over microbatches of 2.\n"
     )
 
@@ -112,8 +113,8 @@ def test_a_loss_that_looks_across_examples_is_told_its_line():
     lines, first = inspect.getsourcelines(batch_normalised)
     number = first + next(i for i, text in enumerate(lines) if "- jnp.mean" in text)
     result = verify(batch_normalised, PARAMS, BATCH, reduction="mean", microbatch_sizes=4)
-    assert result.diagnosis.startswith("The loss looks across examples, which no mean does:\n")
-    assert f"test_verify_diagnosis.py:{number} (sub): " in result.diagnosis
+    assert result.diagnosis.startswith("The loss looks across examples, so it is not a mean over them:\n")
+    assert f"test_diagnosis.py:{number} (sub): " in result.diagnosis
     assert result.diagnosis.endswith(diagnosis.ACROSS)
     assert verify(batch_normalised, PARAMS, BATCH, microbatch_sizes=4).ok
 
@@ -124,7 +125,7 @@ def test_a_loss_that_looks_across_examples_and_cannot_be_read(monkeypatch):
 
     monkeypatch.setattr(diagnosis, "read", read)
     result = verify(batch_normalised, PARAMS, BATCH, reduction="mean", microbatch_sizes=4)
-    assert "the gradient of the full batch is no combination of those of its microbatches" in result.diagnosis
+    assert "no weights combine the gradients of its microbatches to that of the full batch" in result.diagnosis
 
 
 # Diagnoses: randomness.
@@ -145,7 +146,7 @@ def test_a_key_that_all_microbatches_share():
 def test_a_key_for_each_microbatch(size):
     key = jax.random.PRNGKey(0)
     result = verify(dropout, PARAMS, BATCH, key, reduction="mean", rng_argnums=2, microbatch_sizes=size)
-    assert "each microbatch draws its own numbers. So it is equal in distribution only" in result.diagnosis
+    assert "each microbatch draws its own numbers. So the results agree in distribution only" in result.diagnosis
 
 
 def test_a_key_that_is_closed_over():
@@ -155,7 +156,7 @@ def test_a_key_that_is_closed_over():
 
 
 def test_a_key_that_the_gradient_does_not_depend_on_is_not_blamed():
-    """The control: the numbers are drawn for all examples alike, and the declaration is wrong."""
+    """The control: one number is drawn for all examples, and the declaration is wrong."""
 
     def loss(params, batch, key):
         return sum_loss(params, batch) * jax.random.uniform(key)
@@ -164,8 +165,8 @@ def test_a_key_that_the_gradient_does_not_depend_on_is_not_blamed():
     assert result.diagnosis.startswith("The loss is a sum over its examples")
 
 
-def test_no_way_is_advised_that_is_wrong_too(monkeypatch):
-    """Here every accumulation swaps two gradients, whatever is declared: the full batch alone is right."""
+def test_nothing_is_advised_that_is_wrong_too(monkeypatch):
+    """Here every accumulation swaps two gradients, whatever is declared: only the full batch is right."""
 
     def swapped(in_place_fun, pure, *arrays):
         first, second, *rest = pure(*arrays)
@@ -180,7 +181,7 @@ def test_no_way_is_advised_that_is_wrong_too(monkeypatch):
 
     read = verify(loss, params, x, microbatch_sizes=2)
     assert not read.ok
-    assert "Until then pass microbatch_size=None, which takes the full batch at once." in read.diagnosis
+    assert "Until then pass microbatch_size=None, which computes the full batch without microbatches." in read.diagnosis
     assert "reduction=" not in read.diagnosis
     declared = verify(loss, params, x, microbatch_sizes=2, reduction="mean")
     assert not declared.ok

@@ -23,9 +23,8 @@ def test_a_sum_in_bfloat16_is_rounding():
     assert not result.ok
     assert result.routes[0].gradient == 0 and result.routes[0].rounding == 0.75
     assert result.diagnosis == (
-        "Rounding: in float64 it is the same gradient; in bfloat16 w is off by 7.5e-01, "
-        "and 6.3e-02 was to be expected.\n"
-        "It is the sum over the microbatches: with accumulator_dtype=jnp.float32 it agrees."
+        "Rounding: in float64 the gradients agree. In bfloat16, w is off by 7.5e-01, and 6.3e-02 is expected.\n"
+        "The cause is the sum over the microbatches: with accumulator_dtype=jnp.float32 it agrees."
     )
     assert verify(add_up, jnp.bfloat16(1), ones, **options).ok
 
@@ -40,12 +39,12 @@ def test_a_loss_that_insists_on_bfloat16_is_compared_in_float64():
     batch = {"x": BATCH["x"], "mask": jnp.ones(10)}
     result = verify(insists_on_bfloat16, PARAMS, batch, reduction="weighted", microbatch_sizes=4)
     assert result.ok and result.dtype == "float64" and result.given_dtype == "bfloat16"
-    assert result.notes[0] == "The loss computes in bfloat16; all of it was done in float64 to compare the routes."
+    assert result.notes[0] == "The loss computes in bfloat16; to compare the routes, all of it was computed in float64."
     assert result.routes[0].gradient < 1e-14 < 1e-4 < result.routes[0].rounding
 
 
 def test_an_error_that_bfloat16_would_hide_is_found():
-    """A mean of means whose counts differ by little: too little to be told from rounding in bfloat16."""
+    """A mean of means whose counts differ so little that in bfloat16 it looks like rounding."""
 
     def mean_of_means(params, batch):
         total, weight = insists_on_bfloat16(params, batch)
@@ -58,7 +57,7 @@ def test_an_error_that_bfloat16_would_hide_is_found():
 
 
 def test_a_loss_that_does_not_take_float64():
-    """Under strict promotion a float32 constant and float64 do not mix; the loss is traced as given then."""
+    """Under strict promotion a float32 constant and float64 do not mix, so the loss is traced as given."""
 
     def loss(w, x):
         return jnp.mean((w * x - jnp.float32(1)) ** 2)
@@ -69,7 +68,7 @@ def test_a_loss_that_does_not_take_float64():
 
 
 def total_of_kernel(x):
-    """A sum that has a function inside, as a kernel has: it is not known how to compute it in another dtype."""
+    """A sum with a function inside, as kernels have: it cannot be computed in another dtype."""
     return lax.reduce(x, np.float32(0), lambda a, b: a + b, (0,))
 
 
@@ -81,7 +80,7 @@ def test_what_cannot_be_computed_in_float64_is_compared_as_given():
     weights = jnp.asarray(np.random.default_rng(0).uniform(0, 1, 64), jnp.float32)
     result = verify(loss, jnp.float32(2), (weights, weights), reduction="weighted", microbatch_sizes=7)
     assert result.ok and result.dtype == "float32" and result.given_dtype is None
-    assert result.notes == ("Not compared in float64: the loss has reduce, in dtypes of their own.",)
+    assert result.notes == ("Not compared in float64: the loss uses reduce, which cannot be computed in float64.",)
 
 
 def test_float64_that_fails_is_said(monkeypatch):
@@ -102,7 +101,7 @@ def test_with_x64_there_is_one_precision(float64):
 
 
 def test_a_gradient_that_rounding_determines_is_called_so(float64):
-    """At its minimum, the gradient of a fit is rounding and nothing else."""
+    """At the minimum of a fit, the gradient is nothing but rounding."""
     x = np.random.default_rng(0).normal(size=(12, 3))
     y = x @ np.ones(3) + np.random.default_rng(1).normal(size=12)
     best = jnp.asarray(np.linalg.lstsq(x, y, rcond=None)[0])
@@ -124,11 +123,11 @@ def test_a_full_batch_that_is_off_itself_is_noted():
         return lax.scan(lambda total, x: (total + w * x, None), jnp.zeros_like(w), x)[0]
 
     result = verify(loss, jnp.bfloat16(1), x, reduction="sum", microbatch_sizes=512, sample=512)
-    assert result.notes[0].startswith("In bfloat16 the gradient of the full batch is off by ")
-    assert result.notes[0].endswith(" itself, at w.")
+    assert result.notes[0].startswith("In bfloat16 the gradient of the full batch itself is off by ")
+    assert result.notes[0].endswith(", at w.")
 
 
-# Numbers that are none, and zeros.
+# NaN, infinities and zeros.
 
 
 @pytest.mark.parametrize(
@@ -169,7 +168,7 @@ def test_what_is_not_a_number_in_a_microbatch_only_is_different():
 
 
 def test_a_gradient_that_is_zero_but_for_rounding():
-    """A bias of all logits, which a softmax does not see, beside weights that it does."""
+    """A bias added to all logits, which a softmax ignores, beside weights that matter."""
 
     def loss(params, batch):
         logits = batch["x"] @ params["w"] + params["bias"]

@@ -55,7 +55,7 @@ def test_the_smallest_error_is_found_and_its_leaf_is_named(monkeypatch):
     assert result.routes[0].leaf == "params['scale']"
     assert result.routes[0].gradient == pytest.approx(1e-12, rel=0.01)
     assert [leaf.name for leaf in result.routes[0].leaves if not leaf.ok] == ["params['scale']"]
-    assert result.diagnosis.startswith("No known cause explains it.")
+    assert result.diagnosis.startswith("No known cause explains the difference.")
 
 
 def test_arguments_in_other_places():
@@ -94,7 +94,9 @@ def test_the_first_examples_are_used(options, used):
 def test_at_most_64_examples_by_default():
     result = verify(line, 2.0, jnp.linspace(0.1, 1, 70), reduction="mean", microbatch_sizes=9)
     assert result.num_examples == 64
-    assert str(result).startswith("64 examples (the first 64 of 70) in microbatches, against jax.value_and_grad")
+    assert str(result).startswith(
+        "64 examples (the first 64 of 70): microbatches compared with jax.value_and_grad of all 64,"
+    )
 
 
 def test_a_loss_that_takes_no_fewer_examples_says_so():
@@ -128,7 +130,7 @@ def test_aux_is_compared():
     assert result.diagnosis == (
         "The gradient is right, and aux['count'] is not: it is a sum over the examples, and "
         'aux_reduction="mean" was declared. With aux_reduction="sum" it agrees.\n'
-        f"Pass that for it, {READ_IT}"
+        f"Pass that for this leaf, {READ_IT}"
     )
 
     result = verify(with_aux, 2.0, X, aux_reduction={**declared, "largest": "mean"}, **options)
@@ -151,7 +153,7 @@ def example(ok=True, aux=None):
 def test_it_prints_as_a_table():
     assert str(example()) == repr(example())
     assert str(example(ok=False, aux=0.25)) == (
-        "10 examples (all) in microbatches, against jax.value_and_grad of them at once: "
+        "10 examples (all): microbatches compared with jax.value_and_grad of all 10, "
         "relative differences in float64\n\n"
         "route               gradient  worst at  allowed    value      aux  in float32  allowed\n"
         "microbatch_size=1          0  w['<a>']  1.0e-14  2.0e-16  2.5e-01     1.0e-07  2.0e-06       same\n"
@@ -216,14 +218,14 @@ def test_sample(sample):
 
 def test_an_empty_batch():
     assert text_of(lambda: verify(line, 2.0, X[:0], reduction="mean")) == (
-        "The batch needs at least one example, got arrays of 0 examples.\nPass a batch as you would train on."
+        "The batch needs at least one example, got arrays of 0 examples.\nPass a batch that you would train on."
     )
 
 
 def test_inside_jit():
     text = text_of(lambda: jax.jit(lambda w: verify(line, w, X, reduction="mean"))(2.0))
     assert text == (
-        "verify compares values, so its arguments must have some, got w inside a jit, grad or vmap.\n"
+        "verify compares numbers, so its arguments must be concrete arrays, got w inside a jit, grad or vmap.\n"
         "Call it outside, once, before training: ab.verify(loss, params, batch).raise_if_different()."
     )
 
