@@ -26,7 +26,7 @@ from anybatch.call.files import read_regular
 from anybatch.errors import AnybatchError, InputError, user_stacklevel
 from anybatch.gradient_noise.noise_scale import NoiseScale
 from anybatch.training.checkpoint_folder import WriterLock
-from anybatch.training.state import Metrics
+from anybatch.training.metrics import Metrics
 
 # Rates are those of so many seconds.
 WINDOW = 2.0
