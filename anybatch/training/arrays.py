@@ -14,7 +14,7 @@ from anybatch.call.checks import describe, is_array
 from anybatch.call.options import MeshOptions
 from anybatch.distributed import global_batch
 from anybatch.errors import InputError
-from anybatch.training.feed import to_device
+from anybatch.training.prefetch import to_device
 
 
 class Constants(NamedTuple):

@@ -20,11 +20,11 @@ from anybatch.call.checks import must_be_path, whole_number
 from anybatch.errors import InputError, user_stacklevel
 from anybatch.gradient_noise.noise_scale import NoiseScale
 from anybatch.training.arrays import refuse_deleted
-from anybatch.training.batches import Position, beginning_of, check_passes, open_source
 from anybatch.training.checkpoints import CheckpointError, Checkpoints
-from anybatch.training.feed import Feed, to_device
 from anybatch.training.log import Log, LogRows, check_log, evaluation, finite, read_log
+from anybatch.training.prefetch import Prefetcher, to_device
 from anybatch.training.progress import Silent, display
+from anybatch.training.sources import SourcePosition, check_passes, open_source, start_position
 from anybatch.training.state import named_arrays, with_arrays
 from anybatch.training.stopping import Stopper, of_all_processes
 
@@ -99,7 +99,7 @@ class Run:
         self.step, self.state, self.evaluate, self.schedule = step, state, evaluate, schedule
         self.checkpoints, self.shown, self.last_step = checkpoints, shown, last_step
         self.steps, self.resumed_from = 0, None  # type: int, int | None
-        self.position: Position | None = None
+        self.position: SourcePosition | None = None
         self.rows = LogRows()
         self.history: list[dict[str, Any]] = []  # rows of the log
         self._log: Log | None = None
@@ -175,7 +175,7 @@ class Run:
             + f"a new one, e.g. log={another!r}.",
         )
 
-    def _own_position(self, positions: list[Position | None]) -> Position | None:
+    def _own_position(self, positions: list[SourcePosition | None]) -> SourcePosition | None:
         """Where this process stood. In another number of processes than before, all must have stood alike."""
         if len(positions) == jax.process_count():
             return positions[jax.process_index()]
@@ -187,7 +187,7 @@ class Run:
             )
         return positions[0]
 
-    def through(self, feed: Feed, stopper: Stopper) -> str | None:
+    def through(self, feed: Prefetcher, stopper: Stopper) -> str | None:
         """Takes a step for each batch. Returns the signal that ended it, if one did."""
         try:
             stopped_by = self._through(feed, stopper)
@@ -203,7 +203,7 @@ class Run:
             self.shown.say(self._farewell(stopped_by))
         return stopped_by
 
-    def _through(self, feed: Feed, stopper: Stopper) -> str | None:
+    def _through(self, feed: Prefetcher, stopper: Stopper) -> str | None:
         alone = jax.process_count() == 1
         while True:
             while alone and not feed.ready(PATIENCE):
@@ -459,7 +459,7 @@ def fit(
         folder = None if checkpoints is None else stack.enter_context(Checkpoints(checkpoints, keep=keep))
         total = _total(batches, steps, epochs)
         run = Run(step, state, evaluate, schedule, folder, shown, last_step=total)
-        run.position = beginning_of(batches)
+        run.position = start_position(batches)
         del state  # the run has it, and replaces it
         stack.callback(run.close)
         run.begin(log, resume=resume)
@@ -474,7 +474,7 @@ def fit(
         pulls = itertools.islice(pulls, remaining)
         if jax.process_count() > 1:
             pulls = stopper.together(pulls)
-        feed = stack.enter_context(Feed(pulls, getattr(step, "put", to_device), ahead=ahead))
+        feed = stack.enter_context(Prefetcher(pulls, getattr(step, "put", to_device), ahead=ahead))
         stack.enter_context(shown)
         shown.begin(run.steps, total)
         stopped_by = run.through(feed, stopper)

@@ -36,8 +36,8 @@ from anybatch.training.arrays import (
     split_arrays,
     unshared,
 )
-from anybatch.training.feed import to_device
 from anybatch.training.metrics import Metrics, RateMeter
+from anybatch.training.prefetch import to_device
 from anybatch.training.state import StateAdapter, TrainState, WithObjects, adapter_for
 from anybatch.training.update import StepInputs, Update, sorted_arguments
 

@@ -22,8 +22,8 @@ from anybatch.demo.text import Corpus, Vocabulary, Windows, read_text
 from anybatch.report import Report
 from anybatch.report.figures import visible
 from anybatch.training import checkpoint_folder
-from anybatch.training.batches import open_source
 from anybatch.training.checkpoints import Checkpoints
+from anybatch.training.sources import open_source
 
 pytestmark = pytest.mark.thorough  # what it tests does not depend on the version of JAX
 

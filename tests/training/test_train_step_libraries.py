@@ -287,7 +287,14 @@ KEYED = "state = step.init(params, key=jax.random.key(0))."
     ("kind", "loss", "kwargs", "must", "given", "remedy"),
     [
         ("own", lambda w, batch, key: 0.0, {}, "loss(params, batch)", "missing a required argument: 'key'", KEYED),
-        ("own", lambda w, batch: 0.0, {"z": 1}, "loss(params, batch, z=...)", "keyword argument 'z'", "Leave out the arguments"),
+        (
+            "own",
+            lambda w, batch: 0.0,
+            {"z": 1},
+            "loss(params, batch, z=...)",
+            "keyword argument 'z'",
+            "Leave out the arguments",
+        ),
         (
             "keyed",
             lambda w, batch: 0.0,
