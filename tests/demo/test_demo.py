@@ -69,5 +69,5 @@ def test_a_run_that_is_stopped_goes_on(tmp_path):
     steps = int(re.search(r"after step (\d+)", errors)[1])
     said, errors = stopped(tmp_path, signal.SIGINT)
     assert said.endswith("To go on: anybatch train --config run.toml\n")
-    assert f"Going on after step {steps}" in errors
+    assert f"Resuming after step {steps}" in errors
     assert len((tmp_path / "anybatch-run" / "log.csv").read_text().splitlines()) > steps
