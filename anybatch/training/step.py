@@ -571,7 +571,7 @@ class FittingProgram:
         else:
             if jax.process_count() > 1:  # all processes must decide alike, and each has another amount left
                 return None
-            allowed, where = memory_left(self._gradient.devices), "what is left"
+            allowed, where = memory_left(self._gradient.devices), "the memory that is left"
         if allowed is None or needed <= allowed:
             return None
         of_arguments = f"{readable(stats.argument_size_in_bytes)} of it for the state and the batch"
