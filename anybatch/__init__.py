@@ -38,7 +38,7 @@ _HOMES = {
     # Training.
     "train_step": "training.step",
     "TrainState": "training.state",
-    "Metrics": "training.state",
+    "Metrics": "training.metrics",
     "fit": "training.loop",
     "Fitted": "training.loop",
     "Batches": "training.batches",
@@ -87,7 +87,8 @@ if TYPE_CHECKING:  # what type checkers and editors see
     from anybatch.training.batches import Batches
     from anybatch.training.checkpoints import CheckpointError
     from anybatch.training.loop import Fitted, fit
-    from anybatch.training.state import Metrics, TrainState
+    from anybatch.training.metrics import Metrics
+    from anybatch.training.state import TrainState
     from anybatch.training.step import train_step
     from anybatch.verification.verify import DifferentGradientError, Verification, verify
 

@@ -1,4 +1,4 @@
-"""Many processes, one batch: a network learns spirals on 8 devices, is stopped, and goes on with the same bits.
+"""Many processes, one batch: a network learns spirals on 8 devices, is stopped, and resumes with the same bits.
 
     anybatch launch --processes 2 --devices-per-process 4 examples/many_processes.py
 
@@ -7,11 +7,11 @@ On a cluster the script stays as it is. Its scheduler starts the processes, and 
     srun --kill-on-bad-exit=1 python examples/many_processes.py --folder /shared/spirals
 
 Cost: about 20 s on two CPU cores, and 0.5 GB for each process.
-Expected: the loss falls from 4.526 to 0.046 in 300 steps, 99.9% of other points are told right, and all processes print
-the same bits.
+Expected: the loss falls from 4.526 to 0.046 in 300 steps, 99.9% of other points are classified correctly, and all
+processes print the same bits.
 
-Stop it on the way, by a SIGTERM to any one of the processes, and start it again: it ends with the same bits. So it does
-with as many devices in one process (--processes 1 --devices-per-process 8) or in four, even if it began in two.
+Stop it with a SIGTERM to any of the processes, and start it again: it ends with the same bits. So it does with the same
+number of devices in one process (--processes 1 --devices-per-process 8) or in four, even if it began in two.
 """
 
 import argparse
@@ -28,7 +28,7 @@ import optax
 
 import anybatch as ab
 
-ARMS, SHARDS = 5, 64  # of the spirals; of the data, as if it lay in so many files
+ARMS, SHARDS = 5, 64  # spiral arms, which are the classes; parts of the data, like files of a dataset
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--steps", type=int, default=300)
@@ -52,7 +52,7 @@ def spirals(rng, count):
 
 
 class OwnRows:
-    """The rows of this process, batch after batch. Whoever goes on begins at the first, and skips what was seen."""
+    """The rows of this process, batch after batch. A resumed run starts at the first and skips those it has seen."""
 
     def __init__(self, batch_size):
         index, count = jax.process_index(), jax.process_count()
@@ -65,7 +65,7 @@ class OwnRows:
             yield jax.tree.map(lambda *leaves: np.concatenate(leaves), *parts)
 
 
-# 2. The network, and the loss of the whole batch: it does not know of devices, processes or microbatches.
+# 2. The network, and the loss of the full batch: it does not depend on devices, processes or microbatches.
 
 
 def init(key, width):
@@ -79,7 +79,7 @@ def init(key, width):
 
 
 def logits(params, points):
-    """How much each arm is thought to be that of a point."""
+    """The logits of the arms for each point."""
     x = 4 * points
     for layer in params[:-1]:
         x = jax.nn.relu(x @ layer["w"] + layer["b"])
@@ -95,22 +95,22 @@ def loss(params, batch):
 
 
 def main():
-    """Trains, or goes on."""
+    """Trains, or resumes."""
     args = parser.parse_args()
-    here = ab.distributed.initialize()  # before anything else of JAX; alone, it does nothing
+    here = ab.distributed.initialize()  # before any other JAX call; without a cluster, it does nothing
     print(f"{here}, {jax.local_device_count()} of {jax.device_count()} devices")
 
     def say(text):
         if here.index == 0:
             print(text, flush=True)
 
-    # All devices of all processes; the examples lie along them.
+    # All devices of all processes; the examples are sharded over them.
     mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     # reproducible: sums have one order, however many devices add them up.
     step = ab.train_step(loss, optax.adam(3e-3), mesh=mesh, microbatch_size=args.microbatch, reproducible=True)
     state = step.init(init(jax.random.key(0), args.width))
 
-    # The parameters lie whole on each device, so that every process evaluates by itself; all find the same.
+    # The parameters are replicated, so every process evaluates by itself, with the same result.
     test = spirals(np.random.default_rng(2**32), 2000)
     is_right = jax.jit(lambda params, batch: jnp.argmax(logits(params, batch["points"]), -1) == batch["arm"])
 

@@ -15,7 +15,8 @@ from anybatch.privacy.keys import LEDGER
 from anybatch.privacy.mechanism import PrivateGrad
 from anybatch.privacy.noise import at_least_float32, check_floating, check_key
 from anybatch.privacy.refusals import check_optimizer
-from anybatch.training.state import Constants, add_updates, apart, together
+from anybatch.training.arrays import Constants, merge_arrays, split_arrays
+from anybatch.training.state import add_updates
 
 # Sets the noise apart from whatever else may have been drawn with the key of a run.
 _PURPOSE = 0x6E6F6973
@@ -98,7 +99,7 @@ class DpSgd:
         used = state.key
         state, batch, kwargs, is_padding = _on_mesh((state, batch, kwargs, is_padding), self.gradient.mesh)
         if self._is_compiled:
-            results = self._step(state, *apart((batch, kwargs, is_padding)))
+            results = self._step(state, *split_arrays((batch, kwargs, is_padding)))
         else:
             results = self._taken(state, batch, kwargs, is_padding)
         LEDGER.record_step(used)
@@ -148,7 +149,7 @@ class DpSgd:
         )
 
     def _stepped(self, state: State, arrays: list[Any], constants: Constants) -> Any:
-        return self._taken(state, *together(arrays, constants))
+        return self._taken(state, *merge_arrays(arrays, constants))
 
     def _taken(self, state: State, batch: tuple[Any, ...], kwargs: dict[str, Any], is_padding: Any) -> Any:
         gradient, extra = self.gradient.clipped((state.params, *batch), kwargs, is_padding)

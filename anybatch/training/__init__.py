@@ -1,5 +1,5 @@
-"""`train_step` and `fit`: an optimizer step, and a loop with data, checkpoints and a log.
+"""`train_step` and `fit`: a compiled optimizer step, and a loop around it with data, checkpoints and a log.
 
-Open `step.py` first, then `loop.py`. `state.py` knows the states of Flax, NNX and our own; `batches.py` and `feed.py`
-bring the data; `checkpoints.py` saves and restores.
+Open `step.py` first, then `loop.py`. A step is computed by `update.py` on the states that `state.py` adapts; `fit` gets
+its batches from `sources.py` and `prefetch.py`, saves with `checkpoints.py` and writes with `log.py`.
 """

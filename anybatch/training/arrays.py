@@ -1,8 +1,8 @@
-"""The arrays of a step, where the step wants them."""
+"""The arrays of a step: separated from constants, checked, placed on devices, and made safe to donate."""
 
 import sys
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -10,24 +10,82 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from anybatch.call import placement
-from anybatch.call.checks import describe
+from anybatch.call.checks import describe, is_array
 from anybatch.call.options import MeshOptions
 from anybatch.distributed import global_batch
 from anybatch.errors import InputError
-from anybatch.training.feed import to_device
+from anybatch.training.prefetch import to_device
+
+
+class Constants(NamedTuple):
+    """A pytree without its arrays. It is hashable, so it can be part of the key of a compiled program."""
+
+    tree: Any
+    values: tuple[Any, ...]  # one entry per leaf: the constant, or None where an array was
+    types: tuple[Any, ...]  # tells apart constants that compare equal: True and 1, 0.0 and -0.0; empty without any
+
+
+def split_arrays(tree: Any) -> tuple[list[Any], Constants]:
+    """The arrays of a pytree, and the rest: Python numbers, strings and functions are constants of a program.
+
+    >>> arrays, constants = split_arrays({"x": jnp.ones(2), "name": "adam"})
+    >>> merge_arrays([array + 1 for array in arrays], constants)
+    {'name': 'adam', 'x': Array([2., 2.], dtype=float32)}
+    """
+    leaves, structure = jax.tree.flatten(tree)
+    if all(map(is_array, leaves)):
+        return leaves, Constants(structure, (None,) * len(leaves), ())
+    values = tuple(None if is_array(leaf) else leaf for leaf in leaves)
+    types = tuple((type(leaf), repr(leaf) if isinstance(leaf, (float, complex)) else None) for leaf in values)
+    return [leaf for leaf in leaves if is_array(leaf)], Constants(structure, values, types)
+
+
+def merge_arrays(arrays: Sequence[Any], constants: Constants) -> Any:
+    """The pytree that `split_arrays` split, with these arrays."""
+    remaining = iter(arrays)
+    leaves = [next(remaining) if leaf is None else leaf for leaf in constants.values]
+    return jax.tree.unflatten(constants.tree, leaves)
+
+
+def refuse_deleted(arrays: Iterable[Any], call: str) -> None:
+    """Refuses a state whose arrays were donated to an earlier step.
+
+    Args:
+      arrays: the arrays of the state.
+      call: the call that was given the state, as code.
+
+    Raises:
+      InputError: if one of the arrays was deleted.
+    """
+    for array in arrays:
+        if isinstance(array, jax.Array) and not isinstance(array, jax.core.Tracer) and array.is_deleted():
+            raise InputError(
+                "A state can be used once: its memory is donated to the state that the step returns",
+                given=f"{call} with an array {describe(array)} that was deleted",
+                remedy="Continue with the returned state: state, metrics = step(state, batch). To keep the old one, "
+                "copy it first: kept = jax.tree.map(jnp.copy, state); or pass ab.train_step(..., donate=False), which "
+                "takes the memory of two states.",
+            )
 
 
 def ready_to_donate(arrays: Sequence[Any], over: MeshOptions | None, *, copy: bool) -> list[Any]:
-    """The arrays of a state, such that a program may take their memory and the next step need not be compiled anew.
+    """The arrays of a state, in a form that every step returns again, so that the second step does not recompile.
 
-    On the mesh, if there is one; with types that do not change from step to step; and, if they are to be used up
-    (`copy`), each with memory of its own: a state may have an array twice, and a numpy array is the user's.
+    They are JAX arrays without weak types, on the mesh if there is one, and all committed if one of them is.
+
+    Args:
+      arrays: the arrays of the state.
+      over: the mesh, if there is one.
+      copy: whether to copy arrays that share memory with others in the list, so that each can be donated. Arrays of
+        numpy are always copied.
     """
     seen: set[int] = set()
     ready = []
-    # What comes out of a program is on its device for good if any of its arguments is.
-    fixed = [array for array in arrays if isinstance(array, jax.Array) and array.committed]
-    device = fixed[0].sharding if fixed and over is None and len(fixed[0].sharding.device_set) == 1 else None
+    # If one argument of a program is committed to a device, all its results are.
+    committed = [array for array in arrays if isinstance(array, jax.Array) and array.committed]
+    device = None
+    if committed and over is None and len(committed[0].sharding.device_set) == 1:
+        device = committed[0].sharding
     for array in arrays:
         if not isinstance(array, jax.Array):
             array = jnp.array(array, copy=True)
@@ -36,24 +94,24 @@ def ready_to_donate(arrays: Sequence[Any], over: MeshOptions | None, *, copy: bo
         array = _on_mesh(array, over)
         if device is not None and not array.committed:
             array = jax.device_put(array, device)
-        if copy and _memory(array) in seen:
+        if copy and _buffer(array) in seen:
             array = array.copy()
-        seen.add(_memory(array))
+        seen.add(_buffer(array))
         ready.append(array)
     return ready
 
 
 def unshared(arrays: Sequence[Any]) -> list[Any]:
-    """The arrays of objects of NNX, with copies of those that something else holds too, such as a clone of a model.
+    """The arrays of NNX objects, with copies of those that are also referenced elsewhere, e.g. by a clone of a model.
 
-    A step uses up the arrays that it is given. An object that is changed in place has others afterwards; its clones,
-    and whoever took an array out of it, do not.
+    A step donates the arrays that it is given. The NNX objects of its state get new ones. Clones of these objects, and
+    variables that an array was assigned to, would be left with deleted arrays.
 
     Args:
-      arrays: each of them held by this list and by one variable.
+      arrays: each of them referenced by this list and by one NNX variable.
     """
     return [
-        array.copy() if isinstance(array, jax.Array) and count > _HELD_BY_TWO else array
+        array.copy() if isinstance(array, jax.Array) and count > _TWO_REFERENCES else array
         for array, count in zip(arrays, _references(arrays), strict=True)
     ]
 
@@ -62,56 +120,35 @@ def _references(values: Sequence[Any]) -> list[int]:
     return [sys.getrefcount(value) for value in values]
 
 
-_HELD_BY_TWO = _references([object()])[0] + 1  # what Python itself holds while it counts is among them
-
-
-def refuse_deleted(arrays: Iterable[Any], call: str) -> None:
-    """Refuses a state whose arrays are gone: another step has used up their memory.
-
-    Args:
-      arrays: of the state.
-      call: what it was passed to, in code.
-
-    Raises:
-      InputError: if one of them was deleted.
-    """
-    for array in arrays:
-        if isinstance(array, jax.Array) and not isinstance(array, jax.core.Tracer) and array.is_deleted():
-            raise InputError(
-                "A state can be used once: its memory is donated to the state that the step returns",
-                given=f"{call} with an array {describe(array)} that was deleted",
-                remedy="Go on from the state that was returned: state, metrics = step(state, batch). To keep the "
-                "earlier one, copy it before: kept = jax.tree.map(jnp.copy, state); or pass "
-                "ab.train_step(..., donate=False), which takes the memory of two states.",
-            )
+_TWO_REFERENCES = _references([object()])[0] + 1  # measured, since Python holds references while it counts them
 
 
 def put_batch(rows: Sequence[Any], over: MeshOptions | None, *, copy: bool = False) -> list[Any]:
-    """The arrays of a batch: on the device, or over those of the mesh that have examples of their own.
+    """The arrays of a batch, on the device or sharded over the mesh axes that have different examples.
 
     Args:
-      rows: with the examples along axis 0. Each process has its own.
+      rows: arrays with the examples along axis 0. Each process passes its own.
       over: the mesh, if there is one.
-      copy: whether to copy what is on the host, even where the device could use it in place.
+      copy: whether to copy arrays on the host, even if the device could use them in place.
     """
     if over is None:
-        return to_device(list(rows)) if copy else list(rows)  # jit puts them where they belong
-    if jax.process_count() > 1:
-        local = [row for row in rows if not (isinstance(row, jax.Array) and not row.is_fully_addressable)]
-        if local:
-            if len(over.axes) > 1:
-                raise InputError(
-                    "Over several axes of a mesh, the batches of several processes must be global arrays",
-                    given=f"rows on the host and axis_name={over.axes}",
-                    remedy="Put them together with jax.make_array_from_process_local_data first.",
-                )
-            together = iter(global_batch(local, over.user_mesh, over.axes[0]))
-            return [next(together) if any(row is each for each in local) else row for row in rows]
+        return to_device(list(rows)) if copy else list(rows)  # jit transfers them
+    if jax.process_count() == 1:
+        return [_sharded(row, over) for row in rows]
+    local = [row for row in rows if not (isinstance(row, jax.Array) and not row.is_fully_addressable)]
+    if not local:
         return list(rows)
-    return [_over_mesh(row, over) for row in rows]
+    if len(over.axes) > 1:
+        raise InputError(
+            "Over several axes of a mesh, the batches of several processes must be global arrays",
+            given=f"rows on the host and axis_name={over.axes}",
+            remedy="Make them global first: jax.make_array_from_process_local_data(sharding, rows).",
+        )
+    made_global = iter(global_batch(local, over.user_mesh, over.axes[0]))
+    return [next(made_global) if any(row is each for each in local) else row for row in rows]
 
 
-def _over_mesh(row: Any, over: MeshOptions) -> Any:
+def _sharded(row: Any, over: MeshOptions) -> Any:
     if placement.is_placed(row) and row.sharding.device_set == set(over.user_mesh.devices.flat):
         return row
     shape = np.shape(row)
@@ -127,8 +164,8 @@ def _on_mesh(array: Any, over: MeshOptions | None) -> Any:
     return jax.device_put(array, NamedSharding(over.user_mesh, PartitionSpec()))
 
 
-def _memory(array: Any) -> int:
-    """Tells arrays that share their memory."""
+def _buffer(array: Any) -> int:
+    """A number that is equal for two arrays that share memory."""
     try:
         return array.addressable_shards[0].data.unsafe_buffer_pointer() if array.size else id(array)
     except (AttributeError, ValueError, IndexError, jax.errors.JaxRuntimeError):  # PRNG keys; other runtimes

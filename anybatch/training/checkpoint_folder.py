@@ -1,13 +1,13 @@
-"""The folder that checkpoints lie in: which are complete, what is left over, and who may write.
+"""The folder that holds checkpoints: which of them are complete, what is left over, and who may write.
 
-    .anybatch-checkpoints       it is ours
-    20/, 30/                    complete, of steps 20 and 30: arrays/ and record/, as Orbax writes them
-    40.orbax-checkpoint-tmp/    being written; the next writer clears it away
-    30.replaced/                complete, and of use until the new one of the same step is
+    .anybatch-checkpoints       marks the folder as ours
+    20/, 30/                    complete checkpoints of steps 20 and 30: arrays/ and record/, as Orbax writes them
+    40.orbax-checkpoint-tmp/    being written; deleted by the next writer
+    30.replaced/                complete; kept until the new checkpoint of the same step is complete
     10.removed/                 being deleted
-    50.kept/                    was named 50 and is no checkpoint of ours: nobody deletes it
+    50.kept/                    was named 50 and is not a checkpoint of ours: never deleted
 
-Whatever else lies there is left alone.
+All other files are left alone.
 """
 
 import contextlib
@@ -31,22 +31,22 @@ from jax.experimental import multihost_utils
 from anybatch.errors import InputError
 
 _MARKER, _LOCK = ".anybatch-checkpoints", ".lock"
-_SEAL = "record/files.json"  # in each checkpoint: name -> bytes, and CRC-32
+_SEAL = "record/files.json"  # in each checkpoint: file name -> [bytes, CRC-32]
 _LEFTOVER = re.compile(r"\d+\.(removed|orbax-checkpoint-tmp.*)")
 _REPLACED = re.compile(r"\d+\.replaced")
 
-# Seconds that a writer waits for another one to leave, such as the job before this one that was told to end.
+# Seconds that a writer waits for another one to finish, such as the previous job that was told to end.
 _PATIENCE = 5.0
 
 
 class WriterLock:
-    """A file that one writer at a time may hold. It belongs to this process, not to its children.
+    """A file lock for one writer at a time. It belongs to this process, not to its children.
 
-    It goes when the process ends, however that may be. On a file system without locks, everybody gets it.
+    The system releases it when the process ends, however it ends. On a file system without locks, everybody gets it.
 
     Args:
-      path: of the file, which is made if it is not there. What is in it stays as it is.
-      is_removed: whether to delete the file when it is let go.
+      path: of the lock file, which is created if necessary. Its content is not changed.
+      is_removed: whether to delete the file on release.
     """
 
     _held: ClassVar[set[tuple[int, int] | None]] = set()  # by this process, which the system would let in twice
@@ -58,16 +58,16 @@ class WriterLock:
         self._key: tuple[int, int] | None = None
 
     def acquire(self, what: str, path: Path, *, remedy: str) -> None:
-        """Waits some seconds for it.
+        """Acquires the lock, and waits a few seconds for it if necessary.
 
         Args:
-          what: is written, in words.
-          path: of what is written.
-          remedy: for who cannot have it.
+          what: the thing that is written, in words, for the error.
+          path: of the thing that is written.
+          remedy: for the error.
 
         Raises:
-          OSError: if the file cannot be made.
-          InputError: if another process holds it, or this one already does.
+          OSError: if the file cannot be created.
+          InputError: if another process holds the lock, or this one already does.
         """
 
         def refusal(why: str) -> InputError:
@@ -81,7 +81,7 @@ class WriterLock:
 
     def _is_acquired(self, refusal: Callable[[str], Exception]) -> bool:
         with self._changing:
-            # Before it is opened: to close it again would let go of the lock, which is that of the process.
+            # Checked before opening: closing a second handle would release the lock of the whole process.
             if _identity(self._path) in self._held:
                 raise refusal("which this process has open already")
             file = open(self._path, "ab")
@@ -95,7 +95,7 @@ class WriterLock:
             except (ImportError, OSError):  # Windows; a file system without locks
                 pass
             key = _identity(self._path)
-            if key is None or key != _identity(file.fileno()):  # who held it has deleted it
+            if key is None or key != _identity(file.fileno()):  # the previous holder has deleted the file
                 file.close()
                 return False
             self._file, self._key = file, key
@@ -103,11 +103,11 @@ class WriterLock:
             return True
 
     def release(self) -> None:
-        """Lets another writer in."""
+        """Releases the lock."""
         if self._file is not None:
             with self._changing:
                 self._held.discard(self._key)
-                # While it is held: who waits for it finds that it is gone, and makes another.
+                # Deleted while it is held: a process that waits for it notices, and creates a new one.
                 if self._is_removed and not os.fstat(self._file.fileno()).st_size:
                     with contextlib.suppress(OSError):
                         self._path.unlink()
@@ -116,9 +116,9 @@ class WriterLock:
 
 
 class CheckpointFolder:
-    """A folder of checkpoints by their steps.
+    """A folder of checkpoints by step.
 
-    **Nothing is ever half there under its number**: what is written gets its name last, and what goes loses it first.
+    **A name that is a number means complete**: a checkpoint gets its name last, and loses it before it is deleted.
     """
 
     def __init__(self, path: Path) -> None:
@@ -126,10 +126,10 @@ class CheckpointFolder:
         self._lock = WriterLock(path / _LOCK)
 
     def open(self) -> None:
-        """Makes the folder if there is none, and locks it for this process.
+        """Creates the folder if necessary, and locks it for this process.
 
         Raises:
-          InputError: if it cannot be written to, holds something else, or is locked.
+          InputError: if it cannot be written to, holds other files, or is locked.
         """
         try:
             self.path.mkdir(parents=True, exist_ok=True)
@@ -145,44 +145,44 @@ class CheckpointFolder:
             raise InputError(
                 "The folder for checkpoints must be one that can be written to",
                 given=f"{self.path} ({error.strerror})",
-                remedy="Name another folder, or see to its permissions and the space on its disk.",
+                remedy="Name another folder, or check its permissions and the space on its disk.",
             ) from error
 
     def check_shared(self) -> None:
-        """Makes sure that all processes see one and the same folder; where they do not, all of them raise.
+        """Checks that all processes see the same folder. If one does not, all of them raise.
 
         Raises:
-          InputError: if a process sees another folder. Orbax would wait for it, without an end.
+          InputError: if a process sees another folder. Orbax would wait for it forever.
         """
         if jax.process_count() == 1:
             return
         mark = int(multihost_utils.broadcast_one_to_all(np.asarray(time.time_ns() % 2**31, np.int32)))
         if jax.process_index() == 0:
-            with contextlib.suppress(OSError):  # then nobody sees it, and all raise
+            with contextlib.suppress(OSError):  # then no process sees the mark, and all raise
                 (self.path / _MARKER).write_text(str(mark))
         end, sees = time.monotonic() + _PATIENCE, False
-        while not sees and time.monotonic() < end:  # file systems of a network take their time
+        while not sees and time.monotonic() < end:  # a network file system may show the mark late
             with contextlib.suppress(OSError):
                 sees = (self.path / _MARKER).read_text() == str(mark)
             time.sleep(0 if sees else 0.05)
         everyone = np.asarray(multihost_utils.process_allgather(np.asarray(sees, np.int32))).reshape(-1)
         if not everyone.all():
             raise InputError(
-                "All processes must see one and the same folder for checkpoints",
+                "All processes must see the same folder for checkpoints",
                 given=f"{self.path}, which process {', '.join(map(str, np.flatnonzero(everyone == 0)))} does not share",
-                remedy="Name a folder on a file system that all machines have, by its full path.",
+                remedy="Name a folder on a file system that all machines share, by its full path.",
             )
 
     def close(self) -> None:
-        """Lets another writer in."""
+        """Unlocks the folder."""
         self._lock.release()
 
     def of(self, step: int) -> Path:
-        """Where the checkpoint of a step is, or will be."""
+        """The path of the checkpoint of a step, whether it exists or not."""
         return self.path / str(step)
 
     def is_complete(self, step: int) -> bool:
-        """Whether there is a checkpoint of that step. It got this name when all of it was written."""
+        """Whether there is a complete checkpoint of that step."""
         return (self.of(step) / "record" / "metadata").is_file()
 
     def steps(self) -> list[int]:
@@ -192,9 +192,9 @@ class CheckpointFolder:
         return [step for step in numbers if self.is_complete(step)]
 
     def set_aside(self, step: int) -> None:
-        """Makes room for a checkpoint of that step; `tidy` puts the old one back if the new one does not come.
+        """Frees the name of a step for a new checkpoint. If that is not completed, `tidy` restores the old one.
 
-        What has that name and is no complete checkpoint may be the user's, and gets another name.
+        A file or folder of that name that is not a complete checkpoint may be the user's, and is renamed.
         """
         self.path.mkdir(parents=True, exist_ok=True)
         (self.path / _MARKER).touch()
@@ -205,7 +205,7 @@ class CheckpointFolder:
             self.of(step).rename(next(self.path / name for name in names if not os.path.lexists(self.path / name)))
 
     def remove(self, steps: Iterable[int]) -> None:
-        """Deletes checkpoints."""
+        """Deletes the checkpoints of these steps, and what earlier deletions and failed saves have left."""
         for step in list(steps):
             _rename(self.of(step), "removed")
         for path in self._entries():
@@ -213,7 +213,7 @@ class CheckpointFolder:
                 shutil.rmtree(path, ignore_errors=True)
 
     def tidy(self, keep: int | None = None) -> None:
-        """Deletes what is not needed while nothing is being written: leftovers, and all but the newest `keep`."""
+        """Deletes leftovers, and all checkpoints but the newest `keep`. Only called while nothing is being written."""
         for path in [path for path in self._entries() if _REPLACED.fullmatch(path.name)]:
             if self.is_complete(int(path.stem)):
                 _rename(path, "removed")
@@ -222,25 +222,30 @@ class CheckpointFolder:
         self.remove([] if keep is None else self.steps()[:-keep])
 
     def free_bytes(self) -> int:
-        """How much fits on the disk."""
+        """The free space on the disk."""
         return shutil.disk_usage(next(path for path in (self.path, *self.path.parents) if path.exists())).free
 
     def seal(self) -> None:
-        """Before a checkpoint gets its name: what it is made of is written down, and all of it flushed to the disk.
+        """Records the sizes and checksums of a finished checkpoint, and flushes it to disk, before it gets its name.
 
-        Without the flush, a power cut might leave the name and lose what is in the files. The sums are left out with
-        several processes, where one would have to read what all have written.
+        Without the flush, a power failure could leave the name and lose the content of the files. With several
+        processes there are no checksums, since one process would have to read what all have written.
         """
         for unfinished in self.path.glob("*.orbax-checkpoint-tmp*"):
-            sums = jax.process_count() == 1
-            content = {name: _measured(unfinished / name, sums) for name in sorted(_files_in(unfinished))}
+            with_sum = jax.process_count() == 1
+            content = {name: _measured(unfinished / name, with_sum) for name in sorted(_files_in(unfinished))}
             (unfinished / _SEAL).write_text(json.dumps(content))
             for path, _, files in os.walk(unfinished):
                 for name in [*files, "."]:
                     _flush(os.path.join(path, name))
 
     def damage(self, step: int, part: str) -> str | None:
-        """What the disk has lost of the record or the arrays of a checkpoint since it was sealed, if anything."""
+        """A description of the first difference from the sealed files, or None.
+
+        Args:
+          step: of the checkpoint.
+          part: the subfolder to check: "record" or "arrays".
+        """
         folder = self.of(step)
         try:
             content = json.loads((folder / _SEAL).read_text())
@@ -259,11 +264,11 @@ class CheckpointFolder:
         return None
 
     def flush_names(self) -> None:
-        """After it got its name, and before older ones go."""
+        """Flushes the names in the folder to disk: after a checkpoint got its name, and before older ones go."""
         _flush(self.path)
 
     def _entries(self) -> list[Path]:
-        return list(self.path.iterdir()) if self.path.is_dir() else []  # someone may have deleted it
+        return list(self.path.iterdir()) if self.path.is_dir() else []  # somebody may have deleted it
 
     def _check_empty(self) -> None:
         others = [path.name for path in sorted(self.path.iterdir()) if path.suffix not in (".csv", ".jsonl")]
@@ -272,12 +277,12 @@ class CheckpointFolder:
             raise InputError(
                 "The folder for checkpoints must be new, empty, or one of checkpoints that anybatch wrote",
                 given=f"{self.path} with {', '.join(others[:3])}" + (", ..." if len(others) > 3 else ""),
-                remedy=f"Name a folder of its own, e.g. {str(self.path / 'checkpoints')!r}.",
+                remedy=f"Name a new folder, e.g. {str(self.path / 'checkpoints')!r}.",
             )
 
 
 def _identity(file: Path | int) -> tuple[int, int] | None:
-    """Tells a file from all others, whatever its names; None if there is none."""
+    """Device and inode of a file, which all its names share; None if it does not exist."""
     try:
         status = os.stat(file)
     except FileNotFoundError:
@@ -292,7 +297,7 @@ def _rename(path: Path, suffix: str) -> None:
 
 
 def _files_in(folder: Path) -> list[str]:
-    """Those of the arrays and of the record; Orbax has notes of its own beside them."""
+    """The files of arrays and record. Orbax's own metadata beside them is not included."""
     files = [path for part in ("arrays", "record") for path in (folder / part).rglob("*") if path.is_file()]
     return [str(path.relative_to(folder)) for path in files]
 

@@ -1,10 +1,8 @@
-"""The arrays of a checkpoint, and Orbax: described, copied, compared with what is wanted, put where they belong.
+"""Checkpoints of named arrays and a JSON record, written in the background: complete or not there at all.
 
-Checkpoints: written in the background, complete or not there at all.
-
-Orbax writes the arrays, each checkpoint into a folder of its own with a temporary name, which is renamed when all of
-it is on the disk. What is added here: copies that donation cannot reach, which checkpoints are kept, and what is said
-if something fails.
+Orbax writes the arrays, each checkpoint into a temporary folder that is renamed when it is complete. This module adds
+copies that donation cannot touch, checks of what is saved and restored, and errors that say what to do.
+`checkpoint_folder.py` knows which checkpoints a folder holds, and which may go.
 """
 
 import asyncio
@@ -29,200 +27,27 @@ from anybatch import __version__
 from anybatch.call.checks import must_be_path, whole_number
 from anybatch.call.memory import readable
 from anybatch.errors import AnybatchError, InputError
-from anybatch.jaxprs import avals
-from anybatch.jaxprs import versions as compat
+from anybatch.jaxprs import avals, versions
 from anybatch.training.checkpoint_folder import CheckpointFolder
 
-# What the storage format of Orbax has no name for.
+# Bytes of a checkpoint beside its arrays: names, shapes, and the disk blocks that small files fill.
+_OVERHEAD = 256 * 1024
+
+# Dtypes that Orbax's storage format has no name for.
 _NOT_STORABLE = ("uint2", "uint4", "float8_e4m3")
 
+# The most differences that an error lists.
 _MOST_LINES = 10
 
 
-def described(arrays: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """What each of them is, as JSON can say it.
-
-    >>> described({"w": np.zeros((2, 3), np.float32)})
-    {'w': {'shape': [2, 3], 'dtype': 'float32'}}
-
-    Raises:
-      InputError: for what is not a mapping of names to arrays that can be stored.
-    """
-    if not isinstance(arrays, Mapping) or not arrays:
-        raise InputError(
-            "The arrays of a checkpoint must be a dictionary of at least one",
-            given=f"arrays={arrays!r}" if isinstance(arrays, Mapping) else f"a {type(arrays).__name__}",
-            remedy='Pass them by name, e.g. {"w": w}.',
-        )
-    return {name: _described(name, value) for name, value in arrays.items()}
-
-
-def _described(name: Any, value: Any) -> dict[str, Any]:
-    if not isinstance(name, str) or not name:
-        raise InputError(
-            "The name of an array must be a string, and not empty",
-            given=f"{name!r}",
-            remedy=f'Name it, e.g. {{"{name or "w"}": ...}}.',
-        )
-    value = np.asarray(value) if isinstance(value, (bool, int, float, complex)) else value
-    shape: Any = getattr(value, "shape", None)
-    dtype: Any = getattr(value, "dtype", None)
-    if shape is None or dtype is None or not (avals.has_keys(value) or _is_storable(np.dtype(dtype))):
-        raise InputError(
-            "A checkpoint holds numbers, and arrays of numbers or keys, of a dtype that can be stored",
-            given=f"{name}: {type(value).__name__}" + (f" of dtype {dtype}" if dtype is not None else ""),
-            remedy="Leave it out, put text and the like into the record, or convert it: array.astype(jnp.uint8).",
-        )
-    return {"shape": [int(size) for size in shape], "dtype": str(dtype)}
-
-
-def _is_storable(dtype: Any) -> bool:
-    is_number = jax.dtypes.issubdtype(dtype, np.number) or jax.dtypes.issubdtype(dtype, np.bool_)
-    return bool(is_number) and str(dtype) not in _NOT_STORABLE
-
-
-def is_empty(description: Mapping[str, Any]) -> bool:
-    """Whether an array has no elements; those are not stored."""
-    return 0 in description["shape"]
-
-
-def num_bytes(value: Any) -> int:
-    """The bytes of an array on the disk, at most: they are compressed."""
-    shape, dtype = _numbers(value)
-    return int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
-
-
-def copied(value: Any) -> Any:
-    """What is handed to Orbax: an array of numbers that no later change of `value` can reach.
-
-    From an accelerator, Orbax itself has fetched everything before it returns. On the CPU it would take views; JAX
-    would then not overwrite what has a view, and so copy in every donating call until the write is done.
-    """
-    if not isinstance(value, jax.Array):
-        array = np.array(value)
-        return array.astype(array.dtype.newbyteorder("="))
-    numbers = jax.random.key_data(value) if avals.has_keys(value) else value
-    if jax.process_count() > 1 and numbers.is_fully_addressable:
-        return np.array(numbers)  # each process has one of its own, and Orbax writes that of the first
-    sharding: Any = numbers.sharding
-    if sharding.memory_kind == "device" and all(device.platform != "cpu" for device in sharding.device_set):
-        return numbers
-    shards = [jax.device_put(shard.data, shard.device, may_alias=False) for shard in numbers.addressable_shards]
-    return jax.make_array_from_single_device_arrays(numbers.shape, sharding, shards)
-
-
-def strategy(ocp: Any, like: Any) -> Any:
-    """How Orbax is to restore an array: onto the devices of `like`, or for the host."""
-    sharding = _sharding(like)
-    if sharding is None:
-        return ocp.RestoreArgs(restore_type=np.ndarray)
-    shape, dtype = _numbers(like)
-    return ocp.ArrayRestoreArgs(sharding=sharding, global_shape=shape, dtype=dtype)
-
-
-def placed(array: Any, like: Any) -> Any:
-    """What Orbax has restored, or None for an array without elements, as `like` is: its kind, and where it lies."""
-    shape, dtype = _numbers(like)
-    array = np.zeros(shape, dtype) if array is None else array
-    if not isinstance(like, (jax.Array, jax.ShapeDtypeStruct)):
-        return np.asarray(array)
-    sharding = _sharding(like)
-    if not isinstance(array, jax.Array):
-        # An array that was never told where to lie must not be told so by a checkpoint: programs would be compiled
-        # anew for it, and refuse to combine it with arrays on other devices.
-        array = jax.device_put(array, may_alias=False) if sharding is None else _spread(array, sharding)
-    if avals.has_keys(like):
-        return jax.random.wrap_key_data(array, impl=avals.key_impl(like.dtype))
-    return avals.as_weak(array, like)
-
-
-def compare(saved: Mapping[str, Any], wanted: Mapping[str, Any], path: os.PathLike[str]) -> None:
-    """Raises an InputError that lists what differs, if anything does."""
-    lines = []
-    for name in [*wanted, *(name for name in saved if name not in wanted)]:
-        there, here = saved.get(name), wanted.get(name)
-        if there is None:
-            lines.append(f"{name}: {_type(here)}, which the checkpoint does not have")
-        elif here is None:
-            lines.append(f"{name}: {_type(there)} in the checkpoint, and not in the state")
-        elif there != here:
-            lines.append(f"{name}: {_type(there)} in the checkpoint, {_type(here)} in the state")
-    if not lines:
-        return
-    if len(lines) > _MOST_LINES:
-        lines = [*lines[: _MOST_LINES - 1], f"and {len(lines) - _MOST_LINES + 1} more"]
-    raise InputError(
-        f"The checkpoint must be of the same arrays as the state that goes on from it ({path})",
-        given="\n".join([*lines, ""]),
-        remedy="Go on with the model and optimizer that it was saved with; or begin anew in another folder, e.g. "
-        'checkpoints="run2".',
-    )
-
-
-def _type(description: Any) -> str:
-    return f"{description['dtype']}[{','.join(map(str, description['shape']))}]"
-
-
-def _numbers(value: Any) -> tuple[tuple[int, ...], Any]:
-    """The shape and dtype that is stored: for keys, of the numbers that they are made of."""
-    if not hasattr(value, "dtype"):
-        value = np.asarray(value)
-    if avals.has_keys(value):
-        value = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(value.shape, value.dtype))
-    return tuple(value.shape), np.dtype(value.dtype)
-
-
-def _sharding(like: Any) -> Any:
-    if isinstance(like, jax.Array):
-        return like.sharding if like.committed else None
-    return getattr(like, "sharding", None)
-
-
-def _spread(array: Any, sharding: Any) -> Any:
-    return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
-
-
-def orbax() -> Any:
-    """The package, or an InputError that says how to get it."""
-    try:
-        return importlib.import_module("orbax.checkpoint")
-    except ImportError as error:
-        raise InputError(
-            "Checkpoints need Orbax",
-            given=f"no module {error.name}",
-            remedy='Install it: pip install "anybatch[train]".',
-        ) from error
-
-
-def unnested(fun: Callable[[], Any]) -> Any:
-    """Calls a function of Orbax. In a notebook an event loop runs, which Orbax would change; a new thread has none."""
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return fun()
-    with ThreadPoolExecutor(1) as thread:
-        return thread.submit(fun).result()
-
-
-class Silence(logging.Filter):
-    """Keeps what Orbax logs to itself: what matters of it is raised."""
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        return f"{os.sep}orbax{os.sep}" not in record.pathname
-
-
-# Beside the arrays: names, shapes, and the blocks of the disk that small files fill.
-_OVERHEAD = 256 * 1024
-
-
 class CheckpointError(AnybatchError, OSError):
-    """A checkpoint that could not be written or read. The older ones are as good as before.
+    """A checkpoint that could not be written or read. Older checkpoints are not affected.
 
     Attributes:
-      folder: where.
-      step: of which step the checkpoint is.
-      last_good: the step of the newest other one that is complete, or None.
-      state: the state that could not be saved, if the caller of `Checkpoints.save` has put it here.
+      folder: the folder of checkpoints.
+      step: the step of the checkpoint.
+      last_good: the step of the newest other checkpoint that is complete, or None.
+      state: the state that could not be saved, if the caller of `Checkpoints.save` has stored it here.
     """
 
     def __init__(self, message: str, *, folder: Path, step: int, last_good: int | None) -> None:
@@ -231,18 +56,18 @@ class CheckpointError(AnybatchError, OSError):
 
 
 class Checkpoints:
-    """A folder of checkpoints, the newest `keep` of them.
+    """A folder with the newest `keep` checkpoints of a run.
 
-    - **Complete or not there.** A process that is killed at any moment leaves the checkpoints before it as they were,
-      and what it had half written is never counted.
+    - **Complete or not there.** A process that is killed at any moment leaves earlier checkpoints as they were, and a
+      half-written one is never loaded.
     - **A copy.** Arrays may be donated, deleted or overwritten as soon as `save` returns.
-    - **No checkpoint goes before the next is complete**, on the disk and under its own name.
-    - **As it was saved, or an error.** Each file is compared with the size and checksum that it had; with several
-      processes, with its size. A checkpoint that was moved or copied to the name of another step is not loaded.
+    - **No gap.** No checkpoint is deleted before the next one is complete, on disk and under its own name.
+    - **As it was saved, or an error.** Each file is compared with its saved size and checksum; with several processes,
+      with its size. A checkpoint that was moved or copied to the name of another step is not loaded.
     - **One writer.** A second process that opens the same folder is refused.
-    - **To open a folder deletes no checkpoint.** Those beyond `keep` go after the next one is saved.
+    - **Opening deletes no checkpoint.** Those beyond `keep` are deleted after the next save.
 
-    With several processes, each of them calls every method, and the folder is one that all of them see.
+    With several processes, each of them calls every method, and all of them must see the same folder.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder, Checkpoints(folder, keep=2) as checkpoints:
@@ -254,28 +79,28 @@ class Checkpoints:
     (3, [3, 3], {'loss': 0.3333333333333333})
 
     Args:
-      folder: made if it is not there. A new one may hold logs (.csv, .jsonl), and nothing else.
-      keep: how many to keep; there is one more while the next is being written.
+      folder: created if it does not exist. A new one may hold logs (.csv, .jsonl), and nothing else.
+      keep: how many checkpoints to keep. There is one more while the next is being written.
 
     Raises:
-      InputError: if the folder cannot be written to, holds something else, or is in use; or if Orbax is not installed.
+      InputError: if the folder cannot be written to, holds other files, or is in use; or if Orbax is not installed.
     """
 
     def __init__(self, folder: str | os.PathLike[str], *, keep: int = 3) -> None:
         must_be_path("checkpoints", folder, "checkpoints")
         self._keep = whole_number("keep", keep, 1)
-        self._orbax = orbax()
+        self._orbax = _orbax()
         self._files = CheckpointFolder(Path(os.path.abspath(folder)))
         self._saving: tuple[int, int] | None = None  # the step that is being written, and its bytes
         if _is_primary():
             self._files.open()
             self._files.tidy()
-        self._agreed(0)
+        self._broadcast(0)
         self._files.check_shared()
-        self._silence = Silence()
-        logging.getLogger("absl").addFilter(self._silence)
+        self._log_filter = _DropOrbaxLogs()
+        logging.getLogger("absl").addFilter(self._log_filter)
         self._writer: Any = self._new_writer()
-        _finish_at_exit(self)
+        _close_at_exit(self)
 
     @property
     def folder(self) -> Path:
@@ -283,50 +108,50 @@ class Checkpoints:
 
     def latest(self) -> int | None:
         """The step of the newest complete checkpoint, or None. One that is being written is not complete."""
-        newest = self._agreed(max(self._files.steps(), default=-1))
+        newest = self._broadcast(max(self._files.steps(), default=-1))
         return None if newest < 0 else newest
 
     def save(self, step: int, arrays: Mapping[str, Any], record: Mapping[str, Any]) -> None:
-        """Copies the arrays and begins to write them; the disk is waited for only if the save before is not done.
+        """Copies the arrays and starts to write them. Waits first if the save before is not complete.
 
         A checkpoint of the same step is replaced, and stays until the new one is complete.
 
         Args:
           step: at least that of the newest checkpoint.
-          arrays: name -> array, of JAX or NumPy, a number, or an array of typed keys.
-          record: what else belongs to it, as JSON can say it.
+          arrays: name -> JAX or numpy array, number, or array of typed PRNG keys.
+          record: other data of the checkpoint, as JSON values.
 
         Raises:
-          CheckpointError: if the save before failed in the background, or there is no space for this one.
-          InputError: for what cannot be saved.
+          CheckpointError: if the save before failed in the background, or there is not enough space for this one.
+          InputError: for arrays or a record that cannot be saved.
         """
         step = whole_number("step", step, 0)
-        descriptions = described(arrays)
-        about = {"anybatch": 1, "step": step, "versions": self.versions()}
-        text = _as_json(about | {"arrays": descriptions, "record": record})
+        descriptions = _described(arrays)
+        header = {"anybatch": 1, "step": step, "versions": self.versions()}
+        text = _as_json(header | {"arrays": descriptions, "record": record})
         self.wait()
         self._check_order(step)
-        size = sum(num_bytes(value) for value in arrays.values()) + _OVERHEAD
+        size = sum(_num_bytes(value) for value in arrays.values()) + _OVERHEAD
         self._check_space(step, size)
-        full = [name for name in arrays if not is_empty(descriptions[name])]
-        stored = {name: copied(arrays[name]) for name in full}
+        nonempty = [name for name in arrays if not _is_empty(descriptions[name])]
+        stored = {name: _copied(arrays[name]) for name in nonempty}
         args = self._orbax.args
         self._saving = step, size
         try:
             if _is_primary():
                 self._files.set_aside(step)
-            # Orbax takes no tree without arrays.
+            # Orbax does not accept a tree without arrays.
             values = args.PyTreeSave(stored or {"nothing": np.zeros(1, np.int8)})
             both = args.Composite(arrays=values, record=args.JsonSave(json.loads(text)))
-            unnested(lambda: self._writer.save(self._files.of(step), args=both))
+            _outside_event_loop(lambda: self._writer.save(self._files.of(step), args=both))
         except Exception as error:
             raise self._failed(error) from error
 
     def wait(self) -> None:
-        """Returns when what was saved is complete and on the disk, and older ones than the newest `keep` are gone.
+        """Waits until the last save is complete and on disk, then deletes all but the newest `keep` checkpoints.
 
         Raises:
-          CheckpointError: if it failed.
+          CheckpointError: if the save failed.
         """
         if self._saving is None:
             return
@@ -344,42 +169,42 @@ class Checkpoints:
         """Reads a checkpoint.
 
         Args:
-          like: name -> array with the shape, dtype and sharding that is wanted, or a `jax.ShapeDtypeStruct`. The
-            sharding need not be the one it was saved with. What is of NumPy here comes back as that.
-          step: of which step; by default the newest.
+          like: name -> array or `jax.ShapeDtypeStruct` with the expected shape and dtype, and the sharding to restore
+            to, which need not be the saved one. Where it is a numpy array, a numpy array is returned.
+          step: the step to restore; by default the newest.
 
         Returns:
           Its step, the arrays by name, and the record.
 
         Raises:
-          InputError: if there is none, or if it is of other arrays. Found before any array is read.
-          CheckpointError: if the disk has lost or changed a part of it, or it is of another step than its name says.
+          InputError: if there is no checkpoint, or it has other arrays. Raised before any array is read.
+          CheckpointError: if a file is missing or damaged, or the checkpoint is of another step than its name says.
         """
         self.wait()
-        wanted = described(like)
+        wanted = _described(like)
         step = self._chosen(step)
         path = self._files.of(step)
         content = self._content(step)
-        compare(content["arrays"], wanted, path)
+        _compare(content["arrays"], wanted, path)
         self._check_damage(step, "arrays")
-        full = [name for name in like if not is_empty(wanted[name])]
-        strategies = {name: strategy(self._orbax, like[name]) for name in full}
+        nonempty = [name for name in like if not _is_empty(wanted[name])]
+        restore_args = {name: _restore_args(self._orbax, like[name]) for name in nonempty}
         args = self._orbax.args
-        chosen = args.Composite(arrays=args.PyTreeRestore(item=dict.fromkeys(full, 0), restore_args=strategies))
+        chosen = args.Composite(arrays=args.PyTreeRestore(item=dict.fromkeys(nonempty, 0), restore_args=restore_args))
         try:
-            arrays = unnested(lambda: self._writer.restore(path, args=chosen)["arrays"]) if full else {}
+            arrays = _outside_event_loop(lambda: self._writer.restore(path, args=chosen)["arrays"]) if nonempty else {}
         except Exception as error:
             raise self._damaged(step, _reason(error)) from error
-        restored = {name: placed(arrays.get(name), value) for name, value in like.items()}
+        restored = {name: _placed(arrays.get(name), value) for name, value in like.items()}
         return step, restored, content["record"]
 
     def versions(self, step: int | None = None) -> dict[str, str]:
         """The versions of anybatch, JAX and Orbax: of this process, or those that a checkpoint was saved with.
 
-        A checkpoint of anybatch 0.7.0 does not tell, and has none.
+        Empty for a checkpoint of anybatch 0.7.0, which did not record them.
         """
         if step is None:
-            return {"anybatch": __version__, "jax": compat.versions()[0], "orbax": self._orbax.__version__}
+            return {"anybatch": __version__, "jax": versions.versions()[0], "orbax": self._orbax.__version__}
         return dict(self._content(step).get("versions", {}))
 
     def drop_after(self, step: int) -> None:
@@ -387,10 +212,10 @@ class Checkpoints:
         self.wait()
         if _is_primary():
             self._files.remove(later for later in self._files.steps() if later > step)
-        self._agreed(0)
+        self._broadcast(0)
 
     def close(self) -> None:
-        """Waits, as `wait` does, and lets go of the folder."""
+        """Waits as `wait` does, and unlocks the folder."""
         if self._writer is None:
             return
         try:
@@ -399,7 +224,7 @@ class Checkpoints:
             self._writer.close()
             self._writer = None
             _OPEN.discard(self)
-            logging.getLogger("absl").removeFilter(self._silence)
+            logging.getLogger("absl").removeFilter(self._log_filter)
             self._files.close()
 
     def __enter__(self) -> "Checkpoints":
@@ -413,11 +238,11 @@ class Checkpoints:
         except CheckpointError as failure:
             if error is None:
                 raise
-            error.add_note(f"And meanwhile: {failure}")  # it must not hide what went wrong first
+            error.add_note(f"And meanwhile: {failure}")  # it must not hide the first error
 
     def _new_writer(self) -> Any:
         ocp = self._orbax
-        # Folders are made by `save` itself: if one cannot be, Orbax's threads would wait for it for 20 minutes.
+        # `save` creates folders itself: if one cannot be created, Orbax's threads would wait for it for 20 minutes.
         options = ocp.options.AsyncOptions(
             post_finalization_callback=self._files.seal, create_directories_asynchronously=False
         )
@@ -428,8 +253,8 @@ class Checkpoints:
         )
         return ocp.AsyncCheckpointer(handler, async_options=options)
 
-    def _agreed(self, number: int) -> int:
-        """What the first process says, for all of them."""
+    def _broadcast(self, number: int) -> int:
+        """The number that the first process passes, in all processes."""
         if jax.process_count() == 1:
             return number
         from jax.experimental import multihost_utils
@@ -440,7 +265,7 @@ class Checkpoints:
         newest = self.latest()
         if newest is None:
             raise InputError(
-                "There must be a checkpoint to go on from",
+                "There must be a checkpoint to restore",
                 given=f"none in {self.folder}",
                 remedy="Save one first, or name the folder that has one.",
             )
@@ -448,7 +273,7 @@ class Checkpoints:
             return newest
         if not self._files.is_complete(step):
             raise InputError(
-                "The checkpoint must be one that is there",
+                "step must be that of a checkpoint in the folder",
                 given=f"step={step!r}, and {self.folder} has {', '.join(map(str, self._files.steps()))}",
                 remedy=f"Pass one of these, or step=None for the newest, {newest}.",
             )
@@ -458,13 +283,14 @@ class Checkpoints:
         newest = self.latest()
         if newest is not None and step < newest:
             raise InputError(
-                "A checkpoint must not be of an earlier step than the newest in its folder, which would count instead",
+                "A checkpoint must not be of an earlier step than the newest in its folder, which would be restored "
+                "instead",
                 given=f"step={step} after {newest} in {self.folder}",
                 remedy=f"Use another folder for another run, or delete the later ones: checkpoints.drop_after({step}).",
             )
 
     def _check_space(self, step: int, size: int) -> None:
-        if not self._agreed(int(self._files.free_bytes() >= size)):
+        if not self._broadcast(int(self._files.free_bytes() >= size)):
             self._saving = step, size
             raise self._failed(OSError("the disk has too little space for it"))
 
@@ -473,7 +299,7 @@ class Checkpoints:
         self._saving = None
         with contextlib.suppress(OSError):
             if _is_primary():
-                self._files.tidy(self._keep)  # what was half written fills the disk
+                self._files.tidy(self._keep)  # the half-written checkpoint takes up space
         good = max(self._files.steps(), default=None)
         last = "There is no other in its folder." if good is None else f"The one of step {good} is complete and good."
         return CheckpointError(
@@ -486,24 +312,24 @@ class Checkpoints:
         )
 
     def _content(self, step: int) -> dict[str, Any]:
-        """What a checkpoint tells of itself, checked."""
+        """The JSON part of a checkpoint, checked."""
         self._check_damage(step, "record")
         path = self._files.of(step)
         content: dict[str, Any] = json.loads((path / "record" / "metadata").read_text())
-        saved = content.get("step", step)  # 0.7.0 did not write it
+        saved = content.get("step", step)  # anybatch 0.7.0 did not write it
         if saved != step:
             home = self._files.of(saved)
-            way_out = f"Delete the copy: rm -r {path}" if home.exists() else f"Move it back: mv {path} {home}"
+            remedy = f"Delete the copy: rm -r {path}" if home.exists() else f"Move it back: mv {path} {home}"
             raise CheckpointError(
                 f"The checkpoint {path} must be of step {step}, and is of step {saved}: it was moved or copied to this "
-                f"name.\n{way_out}",
+                f"name.\n{remedy}",
                 folder=self.folder,
                 step=step,
-                last_good=self._newest_beside(step),
+                last_good=self._newest_other(step),
             )
         return content
 
-    def _newest_beside(self, step: int) -> int | None:
+    def _newest_other(self, step: int) -> int | None:
         return max((other for other in self._files.steps() if other != step), default=None)
 
     def _check_damage(self, step: int, part: str) -> None:
@@ -512,33 +338,34 @@ class Checkpoints:
             raise self._damaged(step, damage)
 
     def _damaged(self, step: int, reason: str) -> CheckpointError:
-        before = self._newest_beside(step)
-        rest = "there is no other" if before is None else f"the newest other one is of step {before}"
+        other = self._newest_other(step)
+        rest = "there is no other" if other is None else f"the newest other one is of step {other}"
         return CheckpointError(
             f"The checkpoint of step {step} in {self.folder} is damaged: {reason}.\n"
-            f"Delete {self._files.of(step)} to go on without it; {rest}.",
+            f"Delete {self._files.of(step)} to continue without it; {rest}.",
             folder=self.folder,
             step=step,
-            last_good=before,
+            last_good=other,
         )
 
 
+# A program that ends without `close` must not lose its last save, or at least not silently.
+
 _OPEN: set[Checkpoints] = set()
+_IS_REGISTERED: list[bool] = []
 
 
-def _finish_at_exit(checkpoints: Checkpoints) -> None:
-    """A program that ends without `close` must not lose its last save, or not without a word.
+def _close_at_exit(checkpoints: Checkpoints) -> None:
+    """Closes open checkpoints at interpreter exit.
 
-    Orbax writes with threads that Python takes no more work for when it ends, and `atexit` comes after that. Python
-    3.12 starts no more threads even before, so that there the word is all.
+    Orbax writes in threads of an executor, which takes no more work once the interpreter ends; `atexit` runs after
+    that, so the private hook of `threading` is used where there is one. From Python 3.12 on, no threads can be started
+    even then, and `_close_all` can only print the error.
     """
     _OPEN.add(checkpoints)
-    if not _FINISHES_AT_EXIT:
+    if not _IS_REGISTERED:
         getattr(threading, "_register_atexit", atexit.register)(_close_all)
-        _FINISHES_AT_EXIT.append(True)
-
-
-_FINISHES_AT_EXIT: list[bool] = []
+        _IS_REGISTERED.append(True)
 
 
 def _close_all() -> None:
@@ -558,8 +385,8 @@ def _as_json(content: Any) -> str:
         return json.dumps(content)
     except (TypeError, ValueError) as error:
         raise InputError(
-            "The record of a checkpoint must be what JSON can say",
-            given=f"one that it cannot: {error}",
+            "The record of a checkpoint must consist of JSON values",
+            given=f"one that does not: {error}",
             remedy="Use numbers, strings, lists and dictionaries; arrays go into arrays=.",
         ) from error
 
@@ -569,3 +396,182 @@ def _reason(error: Exception) -> str:
     if "No space left" in text or "RESOURCE_EXHAUSTED" in text:
         return "the disk is full"
     return (text.splitlines() or [type(error).__name__])[0].strip().rstrip(".")
+
+
+# Arrays: described and compared by shape and dtype; copied for Orbax; placed on devices again.
+
+
+def _described(arrays: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """The shape and dtype of each array, as JSON values.
+
+    >>> _described({"w": np.zeros((2, 3), np.float32)})
+    {'w': {'shape': [2, 3], 'dtype': 'float32'}}
+
+    Raises:
+      InputError: if it is not a mapping of names to arrays that can be stored.
+    """
+    if not isinstance(arrays, Mapping) or not arrays:
+        raise InputError(
+            "The arrays of a checkpoint must be a dictionary of at least one",
+            given=f"arrays={arrays!r}" if isinstance(arrays, Mapping) else f"a {type(arrays).__name__}",
+            remedy='Pass them by name, e.g. {"w": w}.',
+        )
+    return {name: _description(name, value) for name, value in arrays.items()}
+
+
+def _description(name: Any, value: Any) -> dict[str, Any]:
+    if not isinstance(name, str) or not name:
+        raise InputError(
+            "The name of an array must be a string, and not empty",
+            given=f"{name!r}",
+            remedy=f'Name it, e.g. {{"{name or "w"}": ...}}.',
+        )
+    value = np.asarray(value) if isinstance(value, (bool, int, float, complex)) else value
+    shape: Any = getattr(value, "shape", None)
+    dtype: Any = getattr(value, "dtype", None)
+    if shape is None or dtype is None or not (avals.has_keys(value) or _is_storable(np.dtype(dtype))):
+        raise InputError(
+            "A checkpoint holds numbers, and arrays of numbers or keys, of a dtype that can be stored",
+            given=f"{name}: {type(value).__name__}" + (f" of dtype {dtype}" if dtype is not None else ""),
+            remedy="Leave it out, put text into the record, or convert it: array.astype(jnp.uint8).",
+        )
+    return {"shape": [int(size) for size in shape], "dtype": str(dtype)}
+
+
+def _is_storable(dtype: Any) -> bool:
+    is_number = jax.dtypes.issubdtype(dtype, np.number) or jax.dtypes.issubdtype(dtype, np.bool_)
+    return bool(is_number) and str(dtype) not in _NOT_STORABLE
+
+
+def _is_empty(description: Mapping[str, Any]) -> bool:
+    """Whether an array has no elements. Such arrays are not stored."""
+    return 0 in description["shape"]
+
+
+def _compare(saved: Mapping[str, Any], wanted: Mapping[str, Any], path: os.PathLike[str]) -> None:
+    """Raises an InputError that lists the differences between two results of `_described`, if there are any."""
+    lines = []
+    for name in [*wanted, *(name for name in saved if name not in wanted)]:
+        there, here = saved.get(name), wanted.get(name)
+        if there is None:
+            lines.append(f"{name}: {_type(here)}, which the checkpoint does not have")
+        elif here is None:
+            lines.append(f"{name}: {_type(there)} in the checkpoint, and not in the state")
+        elif there != here:
+            lines.append(f"{name}: {_type(there)} in the checkpoint, {_type(here)} in the state")
+    if not lines:
+        return
+    if len(lines) > _MOST_LINES:
+        lines = [*lines[: _MOST_LINES - 1], f"and {len(lines) - _MOST_LINES + 1} more"]
+    raise InputError(
+        f"The checkpoint must have the same arrays as the state that it is restored to ({path})",
+        given="\n".join([*lines, ""]),
+        remedy="Use the model and optimizer that it was saved with; or start again in another folder, e.g. "
+        'checkpoints="run2".',
+    )
+
+
+def _type(description: Any) -> str:
+    return f"{description['dtype']}[{','.join(map(str, description['shape']))}]"
+
+
+def _num_bytes(value: Any) -> int:
+    """The bytes of an array on disk before compression."""
+    shape, dtype = _stored_type(value)
+    return int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+
+
+def _stored_type(value: Any) -> tuple[tuple[int, ...], Any]:
+    """The shape and dtype that is stored: for PRNG keys, that of their key data."""
+    if not hasattr(value, "dtype"):
+        value = np.asarray(value)
+    if avals.has_keys(value):
+        value = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(value.shape, value.dtype))
+    return tuple(value.shape), np.dtype(value.dtype)
+
+
+def _copied(value: Any) -> Any:
+    """A copy of an array for Orbax, which later changes to `value` cannot reach. PRNG keys become key data.
+
+    Arrays on an accelerator are not copied: Orbax fetches them to the host before it returns. On the CPU it would take
+    views. JAX cannot donate a buffer that has a view, so every donating call would copy until the write is done.
+    """
+    if not isinstance(value, jax.Array):
+        array = np.array(value)
+        return array.astype(array.dtype.newbyteorder("="))
+    numbers = jax.random.key_data(value) if avals.has_keys(value) else value
+    if jax.process_count() > 1 and numbers.is_fully_addressable:
+        return np.array(numbers)  # each process has its own, and Orbax writes that of the first
+    sharding: Any = numbers.sharding
+    if sharding.memory_kind == "device" and all(device.platform != "cpu" for device in sharding.device_set):
+        return numbers
+    shards = [jax.device_put(shard.data, shard.device, may_alias=False) for shard in numbers.addressable_shards]
+    return jax.make_array_from_single_device_arrays(numbers.shape, sharding, shards)
+
+
+def _restore_args(ocp: Any, like: Any) -> Any:
+    """Orbax's instructions for one array: restore to the sharding of `like`, or to the host."""
+    sharding = _sharding(like)
+    if sharding is None:
+        return ocp.RestoreArgs(restore_type=np.ndarray)
+    shape, dtype = _stored_type(like)
+    return ocp.ArrayRestoreArgs(sharding=sharding, global_shape=shape, dtype=dtype)
+
+
+def _placed(array: Any, like: Any) -> Any:
+    """A restored array with the type and the devices of `like`. None stands for an array without elements."""
+    shape, dtype = _stored_type(like)
+    array = np.zeros(shape, dtype) if array is None else array
+    if not isinstance(like, (jax.Array, jax.ShapeDtypeStruct)):
+        return np.asarray(array)
+    sharding = _sharding(like)
+    if not isinstance(array, jax.Array):
+        # An uncommitted array must stay uncommitted: else programs would recompile for it, and refuse to combine it
+        # with arrays on other devices.
+        array = jax.device_put(array, may_alias=False) if sharding is None else _sharded(array, sharding)
+    if avals.has_keys(like):
+        return jax.random.wrap_key_data(array, impl=avals.key_impl(like.dtype))
+    return avals.as_weak(array, like)
+
+
+def _sharding(like: Any) -> Any:
+    """The sharding of an array that is committed to its devices; else None."""
+    if isinstance(like, jax.Array):
+        return like.sharding if like.committed else None
+    return getattr(like, "sharding", None)
+
+
+def _sharded(array: Any, sharding: Any) -> Any:
+    return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
+
+
+# Orbax.
+
+
+def _orbax() -> Any:
+    """The package, or an InputError that says how to install it."""
+    try:
+        return importlib.import_module("orbax.checkpoint")
+    except ImportError as error:
+        raise InputError(
+            "Checkpoints need Orbax",
+            given=f"no module {error.name}",
+            remedy='Install it: pip install "anybatch[train]".',
+        ) from error
+
+
+def _outside_event_loop(fun: Callable[[], Any]) -> Any:
+    """Calls a function of Orbax in a thread without an event loop: Orbax would change that of a notebook."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return fun()
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(fun).result()
+
+
+class _DropOrbaxLogs(logging.Filter):
+    """Drops log messages of Orbax. Its failures are raised as errors."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return f"{os.sep}orbax{os.sep}" not in record.pathname

@@ -1,279 +1,32 @@
-"""How fast a run goes, known from when its figures are read.
+"""The log of a run: one row per step, as CSV or JSON lines, in files that stay readable if the process is killed.
 
-The figures of each step, read when they are there: a row of the log.
-
-The log of a run: one row for each step, in CSV or in JSON lines, whole whenever the process is killed.
+`Log` writes rows to one or several files, and `read_log` reads them. The two formats, `_Csv` and `_JsonLines`, share
+`_File`, which appends complete lines or replaces the complete file.
 """
 
 import abc
-import collections
 import csv
 import io
 import json
 import math
 import os
-import time
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import jax
 import numpy as np
 
-from anybatch.call.checks import is_array, must_be_path, named_leaves
+from anybatch.call.checks import must_be_path
 from anybatch.call.files import read_regular
-from anybatch.errors import AnybatchError, InputError, user_stacklevel
-from anybatch.gradient_noise.noise_scale import NoiseScale
+from anybatch.errors import AnybatchError, InputError
 from anybatch.training.checkpoint_folder import WriterLock
-from anybatch.training.state import Metrics
-
-# Rates are those of so many seconds.
-WINDOW = 2.0
-
-
-class Amount(NamedTuple):
-    """What was done."""
-
-    examples: int
-    tokens: int
-
-
-class Throughput:
-    """Examples and tokens per second.
-
-    Nobody sees when a step ends on the device: its figures are read some steps later, at an even pace. So the pace is
-    that of the readings. Where all that is under way is waited for, to evaluate or to save, the readings come all at
-    once and say nothing; but then it is known that everything since the last such time is done.
-    """
-
-    def __init__(self) -> None:
-        self._total = Amount(0, 0)
-        self._read: collections.deque[tuple[float, Amount]] = collections.deque()
-        self._since: tuple[float, Amount] | None = None  # when work went on after everything had been done
-        self._last = (math.nan, math.nan)
-
-    def go_on(self, *, examples: int = 0, tokens: int = 0) -> None:
-        """Everything before is done, and work goes on from here.
-
-        Args:
-          examples: what is under way, and not to count: the first step, which was compiled.
-          tokens: likewise.
-        """
-        under_way = Amount(self._total.examples + examples, self._total.tokens + tokens)
-        self._since = (time.perf_counter(), under_way)
-        self._read.clear()
-
-    def add(self, examples: int, tokens: int) -> None:
-        """One more step is done."""
-        self._total = Amount(self._total.examples + examples, self._total.tokens + tokens)
-
-    def at_a_reading(self) -> tuple[float, float]:
-        """The rates after a step whose figures were read in their turn."""
-        now = time.perf_counter()
-        while len(self._read) > 1 and now - self._read[1][0] > WINDOW:
-            self._read.popleft()
-        if self._read:
-            self._last = self._between(self._read[0], (now, self._total))
-        self._read.append((now, self._total))
-        return self._last
-
-    def when_all_is_done(self) -> tuple[float, float]:
-        """The rates since work went on last."""
-        if self._since is not None and self._total.examples > self._since[1].examples:
-            self._last = self._between(self._since, (time.perf_counter(), self._total))
-        return self._last
-
-    def _between(self, then: tuple[float, Amount], now: tuple[float, Amount]) -> tuple[float, float]:
-        seconds = max(now[0] - then[0], 1e-9)
-        return (now[1].examples - then[1].examples) / seconds, (now[1].tokens - then[1].tokens) / seconds
-
-
-# How many steps may be on their way to the device before the first of them is waited for.
-LATE = 2
-
-# How the noise of a step fades out of the average, step by step.
-DECAY = 0.98
-
-# So many steps without an update, one after the other, are worth a word.
-WORRYING = 20
-
-
-class LogRows:
-    """Turns the metrics of steps into rows, two steps later: to wait for one at once would leave the device idle.
-
-    Args:
-      kept: what another process has kept (`kept`), to go on with.
-    """
-
-    def __init__(self, kept: Mapping[str, Any] | None = None) -> None:
-        kept = kept or {}
-        self._waiting: collections.deque[tuple[int, Any, int]] = collections.deque()
-        self._skipped, self._before = int(kept.get("skipped", 0)), float(kept.get("seconds", 0.0))
-        self._noise = NoiseScale(*kept["noise"]) if kept.get("noise") else None
-        self._begun = time.perf_counter()
-        self._throughput, self._has_begun = Throughput(), False
-        self._in_a_row = 0
-
-    @property
-    def kept(self) -> dict[str, Any]:
-        """What a checkpoint keeps of it, fit for JSON."""
-        noise = None if self._noise is None else [float(leaf) for leaf in jax.tree.leaves(self._noise)]
-        return {"skipped": self._skipped, "seconds": self.seconds, "noise": noise}
-
-    @property
-    def seconds(self) -> float:
-        """That the run has taken so far, in all its processes."""
-        return self._before + time.perf_counter() - self._begun
-
-    @property
-    def noise(self) -> NoiseScale | None:
-        """Of the gradients, averaged over the last steps."""
-        return self._noise
-
-    def add(self, step: int, metrics: Any, batch: Any) -> None:
-        """One more step."""
-        figures = _figures(metrics)
-        for leaf in jax.tree.leaves(figures):
-            if isinstance(leaf, jax.Array):
-                leaf.copy_to_host_async()
-        examples = _num_examples(metrics, batch)
-        self._waiting.append((step, figures, examples))
-        if not self._has_begun:  # the first step was compiled, which is not to count
-            self._has_begun = True
-            self._throughput.go_on(examples=examples, tokens=_num_tokens(metrics))
-
-    def go_on(self) -> None:
-        """Work goes on from here, after everything before was done."""
-        self._throughput.go_on()
-
-    def ready(self) -> Iterator[dict[str, Any]]:
-        """The rows of all steps but the last two: waits until they are done."""
-        while len(self._waiting) > LATE:
-            row, has_tokens = self._row(*self._waiting.popleft())
-            yield row | self._rates(self._throughput.at_a_reading(), has_tokens)
-
-    def all_of_them(self) -> list[dict[str, Any]]:
-        """The rows of all steps: waits until the last of them is done."""
-        rows = [self._row(*each) for each in self._waiting]
-        self._waiting.clear()
-        rates = self._throughput.when_all_is_done()
-        return [row | self._rates(rates, has_tokens) for row, has_tokens in rows]
-
-    def _row(self, step: int, figures: dict[str, Any], examples: int) -> tuple[dict[str, Any], bool]:
-        """What a step told, and whether it told of tokens."""
-        fetched = jax.device_get(figures)
-        read = {name: fetched[name] for name in figures}  # in their own order
-        tokens, noise, skipped = read.pop("tokens", None), read.pop("noise", None), read.pop("skipped", None)
-        row: dict[str, Any] = {"step": step} | {name: _plain_number(value) for name, value in read.items()}
-        if skipped is not None:
-            self._count_skipped(bool(skipped))
-            row["skipped"] = self._skipped
-        if noise is not None:
-            row["noise_scale"] = self._add_noise(noise)
-        self._throughput.add(examples, int(tokens or 0))
-        return row, tokens is not None
-
-    def _rates(self, rates: tuple[float, float], has_tokens: bool) -> dict[str, float]:
-        named = {"examples_per_second": rates[0]} | ({"tokens_per_second": rates[1]} if has_tokens else {})
-        return named | {"seconds": round(self.seconds, 3)}
-
-    def _add_noise(self, noise: NoiseScale) -> float:
-        """The noise scale, averaged: as a float, since a dozen operations on a device would be for one number."""
-        noise = NoiseScale(*(float(leaf) for leaf in jax.tree.leaves(noise)))
-        if all(map(math.isfinite, jax.tree.leaves(noise))):
-            self._noise = noise if self._noise is None else DECAY * self._noise + noise
-        if self._noise is None or not self._noise.steps:
-            return math.nan
-        if self._noise.gradient_square_sum <= 0:
-            return math.inf if self._noise.trace_sum > 0 else math.nan
-        return self._noise.trace_sum / self._noise.gradient_square_sum
-
-    def _count_skipped(self, skipped: bool) -> None:
-        self._skipped += skipped
-        self._in_a_row = self._in_a_row + 1 if skipped else 0
-        if self._in_a_row == WORRYING:
-            warnings.warn(
-                f"The gradients of {WORRYING} steps in a row were not finite: nothing is being learned. A smaller "
-                "learning rate or a smaller loss scale may help; so may a look at the batches.",
-                RuntimeWarning,
-                stacklevel=user_stacklevel(),
-            )
-
-
-def evaluation(result: Any) -> dict[str, float]:
-    """What an evaluation found, by the names of its columns.
-
-    >>> evaluation({"accuracy": 0.5}), evaluation(2)
-    ({'eval.accuracy': 0.5}, {'eval': 2.0})
-
-    Raises:
-      InputError: if it is no number, and no mapping of them.
-    """
-    named = (
-        {f"eval.{name}": value for name, value in result.items()} if isinstance(result, Mapping) else {"eval": result}
-    )
-    try:
-        return {name: float(value) for name, value in named.items()}
-    except (TypeError, ValueError):
-        raise InputError(
-            "evaluate must return a number, or a mapping of numbers",
-            given=f"{result!r}",
-            remedy='For example return {"accuracy": jnp.mean(predictions == labels)}.',
-        ) from None
-
-
-def _figures(metrics: Any) -> dict[str, Any]:
-    """The numbers in what a step told, by name: ours, or whatever another step returns."""
-    if isinstance(metrics, Metrics):
-        own = {"loss": metrics.loss, "gradient_norm": metrics.gradient_norm, "aux": metrics.aux}
-        figures = {key: value for name, part in own.items() for key, value in _scalars(name, part).items()}
-        figures |= _scalars("skipped", metrics.skipped) | _scalars("tokens", metrics.tokens)
-        is_one_step = metrics.noise is not None and np.ndim(metrics.noise.steps) == 0
-        return figures | ({"noise": metrics.noise} if is_one_step else {})
-    if isinstance(metrics, Mapping):
-        # What a step of anybatch.privacy calls not private is for whoever asked for it, and not for a log.
-        parts = {str(key): part for key, part in metrics.items() if key != "not_private"}
-        return {name: value for key, part in parts.items() for name, value in _scalars(key, part).items()}
-    if hasattr(metrics, "_asdict"):
-        return _figures(metrics._asdict())
-    return _scalars("loss", metrics)
-
-
-def _scalars(name: str, tree: Any) -> dict[str, Any]:
-    found = {}
-    for path, leaf in named_leaves(name, tree):
-        kinds = (np.bool_, np.integer, np.floating)
-        is_number = is_array(leaf) and leaf.ndim == 0 and any(jax.dtypes.issubdtype(leaf.dtype, each) for each in kinds)
-        if is_number or isinstance(leaf, (int, float)):
-            found[path.replace("['", ".").replace("']", "").replace("[", ".").replace("]", "")] = leaf
-    return found
-
-
-def _num_examples(metrics: Any, batch: Any) -> int:
-    if isinstance(metrics, Metrics) and isinstance(metrics.examples, int):
-        return metrics.examples
-    shapes = [np.shape(leaf) for leaf in jax.tree.leaves(batch) if is_array(leaf)]
-    return next((shape[0] for shape in shapes if shape), 0)
-
-
-def _num_tokens(metrics: Any) -> int:
-    return metrics.tokens if isinstance(metrics, Metrics) and isinstance(metrics.tokens, int) else 0
-
-
-def _plain_number(value: Any) -> Any:
-    value = np.asarray(value)
-    return int(value) if value.dtype.kind in "biu" else float(value)
-
 
 Row = dict[str, int | float]
-
-
-Check = Callable[[Path, list[Row]], None]
+CheckRows = Callable[[Path, list[Row]], None]
 
 
 class LogError(AnybatchError, OSError):
-    """A row that could not be written: the disk is full, for one. The rows before are as they were."""
+    """A row that could not be written, e.g. because the disk is full. Earlier rows are not affected."""
 
     def __init__(self, path: Path, error: OSError | InputError) -> None:
         self.path = path
@@ -285,17 +38,17 @@ class LogError(AnybatchError, OSError):
 
 
 class Log:
-    """Writes rows, each as soon as it is there.
+    """Writes rows to files, each row at once.
 
-    - **Whole rows.** A process that is killed in the middle of a row leaves the rows before it as they were, and the
-      next one drops the half.
+    - **Complete rows.** If the process is killed in the middle of a row, earlier rows are not affected, and the next
+      process drops the incomplete one.
     - **One writer.** Another process that opens the same log is refused.
-    - **No row is lost.** If an editor replaces the file, or it is moved away, rows go on after what is there.
-    - **As if it had never stopped.** With `after`, the log of a run that goes on is, byte for byte, that of one that
-      was never interrupted, if it writes the same rows.
+    - **No row is lost.** If an editor replaces the file, or it is moved away, new rows are added to what is there.
+    - **As if never interrupted.** With `after`, the log of a resumed run equals, byte for byte, that of a run that was
+      never interrupted, if it writes the same rows.
 
-    Numbers come back from `read_log` exactly as they were. JSON has no infinities: they become null in JSON lines, as
-    does NaN, and are read as NaN.
+    `read_log` returns the same numbers. JSON has no infinities: JSON lines store infinities and NaN as null, which is
+    read as NaN.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -308,14 +61,14 @@ class Log:
     [{'step': 1, 'loss': 0.5}, {'step': 2, 'loss': 0.125}]
 
     Args:
-      paths: of one file or of several, which get the same rows; .csv or .jsonl. Folders are made.
-      after: goes on with the rows of a file up to this step, and drops later ones. None begins a new file.
-      overwrite: whether a new file may replace one that is there.
-      check: called with the path and all rows of each file that is gone on with, before any of them is dropped.
+      paths: one file, or several that get the same rows; .csv or .jsonl. Missing folders are created.
+      after: the step after which to continue existing files: later rows are dropped. None starts new files.
+      overwrite: whether new files may replace existing ones.
+      check: called with the path and all rows of each file to continue, before any row is dropped.
 
     Raises:
-      InputError: for a path that cannot be written to, or a file that is there and is no log, or should not go, or
-        that another writer has open.
+      InputError: for a path that cannot be written to, an existing file that is not a log or must not be replaced, or a
+        file that another writer has open.
     """
 
     def __init__(
@@ -324,7 +77,7 @@ class Log:
         *,
         after: int | None = None,
         overwrite: bool = False,
-        check: Check | None = None,
+        check: CheckRows | None = None,
     ) -> None:
         resolved = check_log(paths)
         formats = [_format(path) for path in resolved]
@@ -332,9 +85,11 @@ class Log:
         self._locks: list[WriterLock] = []
         try:
             self._locks += map(_locked, resolved)
-            # All are checked before the first is changed.
-            kept = [_kept(path, after, overwrite, check) for path in resolved]
-            self._files += (kind(path, rows) for kind, path, rows in zip(formats, resolved, kept, strict=True))
+            # All files are checked before the first is changed.
+            kept = [_kept_rows(path, after, overwrite, check) for path in resolved]
+            self._files += (
+                file_type(path, rows) for file_type, path, rows in zip(formats, resolved, kept, strict=True)
+            )
         except BaseException:
             self.close()
             raise
@@ -342,23 +97,23 @@ class Log:
 
     @property
     def first_rows(self) -> dict[str, Row | None]:
-        """The `finite` numbers of its first row, by which a log is known again; None before it. One for each path."""
-        return {str(file.path): self._first and finite(self._first) for file in self._files}
+        """The finite numbers of the first row, by which a log is recognized, or None without rows; for each path."""
+        return {str(file.path): self._first and finite_numbers(self._first) for file in self._files}
 
     def write(self, row: Mapping[str, Any]) -> None:
-        """Appends a row, and hands it to the system. What is None is left out.
+        """Appends a row, and passes it to the operating system. Entries that are None are left out.
 
         Args:
-          row: name -> number. It has a "step".
+          row: name -> number, with a "step".
 
         Raises:
           LogError: if it could not be written.
         """
-        checked = self._with_each(row, lambda file, checked: file.append(checked))
+        checked = self._for_each_file(row, lambda file, checked: file.append(checked))
         self._first = self._first or checked
 
     def amend(self, row: Mapping[str, Any]) -> None:
-        """Replaces the last row, as when something else became known of the same step.
+        """Replaces the last row, e.g. to add an evaluation of the same step.
 
         Args:
           row: as for `write`.
@@ -366,11 +121,11 @@ class Log:
         Raises:
           LogError: if it could not be written.
         """
-        checked = self._with_each(row, lambda file, checked: file.amend(checked))
+        checked = self._for_each_file(row, lambda file, checked: file.amend(checked))
         if self._first is None or self._first["step"] == checked["step"]:
             self._first = checked
 
-    def _with_each(self, row: Mapping[str, Any], write: Callable[["_File", Row], None]) -> Row:
+    def _for_each_file(self, row: Mapping[str, Any], write: Callable[["_File", Row], None]) -> Row:
         checked = _checked(row)
         for file in self._files:
             try:
@@ -380,7 +135,7 @@ class Log:
         return checked
 
     def close(self) -> None:
-        """Closes the files, and lets another writer in."""
+        """Closes the files, and releases their locks."""
         for file in self._files:
             file.close()
         for lock in self._locks:
@@ -394,10 +149,10 @@ class Log:
 
 
 def check_log(paths: Any) -> list[Path]:
-    """The files of a log, links followed, from what `fit` is given as `log`.
+    """The files of `fit(log=...)`, with links resolved.
 
     Raises:
-      InputError: if it is no path, no several different ones, or a name says neither CSV nor JSON lines.
+      InputError: if it is neither a path nor several different ones, or a name ends neither in .csv nor in .jsonl.
     """
     several = list(paths) if isinstance(paths, (list, tuple, set, frozenset)) else [paths]
     for each in several:
@@ -415,41 +170,108 @@ def check_log(paths: Any) -> list[Path]:
 
 
 def read_log(path: str | os.PathLike[str]) -> list[Row]:
-    """The rows of a log: whole numbers as int, others as float. What a row does not have is not in it.
+    """The rows of a log: whole numbers as int, others as float. Empty cells are left out.
 
-    A last row that was only half written is left out.
+    An incomplete last row is left out, too.
 
     Raises:
-      InputError: if it is not there, or not a log.
+      InputError: if the file does not exist, or is not a log.
     """
     path = Path(path)
-    kind = _format(path)
+    file_format = _format(path)
     try:
         content = read_regular(path, None)
     except OSError as error:
         raise InputError(
             "A log must be a file that can be read", given=f"{path} ({error.strerror})", remedy="Name another one."
         ) from error
-    # What comes after the last end of a line was being written.
+    # Text after the last newline is an incomplete row.
     text = content[: content.rfind(b"\n") + 1].decode(errors="replace")
     rows: list[Row] = []
     try:
-        for row in kind.parsed(text):
+        for row in file_format.parsed(text):
             rows.append(_checked(row))
     except (ValueError, AttributeError, TypeError, csv.Error) as error:
+        line = len(rows) + file_format.first_line
         raise InputError(
-            f"A log must be one that anybatch wrote: rows of numbers, in {kind.name}",
-            given=f"{path}, whose line {len(rows) + kind.first_line} is something else: {str(error).splitlines()[0]}",
+            f"A log must be one that anybatch wrote: rows of numbers, in {file_format.name}",
+            given=f"{path}, whose line {line} is something else: {str(error).splitlines()[0]}",
             remedy="Name another file, or correct that line.",
         ) from error
     return rows
 
 
-class _File(abc.ABC):
-    """A file that grows by whole lines, or is replaced as a whole."""
+def finite_numbers(row: Row) -> Row:
+    """The numbers of a row that come back from a log of either format."""
+    return {name: value for name, value in row.items() if math.isfinite(value)}
 
-    name = ""
-    first_line = 1  # of the rows
+
+def _locked(path: Path) -> WriterLock:
+    lock, another = WriterLock(path.with_name(f".{path.name}.lock"), is_removed=True), path.with_stem(path.stem + "-2")
+    try:
+        if not path.parent.exists():
+            path.parent.mkdir(parents=True, exist_ok=True)
+        lock.acquire("A log", path, remedy=f"Wait for it to end, or name another log, e.g. log={str(another)!r}.")
+    except OSError as error:
+        raise _not_writable(path, error) from error
+    return lock
+
+
+def _not_writable(path: Path, error: OSError) -> InputError:
+    return InputError(
+        "A log must be a file that can be written to",
+        given=f"{path} ({error.strerror})",
+        remedy="Name another one, or check its permissions and the space on its disk.",
+    )
+
+
+def _kept_rows(path: Path, after: int | None, overwrite: bool, check: CheckRows | None) -> list[Row]:
+    """The rows that a file starts with: those up to step `after`, or none."""
+    if not path.exists():
+        return []
+    if after is not None and path.is_file():
+        rows = read_log(path)
+        if check is not None:
+            check(path, rows)
+        return [row for row in rows if row["step"] <= after]
+    if not path.is_file() or (not overwrite and path.stat().st_size):
+        raise InputError(
+            "A new log must not replace an existing file",
+            given=f"{path}",
+            remedy="Name another one, resume its run from a checkpoint to continue it, or delete it first.",
+        )
+    return []
+
+
+def _checked(row: Mapping[str, Any]) -> Row:
+    """A row with Python numbers."""
+    numbers = {name: _python_number(name, value) for name, value in row.items() if value is not None}
+    if not isinstance(numbers.get("step"), int):
+        raise InputError(
+            'A row must have a "step", a whole number',
+            given=f"step={row.get('step')!r}",
+            remedy='Pass it, e.g. log.write({"step": 1, "loss": 0.5}).',
+        )
+    return numbers
+
+
+def _python_number(name: Any, value: Any) -> int | float:
+    is_name = isinstance(name, str) and name and "\n" not in name and "\r" not in name
+    array = np.asarray(value)
+    if not is_name or array.ndim or array.dtype.kind in "cOSUMmT" or array.dtype.names:
+        raise InputError(
+            "A row must consist of names and numbers",
+            given=f"{name!r}: {value!r}",
+            remedy="Leave it out, or pass one number, e.g. float(array.mean()).",
+        )
+    return int(array) if array.dtype.kind in "biu" else float(array)
+
+
+class _File(abc.ABC):
+    """A log file: complete lines are appended, or the complete file is replaced."""
+
+    name = ""  # of the format
+    first_line = 1  # the line of the first row
     _file: Any = None
 
     def __init__(self, path: Path, rows: list[Row]) -> None:
@@ -462,11 +284,11 @@ class _File(abc.ABC):
     @staticmethod
     @abc.abstractmethod
     def parsed(text: str) -> Iterator[dict[str, Any]]:
-        """The rows of whole lines, not checked."""
+        """The rows in complete lines, not checked."""
 
     @abc.abstractmethod
     def append(self, row: Row) -> None:
-        """Adds a row: all of it, or an OSError and nothing."""
+        """Adds a complete row, or raises an OSError and adds nothing."""
 
     def amend(self, row: Row) -> None:
         """Replaces the last row."""
@@ -477,14 +299,14 @@ class _File(abc.ABC):
 
     @abc.abstractmethod
     def _text(self, rows: list[Row]) -> str:
-        """All lines of a file with these rows."""
+        """The content of a file with these rows."""
 
     def _rows(self) -> list[Row]:
-        """What is there now: nothing, if somebody has moved the file away."""
+        """The rows in the file now; none if somebody has moved it away."""
         return read_log(self.path) if self.path.exists() else []
 
     def _is_ours(self) -> bool:
-        """Whether the file of that name is still the one that was opened: an editor may have written another."""
+        """Whether the path still leads to the file that was opened. An editor may have replaced it."""
         return self.path.exists() and os.path.samestat(os.stat(self.path), os.fstat(self._file.fileno()))
 
     def _write(self, text: str) -> None:
@@ -492,11 +314,11 @@ class _File(abc.ABC):
         try:
             _write_all(self._file, text.encode())
         except OSError:
-            os.ftruncate(self._file.fileno(), size)  # a half row would spoil the next
+            os.ftruncate(self._file.fileno(), size)  # an incomplete row would spoil the next
             raise
 
     def _replace(self, rows: list[Row]) -> None:
-        """The old content or the new, and nothing between."""
+        """Replaces the content of the file atomically."""
         partial = self.path.with_name(f".{self.path.name}.partial")
         try:
             with open(partial, "wb", buffering=0) as file:
@@ -511,7 +333,15 @@ class _File(abc.ABC):
         self._file = open(self.path, "ab", buffering=0)
 
 
+def _write_all(file: Any, content: bytes) -> None:
+    view = memoryview(content)
+    while view:
+        view = view[file.write(view) :]
+
+
 class _JsonLines(_File):
+    """One JSON object per line."""
+
     name = "JSON lines"
 
     def append(self, row: Row) -> None:
@@ -531,6 +361,8 @@ class _JsonLines(_File):
 
 
 class _Csv(_File):
+    """A line of column names, and one line per row. A row with a new name rewrites the file with one more column."""
+
     name = "CSV"
     first_line = 2
 
@@ -547,7 +379,7 @@ class _Csv(_File):
 
     def _replace(self, rows: list[Row]) -> None:
         super()._replace(rows)
-        self._columns = _columns(rows)  # not before: with a full disk, the old ones stay
+        self._columns = _columns(rows)  # set last: if the disk is full, the old columns stay
 
     @staticmethod
     def parsed(text: str) -> Iterator[dict[str, Any]]:
@@ -556,96 +388,11 @@ class _Csv(_File):
         for cells in lines:
             if len(cells) != len(columns):
                 raise ValueError(f"{len(cells)} cells, and {len(columns)} columns")
-            yield {name: _number(cell) for name, cell in zip(columns, cells, strict=True) if cell}
-
-
-_FORMATS: dict[str, type[_File]] = {".csv": _Csv, ".jsonl": _JsonLines}
-
-
-def _format(path: Path) -> type[_File]:
-    if path.suffix not in _FORMATS:
-        raise InputError(
-            "A log must be a file of CSV or of JSON lines, by its name",
-            given=f"{path.name!r}",
-            remedy=f"Name it {path.stem + '.csv'!r} or {path.stem + '.jsonl'!r}.",
-        )
-    return _FORMATS[path.suffix]
-
-
-def _locked(path: Path) -> WriterLock:
-    lock, another = WriterLock(path.with_name(f".{path.name}.lock"), is_removed=True), path.with_stem(path.stem + "-2")
-    try:
-        if not path.parent.exists():
-            path.parent.mkdir(parents=True, exist_ok=True)
-        lock.acquire("A log", path, remedy=f"Wait for it to end, or name another log, e.g. log={str(another)!r}.")
-    except OSError as error:
-        raise _not_writable(path, error) from error
-    return lock
-
-
-def _not_writable(path: Path, error: OSError) -> InputError:
-    return InputError(
-        "A log must be a file that can be written to",
-        given=f"{path} ({error.strerror})",
-        remedy="Name another one, or see to its permissions and the space on its disk.",
-    )
-
-
-def _kept(path: Path, after: int | None, overwrite: bool, check: Check | None) -> list[Row]:
-    if not path.exists():
-        return []
-    if after is not None and path.is_file():
-        rows = read_log(path)
-        if check is not None:
-            check(path, rows)
-        return [row for row in rows if row["step"] <= after]
-    if not path.is_file() or (not overwrite and path.stat().st_size):
-        raise InputError(
-            "A new log must not replace a file that is there",
-            given=f"{path}",
-            remedy="Name another one, go on with it from a checkpoint of its run, or delete it first.",
-        )
-    return []
-
-
-def _checked(row: Mapping[str, Any]) -> Row:
-    """The numbers of a row as those of Python."""
-    numbers = {name: _plain(name, value) for name, value in row.items() if value is not None}
-    if not isinstance(numbers.get("step"), int):
-        raise InputError(
-            'A row must have a "step", a whole number',
-            given=f"step={row.get('step')!r}",
-            remedy='Pass it, e.g. log.write({"step": 1, "loss": 0.5}).',
-        )
-    return numbers
-
-
-def finite(row: Row) -> Row:
-    """What comes back from a log of any format."""
-    return {name: value for name, value in row.items() if math.isfinite(value)}
-
-
-def _plain(name: Any, value: Any) -> int | float:
-    named = isinstance(name, str) and name and "\n" not in name and "\r" not in name
-    array = np.asarray(value)
-    if not named or array.ndim or array.dtype.kind in "cOSUMmT" or array.dtype.names:
-        raise InputError(
-            "A row must be of names and numbers",
-            given=f"{name!r}: {value!r}",
-            remedy="Leave it out, or pass a number of it, e.g. float(array.mean()).",
-        )
-    return int(array) if array.dtype.kind in "biu" else float(array)
-
-
-def _number(cell: str) -> int | float:
-    try:
-        return int(cell)
-    except ValueError:
-        return float(cell)
+            yield {name: _parsed_number(cell) for name, cell in zip(columns, cells, strict=True) if cell}
 
 
 def _columns(rows: list[Row]) -> list[str]:
-    """In the order in which they came, as in a run that was never interrupted."""
+    """The column names in order of first use, which is also their order in a run that was never interrupted."""
     return list(dict.fromkeys(name for row in rows for name in row))
 
 
@@ -659,7 +406,21 @@ def _csv_line(cells: Sequence[str]) -> str:
     return line.getvalue()
 
 
-def _write_all(file: Any, content: bytes) -> None:
-    view = memoryview(content)
-    while view:
-        view = view[file.write(view) :]
+def _parsed_number(cell: str) -> int | float:
+    try:
+        return int(cell)
+    except ValueError:
+        return float(cell)
+
+
+_FORMATS: dict[str, type[_File]] = {".csv": _Csv, ".jsonl": _JsonLines}
+
+
+def _format(path: Path) -> type[_File]:
+    if path.suffix not in _FORMATS:
+        raise InputError(
+            "The name of a log must end in .csv, or in .jsonl for JSON lines",
+            given=f"{path.name!r}",
+            remedy=f"Name it {path.stem + '.csv'!r} or {path.stem + '.jsonl'!r}.",
+        )
+    return _FORMATS[path.suffix]

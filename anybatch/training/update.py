@@ -1,4 +1,4 @@
-"""What a step computes: the gradient of the batch, and the state after it."""
+"""The computation of one step, as a function to compile: the gradient of the batch, and the updated state."""
 
 import dataclasses
 import hashlib
@@ -25,39 +25,48 @@ from anybatch.gradient_noise.noise_scale import NoiseScale
 from anybatch.gradients import squared_norms
 from anybatch.gradients.computation import Gradient
 from anybatch.gradients.value_and_grad import compute, compute_gradient
-from anybatch.training.state import KINDS, WithObjects, together
+from anybatch.training.arrays import Constants, merge_arrays
+from anybatch.training.state import StateAdapter
 
-# Of a batch, in an error.
+# The most arrays of a batch that an error lists.
 MOST_LINES = 10
 
 
 @dataclasses.dataclass(frozen=True)
-class StepArguments:
-    """What one call of a step was given: a state and a batch, their arrays apart from what is constant."""
+class StepInputs:
+    """The state and the batch of one step, with arrays separated from constants.
 
-    kind: Any  # of the state
-    arrays: list[Any]  # of the state
-    about_state: Any
-    rows: list[Any]  # of the batch and the keyword arguments
-    about_call: Any
+    Args:
+      adapter: for the type of the state.
+      state_arrays: the arrays of the state.
+      state_constants: the rest of the state.
+      batch_arrays: the arrays of the batch and of the keyword arguments.
+      batch_constants: the rest of the batch and of the keyword arguments.
+    """
 
-    def with_arrays(self, arrays: list[Any], rows: list[Any]) -> "StepArguments":
-        """The same with other arrays."""
-        return dataclasses.replace(self, arrays=arrays, rows=rows)
+    adapter: StateAdapter
+    state_arrays: list[Any]
+    state_constants: Any
+    batch_arrays: list[Any]
+    batch_constants: Constants
 
-    def about_arrays(self) -> Any:
-        """What a program is compiled for, of the arrays of the state."""
-        return tuple((array.shape, array.dtype, array.sharding) for array in self.arrays)
+    def with_arrays(self, state_arrays: list[Any], batch_arrays: list[Any]) -> "StepInputs":
+        """The same inputs with other arrays."""
+        return dataclasses.replace(self, state_arrays=state_arrays, batch_arrays=batch_arrays)
 
-    def about_rows(self) -> Any:
-        """What a program is compiled for, of the batch."""
-        return tuple((row.shape, row.dtype) for row in self.rows)
+    def state_types(self) -> Any:
+        """The types of the state's arrays, as a compiled program depends on them."""
+        return tuple((array.shape, array.dtype, array.sharding) for array in self.state_arrays)
+
+    def batch_types(self) -> Any:
+        """The types of the batch's arrays, as a compiled program depends on them."""
+        return tuple((array.shape, array.dtype) for array in self.batch_arrays)
 
     @property
     def name(self) -> str:
-        """The types of the batch in words, and those of the state in short; the same in every process."""
-        state = "; ".join(map(describe, self.arrays))
-        return f"{', '.join(map(describe, self.rows))} ({hashlib.sha256(state.encode()).hexdigest()[:8]})"
+        """The types of the batch in words, and a short hash of those of the state; the same in every process."""
+        state = "; ".join(map(describe, self.state_arrays))
+        return f"{', '.join(map(describe, self.batch_arrays))} ({hashlib.sha256(state.encode()).hexdigest()[:8]})"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,10 +74,10 @@ class Update:
     """The computation of a step.
 
     Args:
-      loss: of the whole batch.
-      optimizer: of optax; None for states that bring their own.
-      has_state: whether the loss takes, and returns, the state of a model.
-      skip_nonfinite: whether a gradient that is not finite is to change nothing.
+      loss: the loss of the full batch.
+      optimizer: an optax optimizer; None for states that have their own.
+      has_state: whether the loss takes and returns the state of a model.
+      skip_nonfinite: whether a gradient that is not finite leaves the state unchanged.
       options: the options of the gradient.
     """
 
@@ -85,20 +94,21 @@ class Update:
 
     @property
     def noise_scale(self) -> bool:
-        """Whether the noise in the gradient is wanted."""
+        """Whether the metrics include the gradient noise."""
         return self.options.noise
 
-    def call(self, given: StepArguments) -> tuple[Any, PartitionedCall]:
-        """The state, and the call of the loss: with the model, the batch, a key and the state of the model, if any."""
-        state = given.kind.merged(given.arrays, given.about_state)
-        model, key, wrt = given.kind.model_of(state)
-        batch, kwargs = together(given.rows, given.about_call)
-        kwargs = with_objects(kwargs, given.kind.objects_of(state))
+    def call(self, inputs: StepInputs) -> tuple[Any, PartitionedCall]:
+        """The merged state, and the call of the loss: with the model, the batch, the key and the model's state."""
+        adapter = inputs.adapter
+        state = adapter.merge(inputs.state_arrays, inputs.state_constants)
+        model, key, wrt = adapter.model_of(state)
+        batch, kwargs = merge_arrays(inputs.batch_arrays, inputs.batch_constants)
+        kwargs = with_objects(kwargs, adapter.objects_of(state))
         others = [] if key is None else [key]
         if self.has_state:
-            others.append(given.kind.model_state_of(state)[1])
+            others.append(adapter.model_state_of(state)[1])
 
-        self._check_signature(given.kind, [] if key is None else ["key"], kwargs)
+        self._check_signature([] if key is None else ["key"], kwargs, is_nnx=adapter.is_nnx)
 
         def fun(params: Any, batch: Any, *others: Any, **kwargs: Any) -> Any:
             if not self.has_state:
@@ -111,13 +121,12 @@ class Update:
         roles = dataclasses.replace(roles, filters=() if wrt is None else (wrt,))
         return state, partition_models(fun, roles, has_aux, (model, batch, *others), kwargs, filters=True)
 
-    def _check_signature(self, kind: Any, keys: list[str], kwargs: dict[str, Any]) -> None:
-        """Checks that the loss takes what a step passes, as far as its signature says."""
+    def _check_signature(self, keys: list[str], kwargs: dict[str, Any], *, is_nnx: bool) -> None:
+        """Checks that the loss accepts the arguments of a step, as far as its signature says."""
         try:
             signature = inspect.signature(self.loss)
         except (TypeError, ValueError):
             return
-        is_nnx = kind in (KINDS["nnx"], WithObjects(KINDS["nnx"]))
         first = "model" if is_nnx else "params"
         passed = [first, *(["model_state"] if self.has_state else []), "batch", *keys]
         try:
@@ -125,13 +134,13 @@ class Update:
         except TypeError as error:
             call = ", ".join(passed + [f"{name}=..." for name in kwargs])
             raise InputError(
-                f"The loss must take what the step passes: loss({call})",
+                f"The loss must accept the arguments of the step: loss({call})",
                 given=f"loss{signature}: {error}",
-                remedy=_ways_to_call(signature, passed, kwargs, is_nnx),
+                remedy=_how_to_call(signature, passed, kwargs, is_nnx),
             ) from None
 
     def _with_new_state(self, result: Any, before: Any) -> tuple[Any, Any]:
-        """What a loss returns, with the state of the model marked as such, and checked."""
+        """The result of the loss with the new state of the model checked, and marked as such."""
         must = "(loss, (aux, model_state))" if self.has_aux else "(loss, model_state)"
         if not is_pair(result) or (self.has_aux and not is_pair(result[1])):
             raise InputError(
@@ -141,27 +150,7 @@ class Update:
             )
         value, after = result
         aux, after = after if self.has_aux else (None, after)
-        old, new = (
-            {name: np.shape(leaf) for name, leaf in named_leaves("model_state", each)} for each in (before, after)
-        )
-        trees: list[Any] = [jax.tree.structure(before), jax.tree.structure(after)]
-        if trees[0] != trees[1] or old != new:
-            raise InputError(
-                "The loss must return the state of the model in the tree and shapes that it was given",
-                given=f"{shown(after)} for {shown(before)}",
-                remedy='Return the part that was passed in, e.g. updates["batch_stats"] of '
-                'model.apply(..., mutable=["batch_stats"]).',
-            )
-        for (name, one), (_, other) in zip(
-            named_leaves("model_state", before), named_leaves("model_state", after), strict=True
-        ):
-            types = [jax.dtypes.result_type(each) for each in (one, other)]
-            if jax.dtypes.issubdtype(types[1], jnp.inexact) and not jax.dtypes.issubdtype(types[0], jnp.inexact):
-                raise InputError(
-                    "The state of a model keeps its types from step to step",
-                    given=f"{name} = {types[0]} before the loss and {types[1]} after it",
-                    remedy="Begin with a floating-point array, e.g. jnp.zeros((), jnp.float32), or round in the loss.",
-                )
+        _check_model_state(before, after)
         return value, (aux, NewState(after))
 
     def options_of(self, call: PartitionedCall, **changes: Any) -> Options:
@@ -172,34 +161,34 @@ class Update:
             options = dataclasses.replace(options, has_aux=True, aux_reduction=declared)
         return call.options(options)
 
-    def gradient(self, given: StepArguments) -> Gradient:
-        """The gradient of a step, outside of it: to be planned."""
-        _, call = self.call(given)
+    def gradient(self, inputs: StepInputs) -> Gradient:
+        """The gradient of a step by itself, for the planner. Its budget excludes the optimizer's memory."""
+        _, call = self.call(inputs)
         changes: dict[str, Any] = {}
         memory = self.options.memory
         if memory is not None and not (isinstance(memory, str) and "%" in memory):
-            changes["memory"] = max(1, (memory_budget(memory) or 0) - beside_gradient(given, call))
+            changes["memory"] = max(1, (memory_budget(memory) or 0) - _optimizer_bytes(inputs, call))
         if self.options.mesh is not None and self.options.param_specs is None:
             changes["param_specs"] = jax.tree.map(_spec, call.args[0].trained)
         options = self.options_of(call, **changes)
         return Gradient(call.fun, options, sorted_arguments(call, options))
 
-    def results(self, given: StepArguments, options: Options) -> tuple[list[Any], dict[str, Any]]:
-        """The arrays of the state after the step, and what the metrics tell of it."""
-        state, call = self.call(given)
+    def results(self, inputs: StepInputs, options: Options) -> tuple[list[Any], dict[str, Any]]:
+        """The arrays of the state after the step, and the fields of its `Metrics`. This is what is compiled."""
+        state, call = self.call(inputs)
         gradient = Gradient(call.fun, options, sorted_arguments(call, options))
         value, aux, grads, sums = compute_gradient(gradient)
         if gradient.ignores_batch:
             warnings.warn(
-                "The loss does not depend on the batch: every step computes the same. If it closes over its data, take "
-                "them from its argument instead: def loss(params, batch): ..., called by step(state, batch).",
+                "The loss does not depend on the batch: every step computes the same. If the loss closes over its "
+                "data, make the data an argument: def loss(params, batch): ..., called by step(state, batch).",
                 RuntimeWarning,
                 stacklevel=user_stacklevel(),
             )
         if call.changes_attributes(aux):
             warnings.warn(
-                "The loss changes attributes of a model of NNX that are no variables, and a step does not keep these. "
-                "Set them before, e.g. model.train(), or keep what changes in an nnx.Variable.",
+                "The loss changes attributes of an NNX model that are not variables, and a step does not keep these "
+                "changes. Set them before the step, e.g. model.train(), or keep them in an nnx.Variable.",
                 RuntimeWarning,
                 stacklevel=user_stacklevel(),
             )
@@ -207,24 +196,26 @@ class Update:
         changes = {}
         if self.has_state:
             aux, new = aux
-            changes[given.kind.model_state_of(state)[0]] = new.values
+            changes[inputs.adapter.model_state_of(state)[0]] = new.values
         noise = NoiseScale.of_step(*sums) if self.noise_scale else None
         leaves = jax.tree.leaves(grads)
         norm = jnp.sqrt(squared_norms.square(leaves))
-        # Of a complex parameter, JAX returns the conjugate of the direction in which the loss rises.
+        # JAX returns the conjugate of the ascent direction for complex parameters.
         grads = jax.tree.map(lambda leaf: jnp.conj(leaf) if jnp.iscomplexobj(leaf) else leaf, grads)
-        good = jnp.ones((), bool)
+        is_finite = jnp.ones((), bool)
         if self.skip_nonfinite:
             for leaf in leaves:
-                good &= jnp.all(jnp.isfinite(leaf))
+                is_finite &= jnp.all(jnp.isfinite(leaf))
         extra = {"value": value, "grad": grads, "value_fn": _value_fn(call, options)}
         with jax.named_scope("anybatch.update"):
-            new_arrays = given.kind.updated(state, given.arrays, self.optimizer, grads, changes, good, extra)
-        return new_arrays, {"loss": value, "aux": aux, "gradient_norm": norm, "skipped": ~good, "noise": noise}
+            new_arrays = inputs.adapter.updated(
+                state, inputs.state_arrays, self.optimizer, grads, changes, is_finite, extra
+            )
+        return new_arrays, {"loss": value, "aux": aux, "gradient_norm": norm, "skipped": ~is_finite, "noise": noise}
 
 
 def sorted_arguments(call: PartitionedCall, options: Options) -> Arguments:
-    """The arguments of the loss, sorted. The batch is the second, and has at least one example.
+    """The arguments of the loss, sorted by role. The batch is the second.
 
     Raises:
       InputError: for a batch without examples.
@@ -235,13 +226,35 @@ def sorted_arguments(call: PartitionedCall, options: Options) -> Arguments:
         raise InputError(
             "A step needs at least one example: its optimizer would move the parameters even without a gradient",
             given="\n".join([f"{name}: {describe(leaf)}" for name, leaf in named[:MOST_LINES]] + [""]),
-            remedy=f"Leave such a batch out: if len({named[0][0]}): state, metrics = step(state, batch)",
+            remedy=f"Skip such a batch: if len({named[0][0]}): state, metrics = step(state, batch)",
         )
     return arguments
 
 
-def _ways_to_call(signature: inspect.Signature, passed: list[str], kwargs: dict[str, Any], is_nnx: bool) -> str:
-    """What to do about a loss that does not take what a step passes."""
+def _check_model_state(before: Any, after: Any) -> None:
+    """Checks that the new state of a model has the structure, the shapes and the kinds of numbers of the old one."""
+    old, new = named_leaves("model_state", before), named_leaves("model_state", after)
+    shapes: list[Any] = [{name: np.shape(leaf) for name, leaf in named} for named in (old, new)]
+    trees: list[Any] = [jax.tree.structure(before), jax.tree.structure(after)]
+    if trees[0] != trees[1] or shapes[0] != shapes[1]:
+        raise InputError(
+            "The loss must return the state of the model with the tree and shapes that it was given",
+            given=f"{shown(after)} for {shown(before)}",
+            remedy='Return the part that was passed in, e.g. updates["batch_stats"] of '
+            'model.apply(..., mutable=["batch_stats"]).',
+        )
+    for (name, old_leaf), (_, new_leaf) in zip(old, new, strict=True):
+        types = [jax.dtypes.result_type(leaf) for leaf in (old_leaf, new_leaf)]
+        if jax.dtypes.issubdtype(types[1], jnp.inexact) and not jax.dtypes.issubdtype(types[0], jnp.inexact):
+            raise InputError(
+                "The state of a model must keep its types from step to step",
+                given=f"{name} = {types[0]} before the loss and {types[1]} after it",
+                remedy="Start with a floating-point array, e.g. jnp.zeros((), jnp.float32), or round in the loss.",
+            )
+
+
+def _how_to_call(signature: inspect.Signature, passed: list[str], kwargs: dict[str, Any], is_nnx: bool) -> str:
+    """The remedy for a loss that does not accept the arguments of a step."""
     parameters = list(signature.parameters.values())
     names = [each.name for each in parameters if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
     required = [
@@ -252,7 +265,7 @@ def _ways_to_call(signature: inspect.Signature, passed: list[str], kwargs: dict[
     place = passed.index("batch")
     more = [name for name in names if name in required and name not in kwargs][len(passed) :]
     more += [name for name in required if name not in names and name not in kwargs]
-    if "batch" in names[place + 1 :]:  # in another order
+    if "batch" in names[place + 1 :]:  # the batch is at another position
         ordered = [*names[:place], "batch", *(name for name in names[place:] if name != "batch")]
         others = [f"{name}={name}" for name in ordered[len(passed) :]]
         return (
@@ -262,7 +275,7 @@ def _ways_to_call(signature: inspect.Signature, passed: list[str], kwargs: dict[
     if not more:
         if "key" in passed and len(names) < len(passed):
             return "The state has a key: def loss(params, batch, key), or step.init(params) without a key."
-        return "Leave out what the loss does not take, or add it to the signature of the loss."
+        return "Leave out the arguments that the loss does not take, or add them to its signature."
     keys = [name for name in more if any(word in name.lower() for word in ("key", "rng", "seed"))]
     if keys and is_nnx:
         name = keys[0]
@@ -271,7 +284,7 @@ def _ways_to_call(signature: inspect.Signature, passed: list[str], kwargs: dict[
             f"nnx.Rngs(0), then step(state, batch, {name}={name})."
         )
     if keys:
-        return "Let the state have a key: state = step.init(params, key=jax.random.key(0))."
+        return "Give the state a key: state = step.init(params, key=jax.random.key(0))."
     rows = [names[place], *more] if len(names) > place else more
     tree = ", ".join(f'"{name}": {name}' for name in rows)
     by_name = ", ".join(f"{name}={name}" for name in more)
@@ -283,7 +296,7 @@ def _ways_to_call(signature: inspect.Signature, passed: list[str], kwargs: dict[
 
 
 def _value_fn(call: PartitionedCall, options: Options) -> Callable[[Any], Any]:
-    """The loss as a function of what is trained, for optimizers that search along a line: by microbatches, too."""
+    """The loss as a function of the trained parameters, for line searches. It is computed per microbatch, too."""
     options = dataclasses.replace(options, noise=False)
 
     def value_and_gradient(params: Any) -> tuple[Any, Any]:
@@ -303,10 +316,10 @@ def _value_fn(call: PartitionedCall, options: Options) -> Callable[[Any], Any]:
     return value_fn
 
 
-def beside_gradient(given: StepArguments, call: PartitionedCall) -> int:
-    """The bytes of a state on one device that its gradient does not see: what the optimizer keeps."""
+def _optimizer_bytes(inputs: StepInputs, call: PartitionedCall) -> int:
+    """The bytes on one device of the state's arrays that the loss is not called with: the optimizer state."""
     seen = {id(leaf) for leaf in jax.tree.leaves((call.args[0], call.args[2:], call.kwargs))}
-    return sum(local_bytes(array) for array in given.arrays if id(array) not in seen)
+    return sum(local_bytes(array) for array in inputs.state_arrays if id(array) not in seen)
 
 
 def _spec(leaf: Any) -> Any:

@@ -101,7 +101,7 @@ def test_many_processes_stop_together_and_continue_in_one_with_the_same_bits(tmp
     assert stopped.returncode == 128 + signal.SIGTERM, said
     assert re.search(r"Stopped by SIGTERM after step \d\D", "".join(said)), said
     text = ended_well(launched(1, 4, *small, tmp_path / "stopped"), tmp_path)
-    assert "Going on after step" in text and bits(text) == expected[:1]
+    assert "Resuming after step" in text and bits(text) == expected[:1]
     assert len((tmp_path / "stopped" / "log.csv").read_text().splitlines()) == 31
     assert bits(ended_well(launched(1, 4, *small, tmp_path / "other", "--steps", 29), tmp_path)) != expected[:1]
 

@@ -473,7 +473,7 @@ def test_a_checkpoint_of_another_model(tmp_path):
             "    new: int64[], which the checkpoint does not have",
             "    old: key<fry>[] in the checkpoint, and not in the state",
         ]
-        assert lines[0].startswith("The checkpoint must be of the same arrays") and 'checkpoints="run2"' in lines[5]
+        assert lines[0].startswith("The checkpoint must have the same arrays") and 'checkpoints="run2"' in lines[5]
         with pytest.raises(InputError, match=r"and 92 more\n") as caught:
             checkpoints.restore(saved | {f"layer {number}": 0 for number in range(101)})
         assert len(str(caught.value).splitlines()) == 12
@@ -508,7 +508,7 @@ def test_a_checkpoint_that_the_disk_has_damaged(tmp_path, damage, says):
             except CheckpointError as error:
                 errors.append(str(error))
                 assert f"The checkpoint of step 2 in {folder} is damaged: " in str(error)
-                assert f"Delete {folder / '2'} to go on without it; the newest other one is of step 1." in str(error)
+                assert f"Delete {folder / '2'} to continue without it; the newest other one is of step 1." in str(error)
                 restored = checkpoints.restore(arrays, 1)[1]
             for name, array in arrays.items():
                 same(restored[name], array)
@@ -616,7 +616,7 @@ def test_a_step_before_the_newest_would_be_lost(tmp_path):
         assert checkpoints.restore({"x": 0})[0] == 3
         checkpoints.drop_after(-1)
         assert checkpoints.latest() is None
-        with pytest.raises(InputError, match="There must be a checkpoint to go on from, got none in"):
+        with pytest.raises(InputError, match="There must be a checkpoint to restore, got none in"):
             checkpoints.restore({"x": 0})
 
 
@@ -633,11 +633,13 @@ def test_input_that_cannot_be(tmp_path, monkeypatch):
             ((2, {"x": "text"}, {}), "of a dtype that can be stored, got x: str"),
             ((2, {"x": np.array(["text"])}, {}), "got x: ndarray of dtype <U4"),
             ((2, {"x": jnp.zeros(2, jnp.uint4)}, {}), r"of dtype uint4.\n.*array.astype\(jnp.uint8\)"),
-            ((2, {"x": 1}, {"y": jnp.zeros(2)}), "The record of a checkpoint must be what JSON can say, got"),
+            ((2, {"x": 1}, {"y": jnp.zeros(2)}), "The record of a checkpoint must consist of JSON values, got"),
         ]:
             with pytest.raises(InputError, match=message):
                 checkpoints.save(*arguments)
-        with pytest.raises(InputError, match=r"one that is there, got step=3, and .* has 1\.\n.*the newest, 1"):
+        with pytest.raises(
+            InputError, match=r"a checkpoint in the folder, got step=3, and .* has 1\.\n.*the newest, 1"
+        ):
             checkpoints.restore({"x": 1}, 3)
     with pytest.raises(InputError, match="keep must be a whole number of at least 1, got keep=0"):
         Checkpoints(tmp_path, keep=0)

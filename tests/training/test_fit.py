@@ -22,7 +22,8 @@ import pytest
 import anybatch as ab
 from anybatch.jaxprs import versions
 from anybatch.training.checkpoints import CheckpointError
-from anybatch.training.log import WORRYING, read_log
+from anybatch.training.log import read_log
+from anybatch.training.log_rows import MANY_SKIPPED
 
 
 @pytest.fixture(autouse=True)
@@ -337,7 +338,10 @@ def test_other_versions_than_a_run_began_with_are_worth_a_word(tmp_path, monkeyp
     assert "saved with" not in capsys.readouterr().err
     monkeypatch.setattr(versions, "versions", lambda: ["99.1", "99.1"])
     fitted(steps=4, checkpoints=tmp_path / "c", progress="lines")
-    assert re.search(r"It was saved with jax 0[.\d]+, and this is jax 99.1: .*other bits", capsys.readouterr().err)
+    assert re.search(
+        r"It was saved with jax 0[.\d]+, and this is jax 99.1: .*bits of later steps may differ",
+        capsys.readouterr().err,
+    )
 
 
 @pytest.mark.parametrize("suffix", [".csv", ".jsonl"])
@@ -351,7 +355,7 @@ def test_a_run_that_goes_on_leaves_the_log_of_another_run_alone(tmp_path, suffix
     with pytest.raises(ab.InputError) as caught:
         ab.fit(step, state, [data(8)] * 4, checkpoints=tmp_path / "c", log=other, progress=False)
     assert str(caught.value) == (
-        "The log of a run that goes on must be its own, got "
+        "The log of a resumed run must be its own, got "
         f"log='{other}', of another run, while the checkpoint of step 2 is in {tmp_path / 'c'}.\n"
         f"Name the log that the run had, '{ours}', or a new one, e.g. log='{tmp_path}/other-2{suffix}'."
     )
@@ -436,7 +440,7 @@ def test_folders_and_files_that_cannot_be_written(tmp_path):
 def test_bad_arguments():
     step, state = fresh()
     for options, words in [
-        ({"steps": 2, "epochs": 2}, "so many steps or"),
+        ({"steps": 2, "epochs": 2}, "number of steps or"),
         ({"steps": -1}, "steps must be"),
         ({"steps": 2.5}, "steps must be"),
         ({"epochs": 0}, "epochs"),
@@ -459,8 +463,8 @@ def test_bad_arguments():
 def test_steps_that_learn_nothing_are_worth_a_word():
     bad = data(8) | {"x": np.full((8, 4), np.nan, np.float32)}
     with pytest.warns(RuntimeWarning, match="nothing is being learned"):
-        run = fitted([bad], steps=WORRYING)
-    assert run.history[-1]["skipped"] == int(run.state.skipped) == WORRYING
+        run = fitted([bad], steps=MANY_SKIPPED)
+    assert run.history[-1]["skipped"] == int(run.state.skipped) == MANY_SKIPPED
 
 
 def test_throughput_is_that_of_the_steps(tmp_path):
@@ -606,7 +610,7 @@ def test_logs_of_wrong_types(given):
 
 def test_a_log_that_is_a_pipe_is_refused(tmp_path):
     os.mkfifo(tmp_path / "run.csv")
-    with pytest.raises(ab.InputError, match="must not replace a file that is there"):
+    with pytest.raises(ab.InputError, match="must not replace an existing file"):
         fitted([data(8)], log=tmp_path / "run.csv")
     with pytest.raises(ab.InputError, match="a device, pipe or socket"):
         read_log(tmp_path / "run.csv")

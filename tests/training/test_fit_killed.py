@@ -62,7 +62,7 @@ def test_twenty_signals_at_random_moments_leave_the_same_bits(tmp_path, uninterr
 def test_a_stop_saves_the_state_and_says_how_to_go_on(tmp_path, uninterrupted):
     code, said = interrupted(tmp_path, signal.SIGTERM, 0.1)
     assert code == 143, said
-    assert "Stopped by SIGTERM after step" in said and "run it again to go on" in said
+    assert "Stopped by SIGTERM after step" in said and "run it again to resume" in said
     stopped = int(said.split("Stopped by SIGTERM after step ")[1].split(",")[0])
     saved = [int(path.name) for path in (tmp_path / "checkpoints").iterdir() if path.name.isdigit()]
     assert max(saved) == stopped

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from anybatch.errors import InputError
-from anybatch.training import checkpoint_folder, progress
+from anybatch.training import checkpoint_folder, display
 from anybatch.training.log import Log, LogError, read_log
 
 SUFFIXES = ["csv", "jsonl"]
@@ -174,7 +174,7 @@ def test_a_row_that_is_written_in_part(tmp_path, monkeypatch):
 
 def test_a_file_that_is_there_is_not_replaced_unasked(tmp_path):
     path = written(tmp_path / "run.csv", ROWS)
-    with pytest.raises(InputError, match=r"must not replace a file that is there, got .*run\.csv\.\n"):
+    with pytest.raises(InputError, match=r"must not replace an existing file, got .*run\.csv\.\n"):
         Log([tmp_path / "other.csv", path])
     assert read_log(path) == ROWS and not (tmp_path / "other.csv").exists()
     assert written(path, ROWS[:1], overwrite=True).read_text() == "step,loss,skipped\n1,0.1,0\n"
@@ -215,7 +215,7 @@ def test_two_runs_at_once_do_not_share_a_log(tmp_path, monkeypatch, ends):
         first.communicate("\n")
     assert len(read_log(path)) == (5 if ends == "by itself" else 0)
     if ends == "by itself":
-        with pytest.raises(InputError, match="must not replace a file that is there"):
+        with pytest.raises(InputError, match="must not replace an existing file"):
             Log(path)
         assert len(read_log(path)) == 5
     with Log(path, after=5) as log:  # the control: now it is free
@@ -279,7 +279,7 @@ def test_a_file_with_the_name_of_the_lock_is_kept(tmp_path):
 def test_what_is_no_plain_file_is_not_replaced(tmp_path):
     os.mkfifo(tmp_path / "run.csv")
     for options in ({}, {"after": 1}, {"overwrite": True}):
-        with pytest.raises(InputError, match=r"must not replace a file that is there, got .*run\.csv"):
+        with pytest.raises(InputError, match=r"must not replace an existing file, got .*run\.csv"):
             Log(tmp_path / "run.csv", **options)
     assert (tmp_path / "run.csv").is_fifo()
 
@@ -287,9 +287,9 @@ def test_what_is_no_plain_file_is_not_replaced(tmp_path):
 @pytest.mark.parametrize(
     "path, message",
     [
-        ("run.txt", r"by its name, got 'run.txt'\.\nName it 'run.csv' or 'run.jsonl'\."),
+        ("run.txt", r"JSON lines, got 'run.txt'\.\nName it 'run.csv' or 'run.jsonl'\."),
         ("file/run.csv", r"can be written to, got .*file/run.csv \(Not a directory\)"),
-        ("folder.csv", r"must not replace a file that is there"),
+        ("folder.csv", r"must not replace an existing file"),
         ([], r"one file, or several different ones, got \[\]"),
         (["run.csv", "./run.csv"], r"one file, or several different ones"),
         ("/proc/run.csv", r"can be written to, got /proc/run.csv \("),
@@ -348,8 +348,8 @@ def test_a_log_that_is_not_there(tmp_path):
 
 def test_the_time_left_does_not_count_the_compilation(monkeypatch, capsys):
     now = [100.0]
-    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
-    lines = progress.Lines()
+    monkeypatch.setattr(display.time, "monotonic", lambda: now[0])
+    lines = display.LineDisplay()
     lines.begin(10, 20)
     for step in range(11, 21):
         now[0] += 60.0 if step == 11 else 2.0  # the first step compiles

@@ -13,7 +13,9 @@ import numpy as np
 import pytest
 
 from anybatch.errors import InputError
-from anybatch.training.batches import Batches, check_same_kind, open_source
+from anybatch.training.batches import Batches
+from anybatch.training.prefetch import BatchSpec
+from anybatch.training.sources import open_source
 
 ROWS = np.arange(20, dtype=np.float32).reshape(10, 2)
 
@@ -417,7 +419,7 @@ class TestRefusals:
         "position", [{}, {"kind": "iterable"}, 3, {"kind": "?", "pass": 0, "batch": 0, "total": 0}]
     )
     def test_what_is_no_position(self, position):
-        with pytest.raises(InputError, match="position must be one that open_source gave"):
+        with pytest.raises(InputError, match="position must be one that open_source returned"):
             open_source([1], position=position)
 
     @pytest.mark.parametrize("old, new", list(itertools.permutations(KINDS, 2)))
@@ -431,7 +433,7 @@ class TestRefusals:
         _, position = drawn(Batches(ROWS, 3), 2)[-1]
         changed = Batches(ROWS, **{"batch_size": 3, **change})
         ((name, value),) = change.items()
-        with pytest.raises(InputError, match=f"made as before.*\n?.*{name}={value}, and .* before"):
+        with pytest.raises(InputError, match=f"the same options as before.*\n?.*{name}={value}, and .* before"):
             open_source(changed, position=position)
 
     def test_a_source_with_fewer_batches_than_were_drawn(self):
@@ -476,7 +478,7 @@ FIRST = {"x": np.zeros((4, 2), np.float32), "n": 3, "y": (np.zeros(4, np.int32),
 
 class TestSameKind:
     def test_sizes_and_libraries_may_differ(self):
-        check_same_kind(FIRST, {"x": jnp.ones((1, 9)), "n": 5, "y": (np.ones(1, np.int32),)}, 2)
+        BatchSpec.of(FIRST).check({"x": jnp.ones((1, 9)), "n": 5, "y": (np.ones(1, np.int32),)}, 2)
 
     @pytest.mark.parametrize(
         "change, message",
@@ -494,4 +496,4 @@ class TestSameKind:
     )
     def test_anything_else_is_named(self, change, message):
         with pytest.raises(InputError, match=message):
-            check_same_kind(FIRST, {**FIRST, **change}, 7)
+            BatchSpec.of(FIRST).check({**FIRST, **change}, 7)

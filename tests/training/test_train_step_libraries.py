@@ -289,7 +289,14 @@ KEYED = "state = step.init(params, key=jax.random.key(0))."
     ("kind", "loss", "kwargs", "must", "given", "remedy"),
     [
         ("own", lambda w, batch, key: 0.0, {}, "loss(params, batch)", "missing a required argument: 'key'", KEYED),
-        ("own", lambda w, batch: 0.0, {"z": 1}, "loss(params, batch, z=...)", "keyword argument 'z'", "Leave out what"),
+        (
+            "own",
+            lambda w, batch: 0.0,
+            {"z": 1},
+            "loss(params, batch, z=...)",
+            "keyword argument 'z'",
+            "Leave out the arguments",
+        ),
         (
             "keyed",
             lambda w, batch: 0.0,
@@ -326,7 +333,7 @@ def test_a_loss_that_does_not_take_what_a_step_passes(kind, loss, kwargs, must, 
     with pytest.raises(ab.InputError) as caught:
         step(state, batches()[0], **kwargs)
     message = str(caught.value)
-    assert f"The loss must take what the step passes: {must}, got" in message
+    assert f"The loss must accept the arguments of the step: {must}, got" in message
     assert given in message and remedy in message
 
 
@@ -721,13 +728,13 @@ def test_running_averages_are_saved_and_go_on_with_the_same_bits(tmp_path, kind)
         (
             lambda p, s, b: (normed_loss(p, s, b)[0], {"batch_stats": s}),
             False,
-            "in the tree and shapes that it was given",
+            "with the tree and shapes that it was given",
             'updates["batch_stats"]',
         ),
         (
             lambda p, s, b: (normed_loss(p, s, b)[0], jax.tree.map(lambda leaf: leaf[:1], s)),
             False,
-            "in the tree and shapes that it was given",
+            "with the tree and shapes that it was given",
             "float64[1]",
         ),
     ],

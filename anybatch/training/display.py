@@ -1,4 +1,4 @@
-"""What a training run shows of itself: a bar in a terminal, lines elsewhere."""
+"""What `fit` shows on the standard error: a progress bar in a terminal, lines elsewhere."""
 
 import importlib.util
 import math
@@ -10,14 +10,39 @@ from typing import Any
 
 from anybatch.errors import InputError
 
-# How often there is a line, in seconds, where there is no bar.
+# Seconds between two lines, where there is no bar.
 BETWEEN_LINES = 10.0
 
 
-class Silent:
-    """Shows nothing."""
+def display_for(progress: Any, *, is_first: bool) -> "Display":
+    """The display for `fit(progress=...)`.
 
-    def __enter__(self) -> "Silent":
+    Args:
+      progress: True for a bar in a terminal and lines elsewhere, "bar" or "lines" for one of them, False for nothing.
+      is_first: whether this is the first process: the others show nothing.
+
+    Raises:
+      InputError: for anything else.
+    """
+    if progress not in (True, False, "bar", "lines"):
+        raise InputError(
+            'progress must be True, False, "bar" or "lines"',
+            given=f"progress={progress!r}",
+            remedy='For example progress="lines".',
+        )
+    if progress is False or not is_first:
+        return Display()
+    has_rich = importlib.util.find_spec("rich") is not None
+    if progress == "bar" and not has_rich:
+        raise InputError("A bar needs rich", given="a Python without it", remedy='pip install "anybatch[train]"')
+    is_terminal = hasattr(sys.stderr, "isatty") and sys.stderr.isatty()
+    return BarDisplay() if progress == "bar" or (progress is True and has_rich and is_terminal) else LineDisplay()
+
+
+class Display:
+    """A display that shows nothing, and the base of the others."""
+
+    def __enter__(self) -> "Display":
         return self
 
     def __exit__(
@@ -26,47 +51,48 @@ class Silent:
         pass
 
     def begin(self, done: int, total: int | None) -> None:
-        """So many steps are done, of so many."""
+        """Called before the first step, with the number of steps done, and in all if that is known."""
 
     def show(self, row: Mapping[str, Any], *, is_notable: bool = False) -> None:
-        """A step was taken."""
+        """Shows the row of a step. A notable one, e.g. with an evaluation, is always shown."""
 
     def say(self, text: str) -> None:
-        """Something else happened."""
+        """Shows a message."""
 
 
-class Lines(Silent):
-    """One line at the first step, at notable ones, and every ten seconds."""
+class LineDisplay(Display):
+    """A line for the first step, for notable ones, and every ten seconds."""
 
     def __init__(self) -> None:
         self._total: int | None = None
         self._last: float | None = None
-        self._begun: tuple[float, int] | None = None  # when the first step was done, and which one that was
+        self._first: tuple[float, int] | None = None  # the time after the first step, and its number
 
     def begin(self, done: int, total: int | None) -> None:
-        self._total, self._begun = total, None
+        self._total, self._first = total, None
 
     def show(self, row: Mapping[str, Any], *, is_notable: bool = False) -> None:
         now = time.monotonic()
-        self._begun = self._begun or (now, row["step"])  # from then on: the first step is the one that compiles
+        self._first = self._first or (now, row["step"])  # the clock starts here: the first step includes compilation
         if self._last is not None and not is_notable and now - self._last < BETWEEN_LINES:
             return
         self._last = now
         total = "" if self._total is None else f"/{self._total}"
-        self.say("  ".join(filter(None, [f"step {row['step']}{total}", summary(row), self._eta(row["step"], now)])))
+        parts = [f"step {row['step']}{total}", summary(row), self._time_left(row["step"], now)]
+        self.say("  ".join(filter(None, parts)))
 
     def say(self, text: str) -> None:
         print(text, file=sys.stderr, flush=True)
 
-    def _eta(self, step: int, now: float) -> str:
-        then, first = self._begun or (now, step)
+    def _time_left(self, step: int, now: float) -> str:
+        then, first = self._first or (now, step)
         if self._total is None or step - first < 2 or step >= self._total:
             return ""
         return f"{_clock((now - then) / (step - first) * (self._total - step))} left"
 
 
-class Bar(Silent):
-    """A bar of rich, on the standard error: steps, loss, throughput, time left."""
+class BarDisplay(Display):
+    """A progress bar made with rich: steps, loss, throughput, time left."""
 
     def __init__(self) -> None:
         from rich.console import Console
@@ -84,7 +110,7 @@ class Bar(Silent):
         )
         self._task: Any = None
 
-    def __enter__(self) -> "Bar":
+    def __enter__(self) -> "BarDisplay":
         self._progress.start()
         return self
 
@@ -103,33 +129,8 @@ class Bar(Silent):
         self._progress.console.print(text, highlight=False, markup=False)
 
 
-def display(progress: Any, *, is_first: bool) -> Silent:
-    """What shows a run.
-
-    Args:
-      progress: True for a bar in a terminal and lines elsewhere, "bar" or "lines" for one of them, False for nothing.
-      is_first: whether this process is the one of several that shows it.
-
-    Raises:
-      InputError: for anything else.
-    """
-    if progress not in (True, False, "bar", "lines"):
-        raise InputError(
-            'progress must be True, False, "bar" or "lines"',
-            given=f"progress={progress!r}",
-            remedy='For example progress="lines".',
-        )
-    if progress is False or not is_first:
-        return Silent()
-    has_rich = importlib.util.find_spec("rich") is not None
-    if progress == "bar" and not has_rich:
-        raise InputError("A bar needs rich", given="a Python without it", remedy='pip install "anybatch[train]"')
-    is_terminal = hasattr(sys.stderr, "isatty") and sys.stderr.isatty()
-    return Bar() if progress == "bar" or (progress is True and has_rich and is_terminal) else Lines()
-
-
 def summary(row: Mapping[str, Any]) -> str:
-    """The figures of a step that one would look at.
+    """The most important numbers of a row: loss, evaluations, throughput and skipped steps.
 
     >>> summary({"step": 3, "loss": 1.25, "examples_per_second": 1234.5, "eval.accuracy": 0.9, "skipped": 1})
     'loss 1.25  eval.accuracy 0.9  1,234 examples/s  1 skipped'
@@ -149,7 +150,7 @@ def _is_known(value: Any) -> bool:
 
 
 def _clock(seconds: float) -> str:
-    """A duration as people read it.
+    """A duration as hours, minutes and seconds.
 
     >>> _clock(3725.2)
     '1:02:05'

@@ -17,8 +17,9 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from anybatch.errors import InputError
-from anybatch.training.batches import Batches, open_source
-from anybatch.training.feed import Feed, to_device
+from anybatch.training.batches import Batches
+from anybatch.training.prefetch import Prefetcher, to_device
+from anybatch.training.sources import open_source
 
 SHAPE = (64, 64)
 
@@ -40,9 +41,9 @@ def one_buffer(number):
     buffer[:] = -1
 
 
-def values(feed):
+def values(prefetcher):
     """The first number of every batch, looked at when all are there."""
-    batches = [batch for batch, _ in feed]
+    batches = [batch for batch, _ in prefetcher]
     return [float(batch[0, 0]) for batch in batches]
 
 
@@ -62,7 +63,7 @@ def until(condition):
 
 
 def threads():
-    return [thread for thread in threading.enumerate() if thread.name == "anybatch-feed"]
+    return [thread for thread in threading.enumerate() if thread.name == "anybatch-prefetch"]
 
 
 @pytest.fixture(autouse=True)
@@ -76,9 +77,9 @@ def no_thread_is_left():
 def test_all_batches_come_in_order_with_their_positions(ahead):
     source = Batches({"x": np.arange(40).reshape(20, 2)}, 3, drop_last=False)
     expected = list(open_source(source, epochs=2))
-    with Feed(open_source(source, epochs=2), ahead=ahead) as feed:
-        actual = list(feed)
-        assert next(feed, None) is None  # the end stays the end
+    with Prefetcher(open_source(source, epochs=2), ahead=ahead) as prefetcher:
+        actual = list(prefetcher)
+        assert next(prefetcher, None) is None  # the end stays the end
     assert [position for _, position in actual] == [position for _, position in expected]
     for (batch, _), (other, _) in zip(actual, expected, strict=True):
         assert isinstance(batch["x"], jax.Array)
@@ -88,9 +89,9 @@ def test_all_batches_come_in_order_with_their_positions(ahead):
 @pytest.mark.parametrize("ahead", [1, 2, 5])
 def test_so_many_are_drawn_ahead_and_no_more(ahead):
     pulled = []
-    with Feed(numbered(pulled), ahead=ahead) as feed:
+    with Prefetcher(numbered(pulled), ahead=ahead) as prefetcher:
         until(lambda: len(pulled) == ahead)
-        next(feed), next(feed)
+        next(prefetcher), next(prefetcher)
         until(lambda: len(pulled) == ahead + 2)
         time.sleep(0.05)
         assert len(pulled) == ahead + 2
@@ -103,12 +104,12 @@ def test_without_a_thread_nothing_is_drawn_before_it_is_asked_for():
         drawn_in.append(threading.current_thread())
         return batch
 
-    with Feed(numbered(pulled), put, ahead=0) as feed:
-        assert feed.ready() and not pulled and not threads()
-        next(feed)
+    with Prefetcher(numbered(pulled), put, ahead=0) as prefetcher:
+        assert prefetcher.ready() and not pulled and not threads()
+        next(prefetcher)
         assert pulled == [0] and drawn_in == [threading.current_thread()]
-    with Feed(numbered(pulled), put, ahead=1) as feed:  # the control
-        next(feed)
+    with Prefetcher(numbered(pulled), put, ahead=1) as prefetcher:  # the control
+        next(prefetcher)
         assert drawn_in[-1] != threading.current_thread()
 
 
@@ -118,11 +119,11 @@ def test_what_was_drawn_and_not_used_is_not_lost(ahead):
     expected = [batch for batch, _ in itertools.islice(open_source(source), 14)]
     used, position, ends = [], None, []
     while len(used) < len(expected):  # stopped after every batch or two
-        with Feed(open_source(source, position=position), ahead=ahead) as feed:
-            drawn = list(itertools.islice(feed, 1 + len(used) % 2))
+        with Prefetcher(open_source(source, position=position), ahead=ahead) as prefetcher:
+            drawn = list(itertools.islice(prefetcher, 1 + len(used) % 2))
             used, position = [*used, *(batch for batch, _ in drawn)], drawn[-1][1]
-            until(lambda feed=feed: len(feed._work.queue) == ahead)
-            ends.append(feed._work.drawn)
+            until(lambda prefetcher=prefetcher: len(prefetcher._queue.items) == ahead)
+            ends.append(prefetcher._queue.drawn)
     np.testing.assert_array_equal(used[: len(expected)], expected)
     # The control: the source itself stood further on, where it would have been wrong to go on.
     assert ends[0] == 1 + ahead
@@ -131,14 +132,14 @@ def test_what_was_drawn_and_not_used_is_not_lost(ahead):
 class TestOverwriting:
     @pytest.mark.parametrize("ahead", [0, 2])
     def test_a_loader_may_overwrite_its_arrays(self, ahead):
-        with Feed(open_source(one_buffer(5)), ahead=ahead) as feed:
-            assert values(feed) == [0, 1, 2, 3, 4]
+        with Prefetcher(open_source(one_buffer(5)), ahead=ahead) as prefetcher:
+            assert values(prefetcher) == [0, 1, 2, 3, 4]
 
     @pytest.mark.parametrize("put", [jax.device_put, functools.partial(jax.device_put, may_alias=False)])
     def test_the_comparison_can_fail(self, put):
         """The control: put as JAX does it, the batches are overwritten, and asking it not to does not help."""
-        with Feed(open_source(one_buffer(5)), put, ahead=0) as feed:
-            assert values(feed) != [0, 1, 2, 3, 4]
+        with Prefetcher(open_source(one_buffer(5)), put, ahead=0) as prefetcher:
+            assert values(prefetcher) != [0, 1, 2, 3, 4]
 
     @pytest.mark.parametrize("kind", ["default", "device", "repeated", "spread"])
     def test_wherever_they_go(self, kind):
@@ -163,14 +164,14 @@ class TestErrors:
             yield from numbered([], 3)
             raise error
 
-        with Feed(a_broken_loader(), ahead=ahead) as feed:
-            assert [position["at"] for _, position in itertools.islice(feed, 3)] == [0, 1, 2]
+        with Prefetcher(a_broken_loader(), ahead=ahead) as prefetcher:
+            assert [position["at"] for _, position in itertools.islice(prefetcher, 3)] == [0, 1, 2]
             with pytest.raises(type(error)) as caught:
-                next(feed)
+                next(prefetcher)
             assert caught.value is error
             names = [frame.name for frame in traceback.extract_tb(caught.value.__traceback__)]
             assert "a_broken_loader" in names
-            assert next(feed, None) is None
+            assert next(prefetcher, None) is None
 
     @pytest.mark.parametrize("ahead", [0, 2])
     def test_of_put(self, ahead):
@@ -179,44 +180,44 @@ class TestErrors:
                 raise MemoryError("no room")
             return batch
 
-        with Feed(numbered([]), put, ahead=ahead) as feed:
-            next(feed), next(feed)
+        with Prefetcher(numbered([]), put, ahead=ahead) as prefetcher:
+            next(prefetcher), next(prefetcher)
             with pytest.raises(MemoryError, match="no room"):
-                next(feed)
+                next(prefetcher)
 
     @pytest.mark.parametrize("ahead", [0, 2])
     def test_another_kind_of_batch(self, ahead):
         good, other = {"x": np.zeros((2, 3))}, {"x": np.zeros((2, 3), np.int32)}
         smaller = {"x": np.zeros((1, 3))}
-        with Feed(open_source([good, smaller, other]), ahead=ahead) as feed:
-            next(feed), next(feed)
+        with Prefetcher(open_source([good, smaller, other]), ahead=ahead) as prefetcher:
+            next(prefetcher), next(prefetcher)
             with pytest.raises(InputError, match=r"batch 3, with\n .*batch\['x'\]: float64 of rank 2 .*, int32 of"):
-                next(feed)
+                next(prefetcher)
 
     def test_an_empty_source(self):
-        with Feed(open_source([])) as feed, pytest.raises(InputError, match="pass 1 is empty"):
-            next(feed)
+        with Prefetcher(open_source([])) as prefetcher, pytest.raises(InputError, match="pass 1 is empty"):
+            next(prefetcher)
 
     @pytest.mark.parametrize(
         "array", [np.array(["a"]), np.zeros(2, [("a", "f4")]), np.array([None]), np.zeros(2, ">i4")]
     )
     def test_what_jax_cannot_hold(self, array):
-        with Feed(open_source([{"x": np.zeros(2), "bad": array}])) as feed:
-            with pytest.raises(InputError, match=r"a dtype that JAX has: .*, got batch\['bad'\]: .*\nMake numbers of"):
-                next(feed)
+        with Prefetcher(open_source([{"x": np.zeros(2), "bad": array}])) as prefetcher:
+            with pytest.raises(InputError, match=r"a dtype that JAX has: .*, got batch\['bad'\]: .*\nConvert text"):
+                next(prefetcher)
 
     @pytest.mark.parametrize("ahead", [-1, 1.5, True])
     def test_a_number_that_cannot_be(self, ahead):
         with pytest.raises(InputError, match="ahead must be a whole number of at least 0"):
-            Feed(numbered([]), ahead=ahead)
+            Prefetcher(numbered([]), ahead=ahead)
 
 
 class TestWhatPasses:
     def test_jax_arrays_keys_numbers_and_text_as_they_are(self):
         batch = {"a": jnp.ones(3), "k": jax.random.key(0), "i": 3, "f": 0.5, "b": True, "s": "text", "t": np.str_("x")}
         batch["none"] = None
-        with Feed(open_source([batch])) as feed:
-            actual, _ = next(feed)
+        with Prefetcher(open_source([batch])) as prefetcher:
+            actual, _ = next(prefetcher)
         assert actual.keys() == batch.keys()
         assert all(actual[name] is batch[name] for name in batch)
 
@@ -239,8 +240,8 @@ class TestWhatPasses:
                 yield np.zeros(2, np.float64), {}
 
         with jax.enable_x64(True), jax.default_device(jax.devices()[5]):
-            with Feed(source()) as feed:
-                batch, _ = next(feed)
+            with Prefetcher(source()) as prefetcher:
+                batch, _ = next(prefetcher)
             lost = []
             plain = threading.Thread(target=lambda: lost.append(to_device(np.zeros(2, np.float64))))
             plain.start()
@@ -259,12 +260,12 @@ class TestEnding:
             finally:
                 closed.append(threading.current_thread().name)
 
-        feed = Feed(source())
-        next(feed)
-        feed.close()
-        assert not threads() and closed == ["anybatch-feed"]
-        assert next(feed, None) is None
-        feed.close()  # once more does no harm
+        prefetcher = Prefetcher(source())
+        next(prefetcher)
+        prefetcher.close()
+        assert not threads() and closed == ["anybatch-prefetch"]
+        assert next(prefetcher, None) is None
+        prefetcher.close()  # once more does no harm
 
     def test_a_source_that_hangs_does_not_keep_closing_waiting(self):
         hang, after = threading.Event(), []
@@ -278,38 +279,38 @@ class TestEnding:
             after.append(batch)
             return batch
 
-        feed = Feed(source(), put)
-        next(feed)
-        assert not feed.ready(0.05)
+        prefetcher = Prefetcher(source(), put)
+        next(prefetcher)
+        assert not prefetcher.ready(0.05)
         begin = time.monotonic()
-        feed.close()
+        prefetcher.close()
         assert time.monotonic() - begin < 1
         assert threads()  # the control: it hangs indeed
         hang.set()
         until(lambda: not threads())
-        assert next(feed, None) is None and len(after) == 1  # what came too late is not put anywhere
+        assert next(prefetcher, None) is None and len(after) == 1  # what came too late is not put anywhere
 
     def test_a_feed_that_is_forgotten_ends(self):
-        feed = Feed(numbered([]))
-        next(feed)
+        prefetcher = Prefetcher(numbered([]))
+        next(prefetcher)
         assert threads()
-        del feed
+        del prefetcher
         gc.collect()
         assert not threads()
 
     def test_a_process_can_end_while_a_source_hangs_or_works(self):
         program = """
 import time, numpy as np
-from anybatch.training.feed import Feed
+from anybatch.training.prefetch import Prefetcher
 def hangs():
     yield np.zeros(2), {}
     time.sleep(600)
 def works():
     while True:
         yield np.zeros((512, 512)), {}
-feeds = [Feed(hangs()), Feed(works(), ahead=10**6)]
-for feed in feeds:
-    next(feed)
+prefetchers = [Prefetcher(hangs()), Prefetcher(works(), ahead=10**6)]
+for prefetcher in prefetchers:
+    next(prefetcher)
 time.sleep(0.1)
 """
         done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
@@ -322,10 +323,10 @@ time.sleep(0.1)
             go.wait()
             yield np.zeros(2), {}
 
-        with Feed(source()) as feed:
-            assert not feed.ready() and not feed.ready(0.01)
+        with Prefetcher(source()) as prefetcher:
+            assert not prefetcher.ready() and not prefetcher.ready(0.01)
             go.set()
-            assert feed.ready(20)
-            next(feed)
-            assert feed.ready(20)  # the end is there as well
-            assert next(feed, None) is None
+            assert prefetcher.ready(20)
+            next(prefetcher)
+            assert prefetcher.ready(20)  # the end is there as well
+            assert next(prefetcher, None) is None

@@ -1,0 +1,363 @@
+"""Resumable iteration over any source of batches: `anybatch.Batches`, a data loader, or any iterable.
+
+`open_source` yields each batch with the position after it. A position can be stored as JSON, and opening the same
+source with it continues with the next batch.
+"""
+
+import base64
+import contextlib
+import dataclasses
+import importlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+
+from anybatch.call.checks import describe, is_array, whole_number
+from anybatch.errors import InputError
+from anybatch.training.batches import Batches
+
+SourcePosition = dict[str, Any]  # JSON: the kind of source, the counts of a _BatchCount, and the loader's state, if any
+Notify = Callable[[int, int], None]
+
+# The "kind" of a position, and its meaning for error messages.
+_SOURCE_KINDS = {
+    "batches": "anybatch.Batches",
+    "get_state": "a loader with get_state and set_state",
+    "state_dict": "a loader with state_dict and load_state_dict",
+    "iterable": "an iterable without a state of its own",
+}
+_END = object()
+_GRAIN_THREADS = 16  # grain's default
+_START_AGAIN = "Or start from the beginning: resume=False, with another folder for checkpoints."
+
+
+def open_source(
+    batches: Any, *, epochs: int | None = None, position: SourcePosition | None = None, notify: Notify | None = None
+) -> Iterator[tuple[Any, SourcePosition]]:
+    """The batches of a source, each with the position after it.
+
+    **Resumes exactly.** Opened with a position, a source continues with the batch after it, as if it had never
+    stopped, provided that it gives the same batches each time it is made. `Batches` continue at once, and so do loaders
+    that can save their state, such as grain's (`get_state`) and torchdata's (`state_dict`). From any other source, the
+    batches before the position are drawn again and dropped.
+
+    >>> source = [10, 20, 30]
+    >>> opened = open_source(source)
+    >>> (first, _), (second, position) = next(opened), next(opened)
+    >>> [batch for batch, _ in open_source(source, epochs=2, position=position)]
+    [30, 10, 20, 30]
+
+    Args:
+      batches: the source. An iterator or a generator is used once; anything else is iterated over again after each
+        pass. A grain loader has the same order in each pass, unless it repeats itself: `.shuffle(seed=0).repeat()`.
+      epochs: the number of passes; None for no limit.
+      position: where to continue, or None for the first batch.
+      notify: called as `notify(done, total)` after each batch that is drawn again and dropped.
+
+    Raises:
+      InputError: for an object that is not a source, a position of another source, or a pass without batches.
+    """
+    source = _check_source(batches)
+    epochs = None if epochs is None else whole_number("epochs", epochs, 1)
+    once = isinstance(source, Iterator)
+    if once and epochs is not None and epochs > 1:
+        raise InputError(
+            "epochs must be 1 for an iterator or a generator, which can be iterated over once",
+            given=f"epochs={epochs} and {_name(source)}",
+            remedy="Pass what it is made from: a list, a data loader, anybatch.Batches(arrays, batch_size); or an "
+            "object whose __iter__ makes a new iterator.",
+        )
+    if getattr(source, "single_pass", False):
+        check_passes(source, None, epochs)
+        epochs = 1
+    count = _BatchCount() if position is None else _BatchCount.read(position)
+    if isinstance(source, Batches):
+        _check_position(position, "batches", source)
+        return _iterate_batches(source, count, epochs)
+    return _LoaderIteration(source, once, epochs, count, position, notify).iterate()
+
+
+def check_passes(batches: Any, steps: int | None, epochs: int | None) -> None:
+    """Refuses a second pass over `privacy.poisson_batches`, each of which must be used for one step only.
+
+    Raises:
+      InputError: for more than one epoch, or more steps than there are batches.
+    """
+    if not getattr(batches, "single_pass", False):
+        return
+    if (epochs or 1) > 1 or (steps or 0) > len(batches):
+        asked = f"epochs={epochs}" if (epochs or 1) > 1 else f"steps={steps}"
+        raise InputError(
+            "Each batch of a private run is for one step: a second pass would repeat the draws of the first",
+            given=f"{asked} for {len(batches)} batches",
+            remedy="Draw a batch for each step: privacy.poisson_batches(..., steps=...).",
+        )
+
+
+def start_position(batches: Any) -> SourcePosition | None:
+    """The position before the first batch of `privacy.poisson_batches`, which has a seed to save; None for others."""
+    if not getattr(batches, "single_pass", False):
+        return None
+    return _BatchCount().position("get_state", state=_encode(batches.get_state()))
+
+
+@dataclasses.dataclass
+class _BatchCount:
+    """The number of complete passes over a source, of batches drawn in the current one, and of batches in all."""
+
+    passes: int = 0
+    batch: int = 0
+    total: int = 0
+
+    @classmethod
+    def read(cls, position: Any) -> "_BatchCount":
+        try:
+            count = cls(*(whole_number(name, position[name], 0) for name in ("pass", "batch", "total")))
+            if position["kind"] in _SOURCE_KINDS:
+                return count
+        except (KeyError, TypeError):  # an InputError is a TypeError
+            pass
+        raise InputError(
+            "position must be one that open_source returned with a batch",
+            given=f"{position!r}",
+            remedy="Pass position=None to start at the first batch.",
+        )
+
+    def add_batch(self) -> None:
+        self.batch, self.total = self.batch + 1, self.total + 1
+
+    def add_pass(self) -> None:
+        self.passes, self.batch = self.passes + 1, 0
+
+    def position(self, kind: str, **more: Any) -> SourcePosition:
+        return {"kind": kind, "pass": self.passes, "batch": self.batch, "total": self.total, **more}
+
+
+def _iterate_batches(batches: Batches, count: _BatchCount, epochs: int | None) -> Iterator[tuple[Any, SourcePosition]]:
+    while epochs is None or count.passes < epochs:
+        for batch in batches.epoch(count.passes, count.batch):
+            count.add_batch()
+            yield batch, count.position("batches", settings=batches.settings())
+        count.add_pass()
+
+
+class _LoaderIteration:
+    """The passes over a source other than `Batches`, with the loader's own state if it has one."""
+
+    def __init__(
+        self,
+        source: Any,
+        once: bool,
+        epochs: int | None,
+        start: _BatchCount,
+        position: SourcePosition | None,
+        notify: Notify | None,
+    ) -> None:
+        self.source, self.once, self.notify = source, once, notify
+        self.epochs = 1 if once else epochs
+        self.count, self.start = _BatchCount(), start
+        self.iterator = iter(source)
+        self.stateful = self.iterator  # the object with the state: the iterator, or the source
+        # torchdata's loader loads a state itself, and then makes an iterator from it. Some datasets have these methods
+        # but iterators without a state: the contents of their buffers would be lost.
+        if hasattr(source, "load_state_dict") and hasattr(self.iterator, "state_dict"):
+            self.stateful = source
+        self.kind, self.get, self.set = _state_functions(self.stateful)
+        _check_position(position, self.kind, source)
+        if position is not None and "state" in position:
+            self._load(position)
+
+    def iterate(self) -> Iterator[tuple[Any, SourcePosition]]:
+        try:
+            if not self.once and self.epochs is not None and self.start.passes >= self.epochs:
+                return
+            if self.count.total < self.start.total:
+                self._skip()
+            while self._has_more_passes():
+                batch = next(self.iterator, _END)
+                if batch is _END:
+                    self._end_pass()
+                    continue
+                self.count.add_batch()
+                yield batch, self._position()
+                del batch  # do not keep it in memory while the next one is made
+        finally:
+            self._close()
+
+    def _has_more_passes(self) -> bool:
+        return self.epochs is None or self.count.passes < self.epochs
+
+    def _skip(self) -> None:
+        """Draws the earlier batches of all passes again and drops them: a loader may shuffle each pass differently."""
+        start = self.start
+        while self.count.total < start.total and self.count.passes <= start.passes:
+            if next(self.iterator, _END) is _END:
+                if self.once:
+                    break
+                self._end_pass()
+                continue
+            self.count.add_batch()
+            if self.notify is not None:
+                self.notify(self.count.total, start.total)
+        if self.count != start:
+            raise InputError(
+                "To resume, a source must give the same batches as before",
+                given=f"{_name(self.source)}, whose passes end elsewhere: batch {start.batch} of pass "
+                f"{start.passes + 1} was the last one drawn, number {start.total} of all",
+                remedy=f"Pass the same source, made anew. {_START_AGAIN}",
+            )
+
+    def _end_pass(self) -> None:
+        if self.count.batch == 0:
+            number = self.count.passes + 1
+            raise InputError(
+                "Every pass over the batches must have at least one",
+                given=f"none from {_name(self.source)}: pass {number} is empty",
+                remedy="Pass a source with a batch in it; a loader may drop its only batch for being too small."
+                if number == 1
+                else "Pass an object whose __iter__ makes a new iterator each time, or epochs=1.",
+            )
+        self.count.add_pass()
+        if not self._has_more_passes():
+            return
+        self._close()
+        self.iterator = iter(self.source)
+        if self.stateful is not self.source:
+            self.stateful = self.iterator
+            _, self.get, self.set = _state_functions(self.stateful)
+
+    def _position(self) -> SourcePosition:
+        if self.get is not None:
+            # Without a state that JSON can hold, resuming draws the earlier batches again.
+            with contextlib.suppress(_NotForJson):
+                return self.count.position(self.kind, state=_encode(self.get()))
+        return self.count.position(self.kind)
+
+    def _load(self, position: Any) -> None:
+        try:
+            self.set(_decode(position["state"]))
+        except InputError:  # its message is more precise
+            raise
+        except Exception as error:
+            raise InputError(
+                "A loader must accept the state that it saved",
+                given=f"{type(error).__name__} from {_name(self.source)}: {error}",
+                remedy="Pass a loader made as before. grain's DataLoader compares repr(data_source): a data source of "
+                f"your own needs a __repr__ without an address in memory. {_START_AGAIN}",
+            ) from error
+        if self.stateful is not self.iterator:
+            self.iterator = iter(self.source)
+        self.count = dataclasses.replace(self.start)
+
+    def _close(self) -> None:
+        # Only iterators that were made here are closed, e.g. to end the worker processes of a loader.
+        close = None if self.once else getattr(self.iterator, "close", None)
+        if callable(close):
+            close()
+
+
+def _state_functions(stateful: Any) -> tuple[str, Any, Any]:
+    for kind, get, load in (("get_state", "get_state", "set_state"), ("state_dict", "state_dict", "load_state_dict")):
+        if hasattr(stateful, get) and hasattr(stateful, load):
+            return kind, getattr(stateful, get), getattr(stateful, load)
+    return "iterable", None, None
+
+
+def _check_source(source: Any) -> Any:
+    given = describe(source) if is_array(source) else f"{_name(source)}"
+    if is_array(source) or isinstance(source, (dict, str, bytes)):
+        raise InputError(
+            "batches must be an iterable of batches",
+            given=f"{given}, which would give its rows, keys or letters",
+            remedy="Pass anybatch.Batches(arrays, batch_size=32) to cut arrays into batches, or [batch] for one batch.",
+        )
+    if hasattr(source, "to_iter_dataset"):
+        return _iter_dataset(source)
+    if not hasattr(source, "__iter__") and not hasattr(source, "__getitem__"):
+        call = " Call the function, and pass what it returns." if callable(source) else ""
+        raise InputError(
+            "batches must be an iterable of batches",
+            given=given,
+            remedy=f"Pass anybatch.Batches(arrays, batch_size=32), a data loader, a list or a generator.{call}",
+        )
+    return source
+
+
+def _iter_dataset(dataset: Any) -> Any:
+    """A grain MapDataset as an IterDataset, which has a state, with a buffer of 16 batches instead of grain's 500."""
+    try:
+        grain = importlib.import_module("grain")
+    except ImportError:  # a class of another library with such a method
+        return dataset.to_iter_dataset()
+    return dataset.to_iter_dataset(grain.ReadOptions(num_threads=_GRAIN_THREADS, prefetch_buffer_size=_GRAIN_THREADS))
+
+
+def _check_position(position: SourcePosition | None, kind: str, source: Any) -> None:
+    if position is None:
+        return
+    if position["kind"] != kind:
+        raise InputError(
+            "A position must be from the same kind of source",
+            given=f"a position of {_SOURCE_KINDS[position['kind']]}, for {_name(source)}",
+            remedy=f"Pass the source that the run had before. {_START_AGAIN}",
+        )
+    before = position.get("settings", {})
+    now = source.settings() if kind == "batches" else before
+    if before != now:
+        lines = [f"{name}={now[name]}, and {before.get(name)} before" for name in now if now[name] != before.get(name)]
+        raise InputError(
+            "Batches of a resumed run must have the same options as before, or their order changes",
+            given="\n".join(lines),
+            remedy=f"Pass Batches with the options from before. {_START_AGAIN}",
+        )
+
+
+def _name(source: Any) -> str:
+    return f"a {type(source).__name__}"
+
+
+# The state of a loader as JSON. Loaders keep bytes (grain's DataLoader), tuples and arrays (the states of `random` and
+# `np.random`) and dictionaries with integer keys (workers) in it. All of them are restored with their types.
+
+_BYTES, _ARRAY, _TUPLE, _ITEMS = "__bytes__", "__array__", "__tuple__", "__items__"
+
+
+class _NotForJson(Exception):
+    pass
+
+
+def _encode(state: Any) -> Any:
+    if state is None or type(state) in (bool, int, float, str):
+        return state
+    if isinstance(state, bytes):
+        return {_BYTES: base64.b64encode(state).decode()}
+    if isinstance(state, (np.ndarray, np.generic)) and state.dtype.kind in "biufc":
+        data = base64.b64encode(state.tobytes()).decode()
+        return {_ARRAY: data, "dtype": state.dtype.str, "shape": list(state.shape), "scalar": np.isscalar(state)}
+    if type(state) in (list, tuple):
+        values = [_encode(value) for value in state]
+        return values if type(state) is list else {_TUPLE: values}
+    if isinstance(state, dict):
+        plain = all(type(key) is str for key in state) and not {_BYTES, _ARRAY, _TUPLE, _ITEMS} & state.keys()
+        if plain:
+            return {key: _encode(value) for key, value in state.items()}
+        return {_ITEMS: [[_encode(key), _encode(value)] for key, value in state.items()]}
+    raise _NotForJson
+
+
+def _decode(state: Any) -> Any:
+    if isinstance(state, list):
+        return [_decode(value) for value in state]
+    if not isinstance(state, dict):
+        return state
+    if _BYTES in state:
+        return base64.b64decode(state[_BYTES])
+    if _ARRAY in state:
+        array = np.frombuffer(base64.b64decode(state[_ARRAY]), state["dtype"]).reshape(state["shape"]).copy()
+        return array[()] if state["scalar"] else array
+    if _TUPLE in state:
+        return tuple(_decode(value) for value in state[_TUPLE])
+    if _ITEMS in state:
+        return {_decode(key): _decode(value) for key, value in state[_ITEMS]}
+    return {key: _decode(value) for key, value in state.items()}
