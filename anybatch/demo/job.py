@@ -168,7 +168,7 @@ class Job:
 
     def run(self, command: str, console: Any) -> int:
         """Trains, prints and writes the report. Returns the exit code."""
-        begun = time.perf_counter()
+        start = time.perf_counter()
         printer, config = _Printer(console), self.config
         seed, dropout_key = jax.random.split(jax.random.key(config.seed))
         params = self.model.init(seed)
@@ -236,7 +236,7 @@ class Job:
                 notes=notes,
             )
             printer.text(f"The report: {report.write(self.report)}")
-        printer.text(f"Checkpoints and log: {self.folder.path}. Total time: {time.perf_counter() - begun:.0f} s.")
+        printer.text(f"Checkpoints and log: {self.folder.path}. Total time: {time.perf_counter() - start:.0f} s.")
         return result.exit_code
 
     def _introduce(self, printer: "_Printer", params: Any) -> None:
