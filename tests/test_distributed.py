@@ -219,7 +219,7 @@ def test_processes_join_before_the_first_device_is_used():
 @pytest.mark.parametrize(
     "given, text",
     [
-        ({"coordinator_address": "10.0.0.1"}, "coordinator_address must be a text \"host:port\", got .*'10.0.0.1'"),
+        ({"coordinator_address": "10.0.0.1"}, "coordinator_address must be a string \"host:port\", got .*'10.0.0.1'"),
         ({"coordinator_address": "10.0.0.1:0"}, "host:port"),
         ({"coordinator_address": 1234}, "host:port"),
         ({"coordinator_address": "10.0.0.1:1234"}, "belong together .*num_processes=None, process_id=None"),
