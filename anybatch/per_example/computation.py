@@ -1,4 +1,8 @@
-"""Per-example gradients as a function of flat arrays, for each of the ways to compute them."""
+"""The computation of one per-example call, as a function of flat arrays, for each strategy.
+
+`ExampleGradient` traces the loss of one example, refuses what would make examples depend on each other, and builds the
+`ExamplePass` that a strategy runs.
+"""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -16,17 +20,17 @@ from anybatch.errors import InputError
 from anybatch.gradients import head_budget
 from anybatch.gradients.computation import Gradient
 from anybatch.jaxprs import avals
-from anybatch.per_example.choice import kept_bytes
-from anybatch.per_example.each_example import Asked, EachExample, Inputs
+from anybatch.per_example.example_pass import ExamplePass, PassInputs, Request
+from anybatch.per_example.forms import kept_bytes
+from anybatch.per_example.kept_gradients import ExampleProgram
 from anybatch.per_example.options import PerExampleOptions, Wants
-from anybatch.per_example.sums import ExampleProgram
 from anybatch.planning.strategy import Computation, Route, Strategy
 from anybatch.reading.report import Reading
 from anybatch.reading.split import Split
 
 
 class Results(NamedTuple):
-    """What there is of a call: for each example along axis 0, or None where it was not asked for."""
+    """The results of one call. `values`, `norms` and `aux` have the examples along axis 0; None if not asked for."""
 
     result: Any  # the gradients, the norms, or the clipped sum
     value: Any = None  # the sum of the losses
@@ -36,21 +40,22 @@ class Results(NamedTuple):
 
 
 class ExampleGradient(Gradient):
-    """The per-example gradients that one call asks for, to be computed at any microbatch size."""
+    """The per-example gradients, norms or clipped sum of one call, to be computed with any strategy."""
+
+    options: PerExampleOptions
 
     def __init__(
         self, fun: Callable[..., Any], options: PerExampleOptions, arguments: Arguments, is_padding: Any | None
     ) -> None:
         arguments.refuse_unnamed_rows("example")
         super().__init__(fun, options, _varying(arguments))
-        self.own = options
         self._programs: dict[str, ExampleProgram] = {}
         self.is_padding = _check_padding(is_padding, self.examples)
         _check_keys(arguments)
 
     def _trace_loss(self, num_examples: int) -> tuple[TracedLoss, Any]:
-        """The loss of one example, whatever the number."""
-        if not self.own.keep_batch_dim:
+        """Traces the loss of one example, whatever the number of examples."""
+        if not self.options.keep_batch_dim:
             traced = self._traced_at(None, self._say_if_written_for_batches)
         else:
             traced = self._traced_at(1)
@@ -70,9 +75,9 @@ class ExampleGradient(Gradient):
         return traced, self.shardings.placed(consts)
 
     def _refuse_if_coupled(self) -> None:
-        """Refuses a loss of batches that looks across examples: it is read at the size of the batch.
+        """Refuses a loss of batches that looks across examples. It is traced with the full batch and read.
 
-        A loss that cannot be traced with more than one example is one of a batch of one, and there is nothing to read.
+        A loss that cannot be traced with more than one example is taken as it is, since there is nothing to read.
         """
 
         def give_up(error: Exception) -> None:
@@ -85,7 +90,7 @@ class ExampleGradient(Gradient):
         head_budget.check_examples_separate(loss, consts, fresh_draws=bool(self.arguments.arrays.keys))
 
     def _say_if_written_for_batches(self, error: Exception) -> None:
-        """Raises an error that says more, where a loss fails for one example and does not for a batch of one."""
+        """Raises a clearer error if a loss fails for one example and works for a batch of one."""
         try:
             self._traced_at(1)
         except Exception:
@@ -94,9 +99,9 @@ class ExampleGradient(Gradient):
         types = self.arguments.types(None).batch
         shapes = [f"{name} = {describe(one)}" for name, one in zip(names, types, strict=True)]
         raise InputError(
-            "Without keep_batch_dim the loss must be that of one example, without the axis of the batch",
+            "Without keep_batch_dim the loss must take one example, without the batch axis",
             given="\n".join([*shapes, f"and a loss that raises {type(error).__name__}: {error}"]),
-            remedy="If it is written for batches, pass keep_batch_dim=True: it is then given batches of one example.",
+            remedy="If it is written for batches, pass keep_batch_dim=True: it then gets batches of one example.",
         ) from error
 
     @property
@@ -111,11 +116,11 @@ class ExampleGradient(Gradient):
 
     @property
     def split(self) -> Split:
-        raise AssertionError("Examples by themselves are not coupled")
+        raise AssertionError("Per-example losses are not coupled")
 
     @property
     def checked_reading(self) -> Reading:
-        raise AssertionError("Examples by themselves are not coupled")
+        raise AssertionError("Per-example losses are not coupled")
 
     @property
     def is_coupled(self) -> bool:
@@ -124,51 +129,66 @@ class ExampleGradient(Gradient):
 
     @property
     def methods(self) -> tuple[str | None, ...]:
-        """How gradients may be computed: "factored" or "vmap"."""
-        if self.own.transform is not None or self.own.wants is Wants.GRADIENTS:
+        """The methods that may compute the gradients, "factored" or "vmap", the preferred one first."""
+        if self.options.transform is not None or self.options.wants is Wants.GRADIENTS:
             return ("vmap",)
-        if self.own.method != "auto":
-            return (self.own.method,)
+        if self.options.method != "auto":
+            return (self.options.method,)
         return ("vmap",) if self.loss.traced.has_effects else ("factored", "vmap")
 
     @property
     def program(self) -> ExampleProgram:
-        """The gradient of one example, as it is computed if nothing else is planned."""
+        """The program of one example's gradient, with the preferred method."""
         return self._program(None)
 
     def _program(self, method: str | None) -> ExampleProgram:
         method = method or self.methods[0]
         assert method is not None
         if method not in self._programs:
-            # What devices of one model do together, they must do as often: nothing may depend on what is found.
+            # Devices that share a model run its collectives together, so none may loop more often than another. With
+            # factors, doubtful norms are recomputed, which happens as often as the data of a device need it.
             prefer = "cost" if self._has_no_other_axes else "direct"
-            self._programs[method] = ExampleProgram(self.loss, method, prefer, self.own.strict)
+            self._programs[method] = ExampleProgram(self.loss, method, prefer, self.options.strict)
         return self._programs[method]
 
     @property
     def noun(self) -> str:
-        """What is computed, in words."""
+        """The name of the result, for plans and reports."""
         words = {
             Wants.SUM: "clipped gradient",
             Wants.NORMS: "gradient norms",
             Wants.GRADIENTS: "per-example gradients",
         }
-        return words[self.own.wants]
+        return words[self.options.wants]
 
     @property
     def identity(self) -> Sequence[Any]:
-        """What decides about bytes and times, beside the loss and its arguments."""
-        own = self.own
+        """The options that change bytes and times: part of the key of a stored plan."""
+        options = self.options
         transform = None
-        if own.transform is not None:
+        if options.transform is not None:
             types = [jax.ShapeDtypeStruct(each.shape, each.dtype) for each in self.loss.types.wrt]
             transform = str(jax.make_jaxpr(self._flat_transform)(types))
-        flags = [own.keep_batch_dim, own.strict, own.nan_safe, own.return_values, own.return_norms, own.per_leaf]
-        return [own.wants.value, own.method, flags, own.normalize_by == 1, self.is_padding is not None, transform]
+        flags = [
+            options.keep_batch_dim,
+            options.strict,
+            options.nan_safe,
+            options.return_values,
+            options.return_norms,
+            options.per_leaf,
+        ]
+        return [
+            options.wants.value,
+            options.method,
+            flags,
+            options.normalize_by == 1,
+            self.is_padding is not None,
+            transform,
+        ]
 
     @property
     def note(self) -> str:
-        """What is kept of every example instead of its gradient."""
+        """A sentence that says what is kept of every example instead of its gradient; empty if nothing is."""
         program = self.program
         if program.method == "vmap":
             return ""
@@ -178,9 +198,9 @@ class ExampleGradient(Gradient):
             "rows": "rows of {} tables",
             "direct and rows": "the gradients and rows of {} tables",
         }
-        counts = {kind: sum(leaf.how == kind for leaf in program.leaves) for kind in kinds}
+        counts = {kind: sum(form.kind == kind for form in program.forms) for kind in kinds}
         kept = [text.format(counts[kind]) for kind, text in kinds.items() if counts[kind]]
-        total = sum(kept_bytes(leaf) for leaf in program.leaves)
+        total = sum(kept_bytes(form) for form in program.forms)
         return f"Factored, it keeps of every example {', '.join(kept)}: {readable(total)} at most."
 
     def route(self, strategy: Strategy) -> Route:
@@ -193,111 +213,106 @@ class ExampleGradient(Gradient):
         return ("once",)
 
     def computation(self, strategy: Strategy) -> Computation:
-        """What is to be compiled and run.
+        """The function to compile and run with a strategy, and its arguments.
 
         Raises:
-          InputError: for a loss that this way cannot compute.
+          InputError: for a loss that the strategy cannot compute.
         """
-        own, loss, each = self.own, self.loss, self._each(strategy)
-        asked = each.asked
+        options, loss, example_pass = self.options, self.loss, self._pass(strategy)
+        request = example_pass.request
         consts = self._trace(self.examples)[1]
-        inputs = (consts, self.arguments.arrays, self._padding(), own.clip_norm, own.normalize_by)
+        inputs = (consts, self.arguments.arrays, self._padding(), options.clip_norm, options.normalize_by)
         leaves, tree = jax.tree.flatten(inputs)
-        place = self._executor(strategy)
+        executor = self._executor(strategy)
 
         def compute(*flat: Any) -> list[Any]:
             consts, arrays, padding, clip_norm, normalize_by = jax.tree.unflatten(tree, flat)
-            sums, rows = each(place, Inputs(consts, arrays, clip_norm, padding))
+            sums, rows = example_pass(executor, PassInputs(consts, arrays, clip_norm, padding))
             if sums:
-                types = [*asked.transformed, loss.out_avals[0]]
-                # Dividing by 1 would be one more pass over all of them.
-                divided = (
-                    sums
-                    if own.normalize_by == 1
-                    else [total / jnp.asarray(normalize_by, total.dtype) for total in sums]
-                )
-                sums = [total.astype(like.dtype) for total, like in zip(divided, types, strict=True)]
-                if self.shardings is not None and own.transform is None:
+                types = [*request.transformed, loss.out_avals[0]]
+                if options.normalize_by != 1:  # dividing by 1 would be one more pass over all sums
+                    sums = [total / jnp.asarray(normalize_by, total.dtype) for total in sums]
+                sums = [total.astype(like.dtype) for total, like in zip(sums, types, strict=True)]
+                if self.shardings is not None and options.transform is None:
                     sums = [*self.shardings.as_parameters(sums[:-1]), sums[-1]]
-            return jax.tree.leaves(self._asked_for(asked, sums, rows))
+            return jax.tree.leaves(self._results(request, sums, rows))
 
         fun: Any = compute
         if self.shardings is not None:
-            fun = self.shardings.with_specs(compute, self._specs(asked))
+            fun = self.shardings.with_specs(compute, self._specs(request))
         return Computation(fun, leaves, loss.traced.has_effects)
 
-    def _asked_for(self, asked: Asked, sums: list[Any], rows: list[Any]) -> Results:
-        """The results that are returned, of all that there are."""
-        own, num_outputs = self.own, len(self.loss.out_avals)
+    def _results(self, request: Request, sums: list[Any], rows: list[Any]) -> Results:
+        """The sums and rows of a pass by name, without those that the user did not ask for."""
+        options, num_outputs = self.options, len(self.loss.out_avals)
         values, aux, rest = rows[0], rows[1:num_outputs], rows[num_outputs:]
-        norms, grads = rest[: asked.num_norms], rest[asked.num_norms :]
+        norms, grads = rest[: request.num_norms], rest[request.num_norms :]
         *totals, value = sums or [None]
         return Results(
-            result={Wants.SUM: totals, Wants.NORMS: norms, Wants.GRADIENTS: grads}[own.wants],
+            result={Wants.SUM: totals, Wants.NORMS: norms, Wants.GRADIENTS: grads}[options.wants],
             value=value,
-            values=values if own.return_values else None,
-            norms=norms if own.return_norms else None,
+            values=values if options.return_values else None,
+            norms=norms if options.return_norms else None,
             aux=aux,
         )
 
-    def _specs(self, asked: Asked) -> list[Any]:
-        """How results are spread over the mesh: sums as the parameters are, rows as the examples."""
+    def _specs(self, request: Request) -> list[Any]:
+        """The shardings of the results: sums as their parameters, and rows over the axes of the examples."""
         assert self.shardings is not None
-        by_examples, whole = jax.sharding.PartitionSpec(self.shardings.options.axes), jax.sharding.PartitionSpec()
+        by_examples, replicated = jax.sharding.PartitionSpec(self.shardings.options.axes), jax.sharding.PartitionSpec()
         if self.examples % self.shardings.options.devices:
-            by_examples = whole
+            by_examples = replicated
         sums: list[Any] = []
-        if asked.sums:
-            known = self.shardings.specs if self.own.transform is None else [None] * len(asked.transformed)
-            sums = [*(spec or whole for spec in known), whole]
-        return jax.tree.leaves(self._asked_for(asked, sums, [by_examples] * asked.num_rows))
+        if request.sums:
+            known = self.shardings.specs if self.options.transform is None else [None] * len(request.transformed)
+            sums = [*(spec or replicated for spec in known), replicated]
+        return jax.tree.leaves(self._results(request, sums, [by_examples] * request.num_rows))
 
     def outcome(self, strategy: Strategy, outputs: list[Any]) -> Results:
-        """What was asked for, in the user's trees, from what the computation returned."""
-        asked = self._each(strategy).asked
-        skeleton = self._asked_for(
-            asked, [0] * (len(asked.transformed) + 1) if asked.sums else [], [0] * asked.num_rows
-        )
+        """The results in the user's trees, from the flat outputs of the computation."""
+        request = self._pass(strategy).request
+        sums = [0] * (len(request.transformed) + 1) if request.sums else []
+        skeleton = self._results(request, sums, [0] * request.num_rows)
         flat = outputs if self.shardings is None else self.shardings.returned(outputs)
-        found: Results = jax.tree.unflatten(jax.tree.structure(skeleton), flat)
-        return found._replace(
-            result=self._in_tree(found.result),
-            norms=None if found.norms is None else self._norms_in_tree(found.norms),
-            aux=jax.tree.unflatten(self.loss.aux_tree, found.aux),
+        results: Results = jax.tree.unflatten(jax.tree.structure(skeleton), flat)
+        return results._replace(
+            result=self._in_tree(results.result),
+            norms=None if results.norms is None else self._norms_in_tree(results.norms),
+            aux=jax.tree.unflatten(self.loss.aux_tree, results.aux),
         )
 
     def _in_tree(self, leaves: list[Any]) -> Any:
-        if self.own.wants is Wants.NORMS:
+        if self.options.wants is Wants.NORMS:
             return self._norms_in_tree(leaves)
-        if self.own.transform is not None:
+        if self.options.transform is not None:
             return jax.tree.unflatten(self._transform_tree, leaves)
         return self.arguments.as_gradient(leaves)
 
     def _norms_in_tree(self, leaves: list[Any]) -> Any:
-        if not self.own.per_leaf:
+        if not self.options.per_leaf:
             return leaves[0]
-        if self.own.transform is not None:
+        if self.options.transform is not None:
             return jax.tree.unflatten(self._transform_tree, leaves)
         return self.arguments.as_gradient(leaves)
 
-    def _each(self, strategy: Strategy) -> EachExample:
-        own = self.own
-        asked = Asked(
+    def _pass(self, strategy: Strategy) -> ExamplePass:
+        options = self.options
+        request = Request(
             parameters=self.loss.types.wrt,
             outputs=self.loss.out_avals,
-            accumulator_dtype=self.options.accumulator_dtype,
-            sums=own.wants is Wants.SUM,
-            keeps_gradients=own.wants is Wants.GRADIENTS,
-            keeps_norms=own.wants is Wants.NORMS or own.return_norms,
-            per_leaf=own.per_leaf,
-            nan_safe=own.nan_safe,
-            transform=None if own.transform is None else self._flat_transform,
+            accumulator_dtype=options.accumulator_dtype,
+            sums=options.wants is Wants.SUM,
+            keeps_gradients=options.wants is Wants.GRADIENTS,
+            keeps_norms=options.wants is Wants.NORMS or options.return_norms,
+            per_leaf=options.per_leaf,
+            nan_safe=options.nan_safe,
+            transform=None if options.transform is None else self._flat_transform,
         )
-        return EachExample(
+        return ExamplePass(
             program=self._program(strategy.method),
-            asked=asked,
+            request=request,
             size=self._size(strategy),
-            keeps_batch_axis=own.keep_batch_dim,
+            keeps_batch_axis=options.keep_batch_dim,
             skips_padding=not self.loss.traced.has_effects and self._has_no_other_axes,
         )
 
@@ -308,12 +323,12 @@ class ExampleGradient(Gradient):
 
     @property
     def _has_no_other_axes(self) -> bool:
-        """Whether no device waits for others while it computes: those of one model must all do the same."""
+        """True if no mesh axis belongs to the model, so that devices run no collectives until the last microbatch."""
         return self.shardings is None or self.shardings.mesh.size == self.shardings.options.devices
 
     def _flat_transform(self, grads: list[Any]) -> list[Any]:
-        assert self.own.transform is not None
-        result = self.own.transform(self.arguments.as_gradient(grads))
+        assert self.options.transform is not None
+        result = self.options.transform(self.arguments.as_gradient(grads))
         self._transform_tree = jax.tree.structure(result)
         leaves = jax.tree.leaves(result)
         for leaf in leaves:
@@ -321,13 +336,13 @@ class ExampleGradient(Gradient):
                 raise InputError(
                     "transform must return arrays of floating-point numbers",
                     given=describe(leaf),
-                    remedy="Cast what it returns, e.g. x.astype(jnp.float32).",
+                    remedy="Cast its result, e.g. x.astype(jnp.float32).",
                 )
         return leaves
 
 
 class _TakesOneExample(Exception):
-    """A loss that cannot be traced with more than one example."""
+    """Raised for a loss that cannot be traced with more than one example."""
 
 
 def _check_padding(is_padding: Any, examples: int) -> Any:
@@ -336,7 +351,7 @@ def _check_padding(is_padding: Any, examples: int) -> Any:
     shape, dtype = jnp.shape(is_padding), jax.dtypes.result_type(is_padding)
     if shape != (examples,) or dtype != jnp.bool_:
         raise InputError(
-            "is_padding must say of every example whether it is padding",
+            "is_padding must have one boolean for each example",
             given=f"is_padding = {describe(is_padding)} for {examples} examples",
             remedy=f"Pass booleans of shape ({examples},), e.g. is_padding=jnp.arange({examples}) >= number.",
         )
@@ -344,14 +359,14 @@ def _check_padding(is_padding: Any, examples: int) -> Any:
 
 
 def _check_keys(arguments: Arguments) -> None:
-    """A key that every example sees alike would give all of them the same random numbers."""
+    """Refuses keys that would give all examples the same random numbers, or numbers that depend on other examples."""
     for leaf in arguments.leaves:
         if leaf.role == "keys" and not _draws_for_each(leaf.value):
             raise InputError(
-                "Keys must be of a generator that draws for each of several keys by itself",
+                "Keys must belong to a generator whose numbers for one key do not depend on the other keys under vmap",
                 given=f"{leaf.name} = {describe(leaf.value)}",
-                remedy="Pass one of the default generator, jax.random.key(seed, impl='threefry2x32'): what others draw "
-                "for an example depends on those that it is computed together with.",
+                remedy="Pass a key of the default generator, jax.random.key(seed, impl='threefry2x32'). With others, "
+                "the numbers of an example would depend on the examples that it is computed together with.",
             )
         if leaf.role == "rest" and _has_keys(leaf.value) and not arguments.is_of_model(leaf):
             _refuse_key(
@@ -363,14 +378,14 @@ def _check_keys(arguments: Arguments) -> None:
 
 
 def _check_keys_of_models(arguments: Arguments, loss: TracedLoss) -> None:
-    """Likewise for the keys in a model, which may not be used: a Dropout that is switched off has one."""
+    """Refuses keys inside a model that the loss draws from. A Dropout that is switched off has one and is allowed."""
     rest = arguments.arrays_of("rest")
     if not any(_has_keys(leaf.value) and arguments.is_of_model(leaf) for leaf in rest):
         return
     outputs = [loss.traced.inputs_used_by(output) for output in range(len(loss.out_avals))]
     for leaf, *used in zip(rest, *(inputs[len(inputs) - len(rest) :] for inputs in outputs), strict=True):
         if _has_keys(leaf.value) and any(used):
-            _refuse_key(leaf, "Let the loss draw from an argument of its own, e.g. rng_argnums=2")
+            _refuse_key(leaf, "Let the loss draw from a key that is an argument, e.g. rng_argnums=2")
 
 
 def _has_keys(value: Any) -> bool:
@@ -379,7 +394,7 @@ def _has_keys(value: Any) -> bool:
 
 def _refuse_key(leaf: Any, remedy: str) -> None:
     raise InputError(
-        "PRNG keys must be named in rng_argnums, so that every example draws numbers of its own",
+        "PRNG keys must be named in rng_argnums, so that every example draws its own numbers",
         given=f"{leaf.name} = {describe(leaf.value)}",
         remedy=f"{remedy}. To give all examples the same random numbers, close over the key instead.",
     )
@@ -393,16 +408,16 @@ def _draws_for_each(key: Any) -> bool:
 
 
 def _varying(arguments: Arguments) -> Arguments:
-    """Inside the user's `shard_map`, parameters as different on every device as the examples are.
+    """The arguments, with parameters that vary over the same axes as the batch inside the user's `shard_map`.
 
-    Otherwise JAX would add up gradients of different examples over the devices before they are clipped.
+    Otherwise JAX would add up the gradients of different devices' examples before they are clipped.
     """
     if not jax.sharding.get_abstract_mesh().manual_axes:
         return arguments
     axes = frozenset().union(*(avals.varying_axes(jax.typeof(leaf)) for leaf in arguments.arrays.batch))
 
-    def spread(leaf: Any) -> Any:
+    def varying(leaf: Any) -> Any:
         missing = tuple(axes - avals.varying_axes(jax.typeof(leaf.value))) if leaf.role == "wrt" else ()
         return leaf._replace(value=lax.pcast(leaf.value, missing, to="varying")) if missing else leaf
 
-    return dataclasses.replace(arguments, leaves=[spread(leaf) for leaf in arguments.leaves])
+    return dataclasses.replace(arguments, leaves=[varying(leaf) for leaf in arguments.leaves])

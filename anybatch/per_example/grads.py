@@ -1,4 +1,7 @@
-"""`per_example_grads` and `per_example_norms`: what each example says by itself, in the memory you have."""
+"""`per_example_grads` and `per_example_norms`: the gradient, or its norm, of every example of a batch.
+
+Open `per_example_grads` at the end first. `ExampleFunction` is the wrapped loss that both return.
+"""
 
 import dataclasses
 import functools
@@ -19,7 +22,7 @@ from anybatch.planning.strategy import PlannableGradient, Strategy
 
 
 class PerExample(NamedTuple):
-    """What is known of every example, along axis 0: None where it was not asked for."""
+    """Results for every example, along axis 0. A field is None if it was not asked for."""
 
     values: Any = None  # the losses
     norms: Any = None  # of the gradients, before they are clipped
@@ -27,27 +30,27 @@ class PerExample(NamedTuple):
 
 
 class ExampleFunction:
-    """A loss, wrapped. Call it with the arguments of the loss; `is_padding=` says which examples do not count."""
+    """A wrapped loss. It takes the arguments of the loss, and `is_padding=`, booleans that mark examples to skip."""
 
     def __init__(self, fun: Callable[..., Any], options: PerExampleOptions) -> None:
         functools.update_wrapper(self, fun)
         _check_names(fun)
         self.fun, self.options = fun, options
-        self._failed: set[Strategy] = set()  # that XLA could not compile, so that not every call tries again
+        self._failed: set[Strategy] = set()  # strategies that XLA could not compile, so that later calls skip them
 
     def gradient(self, args: tuple[Any, ...], kwargs: dict[str, Any], is_padding: Any = None) -> ExampleGradient:
-        """What one call asks for, to be planned or computed."""
-        call = self.opened(args, kwargs)
+        """The computation of one call, to be planned or run."""
+        call = self._partitioned(args, kwargs)
         arguments = self.options.roles.sort(call.fun, call.args, call.kwargs)
         return ExampleGradient(call.fun, self.options, arguments, is_padding)
 
-    def opened(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> PartitionedCall:
-        """One call, with models taken apart. What examples would change of them is refused."""
+    def _partitioned(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> PartitionedCall:
+        """One call, with models split into arrays. Models whose state the loss changes are refused."""
         options = self.options
         return partition_models(self.fun, options.roles, options.has_aux, args, kwargs, keeps_state=False)
 
     def planned(self, *, memory: Any, objective: Any) -> "ExampleFunction":
-        """The same, with a microbatch size that is yet to be planned."""
+        """The same function, with a microbatch size that is chosen by a plan."""
         one_of("objective", objective, ("memory", "speed"))
         options = dataclasses.replace(
             self.options,
@@ -60,13 +63,13 @@ class ExampleFunction:
     def to_plan(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], *, memory: Any, objective: Any
     ) -> tuple[Callable[..., PlannableGradient], tuple[Any, ...], dict[str, Any]]:
-        """A function that makes the gradient of a call, and the arguments to call it with, models taken apart."""
+        """A function that makes the computation of a call, and its arguments, with models split into arrays."""
         planned = self.planned(memory=memory, objective=objective)
-        call = planned.opened(args, kwargs)
-        of_examples = ExampleFunction(call.fun, planned.options)
+        call = planned._partitioned(args, kwargs)
+        example_fun = ExampleFunction(call.fun, planned.options)
 
         def gradient(args: tuple[Any, ...], kwargs: dict[str, Any]) -> PlannableGradient:
-            return of_examples.gradient(args, kwargs, kwargs.pop("is_padding", None))
+            return example_fun.gradient(args, kwargs, kwargs.pop("is_padding", None))
 
         return gradient, call.args, call.kwargs
 
@@ -84,18 +87,17 @@ class ExampleFunction:
                 self._failed.update(strategies[: strategies.index(strategy)])
             return gradient.outcome(strategy, outputs)
 
-    def _beside(self, found: Results) -> Any:
-        """What is returned beside the result: None, aux, or all that was asked for."""
+    def _beside(self, results: Results) -> Any:
+        """What is returned beside the result: aux, or a `PerExample`; None if neither was asked for."""
         has_aux = self.options.has_aux
         if self.options.returns_examples:
-            return PerExample(found.values, found.norms, found.aux if has_aux else None)
-        return found.aux if has_aux else None
+            return PerExample(results.values, results.norms, results.aux if has_aux else None)
+        return results.aux if has_aux else None
 
     def __call__(self, *args: Any, is_padding: Any = None, **kwargs: Any) -> Any:
-        found = self._compute(args, kwargs, is_padding)
-        beside = self._beside(found)
+        results = self._compute(args, kwargs, is_padding)
         has_more = self.options.has_aux or self.options.returns_examples
-        return (found.result, beside) if has_more else found.result
+        return (results.result, self._beside(results)) if has_more else results.result
 
 
 def _check_names(fun: Callable[..., Any]) -> None:
@@ -105,9 +107,9 @@ def _check_names(fun: Callable[..., Any]) -> None:
         return
     if "is_padding" in names:
         raise InputError(
-            "is_padding says which examples count, and is not passed on to the loss",
+            "is_padding is an argument of the wrapped function, and is not passed on to the loss",
             given=f"a loss with an argument of that name, {getattr(fun, '__name__', fun)}{inspect.signature(fun)}",
-            remedy="Call the argument of the loss something else, e.g. mask, and put it into the batch.",
+            remedy="Rename the argument of the loss, e.g. to mask, and put it into the batch.",
         )
 
 
@@ -132,13 +134,13 @@ def per_example_grads(
     axis_name: str | tuple[str, ...] = "data",
     param_specs: Any = None,
 ) -> ExampleFunction:
-    """The gradient of every example by itself: `jax.vmap(jax.grad(fun))`, a microbatch at a time.
+    """The gradient of every example: `jax.vmap(jax.grad(fun))`, one microbatch at a time.
 
-    **Exact.** Each gradient is that of its example alone, whatever the microbatch size and the number of devices; so
-    are the random numbers that it draws.
+    **Exact.** Each gradient depends on its example alone, whatever the microbatch size and the number of devices. So do
+    the random numbers that an example draws.
 
-    **Memory.** The gradients of all examples, which are what is asked for; with a `transform` only what that returns of
-    them, and the gradients of one microbatch.
+    **Memory.** The gradients of all examples, since they are the result. With a `transform`, only what it returns for
+    all examples, and the gradients of one microbatch.
 
     >>> import jax.numpy as jnp, anybatch as ab
     >>> def loss(w, example):
@@ -150,45 +152,49 @@ def per_example_grads(
     [-1. -1. -1.]
 
     Args:
-      fun: the loss of one example, a scalar of real numbers. It is traced, as under `jit`.
-      argnums: which positional arguments to differentiate with respect to, an int or a tuple of ints.
-      has_aux: whether `fun` returns a pair `(loss, aux)`. aux then is returned for every example, along axis 0.
-      batch_argnums: which arguments carry the batch, along axis 0 of every array in them: their positions in the
-        signature of `fun`, where they may also be passed by keyword.
-      batch_argnames: names of further arguments that carry the batch, e.g. `"y"` or `("x", "y")`. All arguments that
-        neither option names are seen whole by every example. Of these, an array with as many rows as there are examples
-        is refused if it is passed by keyword, or is itself a positional argument: close over it instead.
-      keep_batch_dim: whether `fun` is written for batches: it then sees a batch of one example, and the loss of an
-        example is that of its batch of one. By default it sees one example, without the axis of the batch. `fun` is
-        traced once more, with the whole batch, and refused if it looks across examples there.
-      microbatch_size: how many examples at a time. Any size will do. `None` takes all at once; `"auto"` takes what
-        `anybatch.plan` has measured to be fastest, or else the largest that fits.
-      method: `"vmap"` computes every gradient by itself. `"factored"` keeps what gradients are multiplied from instead,
-        where that is cheaper: it saves memory and time where gradients are not asked for as they are. `"auto"` takes
-        `"factored"` where it can be of use. Only what `"vmap"` returns can itself be differentiated by `jax.grad`.
-      transform: a function of the gradient of one example. What it returns is kept instead: of every example, or, if
-        gradients are clipped and summed, clipped and summed. Any tree of arrays will do.
-      rng_argnums: which positional arguments are PRNG keys, or trees of them. The example at index `i` of the batch
-        gets `jax.random.fold_in(key, i)`.
-      nan_safe: whether the gradient of an example that is not finite counts as 0.
-      return_values: whether to return the losses of the examples.
-      return_norms: whether to return the norms of their gradients.
-      accumulator_dtype: sums of narrower dtypes (bfloat16, float16) are taken in this one, and cast back at the end.
-      memory: what all of it may take, with its arguments, for `microbatch_size="auto"`: bytes, a text as `"16GiB"`, or
-        `"80%"` of what is left. By default what the device has left, less a little.
-      mesh: the devices over which to spread the batch, e.g. `jax.make_mesh((8,), ("data",))`. `microbatch_size` is then
-        the number of examples that a device takes at a time. Results do not depend on the devices.
-      axis_name: the axis of `mesh` over which the batch is spread, or a tuple of such.
-      param_specs: how what is differentiated is spread over `mesh`: a `PartitionSpec`, or a tree of them.
+      fun: the loss of one example. It must return a real scalar. It is traced, as under `jit`.
+      argnums: the positional arguments to differentiate, an int or a tuple of ints.
+      has_aux: whether `fun` returns a pair `(loss, aux)`. The aux of all examples is returned, with the examples along
+        axis 0.
+      batch_argnums: the arguments that hold the batch, with examples along axis 0 of every array. They are positions in
+        the signature of `fun`; such an argument may also be passed by keyword. Every example gets all other arguments
+        unchanged.
+      batch_argnames: the names of further arguments that hold the batch, e.g. `"y"` or `("x", "y")`. An array outside
+        of the batch that has as many rows as the batch has examples is refused if it is passed by keyword or is itself
+        a positional argument, since every example would see all of its rows. If that is what you want, close over it.
+      keep_batch_dim: whether `fun` is written for batches. If True, `fun` gets batches of one example, and the loss of
+        an example is that of its batch of one. If False, `fun` gets one example, without the batch axis. With True,
+        `fun` is also traced once with the full batch, and refused if it looks across examples.
+      microbatch_size: the number of examples at a time; the last microbatch may be smaller. `None` is the full batch.
+        `"auto"` takes the size that `anybatch.plan` has measured to be the fastest, or else the largest that fits the
+        memory. It changes memory and time, and not the result.
+      method: `"auto"` and `"vmap"` compute the gradient of every example. `"factored"` is for norms and clipped sums;
+        where the gradients themselves are returned, it does the same as `"vmap"`.
+      transform: a function of the gradient of one example, which returns any tree of floating-point arrays. What it
+        returns is kept in place of the gradient.
+      rng_argnums: the positional arguments that are PRNG keys, or trees of them. The example at index `i` of the batch
+        gets `jax.random.fold_in(key, i)`, whatever the microbatch size.
+      nan_safe: whether the gradient of an example counts as 0 if it is not finite.
+      return_values: whether to also return the loss of every example.
+      return_norms: whether to also return the norm of every example's gradient.
+      accumulator_dtype: the dtype of sums over examples, as for `clipped_grad`. Per-example gradients have no such
+        sums, so it has no effect here.
+      memory: the bytes that the computation and its arguments may take, for `microbatch_size="auto"`: an int, a string
+        such as `"16GiB"`, or `"80%"` of the free memory. By default, the free memory of the device minus a margin.
+      mesh: the devices over which to shard the batch, e.g. `jax.make_mesh((8,), ("data",))`. `microbatch_size` is then
+        the number of examples at a time on one device. Results do not depend on the number of devices.
+      axis_name: the axis of `mesh` over which the batch is sharded, or a tuple of axes.
+      param_specs: the shardings of the differentiated arguments on `mesh`: a `PartitionSpec`, or a tree of them. By
+        default, those of the arrays. Under `jit`, arrays do not show them: pass them if the parameters are sharded.
 
     Returns:
-      A function with the arguments of `fun`, and `is_padding=`: booleans, one for each example. Those that are padding
-      count for nothing, and microbatches of nothing else are skipped. It returns the gradients, in the tree of what is
-      differentiated, with the examples along axis 0. With `has_aux`: `(gradients, aux)`. With `return_values` or
-      `return_norms`: `(gradients, PerExample(values, norms, aux))`.
+      A function with the arguments of `fun`, and `is_padding=`: one boolean for each example. Examples that are padding
+      count for nothing, and microbatches of padding alone are skipped. It returns the gradients, in the tree of the
+      differentiated arguments, with the examples along axis 0. With `has_aux` it returns `(gradients, aux)`. With
+      `return_values` or `return_norms` it returns `(gradients, PerExample(values, norms, aux))`.
 
     Raises:
-      InputError: for arguments that cannot be worked with, before any work is done.
+      InputError: for arguments that are not allowed, before any work is done.
       CoupledError: with `keep_batch_dim=True`, for a loss that looks across examples, such as one with BatchNorm.
       NothingFitsError: if no microbatch fits the memory.
     """
@@ -238,12 +244,13 @@ def per_example_norms(
     axis_name: str | tuple[str, ...] = "data",
     param_specs: Any = None,
 ) -> ExampleFunction:
-    """The norm of the gradient of every example, at about the price of a plain gradient.
+    """The norm of the gradient of every example, at about the cost of one plain gradient.
 
-    **Exact.** For any loss, as computed by `jax.vmap(jax.grad(fun))`, up to rounding. Where a norm would come out of
-    sums that cancel, that is noticed, and it is computed from the gradient itself.
+    **Exact.** For any loss, the norms are those of `jax.vmap(jax.grad(fun))`, up to rounding. A norm that would lose
+    digits because sums cancel is detected, and recomputed from the gradient.
 
-    **Memory.** What the gradients of one microbatch are multiplied from, or these gradients where they are smaller.
+    **Memory.** The factors that the gradients of one microbatch are products of, or these gradients where they are
+    smaller.
 
     >>> import jax.numpy as jnp, anybatch as ab
     >>> def loss(params, x):
@@ -256,29 +263,53 @@ def per_example_norms(
     ['0.038', '0.000']
 
     Args:
-      fun: the loss of one example, as for `per_example_grads`.
-      argnums: see there, like all that follow.
-      has_aux: see there.
-      per_leaf: whether to return a norm for each parameter, in the tree of what is differentiated.
-      batch_argnums: see there.
-      batch_argnames: see there.
-      keep_batch_dim: see there.
-      microbatch_size: see there.
-      method: see there.
-      transform: a function of the gradient of one example; the norm is that of what it returns.
-      rng_argnums: see there.
-      nan_safe: whether a norm that is not finite counts as 0.
-      return_values: see there.
-      return_norms: norms are returned anyway; with it, beside the result too.
-      accumulator_dtype: see there.
-      memory: see there.
-      mesh: see there.
-      axis_name: see there.
-      param_specs: see there.
+      fun: the loss of one example. It must return a real scalar. It is traced, as under `jit`.
+      argnums: the positional arguments to differentiate, an int or a tuple of ints.
+      has_aux: whether `fun` returns a pair `(loss, aux)`. The aux of all examples is returned, with the examples along
+        axis 0.
+      per_leaf: whether to return one norm for each parameter, in the tree of the differentiated arguments.
+      batch_argnums: the arguments that hold the batch, with examples along axis 0 of every array. They are positions in
+        the signature of `fun`; such an argument may also be passed by keyword. Every example gets all other arguments
+        unchanged.
+      batch_argnames: the names of further arguments that hold the batch, e.g. `"y"` or `("x", "y")`. An array outside
+        of the batch that has as many rows as the batch has examples is refused if it is passed by keyword or is itself
+        a positional argument, since every example would see all of its rows. If that is what you want, close over it.
+      keep_batch_dim: whether `fun` is written for batches. If True, `fun` gets batches of one example, and the loss of
+        an example is that of its batch of one. If False, `fun` gets one example, without the batch axis. With True,
+        `fun` is also traced once with the full batch, and refused if it looks across examples.
+      microbatch_size: the number of examples at a time; the last microbatch may be smaller. `None` is the full batch.
+        `"auto"` takes the size that `anybatch.plan` has measured to be the fastest, or else the largest that fits the
+        memory. It changes memory and time, and not the result.
+      method: `"vmap"` computes the gradient of every example. `"factored"` keeps the factors that a gradient is the
+        product of, wherever that is cheaper, and computes norms from them. `"auto"` prefers `"factored"`. Only results
+        of `"vmap"` can be differentiated again by `jax.grad`.
+      transform: a function of the gradient of one example, which returns any tree of floating-point arrays. The norm is
+        that of what it returns. It needs the gradients themselves, so it rules out `method="factored"`.
+      rng_argnums: the positional arguments that are PRNG keys, or trees of them. The example at index `i` of the batch
+        gets `jax.random.fold_in(key, i)`, whatever the microbatch size.
+      nan_safe: whether the norm of an example counts as 0 if its gradient is not finite.
+      return_values: whether to also return the loss of every example.
+      return_norms: whether the norms are also part of the `PerExample` that is returned beside the result.
+      accumulator_dtype: the dtype of sums over examples, as for `clipped_grad`. Norms need no such sums, so it has no
+        effect here.
+      memory: the bytes that the computation and its arguments may take, for `microbatch_size="auto"`: an int, a string
+        such as `"16GiB"`, or `"80%"` of the free memory. By default, the free memory of the device minus a margin.
+      mesh: the devices over which to shard the batch, e.g. `jax.make_mesh((8,), ("data",))`. `microbatch_size` is then
+        the number of examples at a time on one device. Results do not depend on the number of devices.
+      axis_name: the axis of `mesh` over which the batch is sharded, or a tuple of axes.
+      param_specs: the shardings of the differentiated arguments on `mesh`: a `PartitionSpec`, or a tree of them. By
+        default, those of the arrays. Under `jit`, arrays do not show them: pass them if the parameters are sharded.
 
     Returns:
-      A function with the arguments of `fun`, and `is_padding=`, that returns the norms: in float32, or float64 if the
-      gradients are. With `has_aux`: `(norms, aux)`; with `return_values`: `(norms, PerExample(values, norms, aux))`.
+      A function with the arguments of `fun`, and `is_padding=`: one boolean for each example. Examples that are padding
+      get a norm of 0, and microbatches of padding alone are skipped. It returns the norms, in float32, or in float64 if
+      the gradients are; with `per_leaf` a tree of them. With `has_aux` it returns `(norms, aux)`. With `return_values`
+      or `return_norms` it returns `(norms, PerExample(values, norms, aux))`.
+
+    Raises:
+      InputError: for arguments that are not allowed, before any work is done.
+      CoupledError: with `keep_batch_dim=True`, for a loss that looks across examples, such as one with BatchNorm.
+      NothingFitsError: if no microbatch fits the memory.
     """
     options = PerExampleOptions.of(
         fun,

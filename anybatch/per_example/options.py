@@ -25,7 +25,7 @@ class Wants(enum.Enum):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PerExampleOptions(Options):
-    """The options of `per_example_grads`, `per_example_norms` and `clipped_grad`, beside those of every gradient."""
+    """The options of `per_example_grads`, `per_example_norms` and `clipped_grad`, with those of every gradient."""
 
     wants: Wants
     reduction: str = "sum"
@@ -42,12 +42,12 @@ class PerExampleOptions(Options):
 
     @property
     def returns_examples(self) -> bool:
-        """Whether losses, norms and aux are returned beside the result."""
+        """True if a `PerExample` is returned beside the result."""
         return self.return_values or self.return_norms
 
     @property
     def sensitivity(self) -> float:
-        """The most that one example, added or removed, changes the result by."""
+        """The most that adding or removing one example changes the result."""
         return self.clip_norm / self.normalize_by if self.nan_safe else math.inf
 
     def _checked(self) -> Self:
@@ -55,13 +55,15 @@ class PerExampleOptions(Options):
             given = getattr(self, name)
             if not isinstance(given, bool):
                 raise InputError(
-                    f"{name} must be True or False", given=f"{name}={given!r}", remedy=f"Pass {name}=True or leave it."
+                    f"{name} must be True or False",
+                    given=f"{name}={given!r}",
+                    remedy=f"Pass {name}=True, or leave it out.",
                 )
         if self.method not in METHODS or not isinstance(self.method, str):
             raise InputError(
                 f"method must be one of {', '.join(map(repr, METHODS))}",
                 given=f"method={self.method!r}",
-                remedy='Leave it out, or pass method="vmap" to have every gradient computed by itself.',
+                remedy='Leave it out, or pass method="vmap" to compute the gradient of every example.',
             )
         if self.transform is not None and not callable(self.transform):
             raise InputError(
@@ -71,7 +73,7 @@ class PerExampleOptions(Options):
             )
         if self.transform is not None and self.method == "factored":
             raise InputError(
-                "transform needs the gradient of each example as it is",
+                "transform needs the gradient of each example, which method='factored' does not compute",
                 given='method="factored"',
                 remedy="Leave method out.",
             )
@@ -79,7 +81,7 @@ class PerExampleOptions(Options):
         return dataclasses.replace(
             checked,
             clip_norm=_positive(
-                "clip_norm", self.clip_norm, "Pass the largest norm that an example may have, e.g. 1.0."
+                "clip_norm", self.clip_norm, "Pass the largest norm that the gradient of an example may have, e.g. 1.0."
             ),
             normalize_by=_positive(
                 "normalize_by",

@@ -1,11 +1,11 @@
-"""The dtypes in which numbers of narrower or different ones are added up, whatever promotion JAX is told to allow.
+"""Writes the gradient of one example with respect to one parameter as a sum of terms.
 
-What the gradient of one example with respect to one parameter is made of: products, looked-up rows, plain values.
+`terms_of` starts at the gradient in the program of one example and walks back through the equations that make it. It
+recognises four kinds of terms: `Product` (a `dot_general`), `Convolution`, `Lookups` (rows scattered into a table) and
+`DirectTerm`, which is any other value of the program. A `LinearPath` leads from each term to the parameter.
 
-Walks back from the gradient of one example to the operations that make it.
-
-What is not recognised is a value like any other, computed as the program has it: whether the answer is right does not
-depend on what is recognised, only what it costs.
+An equation that is not recognised makes a `DirectTerm`, which is computed as the program says. So recognition decides
+what a result costs, and never whether it is right.
 """
 
 import dataclasses
@@ -21,75 +21,76 @@ from anybatch.jaxprs import interpreter
 from anybatch.jaxprs.chosen_values import Body, Source
 from anybatch.jaxprs.primitives import SCATTER_ADD
 
+CASTS = ("convert_element_type", "copy", "copy_p", "sharding_constraint", "sharding_hint")
+_REARRANGEMENTS = (*CASTS, "reshape", "squeeze", "transpose", "broadcast_in_dim")
+_FLOATS = tuple(map(jnp.dtype, (jnp.bfloat16, jnp.float16, jnp.float32, jnp.float64)))
 
-def common(*dtypes: Any) -> Any:
-    """The dtype that holds numbers of all of these."""
-    with jax.numpy_dtype_promotion("standard"):
-        return jnp.result_type(*dtypes)
-
-
-def wide(*dtypes: Any) -> Any:
-    """The same, and float32 at least."""
-    return common(jnp.float32, *dtypes)
+MOST_TERMS = 32  # a sum of more terms is kept as one direct term
+_MOST_EQUATIONS = 64  # followed from a gradient back to a term; Python allows about a thousand nested calls
 
 
 @dataclasses.dataclass(frozen=True)
-class Step:
-    """An operation that moves the entries of an array and changes none; of several arrays, below `lifts` axes."""
+class Rearrangement:
+    """An equation that casts or rearranges the entries of an array and computes nothing with them."""
 
     equation: Any
-    lifts: int = 0
+    num_mapped_axes: int = 0  # leading axes that it is mapped over: the iterations of the scans around it
 
     def __call__(self, array: Any) -> Any:
-        def move(array: Any) -> Any:
-            params = self.equation.params
+        def rearrange(array: Any) -> Any:
             if self.equation.primitive.name in CASTS:
-                return array  # sums are wide, whatever the dtype of the terms
-            return interpreter.evaluate(self.equation, [array], params)[0]
+                return array  # sums stay in their wide dtype, whatever the dtype of the terms
+            return interpreter.evaluate(self.equation, [array], self.equation.params)[0]
 
-        for _ in range(self.lifts):
-            move = jax.vmap(move)
-        return move(array)
-
-
-CASTS = ("convert_element_type", "copy", "copy_p", "sharding_constraint", "sharding_hint")
+        for _ in range(self.num_mapped_axes):
+            rearrange = jax.vmap(rearrange)
+        return rearrange(array)
 
 
 @dataclasses.dataclass(frozen=True)
 class LinearPath:
-    """From a term as it is computed to the parameter that it belongs to."""
+    """The linear function that maps a term, as it is computed, to the shape of the parameter."""
 
-    # Where each axis of the parameter is in the term; None once a reshape has mixed them.
+    # For each axis of the parameter, the axis of the term that it comes from; None once a reshape has mixed them.
     axes: tuple[int, ...] | None
-    steps: tuple[Step, ...] = ()  # in the order in which they are taken
-    scale: float = 1.0  # a number that all of it is multiplied by
+    rearrangements: tuple[Rearrangement, ...] = ()  # in the order in which they are applied
+    scale: float = 1.0  # applied last
 
     def __call__(self, array: Any) -> Any:
-        for step in self.steps:
-            array = step(array)
+        for rearrangement in self.rearrangements:
+            array = rearrangement(array)
         return array if self.scale == 1 else array * self.scale
 
     @property
-    def steps_move(self) -> bool:
-        """Whether it does more than cast and scale."""
-        return any(step.equation.primitive.name not in CASTS for step in self.steps)
+    def rearranges(self) -> bool:
+        """True if it does more than cast and scale."""
+        return any(each.equation.primitive.name not in CASTS for each in self.rearrangements)
 
-    def lifted(self) -> "LinearPath":
-        """The way of a term that a loop stacks up, and whose parameter has a layer for each turn of it."""
+    def stacked(self) -> "LinearPath":
+        """The path of the terms that a scan stacks, to a parameter with one layer for each iteration."""
         axes = None if self.axes is None else (0, *(axis + 1 for axis in self.axes))
-        return dataclasses.replace(self, axes=axes, steps=tuple(Step(s.equation, s.lifts + 1) for s in self.steps))
+        mapped = tuple(Rearrangement(each.equation, each.num_mapped_axes + 1) for each in self.rearrangements)
+        return dataclasses.replace(self, axes=axes, rearrangements=mapped)
 
     def then(self, outer: "LinearPath") -> "LinearPath":
-        """First this one, then another that begins where this one ends."""
+        """This path followed by `outer`."""
         axes = None
         if self.axes is not None and outer.axes is not None:
             axes = tuple(self.axes[axis] for axis in outer.axes)
-        return LinearPath(axes, (*self.steps, *outer.steps), self.scale * outer.scale)
+        return LinearPath(axes, (*self.rearrangements, *outer.rearrangements), self.scale * outer.scale)
+
+
+def identity(rank: int) -> LinearPath:
+    """The path of a term that already has the shape of its parameter."""
+    return LinearPath(tuple(range(rank)))
+
+
+# The terms ------------------------------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
 class Factors:
-    """Two arrays that are multiplied, and the way from their product to the parameter."""
+    """Two arrays whose product is a term, and the path from their product to the parameter."""
 
     left: Source
     right: Source
@@ -106,268 +107,253 @@ class Factors:
 class Product(Factors):
     """`dot_general(left, right)`: a sum of outer products over the contracted axes."""
 
-    output: Source | None  # what it makes, where that is a value of the program
+    output: Source | None  # the product, if it is a value of the program
     contract: tuple[tuple[int, ...], tuple[int, ...]]
     batch: tuple[tuple[int, ...], tuple[int, ...]]
     precision: Any
 
     @property
     def summands(self) -> int:
-        """How many outer products are added up."""
+        """The number of outer products in a sum."""
         return math.prod(self.shapes[0][axis] for axis in self.contract[0])
 
     @property
     def copies(self) -> int:
-        """How many such sums there are, along axes that both sides have."""
+        """The number of such sums, along the batch axes that both sides share."""
         return math.prod(self.shapes[0][axis] for axis in self.batch[0])
 
     @property
     def widths(self) -> tuple[int, int]:
-        """The entries of a vector on the left, and of one on the right."""
+        """The lengths of the vectors on the left and on the right of an outer product."""
         left, right = (math.prod(shape) // max(1, self.summands * self.copies) for shape in self.shapes)
         return left, right
 
     @property
     def product_shape(self) -> tuple[int, ...]:
-        """The shape of what it makes: the copies, then what is free on the left, then on the right."""
+        """The shape of the product: the batch axes, then the free axes of the left side, then those of the right."""
         free = [self.shapes[side][axis] for side in (0, 1) for axis in self.free(side)]
         return (*(self.shapes[0][axis] for axis in self.batch[0]), *free)
 
     def free(self, side: int) -> list[int]:
-        """The axes of a side that are neither contracted nor shared."""
+        """The axes of a side that are neither contracted nor batch axes."""
         taken = {*self.contract[side], *self.batch[side]}
         return [axis for axis in range(len(self.shapes[side])) if axis not in taken]
 
-    def in_loop(self, loop: Any, turns: int, *, adds_up: bool) -> "Product":
-        """The same of all turns of a loop, which adds them up or stacks them."""
+    def in_scan(self, scan: Any, length: int, *, adds_up: bool) -> "Product":
+        """The products of all iterations of a scan, which adds them up or stacks them."""
 
         def shifted(axes: tuple[tuple[int, ...], ...], more: bool) -> Any:
             return tuple((*((0,) if more else ()), *(axis + 1 for axis in side)) for side in axes)
 
         return dataclasses.replace(
             self,
-            left=self.left.inside(loop),
-            right=self.right.inside(loop),
-            output=None if adds_up or self.output is None else self.output.inside(loop),
-            shapes=((turns, *self.shapes[0]), (turns, *self.shapes[1])),
+            left=self.left.inside(scan),
+            right=self.right.inside(scan),
+            output=None if adds_up or self.output is None else self.output.inside(scan),
+            shapes=((length, *self.shapes[0]), (length, *self.shapes[1])),
             contract=shifted(self.contract, adds_up),
             batch=shifted(self.batch, not adds_up),
-            path=self.path if adds_up else self.path.lifted(),
+            path=self.path if adds_up else self.path.stacked(),
         )
 
 
 @dataclasses.dataclass(frozen=True)
 class Convolution(Factors):
-    """`conv_general_dilated(left, right)`: a product, of the windows of the left with the right."""
+    """`conv_general_dilated(left, right)`: a product of the windows of the left side with the right side."""
 
     params: dict[str, Any]
-    made: tuple[int, ...]  # the shape of what it makes
+    output_shape: tuple[int, ...]
     copies = 1
 
     @property
     def summands(self) -> int:
-        """How many outer products are added up: the entries of the right, for each of its outputs."""
-        return math.prod(self.shapes[1]) // self.outputs
+        """The number of outer products that are added up: the entries of the right side for each output feature."""
+        return math.prod(self.shapes[1]) // self.output_features
 
     @property
-    def outputs(self) -> int:
-        """How many there are on the right: in the gradient of a layer, the channels that it makes."""
+    def output_features(self) -> int:
+        """The output features of the right side. In the gradient of a layer, these are the layer's output channels."""
         return self.shapes[1][self.params["dimension_numbers"].rhs_spec[0]]
 
     @property
     def widths(self) -> tuple[int, int]:
-        """The entries of a vector on the left, and of one on the right."""
-        return math.prod(self.made) // self.outputs, self.outputs
+        """The lengths of the vectors on the left and on the right of an outer product."""
+        return math.prod(self.output_shape) // self.output_features, self.output_features
 
 
 @dataclasses.dataclass(frozen=True)
 class Lookups:
-    """Rows that are added to those of a table at some indices: the gradient of an embedding."""
+    """Rows that are added to a table at some indices: the gradient of an embedding."""
 
     index: Source
     update: Source
     shape: tuple[int, ...]  # of the table
     number: int  # of indices
     dtype: Any
-    clips: bool  # whether indices beyond the table mean its last row; otherwise they mean none
+    clips: bool  # if True, an index outside the table means its nearest row; if False, it means no row
     path: LinearPath
 
     @property
     def sources(self) -> tuple[Source, ...]:
         return self.index, self.update
 
-    def in_loop(self, loop: Any, turns: int, *, adds_up: bool) -> "Lookups":
-        """The same of all turns of a loop that adds them up."""
-        assert adds_up  # rows of a stack of tables are not kept as rows
+    def in_scan(self, scan: Any, length: int, *, adds_up: bool) -> "Lookups":
+        """The lookups of all iterations of a scan that adds them up."""
+        assert adds_up  # a stack of tables is a direct term
         return dataclasses.replace(
-            self, index=self.index.inside(loop), update=self.update.inside(loop), number=turns * self.number
+            self, index=self.index.inside(scan), update=self.update.inside(scan), number=length * self.number
         )
 
 
 @dataclasses.dataclass(frozen=True)
-class Value:
-    """A term that is computed as it is, for every example."""
+class DirectTerm:
+    """A term that is itself computed for every example."""
 
-    value: Source
+    source: Source
     path: LinearPath
 
     @property
     def sources(self) -> tuple[Source, ...]:
-        return (self.value,)
+        return (self.source,)
 
-    def in_loop(self, loop: Any) -> "Value":
-        """The same of all turns of a loop that stacks them."""
-        return Value(self.value.inside(loop), self.path.lifted())
-
-
-Multiplied = Product | Convolution
-Term = Product | Convolution | Lookups | Value
+    def in_scan(self, scan: Any) -> "DirectTerm":
+        """The terms of all iterations of a scan that stacks them."""
+        return DirectTerm(self.source.inside(scan), self.path.stacked())
 
 
-def identity(rank: int) -> LinearPath:
-    """The way of a term that is the gradient of its parameter as it is."""
-    return LinearPath(tuple(range(rank)))
+FactoredTerm = Product | Convolution
+Term = Product | Convolution | Lookups | DirectTerm
 
 
-def with_path(terms: Sequence[Term], outer: LinearPath) -> list[Term]:
-    """Terms of a value that itself has a way to go."""
-    return [dataclasses.replace(term, path=term.path.then(outer)) for term in terms]
-
-
-MANY = 32  # more terms than this, and their sum had better be a value
-_DEEP = 64  # operations between a gradient and what makes it; Python allows for a thousand calls
-_MOVES = (*CASTS, "reshape", "squeeze", "transpose", "broadcast_in_dim")
+# Recognition ----------------------------------------------------------------------------------------------------------
 
 
 def terms_of(body: Body, variable: Any) -> list[Term]:
-    """Terms whose sum is a variable of a program: as many as there are ways to see through it."""
-    return _Walk(body).terms(variable)
+    """Terms whose sum is a variable of a program. A variable that is not recognised is one direct term."""
+    return _Recognizer(body).terms(variable)
 
 
-def value_of(body: Body, variable: Any) -> Value:
-    """A variable as one value, taken before its entries are cast."""
-    return _Walk(body).value(variable)
+def direct_term(body: Body, variable: Any) -> DirectTerm:
+    """A variable as one direct term, taken before casts and scales, in the dtype in which it is computed."""
+    return _Recognizer(body).direct(variable)
 
 
 @dataclasses.dataclass(frozen=True)
-class _Walk:
+class _Recognizer:
+    """The walk from variables of a program back to the equations that make them."""
+
     body: Body
-    seen: dict[Any, list[Term]] = dataclasses.field(default_factory=dict)
-    under_way: list[Any] = dataclasses.field(default_factory=list)
+    known: dict[Any, list[Term]] = dataclasses.field(default_factory=dict)
+    in_progress: list[Any] = dataclasses.field(default_factory=list)
 
     def terms(self, variable: Any) -> list[Term]:
-        if interpreter.is_literal(variable) or len(self.under_way) > _DEEP:
-            return [Value(Source(variable), identity(len(variable.aval.shape)))]
-        if variable not in self.seen:
-            self.under_way.append(variable)
-            self.seen[variable] = self._terms(variable)
-            self.under_way.pop()
-        return self.seen[variable]
+        if interpreter.is_literal(variable) or len(self.in_progress) > _MOST_EQUATIONS:
+            return [_as_it_is(variable)]
+        if variable not in self.known:
+            self.in_progress.append(variable)
+            self.known[variable] = self._terms(variable) or [_as_it_is(variable)]
+            self.in_progress.pop()
+        return self.known[variable]
 
-    def _terms(self, variable: Any) -> list[Term]:
-        equation = None if interpreter.is_literal(variable) else self.body.makers.get(variable)
-        whole: list[Term] = [Value(Source(variable), identity(len(variable.aval.shape)))]
-        if equation is None or not _is_real(variable):
-            return whole
-        found: list[Term] | None = None
+    def _terms(self, variable: Any) -> list[Term] | None:
+        """The terms of a variable, by the equation that makes it; None if that is not recognised."""
+        equation = self._maker(variable)
+        if equation is None:
+            return None
         name = equation.primitive.name
-        if name == "add_any" or name == "add":
-            found = self._sum(equation)
-        elif name == "dot_general" and _are_multiplied(equation):
-            found = [_product(equation)]
-        elif name == "conv_general_dilated" and _are_multiplied(equation):
-            found = _convolution(equation)
-        elif name in SCATTER_ADD:
-            found = self._lookups(equation)
-        elif name == "scan":
-            found = self._loop(equation, equation.outvars.index(variable))
-        else:
-            moved = _moved(equation, variable)
-            if moved is not None:
-                before, path = moved
-                return with_path(self.terms(before), path)
-        return whole if found is None else found
+        if name in ("add_any", "add"):
+            return self._sum(equation)
+        if name == "dot_general" and _has_float_operands(equation):
+            return [_product(equation)]
+        if name == "conv_general_dilated" and _has_float_operands(equation):
+            return _convolution(equation)
+        if name in SCATTER_ADD:
+            return self._lookups(equation)
+        if name == "scan":
+            return self._scan(equation, equation.outvars.index(variable))
+        rearranged = _rearranged(equation, variable)
+        if rearranged is None:
+            return None
+        before, path = rearranged
+        return _with_path(self.terms(before), path)
 
-    def value(self, variable: Any) -> Value:
-        equation = None if interpreter.is_literal(variable) else self.body.makers.get(variable)
-        whole = Value(Source(variable), identity(len(variable.aval.shape)))
-        if equation is None or not _is_real(variable):
-            return whole
+    def direct(self, variable: Any) -> DirectTerm:
+        equation = self._maker(variable)
+        if equation is None:
+            return _as_it_is(variable)
         if equation.primitive.name == "scan":
             position, (_, num_carried) = equation.outvars.index(variable), interpreter.scan_counts(equation.params)
             if position < num_carried:
-                return whole
+                return _as_it_is(variable)
             body = self.body.of_loop(equation)
-            return _Walk(body).value(body.outputs[position]).in_loop(equation)
-        moved = _moved(equation, variable)
-        if moved is None or moved[1].steps_move:  # what is moved before it is kept is moved by what makes it
-            return whole
-        (term,) = with_path([self.value(moved[0])], moved[1])
-        assert isinstance(term, Value)
+            return _Recognizer(body).direct(body.outputs[position]).in_scan(equation)
+        rearranged = _rearranged(equation, variable)
+        if rearranged is None or rearranged[1].rearranges:  # only casts and scales can wait until terms are summed
+            return _as_it_is(variable)
+        (term,) = _with_path([self.direct(rearranged[0])], rearranged[1])
+        assert isinstance(term, DirectTerm)
         return term
+
+    def _maker(self, variable: Any) -> Any | None:
+        """The equation that makes a variable of real numbers; None for inputs, literals and other dtypes."""
+        if interpreter.is_literal(variable) or not jax.dtypes.issubdtype(variable.aval.dtype, jnp.floating):
+            return None
+        return self.body.makers.get(variable)
 
     def _sum(self, equation: Any) -> list[Term] | None:
         shape = equation.outvars[0].aval.shape
         if any(interpreter.is_literal(operand) or operand.aval.shape != shape for operand in equation.invars):
             return None
-        parts = [self.terms(operand) for operand in equation.invars if not self._is_zero(operand)]
-        found = [term for part in parts for term in part]
-        return found if 0 < len(found) <= MANY else None
+        terms = [term for operand in equation.invars if not self._is_zero(operand) for term in self.terms(operand)]
+        return terms if 0 < len(terms) <= MOST_TERMS else None
 
     def _lookups(self, equation: Any) -> list[Term] | None:
         table, index, update = equation.invars
-        numbers = equation.params["dimension_numbers"]
-        shape, rank = table.aval.shape, len(index.aval.shape)
-        plain = (
-            tuple(numbers.inserted_window_dims) == (0,)
-            and tuple(numbers.scatter_dims_to_operand_dims) == (0,)
-            and not tuple(getattr(numbers, "operand_batching_dims", ()))
-            and index.aval.shape[-1] == 1
-            and tuple(numbers.update_window_dims) == tuple(range(rank - 1, len(update.aval.shape)))
-            and update.aval.shape[rank - 1 :] == shape[1:]
-            and update.aval.dtype in _FLOATS
-            and table.aval.size
-        )
-        if not plain or interpreter.is_literal(index) or interpreter.is_literal(update):
+        if interpreter.is_literal(index) or interpreter.is_literal(update) or not _scatters_rows(equation):
             return None
         lookups = Lookups(
             index=Source(index),
             update=Source(update),
-            shape=tuple(shape),
+            shape=tuple(table.aval.shape),
             number=int(np.prod(index.aval.shape[:-1], dtype=np.int64)),
             dtype=update.aval.dtype,
             clips="CLIP" in str(equation.params["mode"]),
-            path=identity(len(shape)),
+            path=identity(len(table.aval.shape)),
         )
         return [lookups, *([] if self._is_zero(table) else self.terms(table))]
 
-    def _loop(self, equation: Any, position: int) -> list[Term] | None:
-        body, turns = self.body.of_loop(equation), equation.params["length"]
-        num_consts, num_carried = interpreter.scan_counts(equation.params)
-        inner = _Walk(body)
-        if position >= num_carried:
-            terms = inner.terms(body.outputs[position])
-            if len(terms) > 1 or isinstance(terms[0], (Lookups, Convolution)):
-                return None
-            (term,) = terms
-            if isinstance(term, Value):
-                return [term.in_loop(equation)]
-            assert isinstance(term, Product)
-            return [term.in_loop(equation, turns, adds_up=False)]
-        # What a loop carries on and only adds to: the gradient of what every turn uses alike.
+    def _scan(self, equation: Any, position: int) -> list[Term] | None:
+        """The terms of one output of a scan: a value that it carries, or one that it stacks."""
+        _, num_carried = interpreter.scan_counts(equation.params)
+        if position < num_carried:
+            return self._carried(equation, position)
+        body = self.body.of_loop(equation)
+        terms = _Recognizer(body).terms(body.outputs[position])
+        if len(terms) > 1 or isinstance(terms[0], (Lookups, Convolution)):
+            return None
+        (term,) = terms
+        if isinstance(term, DirectTerm):
+            return [term.in_scan(equation)]
+        assert isinstance(term, Product)
+        return [term.in_scan(equation, equation.params["length"], adds_up=False)]
+
+    def _carried(self, equation: Any, position: int) -> list[Term] | None:
+        """The terms of a carried value that the scan only adds to: the gradient of a value all iterations share."""
+        body, length = self.body.of_loop(equation), equation.params["length"]
+        num_consts, _ = interpreter.scan_counts(equation.params)
         before = body.inputs[num_consts + position]
-        terms = inner.terms(body.outputs[position])
-        carried = [term for term in terms if isinstance(term, Value) and term.value == Source(before)]
+        terms = _Recognizer(body).terms(body.outputs[position])
+        carried = [term for term in terms if isinstance(term, DirectTerm) and term.source == Source(before)]
         added = [term for term in terms if term not in carried]
         is_sum = len(carried) == 1 and carried[0].path == identity(len(before.aval.shape)) and added
-        only_factors = [term for term in added if isinstance(term, (Product, Lookups))]
-        if not is_sum or len(only_factors) < len(added):
+        factored = [term for term in added if isinstance(term, (Product, Lookups))]
+        if not is_sum or len(factored) < len(added):
             return None
-        if _uses(body, before) != 1:
+        if _num_uses(body, before) != 1:
             return None
         start = equation.invars[num_consts + position]
-        lifted = [term.in_loop(equation, turns, adds_up=True) for term in only_factors]
-        return [*lifted, *([] if self._is_zero(start) else self.terms(start))]
+        of_all_iterations = [term.in_scan(equation, length, adds_up=True) for term in factored]
+        return [*of_all_iterations, *([] if self._is_zero(start) else self.terms(start))]
 
     def _is_zero(self, variable: Any, depth: int = 4) -> bool:
         if interpreter.is_literal(variable):
@@ -378,12 +364,18 @@ class _Walk:
         return self._is_zero(equation.invars[0], depth - 1)
 
 
-def _are_multiplied(equation: Any) -> bool:
-    """Whether both sides are of dtypes whose products and sums are known here: not of integers, not of 8 bits."""
+def _as_it_is(variable: Any) -> DirectTerm:
+    return DirectTerm(Source(variable), identity(len(variable.aval.shape)))
+
+
+def _with_path(terms: Sequence[Term], outer: LinearPath) -> list[Term]:
+    """The terms of a value, with the path from that value on appended to theirs."""
+    return [dataclasses.replace(term, path=term.path.then(outer)) for term in terms]
+
+
+def _has_float_operands(equation: Any) -> bool:
+    """True if norms and sums can be computed from the operands: floats of 16 bits or more, and not empty."""
     return all(operand.aval.dtype in _FLOATS and operand.aval.size for operand in equation.invars)
-
-
-_FLOATS = tuple(map(jnp.dtype, (jnp.bfloat16, jnp.float16, jnp.float32, jnp.float64)))
 
 
 def _product(equation: Any) -> Product:
@@ -407,7 +399,7 @@ def _convolution(equation: Any) -> list[Term] | None:
     params = equation.params
     if params["feature_group_count"] != 1 or params["batch_group_count"] != 1:
         return None
-    made = tuple(equation.outvars[0].aval.shape)
+    output_shape = tuple(equation.outvars[0].aval.shape)
     return [
         Convolution(
             left=Source(left),
@@ -415,20 +407,36 @@ def _convolution(equation: Any) -> list[Term] | None:
             shapes=(tuple(left.aval.shape), tuple(right.aval.shape)),
             dtypes=(left.aval.dtype, right.aval.dtype),
             params=params,
-            path=identity(len(made)),
-            made=made,
+            path=identity(len(output_shape)),
+            output_shape=output_shape,
         )
     ]
 
 
-def _moved(equation: Any, variable: Any) -> tuple[Any, LinearPath] | None:
-    """The variable that an equation takes its entries from, as they are or scaled, and the way from there."""
+def _scatters_rows(equation: Any) -> bool:
+    """True if a scatter adds complete rows of floats to a table that is not empty, one for each index."""
+    table, index, update = (operand.aval for operand in equation.invars)
+    numbers, rank = equation.params["dimension_numbers"], len(index.shape)
+    return bool(
+        tuple(numbers.inserted_window_dims) == (0,)
+        and tuple(numbers.scatter_dims_to_operand_dims) == (0,)
+        and not tuple(getattr(numbers, "operand_batching_dims", ()))
+        and index.shape[-1] == 1
+        and tuple(numbers.update_window_dims) == tuple(range(rank - 1, len(update.shape)))
+        and update.shape[rank - 1 :] == table.shape[1:]
+        and update.dtype in _FLOATS
+        and table.size
+    )
+
+
+def _rearranged(equation: Any, variable: Any) -> tuple[Any, LinearPath] | None:
+    """The variable that an equation only rearranges, casts or scales, and the path from there; None otherwise."""
     name, rank = equation.primitive.name, len(variable.aval.shape)
     if name == "neg":
         return equation.invars[0], LinearPath(tuple(range(rank)), (), -1.0)
     if name in ("mul", "div"):
         return _scaled(equation, variable)
-    if name not in _MOVES or len(equation.invars) != 1:
+    if name not in _REARRANGEMENTS or len(equation.invars) != 1:
         return None
     (before,) = equation.invars
     if interpreter.is_literal(before) or before.aval.size != variable.aval.size:
@@ -440,10 +448,11 @@ def _moved(equation: Any, variable: Any) -> tuple[Any, LinearPath] | None:
         axes = tuple(equation.params["permutation"])
     elif before.aval.shape == variable.aval.shape and name != "broadcast_in_dim":
         axes = tuple(range(rank))
-    return before, LinearPath(axes, (Step(equation),))
+    return before, LinearPath(axes, (Rearrangement(equation),))
 
 
 def _scaled(equation: Any, variable: Any) -> tuple[Any, LinearPath] | None:
+    """The variable that an equation multiplies or divides by a literal number, and the path from there."""
     first, second = equation.invars
     if equation.primitive.name == "mul" and interpreter.is_literal(first):
         first, second = second, first
@@ -456,10 +465,20 @@ def _scaled(equation: Any, variable: Any) -> tuple[Any, LinearPath] | None:
     return first, LinearPath(tuple(range(len(variable.aval.shape))), (), scale)
 
 
-def _is_real(variable: Any) -> bool:
-    return jax.dtypes.issubdtype(variable.aval.dtype, jnp.floating)
-
-
-def _uses(body: Body, variable: Any) -> int:
+def _num_uses(body: Body, variable: Any) -> int:
     in_equations = sum(operand is variable for equation in body.equations for operand in equation.invars)
     return in_equations + sum(output is variable for output in body.outputs)
+
+
+# Dtypes ---------------------------------------------------------------------------------------------------------------
+
+
+def common_dtype(*dtypes: Any) -> Any:
+    """The dtype that holds numbers of all these dtypes, also where JAX is configured to promote none."""
+    with jax.numpy_dtype_promotion("standard"):
+        return jnp.result_type(*dtypes)
+
+
+def sum_dtype(*dtypes: Any) -> Any:
+    """The dtype in which numbers of these dtypes are added up: their common dtype, and at least float32."""
+    return common_dtype(jnp.float32, *dtypes)

@@ -301,11 +301,11 @@ def test_a_loss_of_batches_is_told_from_one_of_an_example(loss, options):
             fun(params, batch)
         cause = caught.value.__cause__
         assert str(caught.value) == (
-            "Without keep_batch_dim the loss must be that of one example, without the axis of the batch, got\n"
+            "Without keep_batch_dim the loss must take one example, without the batch axis, got\n"
             "    batch['x'] = float32[5]\n"
             "    batch['y'] = float32[3]\n"
             f"    and a loss that raises {type(cause).__name__}: {cause}\n"
-            "If it is written for batches, pass keep_batch_dim=True: it is then given batches of one example."
+            "If it is written for batches, pass keep_batch_dim=True: it then gets batches of one example."
         )
     ab.per_example_norms(loss, keep_batch_dim=True, **options)(params, batch)  # the way out is one
 

@@ -8,7 +8,7 @@ from cases.per_example_losses import CASES, clipped_sum, gradients, norms_of
 
 import anybatch as ab
 from anybatch.jaxprs import versions
-from anybatch.per_example import choice
+from anybatch.per_example import forms
 
 pytestmark = pytest.mark.every_jax
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.every_jax
 @pytest.fixture(params=["gram", pytest.param("direct", marks=pytest.mark.slow)])
 def preferred(request, monkeypatch):
     """What is kept of a gradient: its factors wherever that can be, or nowhere."""
-    monkeypatch.setattr(choice, "_prefers_gram", lambda products, lookups, prefer: request.param == "gram")
+    monkeypatch.setattr(forms, "_prefers_gram", lambda products, lookups, prefer: request.param == "gram")
     return request.param
 
 
@@ -24,7 +24,7 @@ def kept(loss, params, batch, **options):
     """What is kept of the gradient of each parameter, in words."""
     fun = ab.clipped_grad(loss, clip_norm=1.0, method="factored", **options)
     gradient = fun.gradient((params, batch), {})
-    return gradient.arguments.as_gradient([leaf.how for leaf in gradient.program.leaves])
+    return gradient.arguments.as_gradient([form.kind for form in gradient.program.forms])
 
 
 def assert_close(actual, expected, rtol):
@@ -54,7 +54,7 @@ def test_norms_and_clipped_sums_are_those_of_vmap_of_grad(float64, preferred, ca
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_factors_are_recognised(float64, monkeypatch, case):
-    monkeypatch.setattr(choice, "_prefers_gram", lambda products, lookups, prefer: True)
+    monkeypatch.setattr(forms, "_prefers_gram", lambda products, lookups, prefer: True)
     assert kept(case.loss, case.params(), case.batch(2)) == case.kept
 
 
@@ -104,7 +104,7 @@ def cancelling_batch(rest, dtype=np.float32):
 @pytest.mark.parametrize("rest", [1.0, 1e-2, 1e-3])
 def test_contributions_that_cancel_are_noticed(monkeypatch, rest):
     """At a thousandfold cancellation, squares from factors have no correct digit in float32."""
-    monkeypatch.setattr(choice, "_prefers_gram", lambda products, lookups, prefer: True)
+    monkeypatch.setattr(forms, "_prefers_gram", lambda products, lookups, prefer: True)
     w, batch = jnp.ones((6, 5)), cancelling_batch(rest)
     assert kept(cancelling, w, batch) == "gram"
     grads = np.asarray(gradients(cancelling, w, batch), np.float64)
@@ -121,9 +121,9 @@ def test_contributions_that_cancel_are_noticed(monkeypatch, rest):
 
 def test_without_noticing_cancellation_norms_are_wrong(monkeypatch):
     """The control."""
-    monkeypatch.setattr(choice, "_prefers_gram", lambda products, lookups, prefer: True)
+    monkeypatch.setattr(forms, "_prefers_gram", lambda products, lookups, prefer: True)
     monkeypatch.setattr(
-        "anybatch.per_example.sums.is_doubtful", lambda leaves, squares, per_leaf: squares[0].square < 0
+        "anybatch.per_example.kept_gradients.is_doubtful", lambda forms, squares, per_leaf: squares[0].square < 0
     )
     w, batch = jnp.ones((6, 5)), cancelling_batch(1e-3)
     norms = norms_of(gradients(cancelling, w, batch))
@@ -195,7 +195,7 @@ def _used_twice(params, x):
 @pytest.mark.parametrize("loss", [_tied, _used_twice], ids=lambda loss: loss.__name__)
 def test_no_kernel_joins_the_sides_that_it_multiplies(monkeypatch, loss):
     """XLA would join them inside of it on a GPU, with more shared memory than there is: they are written out first."""
-    monkeypatch.setattr(choice, "_prefers_gram", lambda products, lookups, prefer: True)
+    monkeypatch.setattr(forms, "_prefers_gram", lambda products, lookups, prefer: True)
     params = {"table": jnp.ones((16, 16)) / 16}
     batch = jnp.ones((3, 8), jnp.int32) if loss is _tied else jnp.ones((3, 8, 16))
     fun = ab.clipped_grad(loss, clip_norm=1.0, method="factored", microbatch_size=None)

@@ -11,7 +11,7 @@ from cases.per_example_losses import CASES, clipped_sum, dense, gradients, norms
 from per_example.test_factors import assert_close, cancelling, cancelling_batch
 
 import anybatch as ab
-from anybatch.per_example import choice
+from anybatch.per_example import forms
 
 pytestmark = pytest.mark.every_jax
 
@@ -293,7 +293,7 @@ def test_roundings_that_conspire_do_not_exceed_a_strict_bound():
         fun = ab.clipped_grad(
             loss, clip_norm=float(1.0005 * share * norm), method="factored", microbatch_size=1, strict=strict
         )
-        assert [leaf.how for leaf in fun.gradient((w, batch), {}).program.leaves] == ["gram"]
+        assert [form.kind for form in fun.gradient((w, batch), {}).program.forms] == ["gram"]
         return np.linalg.norm(np.asarray(fun(w, batch), np.float64)) / fun.clip_norm
 
     shares = np.linspace(0.5, 1, 12)
@@ -338,7 +338,7 @@ def test_an_example_that_its_key_makes_bad(method):
 
 
 def test_norms_of_parameters_that_cancel_beside_large_ones(monkeypatch):
-    monkeypatch.setattr(choice, "_prefers_gram", lambda products, lookups, prefer: True)
+    monkeypatch.setattr(forms, "_prefers_gram", lambda products, lookups, prefer: True)
 
     def loss(params, example):
         return cancelling(params["small"], example) + 1e3 * jnp.sum(example["x"] @ params["large"])
@@ -358,7 +358,7 @@ def test_a_weight_that_is_used_hundreds_of_times():
 
     w, x = jnp.eye(3), jnp.ones((2, 3))
     fun = ab.per_example_norms(loss, method="factored").gradient((w, x), {})
-    assert [leaf.how for leaf in fun.program.leaves] == ["direct"]
+    assert [form.kind for form in fun.program.forms] == ["direct"]
 
 
 def test_compiles_once():

@@ -8,7 +8,7 @@ from cases.zoo import ZOO
 from per_example.test_factors import assert_close
 
 import anybatch as ab
-from anybatch.per_example import choice
+from anybatch.per_example import forms
 
 # Those with a way of their own to a gradient; the others are more of the same.
 TELLING = {
@@ -48,7 +48,7 @@ def test_norms_and_clipped_sums_of_real_models(model_defaults, monkeypatch, case
     """With factors wherever that can be, in float64."""
     if case.requires:
         pytest.importorskip(case.requires)
-    monkeypatch.setattr(choice, "_prefers_gram", lambda products, lookups, prefer: True)
+    monkeypatch.setattr(forms, "_prefers_gram", lambda products, lookups, prefer: True)
     loss, args = case.problem(num_examples=4)
     keyed = len(args) == 3 and is_key(args[2])
     if any(is_key(leaf) for leaf in jax.tree.leaves(args[2:])) and not keyed:

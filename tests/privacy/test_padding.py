@@ -157,7 +157,7 @@ def test_padding_is_given_once():
     "mask", [True, [0, 1, 0, 1], np.zeros(3, bool), np.zeros((4, 1), bool)], ids=["scalar", "numbers", "short", "wide"]
 )
 def test_padding_that_is_none(mask):
-    with pytest.raises(InputError, match="is_padding must say of every example whether it is padding"):
+    with pytest.raises(InputError, match="is_padding must have one boolean for each example"):
         grad_of(private_grad(), examples(4), is_padding=mask)
 
 
