@@ -117,7 +117,7 @@ def line_of(marker):
 def test_a_loss_that_looks_across_examples_is_refused_with_its_line(compiled):
     grad = private_grad(batch_normalised, keep_batch_dim=True)
     call = functools.partial(grad, PARAMS, noise_key=privacy.secret_key())
-    with pytest.raises(CoupledError, match=f"test_privacy_refusals.py:{line_of('# HERE')}.*\n.*GroupNorm or LayerNorm"):
+    with pytest.raises(CoupledError, match=f"test_refusals.py:{line_of('# HERE')}.*\n.*GroupNorm or LayerNorm"):
         (jax.jit(call) if compiled else call)(BATCH)
 
 

@@ -315,6 +315,13 @@ def test_a_rule_that_fails_is_an_error_where_coupling_is(monkeypatch, float64):
         ab.value_and_grad(by_itself, microbatch_size=2, on_coupled="error")(W, X)
 
 
+def test_after_a_rule_fails_the_noise_is_not_that_of_the_first_reading(monkeypatch, float64):
+    """Without the rule the loss looks across examples, and such a loss has no noise scale."""
+    monkeypatch.setitem(RULES, "sinh", fails_when_computed)
+    with pytest.raises(ab.CoupledError):
+        ab.noise_scale(by_itself, microbatch_size=2)(W, 0.1 * X)
+
+
 def test_an_error_of_the_loss_itself_is_not_taken_for_one_of_a_rule():
     def loss(w, x):
         h = x * w[None]
