@@ -391,7 +391,7 @@ def _checked(noise: NoiseScale, value: Any, terms: Any, weights: Any) -> NoiseSc
         raise InputError(
             "exact=True needs a loss whose values for batches of one example add up to that of the batch",
             given=f"{jnp.sum(terms) / number} from batches of one, and {value} from the batch",
-            remedy="Leave exact out and pass microbatch_size=1: that gives the same estimate for any loss that is read.",
+            remedy="Leave exact out and pass microbatch_size=1: for a loss that is read, the estimate is the same.",
         )
     return noise
 
