@@ -571,7 +571,7 @@ def test_inside_shard_map_is_refused():
     fun = jax.shard_map(
         ab.noise_scale(linear, microbatch_size=1), mesh=mesh, in_specs=(P(), P("data")), out_specs=(P(), P(), P())
     )
-    with pytest.raises(ab.InputError, match="outside of shard_map"):
+    with pytest.raises(ab.InputError, match="outside shard_map"):
         fun(w, jnp.ones((4, 3)))
 
 
