@@ -1,6 +1,6 @@
-"""The gradient noise scale as a record: how large a batch is worth its cost.
+"""The gradient noise scale: an estimate of the batch size beyond which more examples are worth little.
 
-`noise_scale`: a gradient, and how large a batch it is worth.
+`noise_scale` computes a gradient and its noise. `NoiseScale` is the record of the noise, which adds up over steps.
 """
 
 import dataclasses
@@ -22,18 +22,28 @@ from anybatch.gradients.value_and_grad import compute, value_and_grad
 from anybatch.per_example.grads import per_example_norms
 from anybatch.reading.report import LossKind, form_of
 
+# With exact=True, the sum of the terms of single examples may differ from the loss by this share of their absolute
+# values. Rounding makes less, even where products are rounded to 8 bits.
+TERMS_TOLERANCE = 0.02
+
+# The options of `value_and_grad` that `per_example_norms` has, too.
+PER_EXAMPLE_OPTIONS = (
+    *("batch_argnums", "batch_argnames", "rng_argnums", "microbatch_size", "memory", "accumulator_dtype"),
+    *("mesh", "axis_name", "param_specs"),
+)
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class NoiseScale:
     """The noise in a gradient, and the batch size at which it equals the gradient itself.
 
-    A gradient is a mean over units: examples, or whatever the weights of a weighted loss count, such as tokens. With
-    `G` the mean over infinitely many and `Sigma` the covariance of the gradient of one, `value` estimates
-    `tr(Sigma) / |G|**2` (McCandlish et al., 2018): the critical batch size. In far smaller batches, twice the units
-    are worth almost twice the steps; in far larger ones, almost nothing.
+    A gradient is a mean over units: examples, or whatever the weights of a weighted loss count, such as tokens. Let `G`
+    be the mean over infinitely many units, and `Sigma` the covariance of the gradient of one unit. Then `value`
+    estimates `tr(Sigma) / |G|**2`, the critical batch size (McCandlish et al., 2018). In far smaller batches, doubling
+    the units is worth almost as much as doubling the steps; in far larger ones it is worth almost nothing.
 
-    Records add up over steps, and `decay * record` fades them out. **The ratio is that of the averages:** the average
-    of ratios is not an estimate of anything, since `gradient_square` comes close to 0 and below it by chance.
+    Add records to average over steps; `decay * record` lets old steps fade. **The value is the ratio of the averages.**
+    An average of ratios would estimate nothing, since `gradient_square` may be close to 0, or negative, by chance.
 
     >>> import anybatch as ab
     >>> step = ab.NoiseScale.of_examples(norms=[3.0, 5.0], mean_norm=3.5)  # gradients of 2 examples, and their mean
@@ -42,12 +52,12 @@ class NoiseScale:
     >>> print(step + step)
     noise scale 1.27 (trace 9.5 / squared gradient 7.5; 4 units in 4 microbatches over 2 steps)
     >>> print(ab.NoiseScale.of_examples(norms=[3.0], mean_norm=3.0))
-    noise scale undefined: noise shows in the difference of microbatches, and there was only one
+    noise scale undefined: noise is the difference between microbatches, and there was only one
 
     Args:
       trace_sum: the sum over steps of unbiased estimates of `tr(Sigma)`.
       gradient_square_sum: the sum over steps of unbiased estimates of `|G|**2`.
-      steps: how many. A step of one microbatch has no estimates, and none of its share is in the sums.
+      steps: the number of steps with estimates. A step of one microbatch has none, and does not count.
       units: the sum over these steps of the units in their batches.
       microbatches: the sum over all steps of the microbatches that had any units.
     """
@@ -60,16 +70,16 @@ class NoiseScale:
 
     @classmethod
     def empty(cls, dtype: Any = jnp.float32) -> "NoiseScale":
-        """The sum of no steps, to begin with."""
+        """The record of no steps, to start a sum with."""
         return cls(*(jnp.zeros((), dtype) for _ in dataclasses.fields(cls)))
 
     @classmethod
     def of_microbatches(cls, norms: Any, units: Any, mean_norm: Any) -> "NoiseScale":
-        """From gradients that were computed elsewhere.
+        """The record of one step, from the norms of gradients that were computed elsewhere.
 
         Args:
           norms: for each microbatch, the norm of the sum of the gradients of its units.
-          units: for each microbatch, how many it has. Those without any do not count.
+          units: for each microbatch, its number of units. Microbatches without units do not count.
           mean_norm: the norm of the mean over the units of all microbatches.
         """
         norms, units = jnp.asarray(norms), jnp.asarray(units)
@@ -90,11 +100,11 @@ class NoiseScale:
 
     @classmethod
     def of_examples(cls, norms: Any, mean_norm: Any, weights: Any = None) -> "NoiseScale":
-        """From the norms of the gradients of single examples: the least uncertain estimate that a batch allows.
+        """The record of one step, from per-example gradient norms: the least uncertain estimate of a batch.
 
         Args:
-          norms: for each example, the norm of its gradient; of a weighted loss, of the gradient of its total.
-          mean_norm: the norm of the mean, which is the sum divided by the number of examples, or by all weights.
+          norms: for each example, the norm of its gradient; for a weighted loss, of the gradient of its total.
+          mean_norm: the norm of the mean gradient: the sum, divided by the number of examples or by the sum of weights.
           weights: for each example, its weight. By default 1.
         """
         norms = jnp.asarray(norms)
@@ -102,69 +112,69 @@ class NoiseScale:
 
     @classmethod
     def of_step(cls, scatter: Any, square: Any, units: Any, microbatches: Any) -> "NoiseScale":
-        """From sums over `K` microbatches of one step.
+        """The record of one step, from sums over its `K` microbatches.
 
         Microbatch `k` has `n_k` of the `N` units and adds `c_k` to the gradient `g`, the sum of all `c_k`.
 
         Args:
-          scatter: the sum of `|c_k|**2 * N / n_k`, less `|g|**2`; what has no noise may be left out of both.
+          scatter: the sum of `|c_k|**2 * N / n_k`, less `|g|**2`. Terms without noise may be left out of both.
           square: `|g|**2`.
           units: `N`.
-          microbatches: `K`, of those that have any units.
+          microbatches: `K`, without microbatches that have no units.
         """
-        tells = (microbatches > 1) & (units > 0)
-        # Never negative but for rounding. NaN stays NaN.
+        is_defined = (microbatches > 1) & (units > 0)
+        # Negative only by rounding. NaN stays NaN.
         variance = jnp.maximum(scatter, jnp.zeros_like(scatter)) / jnp.where(
-            tells, microbatches - 1, jnp.ones_like(microbatches)
+            is_defined, microbatches - 1, jnp.ones_like(microbatches)
         )
         zero = jnp.zeros_like(variance)
         return cls(
-            trace_sum=jnp.where(tells, variance * units, zero),
-            gradient_square_sum=jnp.where(tells, square - variance, zero),
-            steps=jnp.where(tells, jnp.ones_like(zero), zero),
-            units=jnp.where(tells, units, zero),
+            trace_sum=jnp.where(is_defined, variance * units, zero),
+            gradient_square_sum=jnp.where(is_defined, square - variance, zero),
+            steps=jnp.where(is_defined, jnp.ones_like(zero), zero),
+            units=jnp.where(is_defined, units, zero),
             microbatches=microbatches,
         )
 
     @property
     def trace(self) -> Any:
-        """`tr(Sigma)`, the variance of the gradient of one unit, summed over its entries. NaN if nothing tells."""
+        """An estimate of `tr(Sigma)`: the variance of the gradient of one unit, summed over its entries. May be NaN."""
         return self._average(self.trace_sum)
 
     @property
     def gradient_square(self) -> Any:
-        """`|G|**2`, of the gradient without noise. An unbiased estimate, so that it may come out negative."""
+        """An estimate of `|G|**2`, for the gradient without noise. It is unbiased, so it may be negative."""
         return self._average(self.gradient_square_sum)
 
     @property
     def value(self) -> Any:
         """The critical batch size, in units.
 
-        NaN if nothing tells: one microbatch, no units, a gradient that is not finite or is 0. Infinite if the noise
-        leaves nothing of the gradient to be seen: average over more steps.
+        NaN if it is undefined: for one microbatch, no units, or a gradient that is 0 or not finite. Infinite if the
+        noise hides the gradient, whose estimated square is then not positive: average over more steps.
         """
         trace, square = self.trace, self.gradient_square
-        drowned = jnp.where(trace > 0, jnp.full_like(trace, jnp.inf), jnp.full_like(trace, jnp.nan))
-        seen = square > 0
-        ratio = trace / jnp.where(seen, square, jnp.ones_like(square))
-        return jnp.where(seen, ratio, jnp.where(jnp.isnan(square), jnp.full_like(trace, jnp.nan), drowned))
+        hidden = jnp.where(trace > 0, jnp.full_like(trace, jnp.inf), jnp.full_like(trace, jnp.nan))
+        is_positive = square > 0
+        ratio = trace / jnp.where(is_positive, square, jnp.ones_like(square))
+        return jnp.where(is_positive, ratio, jnp.where(jnp.isnan(square), jnp.full_like(trace, jnp.nan), hidden))
 
     @property
     def is_defined(self) -> Any:
-        """Whether `value` is a finite number."""
+        """True if `value` is a finite number."""
         return jnp.isfinite(self.value)
 
     @property
     def why_undefined(self) -> str:
-        """Why `value` is not a finite number; empty if it is. Not under `jit`."""
+        """Why `value` is not a finite number; empty if it is. Not for use under `jit`."""
         if self.is_defined:
             return ""
         if self.steps == 0:
             if self.microbatches == 0:
                 return "there were no units"
-            return "noise shows in the difference of microbatches, and there was only one"
+            return "noise is the difference between microbatches, and there was only one"
         if np.isnan(self.trace) or np.isnan(self.gradient_square):
-            return "a gradient is not finite, or terms of single examples do not make up the loss (exact=True)"
+            return "a gradient is not finite, or (exact=True) the terms of single examples do not add up to the loss"
         if self.trace > 0:
             return "the noise hides the gradient, whose estimated square is not positive; average over more steps"
         return "the gradient is 0, and so is its noise"
@@ -175,7 +185,7 @@ class NoiseScale:
         return NoiseScale(*(one + more for one, more in zip(self._leaves, other._leaves, strict=True)))
 
     def __radd__(self, other: Any) -> "NoiseScale":
-        return self if isinstance(other, int) and other == 0 else NotImplemented  # where sum() begins
+        return self if isinstance(other, int) and other == 0 else NotImplemented  # sum() starts with 0
 
     def __mul__(self, factor: Any) -> "NoiseScale":
         return NoiseScale(*(leaf * factor for leaf in self._leaves))
@@ -184,7 +194,7 @@ class NoiseScale:
 
     @property
     def _leaves(self) -> tuple[Any, ...]:
-        return tuple(getattr(self, shardings.name) for shardings in dataclasses.fields(self))
+        return tuple(getattr(self, field.name) for field in dataclasses.fields(self))
 
     def _average(self, total: Any) -> Any:
         steps = jnp.asarray(self.steps)
@@ -206,17 +216,7 @@ class NoiseScale:
 
 
 jax.tree_util.register_dataclass(
-    NoiseScale, data_fields=[shardings.name for shardings in dataclasses.fields(NoiseScale)], meta_fields=[]
-)
-
-
-# Sums of terms differ by a smaller part of these, even where products are rounded to 8 bits.
-TELLING = 0.02
-
-# The options of `value_and_grad` that `per_example_norms` has, too.
-OF_EXAMPLES = (
-    *("batch_argnums", "batch_argnames", "rng_argnums", "microbatch_size", "memory", "accumulator_dtype"),
-    *("mesh", "axis_name", "param_specs"),
+    NoiseScale, data_fields=[field.name for field in dataclasses.fields(NoiseScale)], meta_fields=[]
 )
 
 
@@ -228,22 +228,23 @@ def noise_scale(
     exact: bool = False,
     **options: Any,
 ) -> Callable[..., Any]:
-    """`value_and_grad`, and the gradient noise scale: the batch size beyond which examples are worth little.
+    """`value_and_grad` with the gradient noise scale: the batch size beyond which more examples are worth little.
 
-    The microbatches of one batch differ by chance. From how much, and from the gradient itself, follows
-    `tr(Sigma) / |G|**2`, the critical batch size of McCandlish et al. (2018). It costs no second pass over the data.
-    One step says little: average over many, as `anybatch.NoiseScale` does it.
+    The gradients of the microbatches of one batch differ by chance. These differences and the gradient itself give an
+    estimate of `tr(Sigma) / |G|**2`, the critical batch size of McCandlish et al. (2018), without a second pass over
+    the data. One step says little: average over many by adding the records, see `anybatch.NoiseScale`.
 
-    **Unbiased**, the trace and the square by themselves, for microbatches of any sizes and weights: each counts by its
-    units. Of a mean or a sum these are the examples; of a weighted mean, declared or read, what its weight counts,
-    such as tokens. The examples should be in random order, and their units as good as independent.
+    **Unbiased.** The estimates of `tr(Sigma)` and of `|G|**2` are unbiased, for microbatches of any sizes and weights.
+    Each microbatch counts by its units. For a mean or a sum these are the examples; for a weighted mean, declared or
+    read, they are what the weight counts, such as tokens. The examples should be in random order, and the units nearly
+    independent.
 
-    **Honest.** A single microbatch says nothing: the value is NaN and `why_undefined` says so. That is what
-    `microbatch_size="auto"` leads to where the full batch fits, so pass a size, such as an eighth of the batch.
+    **Undefined for one microbatch.** Then the value is NaN, and `why_undefined` says why. `microbatch_size="auto"`
+    takes one microbatch if the full batch fits, so pass a size, such as an eighth of the batch.
 
-    **Time and memory.** Value and gradient are those of `value_and_grad`, up to rounding. Memory is that of
-    `value_and_grad` and the gradient of one microbatch; time, that of reading this gradient once more. On a mesh the
-    squares join the one reduction.
+    **Time and memory.** Value and gradient equal those of `value_and_grad`, up to rounding. It takes the memory of
+    `value_and_grad` and of the gradient of one microbatch, and the time to read this gradient once more. On a mesh it
+    adds no collective: the squares join the one reduction.
 
     >>> import jax.numpy as jnp, anybatch as ab
     >>> def loss(w, batch):
@@ -256,23 +257,23 @@ def noise_scale(
 
     Args:
       fun: the loss, as for `value_and_grad`. Terms that depend on the parameters alone, such as weight decay, are part
-        of the gradient `G` and have no noise. Of a function of a mean, as the square root of a mean square, the noise
-        is that of the gradient of the mean, its factor taken as it is.
+        of the gradient `G` and have no noise. For a function of a mean, such as the square root of a mean square, the
+        derivative of that function is taken as a constant factor, and the noise is that of the mean.
       argnums: which positional arguments to differentiate with respect to.
       has_aux: whether `fun` returns a pair `(loss, aux)`.
-      exact: whether to take the norms of the gradients of all examples instead of those of microbatches. That is the
-        same estimate with the least uncertainty, whatever the microbatches, at the cost of a second computation: of
-        the gradient of each example. The loss must be a mean, a sum or a declared weighted mean of terms of single
-        examples: `fun` is called with batches of one.
-      **options: those of `value_and_grad`.
+      exact: whether to use the gradient norms of all examples instead of those of microbatches. This is the same
+        estimate with the least uncertainty, whatever the microbatches, at the cost of a second computation: the
+        gradient of each example. The loss must be a mean, a sum or a declared weighted mean of terms of single
+        examples, and `fun` is called with batches of one example.
+      **options: the options of `value_and_grad`.
 
     Returns:
       A function with the arguments of `fun` that returns `(value, gradient, noise)`, or
       `((value, aux), gradient, noise)`, where `noise` is a `NoiseScale`.
 
     Raises:
-      InputError: for arguments that cannot be worked with; for a loss that does not say what a microbatch counts, such
-        as one with two different denominators.
+      InputError: for arguments that are not valid, and for a loss whose units are not clear, such as one with two
+        different denominators.
       CoupledError: for a loss that looks across examples.
       What `value_and_grad` raises.
     """
@@ -280,7 +281,7 @@ def noise_scale(
         raise InputError(
             "exact must be True or False",
             given=f"exact={exact!r}",
-            remedy="Pass exact=True for the norms of single examples, or leave it out.",
+            remedy="Pass exact=True to use the gradient norms of single examples, or leave it out.",
         )
     if exact:
         return _of_examples(fun, argnums, has_aux, options)
@@ -299,9 +300,9 @@ def noise_scale(
 
 
 def _of_examples(fun: Callable[..., Any], argnums: Any, has_aux: bool, options: dict[str, Any]) -> Callable[..., Any]:
-    """The noise from the norms of the gradients of single examples."""
+    """`noise_scale(exact=True)`: the noise from the gradient norms of single examples."""
     checked = Options.of(fun, argnums=argnums, has_aux=has_aux, **options)
-    examples_options = {name: options[name] for name in OF_EXAMPLES if name in options}
+    examples_options = {name: options[name] for name in PER_EXAMPLE_OPTIONS if name in options}
     examples_options["keep_batch_dim"] = True
 
     @functools.wraps(fun)
@@ -316,13 +317,13 @@ def _of_examples(fun: Callable[..., Any], argnums: Any, has_aux: bool, options: 
         if not arguments.num_examples:
             return result, gradient, NoiseScale.empty()
         value = result[0] if has_aux else result
-        norms_fun = per_example_norms(_of_one(call.fun, checked, value), argnums, True, **examples_options)
+        norms_fun = per_example_norms(_of_one_example(call.fun, checked, value), argnums, True, **examples_options)
         norms, (terms, weights) = norms_fun(*call.args, **call.kwargs)
-        if reduction == "sum":  # a mean of terms that are so much larger
+        if reduction == "sum":  # it is a mean of terms that are larger by this factor
             norms, terms = norms * arguments.num_examples, terms * arguments.num_examples
         mean_norm = jnp.sqrt(squared_norms.square(jax.tree.leaves(gradient)))
         noise = NoiseScale.of_examples(norms, mean_norm.astype(norms.dtype), weights)
-        if not arguments.arrays.keys:  # each example draws its own numbers, and the terms are others
+        if not arguments.arrays.keys:  # with keys, batches of one draw other numbers than the batch
             noise = _checked(noise, value, terms, weights)
         return result, gradient, noise
 
@@ -330,7 +331,7 @@ def _of_examples(fun: Callable[..., Any], argnums: Any, has_aux: bool, options: 
 
 
 def _read_reduction(fun: Callable[..., Any], options: Options, arguments: Arguments) -> str:
-    """Whether the loss is a mean or a sum of terms of single examples."""
+    """Reads whether the loss is a "mean" or a "sum" of terms of single examples."""
     gradient = Gradient(fun, dataclasses.replace(options, noise=True), arguments)
     with gradient.context():
         assert gradient.weights is not None  # raises for a loss that looks across examples
@@ -338,7 +339,7 @@ def _read_reduction(fun: Callable[..., Any], options: Options, arguments: Argume
     if reading.stochastic and not arguments.arrays.keys:
         raise InputError(
             "exact=True needs random numbers that are drawn for each example",
-            given="a loss that draws those of the whole batch",
+            given="a loss that draws the numbers of the full batch",
             remedy="Pass the key as an argument and name it, e.g. rng_argnums=2. Or leave exact out.",
         )
     is_of_all = form.selection is None  # and not of rows that are selected from the batch
@@ -355,39 +356,42 @@ def _read_reduction(fun: Callable[..., Any], options: Options, arguments: Argume
     )
 
 
-def _of_one(fun: Callable[..., Any], options: Options, value: Any) -> Callable[..., Any]:
-    """What to differentiate for a batch of one; and its term, and its weight."""
+def _of_one_example(fun: Callable[..., Any], options: Options, value: Any) -> Callable[..., Any]:
+    """The function to differentiate for a batch of one example. As aux it returns the example's term and weight."""
 
     @functools.wraps(fun)
-    def of_one(*args: Any, **kwargs: Any) -> tuple[Any, tuple[Any, Any]]:
+    def of_one_example(*args: Any, **kwargs: Any) -> tuple[Any, tuple[Any, Any]]:
         loss = fun(*args, **kwargs)
         loss = loss[0] if options.has_aux else loss
         if not options.weighted:
             return loss, (loss, jnp.ones((), jnp.float32))
         total, weight = loss[0], jnp.asarray(loss[1])
-        if jnp.issubdtype(weight.dtype, jnp.inexact):  # it may have a gradient: that of the ratio counts
+        if jnp.issubdtype(weight.dtype, jnp.inexact):  # the weight may have a gradient, which the ratio needs
             total = total - value.astype(total.dtype) * weight.astype(total.dtype)
         return total, (loss[0], weight)
 
-    return of_one
+    return of_one_example
 
 
 def _checked(noise: NoiseScale, value: Any, terms: Any, weights: Any) -> NoiseScale:
-    """The noise, if the terms of single examples make up the loss, as far as can be seen; NaN under `jit` if not.
+    """Checks that the terms of single examples add up to the loss, and returns the noise; under `jit`, NaN if not.
 
-    They do not if the loss uses the positions of its examples in the batch, or divides by a number that is fixed.
+    They do not add up if the loss uses the positions of its examples in the batch, or divides by a fixed number.
+
+    Raises:
+      InputError: outside `jit`, if they do not.
     """
     terms, weights = terms.astype(noise.units.dtype), weights.astype(noise.units.dtype)
     number = jnp.maximum(jnp.sum(weights), jnp.finfo(weights.dtype).tiny)
     difference = jnp.abs(jnp.sum(terms) / number - value.astype(terms.dtype))
-    differs = difference > TELLING * jnp.sum(jnp.abs(terms)) / number
+    differs = difference > TERMS_TOLERANCE * jnp.sum(jnp.abs(terms)) / number
     if isinstance(differs, jax.core.Tracer):
         return noise * jnp.where(differs, jnp.full_like(number, jnp.nan), jnp.ones_like(number))
     if differs:
         raise InputError(
-            "exact=True needs a loss whose terms of single examples, by themselves, make up that of the batch",
+            "exact=True needs a loss whose values for batches of one example add up to that of the batch",
             given=f"{jnp.sum(terms) / number} from batches of one, and {value} from the batch",
-            remedy="Leave exact out and pass microbatch_size=1: that is the same, for every loss that is read.",
+            remedy="Leave exact out and pass microbatch_size=1: for a loss that is read, the estimate is the same.",
         )
     return noise
 
@@ -396,8 +400,8 @@ def _check_context() -> None:
     manual = jax.sharding.get_abstract_mesh().manual_axes
     if manual:
         raise InputError(
-            "noise_scale is for gradients outside of shard_map: inside, the microbatches of other devices are not seen",
+            "noise_scale must be called outside shard_map: inside, it does not see the microbatches of other devices",
             given=f"a call inside a shard_map over {', '.join(map(repr, manual))}",
-            remedy="Call it outside, with mesh=; or combine norms yourself: NoiseScale.of_microbatches(norms, units, "
+            remedy="Call it outside, with mesh=. Or combine norms yourself: NoiseScale.of_microbatches(norms, units, "
             "mean_norm).",
         )

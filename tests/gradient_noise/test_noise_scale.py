@@ -530,8 +530,8 @@ def hard_coded(params, batch):
     [
         (meshes.masked, 'mean or a sum of terms of single examples(.|\n)*reduction="weighted"'),
         (meshes.dropped, "random numbers that are drawn for each example"),
-        (meshes.looked_up, "by themselves, make up that of the batch(.|\n)*microbatch_size=1"),
-        (hard_coded, "by themselves, make up that of the batch"),
+        (meshes.looked_up, "for batches of one example add up to that of the batch(.|\n)*microbatch_size=1"),
+        (hard_coded, "for batches of one example add up to that of the batch"),
     ],
 )
 def test_exact_refuses_what_batches_of_one_do_not_tell(loss, message):
@@ -571,7 +571,7 @@ def test_inside_shard_map_is_refused():
     fun = jax.shard_map(
         ab.noise_scale(linear, microbatch_size=1), mesh=mesh, in_specs=(P(), P("data")), out_specs=(P(), P(), P())
     )
-    with pytest.raises(ab.InputError, match="outside of shard_map"):
+    with pytest.raises(ab.InputError, match="outside shard_map"):
         fun(w, jnp.ones((4, 3)))
 
 

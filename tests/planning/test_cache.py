@@ -1,4 +1,4 @@
-"""What was measured is kept on disk, and is advice: no record can make a gradient wrong or a plan fail."""
+"""Measurements are kept on disk as advice: no record can make a gradient wrong or a plan fail."""
 
 import json
 import os
@@ -55,15 +55,17 @@ def test_another_process_plans_in_milliseconds(folder):
 
 
 def test_auto_follows_what_was_measured(folder, monkeypatch):
-    """In a later process: here, after everything was forgotten."""
+    """As in a later process: here, after the decisions of this one are cleared."""
     from anybatch.planning.measure import Measurements
 
     params, batch = problem(64)
-    fastest_at_8 = {way: 1.0 for way in (64, 32, 16, 4, 2, 1)} | {8: 0.5}
+    fastest_at_8 = {strategy: 1.0 for strategy in (64, 32, 16, 4, 2, 1)} | {8: 0.5}
     monkeypatch.setattr(
         Measurements,
         "race",
-        lambda measurements, ways, rounds: {way: fastest_at_8.get(way.microbatch_size, 0.9) for way in ways},
+        lambda measurements, strategies, rounds: {
+            strategy: fastest_at_8.get(strategy.microbatch_size, 0.9) for strategy in strategies
+        },
     )
     assert ab.plan(network, params, batch).microbatch_size == 8
     planner._DECIDED.cache_clear()
@@ -118,17 +120,17 @@ def test_a_record_of_another_program_is_found_out(folder):
     ab.plan(network, params, batch, memory=MEMORY, timed=False)
     (path,) = folder.glob("*.json")
     record = json.loads(path.read_text())
-    for way in record["strategies"]:
-        way["program"] = "0" * 64
-        way["bytes"]["activations"] = 1
+    for strategy in record["strategies"]:
+        strategy["program"] = "0" * 64
+        strategy["bytes"]["activations"] = 1
     path.write_text(json.dumps(record))
     planner._DECIDED.cache_clear()
     ab.value_and_grad(network, memory=MEMORY)(params, batch)
     record = json.loads(path.read_text())
-    assert all(way["program"] != "0" * 64 for way in record["strategies"])
+    assert all(strategy["program"] != "0" * 64 for strategy in record["strategies"])
 
 
-def test_programs_shapes_and_settings_have_records_of_their_own(folder):
+def test_programs_shapes_and_options_have_separate_records(folder):
     keys = set()
     for loss, size, options in [
         (network, 512, {}),

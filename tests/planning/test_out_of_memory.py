@@ -107,26 +107,26 @@ def compiler(monkeypatch):
 
     class Compiler:
         message = "INTERNAL: a kernel asks for more than there is"
-        fails = staticmethod(lambda way: False)
+        fails = staticmethod(lambda strategy: False)
         tried: ClassVar[list[Strategy]] = []
 
     state = Compiler()
     state.tried = []
-    original, of_way = Programs.compile, {}
+    original, strategy_of = Programs.compile, {}
     for kind in (computation.Gradient, ExampleGradient):
         make = kind.computation
 
-        def made(gradient, way, make=make):
-            found = make(gradient, way)
-            of_way[found.fun] = way
+        def made(gradient, strategy, make=make):
+            found = make(gradient, strategy)
+            strategy_of[found.fun] = strategy
             return found
 
         monkeypatch.setattr(kind, "computation", made)
 
     def compile(programs, fun, *arrays, has_effects):
-        way = of_way[fun]
-        state.tried.append(way)
-        if state.fails(way):
+        strategy = strategy_of[fun]
+        state.tried.append(strategy)
+        if state.fails(strategy):
             raise jax.errors.JaxRuntimeError(state.message)
         return original(programs, fun, *arrays, has_effects=has_effects)
 
@@ -137,7 +137,7 @@ def compiler(monkeypatch):
 
 def test_a_method_that_does_not_compile_is_not_taken_by_default(compiler):
     params, batch = problem(16)
-    compiler.fails = lambda way: way.method == "factored"
+    compiler.fails = lambda strategy: strategy.method == "factored"
     expected = ab.clipped_grad(network, clip_norm=0.1, keep_batch_dim=True, method="vmap")(params, batch)
     for size in ("auto", 4):
         fun = ab.clipped_grad(network, clip_norm=0.1, keep_batch_dim=True, microbatch_size=size)
@@ -145,14 +145,14 @@ def test_a_method_that_does_not_compile_is_not_taken_by_default(compiler):
         with pytest.warns(ab.TightMemoryWarning, match='XLA cannot compile .*method="factored": INTERNAL') as caught:
             chex.assert_trees_all_close(fun(params, batch), expected, rtol=1e-4, atol=1e-6)
         assert caught[0].filename == __file__
-        assert [way.method for way in compiler.tried] == ["factored", "vmap"]
+        assert [strategy.method for strategy in compiler.tried] == ["factored", "vmap"]
         fun(params, batch)  # the next call begins there
-        assert [way.method for way in compiler.tried] == ["factored", "vmap", "vmap"]
+        assert [strategy.method for strategy in compiler.tried] == ["factored", "vmap", "vmap"]
 
 
 def test_a_method_that_was_asked_for_fails_as_it_is(compiler):
     params, batch = problem(16)
-    compiler.fails = lambda way: way.method == "factored"
+    compiler.fails = lambda strategy: strategy.method == "factored"
     fun = ab.clipped_grad(network, clip_norm=0.1, keep_batch_dim=True, microbatch_size=4, method="factored")
     with pytest.raises(jax.errors.JaxRuntimeError, match="more than there is"):
         fun(params, batch)
@@ -161,7 +161,7 @@ def test_a_method_that_was_asked_for_fails_as_it_is(compiler):
 def test_a_size_that_does_not_compile_is_never_chosen(compiler):
     params, batch = problem(64)
     expected = jax.value_and_grad(network)(params, batch)
-    compiler.fails = lambda way: way.microbatch_size == 64
+    compiler.fails = lambda strategy: strategy.microbatch_size == 64
     with pytest.warns(ab.TightMemoryWarning, match="XLA cannot compile microbatch_size=64: INTERNAL"):
         actual = ab.value_and_grad(network)(params, batch)
     chex.assert_trees_all_close(actual, expected, rtol=1e-4, atol=1e-6)
@@ -173,7 +173,7 @@ def test_a_size_that_does_not_compile_is_never_chosen(compiler):
 
 def test_what_never_compiles_is_tried_a_few_times_and_raised_as_it_is(compiler):
     params, batch = problem(4096)
-    compiler.fails = lambda way: True
+    compiler.fails = lambda strategy: True
     for fun in (ab.value_and_grad(network), ab.value_and_grad(network, memory="1GiB")):
         del compiler.tried[:]
         with pytest.raises(jax.errors.JaxRuntimeError, match="more than there is"):

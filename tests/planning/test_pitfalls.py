@@ -210,7 +210,7 @@ def backward_of(number, literal=False):
 
 
 def test_programs_that_look_alike_are_told_apart():
-    """By the policies of one's own checkpoints, and by derivatives of one's own."""
+    """By the policies of checkpoints, and by the code of custom derivatives."""
     arguments = jnp.ones((4, 8, 8)), jnp.ones((16, 8))
     losses = [
         names_saved("narrow"),

@@ -1,4 +1,4 @@
-"""`plan` and `explain`: what they promise of the way that they choose."""
+"""`plan` and `explain`: what they promise about the strategy that they choose."""
 
 import dataclasses
 import re

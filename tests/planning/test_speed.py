@@ -1,4 +1,4 @@
-"""`objective="speed"`: which way is taken, for clocks that tell known times."""
+"""`objective="speed"`: which strategy is chosen, with a clock that shows known times."""
 
 import jax
 import pytest
@@ -22,9 +22,9 @@ def clock(monkeypatch):
     def install(milliseconds, out_of_memory=()):
         raced = []
 
-        def race(measurements, ways, rounds):
-            raced.append([way.microbatch_size for way in ways])
-            return {way: _between(milliseconds, way.microbatch_size) / 1e3 for way in ways}
+        def race(measurements, strategies, rounds):
+            raced.append([strategy.microbatch_size for strategy in strategies])
+            return {strategy: _between(milliseconds, strategy.microbatch_size) / 1e3 for strategy in strategies}
 
         monkeypatch.setattr(Measurements, "race", race)
         return raced
@@ -94,7 +94,7 @@ def test_what_does_not_fit_is_not_the_fastest(clock, kept):
 
 
 def test_the_knee_may_lie_between_two_sizes(clock):
-    """All at once is fastest here, 16 is as fast in less memory, and so is 11, which the descent had passed over."""
+    """The full batch is fastest here, 16 is as fast in less memory, and so is 11, which the descent had passed over."""
     clock({64: 132, 45: 136, 32: 136, 16: 134, 11: 134.5, 8: 141, 6: 146, 4: 152, 2: 185, 1: 245})
     assert ab.plan(network, *problem(64), memory="1GiB").microbatch_size == 11
 
@@ -120,9 +120,9 @@ def test_a_candidate_that_runs_out_of_memory_is_out(monkeypatch):
     params, batch = problem(64)
     original = Measurements.program
 
-    def program(measurements, way):
-        run = original(measurements, way)
-        if way.microbatch_size > 16:
+    def program(measurements, strategy):
+        run = original(measurements, strategy)
+        if strategy.microbatch_size > 16:
 
             def fail(*_):
                 raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 1GiB")
@@ -137,7 +137,7 @@ def test_a_candidate_that_runs_out_of_memory_is_out(monkeypatch):
 
 
 def test_times_are_taken_in_turns():
-    """Real ones: every way runs in every round."""
+    """Real times: every strategy runs in every round."""
     params, batch = problem(64)
     plan = ab.plan(network, params, batch, memory="1GiB")
     timed = [each for each in plan.candidates if each.seconds is not None]
