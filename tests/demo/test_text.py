@@ -8,7 +8,7 @@ import pytest
 
 import anybatch as ab
 from anybatch.demo.text import Corpus, Vocabulary, Windows, read_text
-from anybatch.training.batches import open_source
+from anybatch.training.sources import open_source
 
 
 @pytest.mark.parametrize("level", ["characters", "bytes"])
