@@ -68,6 +68,6 @@ def test_a_stopped_run_continues(tmp_path):
     assert said.endswith("To continue: anybatch train --config run.toml\n")
     steps = int(re.search(r"after step (\d+)", errors)[1])
     said, errors = stopped(tmp_path, signal.SIGINT)
-    assert said.endswith("To go on: anybatch train --config run.toml\n")
+    assert said.endswith("To continue: anybatch train --config run.toml\n")
     assert f"Resuming after step {steps}" in errors
     assert len((tmp_path / "anybatch-run" / "log.csv").read_text().splitlines()) > steps
