@@ -8,7 +8,7 @@ import pytest
 
 import anybatch as ab
 from anybatch.call.options import Options
-from anybatch.per_example.options import PerExampleOptions
+from anybatch.per_example.options import PerExampleOptions, Wants
 
 
 def loss(w, x):
@@ -100,3 +100,28 @@ def test_options_are_frozen_and_normalised():
 def test_a_value_that_is_not_allowed_is_named_when_the_loss_is_wrapped(option):
     with pytest.raises(ab.InputError, match=f"{option} must be one of .*, got {option}='fastest'"):
         ab.value_and_grad(loss, **{option: "fastest"})
+
+
+@pytest.mark.parametrize(
+    "fun, record",
+    [
+        (ab.value_and_grad, Options),
+        (ab.per_example_grads, PerExampleOptions),
+        (ab.per_example_norms, PerExampleOptions),
+        (ab.clipped_grad, PerExampleOptions),
+    ],
+    ids=lambda each: each.__name__,
+)
+def test_every_argument_arrives_in_the_options(monkeypatch, fun, record):
+    """An argument that a function takes and does not pass on would be ignored without a word."""
+    arrived = {}
+    checked = record.of(loss, **({"wants": Wants.NORMS} if record is PerExampleOptions else {}))
+
+    def of(cls, fun, /, **given):
+        arrived.update(given)
+        return checked
+
+    monkeypatch.setattr(record, "of", classmethod(of))
+    given = {name: object() for name in parameters_of(fun)}
+    fun(loss, **given)
+    assert {name: arrived.get(name) for name in given} == given
