@@ -187,7 +187,7 @@ def test_a_port_in_use_is_an_error(tmp_path):
     (ended,) = run(body, tmp_path, only=[0], timeout=40)
     assert ended.status == 1
     assert "Process 0 of 2 must be able to meet the others at 127.0.0.1:" in ended.output
-    assert "Take a port that is free" in ended.output
+    assert "Use a port that is free" in ended.output
 
 
 # In this process, alone.

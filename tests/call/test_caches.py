@@ -1,14 +1,13 @@
 """Caches are bounded and thread-safe. After they are cleared, the next call compiles and plans again."""
 
-import contextlib
 import random
 import threading
 
 import jax
-import jax.monitoring
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cases.compilations import counted_compilations
 from jax.extend import core as jex_core
 from jax.interpreters import mlir
 
@@ -17,20 +16,6 @@ from anybatch.call.caches import Cache
 from anybatch.reading.rules import RULES, USER_RULES
 
 X = jnp.arange(24.0).reshape(8, 3)
-
-
-@contextlib.contextmanager
-def counted_compilations():
-    count = [0]
-
-    def listen(event, duration, **_):
-        count[0] += "backend_compile" in event
-
-    jax.monitoring.register_event_duration_secs_listener(listen)
-    try:
-        yield count
-    finally:
-        jax.monitoring.unregister_event_duration_listener(listen)
 
 
 def compilations(fun, *args):

@@ -1,6 +1,5 @@
 """Compiles once, traces little, and never runs a stale program."""
 
-import contextlib
 import gc
 import re
 import subprocess
@@ -8,28 +7,14 @@ import sys
 
 import chex
 import jax
-import jax.monitoring
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cases.compilations import counted_compilations
 
 import anybatch as ab
 
 pytestmark = pytest.mark.every_jax
-
-
-@contextlib.contextmanager
-def counted_compilations():
-    count = [0]
-
-    def listen(event, duration, **_):
-        count[0] += "backend_compile" in event
-
-    jax.monitoring.register_event_duration_secs_listener(listen)
-    try:
-        yield count
-    finally:
-        jax.monitoring.unregister_event_duration_listener(listen)
 
 
 def loss(w, x):

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cases.compilations import counted_compilations
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
@@ -260,8 +261,6 @@ def test_a_loss_that_knows_its_number_of_examples_is_told_about_microbatches():
 
 
 def test_wrappers_made_anew_share_their_programs():
-    from test_compilation import counted_compilations
-
     def call():
         return ab.grad(lambda w, x: jnp.mean(w * x * 1.625), microbatch_size=2, reduction="mean")(1.0, X)
 
