@@ -259,7 +259,7 @@ def test_nothing_is_dropped_silently():
     [
         (
             {"max_batch_size": 300},
-            "max_batch_size must be large enough for every draw: leaving examples out",
+            "max_batch_size must be large enough for every draw: leaving examples out would void",
         ),
         ({"sampling_rate": 0.1}, "Either sampling_rate or expected_batch_size must be given"),
         ({"expected_batch_size": None}, "Either sampling_rate or expected_batch_size must be given"),
