@@ -28,9 +28,9 @@ parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.R
 parser.add_argument("--steps", type=int, default=300)
 parser.add_argument("--batch", type=int, default=256, help="average number of examples in a batch")
 parser.add_argument("--microbatch", type=int, default=64, help="examples in a microbatch")
-parser.add_argument("--epsilon", type=float, default=3.0, help="the epsilon of the complete run; inf trains without privacy")
+parser.add_argument("--epsilon", type=float, default=3.0, help="the epsilon of the complete run, inf for none")
 parser.add_argument("--delta", type=float, default=1e-4, help="the delta of the guarantee, below 1 / examples")
-parser.add_argument("--folder", type=pathlib.Path, default=pathlib.Path("runs/digits"), help="the folder for checkpoints")
+parser.add_argument("--folder", type=pathlib.Path, default=pathlib.Path("runs/digits"), help="for checkpoints")
 
 
 def digits():
