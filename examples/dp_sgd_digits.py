@@ -1,15 +1,15 @@
-"""DP-SGD on handwritten digits: a model that provably says next to nothing about any one of them.
+"""DP-SGD on handwritten digits: a model that provably reveals almost nothing about any one of them.
 
     pip install -e ".[train,privacy]" scikit-learn
     python examples/dp_sgd_digits.py
 
 Cost: about 20 s on two CPU cores, and 0.7 GB.
-Expected: epsilon 3.00 at delta 0.0001; test accuracy 10.7% before and about 93% after (the noise is another in each
-run; three gave 93.0%, 93.3% and 94.3%). Without privacy, --epsilon inf --folder runs/open, it is 97.3%.
+Expected: epsilon 3.00 at delta 0.0001; test accuracy 10.7% before and about 93% after (each run has different noise;
+three runs gave 93.0%, 93.3% and 94.3%). Without privacy, --epsilon inf --folder runs/open, it is 97.3%.
 
-The gradient of each example is clipped, their sum gets noise, and each batch is drawn at random. Microbatches bound the
-memory and change nothing: the privacy is that of the whole batch. Stopped and started again, it goes on: with the same
-batches and the same noise, so that nothing is spent twice.
+The gradient of each example is clipped, noise is added to their sum, and each batch is drawn at random. Microbatches
+limit the memory and do not change the privacy, which is that of the full batch. If the script is stopped and started
+again, it resumes with the same batches and the same noise, so that no privacy is spent twice.
 """
 
 import argparse
@@ -26,15 +26,15 @@ from anybatch import privacy
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--steps", type=int, default=300)
-parser.add_argument("--batch", type=int, default=256, help="examples of a batch, on average")
-parser.add_argument("--microbatch", type=int, default=64, help="examples whose gradients are taken at a time")
-parser.add_argument("--epsilon", type=float, default=3.0, help="the privacy to spend in all; infinity for none")
-parser.add_argument("--delta", type=float, default=1e-4, help="the probability left out, below one by the examples")
-parser.add_argument("--folder", type=pathlib.Path, default=pathlib.Path("runs/digits"), help="of checkpoints")
+parser.add_argument("--batch", type=int, default=256, help="average number of examples in a batch")
+parser.add_argument("--microbatch", type=int, default=64, help="examples in a microbatch")
+parser.add_argument("--epsilon", type=float, default=3.0, help="the epsilon of the complete run, inf for none")
+parser.add_argument("--delta", type=float, default=1e-4, help="the delta of the guarantee, below 1 / examples")
+parser.add_argument("--folder", type=pathlib.Path, default=pathlib.Path("runs/digits"), help="for checkpoints")
 
 
 def digits():
-    """1,797 images of 8 x 8 pixels that come with scikit-learn; every sixth is for the test."""
+    """The 1,797 images of 8 x 8 pixels in scikit-learn, for training and, every sixth of them, for testing."""
     try:
         from sklearn.datasets import load_digits
     except ImportError:
@@ -45,11 +45,11 @@ def digits():
     return ({name: array[part] for name, array in data.items()} for part in (~is_test, is_test))
 
 
-# The network: two convolutions and a layer. It has nothing that looks across examples, as BatchNorm would.
+# The network has two convolutions and a linear layer. Nothing in it looks across examples, as BatchNorm would.
 
 
 def init(key):
-    """6,000 numbers or so."""
+    """The initial parameters: about 6,000 numbers."""
     keys = jax.random.split(key, 3)
     return {
         "first": jax.random.normal(keys[0], (3, 3, 1, 16)) / 3,
@@ -59,7 +59,7 @@ def init(key):
 
 
 def logits(params, images):
-    """How much each digit is thought to be that of an image."""
+    """The score of each digit for each image."""
     x = images[..., None]
     for name in ("first", "second"):
         numbers = ("NHWC", "HWIO", "NHWC")
@@ -68,18 +68,18 @@ def logits(params, images):
 
 
 def loss(params, example):
-    """Of one example."""
+    """The cross-entropy of one example."""
     scores = logits(params, example["image"][None])[0]
     return jax.nn.logsumexp(scores) - scores[example["digit"]]
 
 
 def main():
-    """Trains, or goes on."""
+    """Trains, or resumes training."""
     args = parser.parse_args()
     train, test = digits()
     examples = len(train["digit"])
 
-    # How much noise does the budget ask for?
+    # How much noise does this epsilon need?
     rate = args.batch / examples
     is_private = args.epsilon < float("inf")
     budget = {"epsilon": args.epsilon, "delta": args.delta, "sampling_rate": rate, "steps": args.steps}
@@ -96,8 +96,8 @@ def main():
         microbatch_size=args.microbatch,
         allow_no_noise=not is_private,
     )
-    # Two secret keys, of the batches and of the noise. A run that goes on has those of before: its checkpoints hold
-    # them, so that the folder is as secret as the data.
+    # Two secret keys, one for the batches and one for the noise. A resumed run uses those in its checkpoints, so keep
+    # that folder as secret as the data.
     seed, noise_key = privacy.secret_key(), privacy.secret_key()
     batches = privacy.poisson_batches(examples, expected_batch_size=args.batch, steps=args.steps, seed=seed)
     state = step.init(init(jax.random.key(0)), noise_key)

@@ -106,11 +106,11 @@ class ExampleGradient(Gradient):
 
     @property
     def draws_per_microbatch(self) -> bool:
-        """Whether random numbers depend on the size of the microbatches: each example has its own."""
+        """False: each example draws its own random numbers, whatever the microbatch size."""
         return False
 
     def bytes_written(self, count: Callable[[Any], int]) -> int:
-        """The bytes that the losses of all examples write, and their gradients."""
+        """The bytes that the losses of all examples and their gradients write."""
         gradient = sum(leaf.dtype.itemsize * leaf.size for leaf in map(jnp.asarray, self.arguments.arrays.wrt))
         return self.examples * (count(self.loss.traced.jaxpr) + gradient)
 
@@ -209,7 +209,7 @@ class ExampleGradient(Gradient):
 
     @property
     def reduce_modes(self) -> tuple[str, ...]:
-        """When gradients are added up over a mesh: after the last microbatch."""
+        """Gradients are added up over a mesh once, after the last microbatch."""
         return ("once",)
 
     def computation(self, strategy: Strategy) -> Computation:

@@ -85,12 +85,17 @@ def choose_form(body: Body, variable: Any, like: Any, prefer: str = "cost") -> G
     if (not others and lookups) or (can_gram and _prefers_gram(products, lookups, prefer)):
         return GradientForm(shape, like.dtype, tuple(terms))
     if lookups and len(others) == 1:
-        (other,) = others
-        if isinstance(other, Product) and other.output is not None:
-            other = DirectTerm(other.output, other.path)
-        if isinstance(other, DirectTerm):
-            return GradientForm(shape, like.dtype, (other, *lookups))
+        computed = _computed(others[0])
+        if computed is not None:
+            return GradientForm(shape, like.dtype, (computed, *lookups))
     return GradientForm(shape, like.dtype, (direct_term(body, variable),))
+
+
+def _computed(term: Term) -> DirectTerm | None:
+    """A term as a value of the program, if it is one."""
+    if isinstance(term, Product) and term.output is not None:
+        return DirectTerm(term.output, term.path)
+    return term if isinstance(term, DirectTerm) else None
 
 
 def _keeps_rows(term: Lookups, rank: int) -> bool:
@@ -115,11 +120,11 @@ def row_axes(term: Term) -> tuple[int, ...] | None:
     number = len(term.free(0))
     if not number or not term.free(1):
         return None
-    on_left = [axis for axis, place in enumerate(term.path.axes) if place < number]
-    on_right = [axis for axis, place in enumerate(term.path.axes) if place >= number]
+    on_left = [axis for axis, source in enumerate(term.path.axes) if source < number]
+    on_right = [axis for axis, source in enumerate(term.path.axes) if source >= number]
     for side in (on_left, on_right):
-        places = [term.path.axes[axis] for axis in side]
-        if places != sorted(places):
+        sources = [term.path.axes[axis] for axis in side]
+        if sources != sorted(sources):
             return None
     return tuple(on_left if 0 in on_left else on_right)
 

@@ -351,9 +351,9 @@ def _sum_by_index(index: Any, rows: Any) -> tuple[Any, Any]:
     number = index.shape[0]
     beyond = jnp.full_like(index, jnp.iinfo(index.dtype).max)
     if number <= _FEW_INDICES:
-        place = jnp.argmax(index[:, None] == index[None, :], axis=1)
-        summed = jnp.zeros_like(rows).at[place].add(rows)
-        return jnp.where(place == jnp.arange(number), index, beyond), summed
+        first = jnp.argmax(index[:, None] == index[None, :], axis=1)
+        summed = jnp.zeros_like(rows).at[first].add(rows)
+        return jnp.where(first == jnp.arange(number), index, beyond), summed
     order = jnp.argsort(index)
     index, rows = index[order], rows[order]
     segment = jnp.cumsum(jnp.concatenate([jnp.zeros(1, bool), index[1:] != index[:-1]]))

@@ -1,40 +1,46 @@
-"""Private training: DP-SGD on top of `ab.clipped_grad`, with a guarantee that is written down.
+"""Private training: DP-SGD on top of `ab.clipped_grad`, with a written guarantee.
 
-**The contract.** Let the batches of a run be those of `privacy.poisson_batches`, and the steps those of
-`privacy.dp_sgd`, or of `privacy.private_grad` with an optimizer that sees the data through it alone. Then the
-parameters and optimizer states after all steps, all of them together, are (epsilon, delta)-differentially private:
-for two datasets of which one has one example more, and every set of outcomes, the probabilities differ by no more than
-`P <= exp(epsilon) P' + delta`. `privacy.epsilon` gives the epsilon for a delta.
+Open `training.py` first (`dp_sgd`), then `mechanism.py` (`private_grad`: clipping and noise). `sampling.py` draws the
+batches, `accounting.py` computes epsilon, and `guarantee_checks.py` refuses whatever would void the guarantee.
 
-It rests on three things:
+**The contract.** Take the batches of a run from `privacy.poisson_batches`. Take its steps by `privacy.dp_sgd`, or by
+`privacy.private_grad` and an optimizer that sees the data only through it. Then the parameters and optimizer states
+after all steps, all of them together, are (epsilon, delta)-differentially private. That means: for any two datasets
+that differ by one added or removed example, and for every set of outcomes, the probabilities `P` and `P'` of that set
+satisfy `P <= exp(epsilon) P' + delta`. `privacy.epsilon` returns the epsilon for a delta.
+
+The guarantee rests on three things:
 
 1. *Sensitivity.* The gradient before noise is the sum over the batch of `g_i * min(1, clip_norm / |g_i|)`, divided by
    `expected_batch_size`, a constant. An example whose gradient is not finite counts for nothing, and so does padding,
-   which every batch must declare (`privacy.PaddedBatch`). Adding or removing an example changes the result by at most
-   `clip_norm / expected_batch_size` in its norm, whatever the other examples are.
-2. *Noise.* To each number of it independent Gaussian noise is added, with the standard deviation `noise_multiplier`
-   times that sensitivity: once in a step, after the sum over microbatches and devices, before it is rounded to narrow
-   dtypes.
+   which every batch must declare (`privacy.PaddedBatch`). Adding or removing one example changes the result by at most
+   `clip_norm / expected_batch_size` in the Euclidean norm, whatever the other examples are.
+2. *Noise.* Independent Gaussian noise is added to each entry of the gradient, with a standard deviation of
+   `noise_multiplier` times that sensitivity. It is added once in a step, after the sum over microbatches and devices
+   and before the gradient is rounded to narrow dtypes.
 3. *Sampling and accounting.* Each example is in each batch with the probability `expected_batch_size / num_examples`,
-   independently of everything else. The composition of such steps is accounted for by the library dp-accounting.
+   independently of everything else. The library dp-accounting computes the epsilon of the composition of such steps.
 
-**It is assumed** that the loss of an example depends on that example, the parameters and public things alone; that the
-keys are secret, random and used for nothing else; that every step that was taken is accounted for, those of runs that
-were thrown away too if something was learned from them; that one person's data is one example (else the guarantee is
-for one example of theirs); and that the number of examples is public: it sets the sampling rate.
+**The guarantee assumes that**
 
-**It does not cover**
+- the loss of an example depends only on that example, the parameters and public values;
+- the keys are secret and random, and are used for nothing else;
+- every step that was taken is accounted for, including those of discarded runs if something was learned from them;
+- one person's data is one example. Otherwise the guarantee is for one example of that person;
+- the number of examples is public, since it sets the sampling rate.
 
-- values, norms, aux and anything else that is computed from the data without noise: printing the training loss is a
+**The guarantee does not cover**
+
+- values, norms, aux and anything else that is computed from the data without noise. Printing the training loss is a
   release, and so is stopping early by it;
 - the choice of hyperparameters by looking at the private data, over several runs;
-- batches from a shuffle, or of a fixed size: these are no Poisson samples, and the epsilon is not theirs;
-- attacks on arithmetic: sums and noise are floating-point numbers, rounding is not accounted for, and the least bits of
-  a result may tell more than real numbers would. The noise is the sum of four draws, so that its tails do not end
-  where a dataset could be told by it; that is a precaution, and no proof;
-- attacks on the generator: JAX's keys have 64 bits and its generators were not made for cryptography;
-- how long a step takes, or that an example made the program fail;
-- datasets in which an example is replaced: for these the sensitivity is twice as large.
+- batches from a shuffle, or batches of a fixed size. They are not Poisson samples, and the epsilon does not apply;
+- attacks on arithmetic. Sums and noise are floating-point numbers, rounding is not accounted for, and the last bits of
+  a result may reveal more than real numbers would. The noise is the sum of four draws, so that its tails do not end
+  where that could identify a dataset. This is a precaution, and not a proof;
+- attacks on the random number generator. JAX's keys have 64 bits, and its generators were not made for cryptography;
+- side channels: how long a step takes, or that an example made the program fail;
+- datasets in which one example is replaced by another. For these, the sensitivity is twice as large.
 """
 
 from anybatch.privacy.accounting import epsilon, noise_multiplier

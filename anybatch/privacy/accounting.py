@@ -1,4 +1,4 @@
-"""What training costs in privacy, and how much noise a budget asks for. The accountants are those of dp-accounting."""
+"""The epsilon of a number of DP-SGD steps, and the noise for a given epsilon, by the accountants of dp-accounting."""
 
 import importlib
 import math
@@ -13,53 +13,56 @@ from anybatch.privacy.numbers import constant, positive, probability
 
 ACCOUNTANTS = ("pld", "rdp")
 
-# The noise multiplier is found to within this part of itself, on the side of more noise.
+# The relative precision of a computed noise multiplier. It errs on the side of more noise.
 PRECISION = 1e-4
 
-# Beyond this much noise no gradient is left, and what keeps a target out of reach is the accountant's own precision.
+# The noise multipliers that are searched. With more noise no gradient is left: if a target needs more, it is the
+# accountant's precision that keeps it out of reach.
 MOST_NOISE = 1e5
 LEAST_NOISE = 0.05
 
-# Of Rényi divergences, for a first guess.
-WHOLE_ORDERS = (*range(2, 64), 128, 256, 512)
+# The orders of Rényi divergences for a first guess.
+INTEGER_ORDERS = (*range(2, 64), 128, 256, 512)
 
-# Privacy losses are rounded up to a grid. The usual spacing is that of dp-accounting. It is widened so that the losses
-# of one step, and those of all steps, have at most so many points: more would take minutes, and gigabytes.
+# Privacy losses are rounded up to a grid. Its default spacing is that of dp-accounting. The spacing is widened so that
+# the losses of one step, and of all steps, have at most these numbers of points: more would take minutes and gigabytes.
 SPACING, POINTS_OF_A_STEP, POINTS_IN_ALL = 1e-4, 160_000, 1_000_000
 
-# On a wider grid than this, or with less noise, sampling is not accounted for: epsilon is in the thousands anyway.
+# With a wider grid, or less noise, sampling is not taken into account: epsilon is in the thousands anyway.
 WIDEST_SPACING, LEAST_SAMPLED_NOISE = 1.0, 1e-3
 
 
 def epsilon(
     *, noise_multiplier: float, sampling_rate: float, steps: int, delta: float, accountant: str = "pld"
 ) -> float:
-    """The epsilon that a number of steps of DP-SGD has spent: with it and `delta`, they are (epsilon, delta)-DP.
+    """The epsilon of a number of DP-SGD steps: together they are (epsilon, delta)-differentially private.
 
-    Neighbouring datasets differ by one example that is added or removed. Each step takes each example with the
-    probability `sampling_rate`, independently of all others, and adds Gaussian noise to the sum of clipped gradients.
+    Neighbouring datasets differ by one added or removed example. In each step, each example is in the batch with the
+    probability `sampling_rate`, independently of all others, and Gaussian noise is added to the sum of clipped
+    gradients.
 
     **An upper bound.** Both accountants round up: the true epsilon is at most the one returned.
 
-    **Seconds at most.** Privacy losses are rounded up to multiples of 1e-4. Where these would be more than a million
-    (little noise, and an epsilon above some tens), they are rounded up to a coarser grid, which changes epsilon by
-    less than a percent. Below a noise multiplier of 0.001, and where even a grid of 1.0 would be too fine, the result
-    is the epsilon of the same steps without sampling: an upper bound that is far from tight.
+    **Seconds at most.** Privacy losses are rounded up to multiples of 1e-4. If that needs more than a million points
+    (with little noise, and an epsilon above a few tens), the grid is coarser, which changes epsilon by less than a
+    percent. If the noise multiplier is below 0.001, or even a grid of 1.0 needs too many points, the result is the
+    epsilon of the same steps without sampling: an upper bound that is far from tight.
 
     >>> from anybatch import privacy
     >>> round(privacy.epsilon(noise_multiplier=1.3, sampling_rate=150 / 60_000, steps=6_000, delta=1e-5), 3)
     0.64
 
     Args:
-      noise_multiplier: the standard deviation of the noise, divided by the sensitivity. 0 is no noise: infinity.
-      sampling_rate: the probability that an example is in a batch: the expected batch size by the number of examples.
-      steps: how many steps were taken.
-      delta: the probability that is left out, well below one by the number of examples.
-      accountant: `"pld"`, privacy loss distributions: the tighter one, but for epsilons of a few hundredths. `"rdp"`,
-        Rényi divergences: fast, and somewhat more.
+      noise_multiplier: the standard deviation of the noise, divided by the sensitivity. With 0, epsilon is infinite.
+      sampling_rate: the probability that an example is in a batch: the expected batch size divided by the number of
+        examples.
+      steps: the number of steps that were taken.
+      delta: the probability with which the bound of epsilon may fail. Choose it well below 1 / (number of examples).
+      accountant: `"pld"` for privacy loss distributions, which are tighter except for epsilons of a few hundredths.
+        `"rdp"` for Rényi divergences, which are fast and give a somewhat larger epsilon.
 
     Raises:
-      InputError: for numbers that cannot be, or if dp-accounting is not installed.
+      InputError: for numbers that are not allowed, or if dp-accounting is not installed.
     """
     noise = constant("noise_multiplier", noise_multiplier, example="1.1")
     if not 0 <= noise < math.inf:
@@ -80,24 +83,27 @@ def epsilon(
 def noise_multiplier(
     *, epsilon: float, delta: float, sampling_rate: float, steps: int, accountant: str = "pld"
 ) -> float:
-    """The least noise with which a number of steps of DP-SGD stays within a budget.
+    """The smallest noise multiplier with which a number of DP-SGD steps stays within an epsilon.
 
-    **Never too little.** The epsilon of the result, by the same accountant, is at most the one asked for. It is the
-    least such noise up to a ten-thousandth; for budgets so large that less than 0.05 would do, about 0.05.
+    **Never too little.** With the returned noise, the epsilon by the same accountant is at most the given one. The
+    noise is the smallest such to a relative precision of 1e-4. If less than 0.05 would be enough, it is about 0.05.
 
     >>> from anybatch import privacy
     >>> round(privacy.noise_multiplier(epsilon=1.0, delta=1e-5, sampling_rate=0.01, steps=10_000), 2)
     3.81
 
     Args:
-      epsilon: the budget.
-      delta: the probability that is left out, well below one by the number of examples.
-      sampling_rate: the probability that an example is in a batch: the expected batch size by the number of examples.
-      steps: how many steps will be taken in all.
-      accountant: `"pld"` or `"rdp"`, as for `privacy.epsilon`.
+      epsilon: the largest epsilon that all steps together may have.
+      delta: the probability with which the bound of epsilon may fail. Choose it well below 1 / (number of examples).
+      sampling_rate: the probability that an example is in a batch: the expected batch size divided by the number of
+        examples.
+      steps: the number of steps of the complete run.
+      accountant: `"pld"` for privacy loss distributions, which are tighter except for epsilons of a few hundredths.
+        `"rdp"` for Rényi divergences, which are fast and give somewhat more noise.
 
     Raises:
-      InputError: for numbers that cannot be, a budget that no noise meets, or if dp-accounting is not installed.
+      InputError: for numbers that are not allowed, an epsilon that no noise reaches, or if dp-accounting is not
+        installed.
     """
     target = positive("epsilon", epsilon, example="3.0")
     delta = probability("delta", delta, example="1e-5")
@@ -106,8 +112,8 @@ def noise_multiplier(
     library = _library(accountant)
     start = 1.0
     if accountant == "pld":
-        # Rényi divergences are known in milliseconds, and their noise is only a little more.
-        start = _calibrated(library, "whole orders", start, target, rate, planned, delta) or start
+        # Rényi divergences take milliseconds, and need only a little more noise.
+        start = _calibrated(library, "rdp of integer orders", start, target, rate, planned, delta) or start
     found = _calibrated(library, accountant, start, target, rate, planned, delta)
     if found is None:
         other = 'accountant="pld"' if accountant == "rdp" else "a larger epsilon or delta"
@@ -122,10 +128,10 @@ def noise_multiplier(
 def _calibrated(
     library: Any, accountant: str, start: float, target: float, rate: float, steps: int, delta: float
 ) -> float | None:
-    """The least noise for a target, looked for from a start; None if there is none."""
+    """The smallest noise for a target epsilon, searched from `start`; None if there is none."""
 
     def excess(noise: float) -> float:
-        """Positive if the noise is too little; nearly linear in it, and finite."""
+        """Positive if the noise is too small. Finite, and nearly linear in the noise."""
         spent = _spent(library, accountant, noise, rate, steps, delta)
         size = abs(math.log(min(max(spent / target, 1e-9), 1e9)))
         return size if spent > target else -size
@@ -139,7 +145,7 @@ def _calibrated(
         more, below, less = less, above, less / 1.25
         if less < LEAST_NOISE:
             return more
-    # Regula falsi, which never comes too close to either end: it would approach from one side only.
+    # Regula falsi, kept away from both ends of the interval. Otherwise it would approach from one side only.
     while more - less > PRECISION * less:
         part = min(max(above / (above - below), 0.05), 0.95)
         noise = less + part * (more - less)
@@ -162,7 +168,7 @@ def _spent(library: Any, accountant: str, noise: float, rate: float, steps: int,
     with np.errstate(over="ignore"):
         found = float(spent.get_epsilon(delta))
     if accountant == "rdp" and found == 0:
-        # So small a divergence that rounding may have made it negative, which the library takes for none.
+        # The divergence is so small that rounding may have made it negative, which the library takes for 0.
         return _spent(library, "pld", noise, rate, steps, delta)
     if accountant == "pld" and math.isinf(found):
         return _least_epsilon(spent, delta, most)
@@ -170,17 +176,17 @@ def _spent(library: Any, accountant: str, noise: float, rate: float, steps: int,
 
 
 def _spent_without_sampling(noise: float, steps: int, delta: float) -> float:
-    """An upper bound for any sampling rate: where the loss of all steps, a normal variable, exceeds it by `delta`."""
+    """An upper bound for any sampling rate: the privacy loss of all steps exceeds it with the probability `delta`."""
     mean = math.sqrt(steps) / noise
     return max(mean * (mean / 2 - statistics.NormalDist().inv_cdf(delta)), 0.0)
 
 
 def _least_epsilon(spent: Any, delta: float, most: float) -> float:
-    """The epsilon of a delta where the library has none: it divides by exp(-epsilon), which may be next to nothing.
+    """The epsilon of a delta, by bisection, where the library overflows: it divides by exp(-epsilon).
 
     Args:
-      spent: an accountant.
-      delta: as asked for.
+      spent: the accountant, after all steps.
+      delta: the delta.
       most: an upper bound of the epsilon.
     """
     less, more = 0.0, most
@@ -193,17 +199,17 @@ def _least_epsilon(spent: Any, delta: float, most: float) -> float:
 
 
 def _spacing(noise: float, rate: float, steps: int) -> float:
-    """The spacing of the grid for privacy losses, by an estimate of the range that dp-accounting will need for them.
+    """The spacing of the grid for privacy losses, from an estimate of the range that dp-accounting needs for them.
 
-    The range of one step is where the tails of the noise are below exp(-50). That of all steps is bounded by their
-    moments, at the orders at which the library looks at them. Any spacing gives an upper bound of epsilon.
+    For one step, the range ends where the tails of the noise are below exp(-50). For all steps, it is bounded by their
+    moments, at the orders that the library uses. Any spacing gives an upper bound of epsilon.
     """
     if noise < LEAST_SAMPLED_NOISE:
         return math.inf
     precision = 1 / min(noise, 1e3) ** 2
     of_a_step = (1 + (rate == 1)) * (9.8 * math.sqrt(precision) + precision / 2)
     order = np.arange(1, 21) / of_a_step
-    # The moment of a mixture is at most the mixture of moments; and the second is known exactly.
+    # The moment of a mixture is at most the mixture of the moments, and the second moment is known exactly.
     absent, second = (math.log1p(-rate), math.log1p(-(rate**2))) if rate < 1 else (-math.inf, -math.inf)
     moment = np.logaddexp(absent, math.log(rate) + order * (order + 1) * precision / 2)
     from_second = order * np.logaddexp(second, 2 * math.log(rate) + precision)
@@ -218,9 +224,9 @@ def _event(library: Any, noise: float, rate: float, steps: int) -> Any:
 
 
 def _fresh(library: Any, accountant: str, spacing: float) -> Any:
-    if accountant == "whole orders":
-        # Enough to begin a search with. Of the others, some do not converge, and the library would warn of each.
-        return library.rdp.RdpAccountant(WHOLE_ORDERS)
+    if accountant == "rdp of integer orders":
+        # These are enough to start a search. Some of the other orders do not converge, and the library warns of each.
+        return library.rdp.RdpAccountant(INTEGER_ORDERS)
     if accountant == "pld":
         return library.pld.PLDAccountant(value_discretization_interval=spacing)
     return library.rdp.RdpAccountant()
@@ -231,13 +237,13 @@ def _library(accountant: Any) -> Any:
         raise InputError(
             "accountant must be one of 'pld', 'rdp'",
             given=f"accountant={accountant!r}",
-            remedy='Leave it out, or choose accountant="rdp" for speed.',
+            remedy='Leave it out, or pass accountant="rdp" for speed.',
         )
     try:
         return importlib.import_module("dp_accounting")
     except ImportError as error:
         raise InputError(
-            "Privacy is accounted for by the library dp-accounting, which must be installed",
+            "The library dp-accounting must be installed to compute epsilon",
             given=f"{type(error).__name__}: {error}",
             remedy='pip install "anybatch[privacy]"',
         ) from error

@@ -1,5 +1,6 @@
-"""`private_grad`: the sum of clipped gradients with noise, for a training loop of one's own."""
+"""`private_grad`: the sum of clipped gradients with noise, for your own training loop."""
 
+import dataclasses
 import functools
 import inspect
 import math
@@ -12,10 +13,7 @@ import jax.numpy as jnp
 from anybatch.call.checks import whole_number
 from anybatch.errors import InputError
 from anybatch.per_example.clipping import clipped_grad
-from anybatch.privacy.keys import LEDGER
-from anybatch.privacy.noise import add_noise, at_least_float32, check_floating, check_key
-from anybatch.privacy.numbers import positive
-from anybatch.privacy.refusals import (
+from anybatch.privacy.guarantee_checks import (
     check_batch_size,
     check_clip_norm,
     check_noise,
@@ -25,18 +23,34 @@ from anybatch.privacy.refusals import (
     check_shared,
     padding_of,
 )
+from anybatch.privacy.key_ledger import LEDGER
+from anybatch.privacy.noise import add_noise, at_least_float32, check_floating, check_key
+from anybatch.privacy.numbers import positive
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MechanismOptions:
+    """The options of `private_grad` that set its privacy, as given and not yet checked."""
+
+    clip_norm: Any
+    noise_multiplier: Any
+    expected_batch_size: Any
+    num_examples: Any
+    max_batch_size: Any
+    allow_no_noise: bool
+    allow_key_reuse: bool
 
 
 class PrivateGrad:
-    """A gradient that is clipped and noised; made by `privacy.private_grad`.
+    """A function that returns a clipped and noised gradient; made by `privacy.private_grad`.
 
     Args:
-      sensitivity: by how much adding or removing one example can change the gradient before noise, in its norm.
+      sensitivity: the most that adding or removing one example changes the gradient before noise, in its norm.
       noise_stddev: the standard deviation of the noise: `noise_multiplier` times the sensitivity.
-      clip_norm: to which the gradient of each example is scaled down.
-      noise_multiplier: as given.
-      expected_batch_size: by which the sum is divided.
-      sampling_rate: the expected batch size by the number of examples; None if that was not given.
+      clip_norm: the norm to which the gradient of each example is scaled down, if it is longer.
+      noise_multiplier: the standard deviation of the noise, divided by the sensitivity.
+      expected_batch_size: the constant that the sum is divided by.
+      sampling_rate: the expected batch size divided by the number of examples; None if that number was not given.
     """
 
     def __init__(
@@ -44,37 +58,30 @@ class PrivateGrad:
         fun: Callable[..., Any],
         argnums: int | tuple[int, ...],
         has_aux: bool,
-        *,
-        clip_norm: Any,
-        noise_multiplier: Any,
-        expected_batch_size: Any,
-        num_examples: Any,
-        max_batch_size: Any,
-        allow_no_noise: bool,
-        allow_key_reuse: bool,
+        given: MechanismOptions,
         options: dict[str, Any],
     ) -> None:
-        self.noise_multiplier = check_noise(noise_multiplier, allow_no_noise)
-        self.clip_norm = check_clip_norm(clip_norm, self.noise_multiplier)
-        self.expected_batch_size = positive("expected_batch_size", expected_batch_size, example="256")
+        self.noise_multiplier = check_noise(given.noise_multiplier, given.allow_no_noise)
+        self.clip_norm = check_clip_norm(given.clip_norm, self.noise_multiplier)
+        self.expected_batch_size = positive("expected_batch_size", given.expected_batch_size, example="256")
         self.num_examples, self.sampling_rate = None, None
-        if num_examples is not None:
-            self.num_examples, self.sampling_rate = check_sampling(num_examples, expected_batch_size)
-        self.max_batch_size = max_batch_size
-        if max_batch_size is not None:
-            self.max_batch_size = whole_number("max_batch_size", max_batch_size, 1, example="512")
-        self.allow_key_reuse = allow_key_reuse
+        if given.num_examples is not None:
+            self.num_examples, self.sampling_rate = check_sampling(given.num_examples, given.expected_batch_size)
+        self.max_batch_size = given.max_batch_size
+        if given.max_batch_size is not None:
+            self.max_batch_size = whole_number("max_batch_size", given.max_batch_size, 1, example="512")
+        self.allow_key_reuse = given.allow_key_reuse
         self._fun, self._argnums, self._has_aux = fun, argnums, has_aux
         self._options = check_options(options, self.expected_batch_size)
         self._clipped = self._clip(fun)
         self.sensitivity: float = self._clipped.sensitivity()
-        # Without noise there may be no bound either, and 0 times infinity is no number.
+        # Without noise the sensitivity may be infinite, and 0 times infinity is NaN.
         self.noise_stddev = self.noise_multiplier * self.sensitivity if self.noise_multiplier else 0.0
         if not math.isfinite(self.noise_stddev):
             raise InputError(
                 "The sensitivity must be finite",
                 given=f"sensitivity={self.sensitivity} with {self._options}",
-                remedy="Leave out the option that keeps clipping from bounding it.",
+                remedy="Leave out the option with which clipping does not bound it.",
             )
 
     def __call__(self, *args: Any, noise_key: Any, is_padding: Any = None, **kwargs: Any) -> Any:
@@ -82,7 +89,7 @@ class PrivateGrad:
         if any(leaf is noise_key for leaf in jax.tree.leaves((args, kwargs))):
             raise InputError(
                 "noise_key must be used for noise alone",
-                given="a key that the loss is given, too",
+                given="a key that is also an argument of the loss",
                 remedy="Split it: key, noise_key = jax.random.split(key).",
             )
         if not self.allow_key_reuse:
@@ -94,12 +101,12 @@ class PrivateGrad:
 
     @property
     def mesh(self) -> jax.sharding.Mesh | None:
-        """The devices over which batches are spread, if any were given."""
+        """The mesh over which batches are sharded, if one was given."""
         return self._options.get("mesh")
 
     @property
     def has_extra(self) -> bool:
-        """Whether there is something beside the gradient: values, norms or aux. None of it is private."""
+        """True if values, norms or aux are returned beside the gradient. None of them is private."""
         asked = [self._options.get(name, False) for name in ("return_values", "return_norms")]
         return bool(self._has_aux or any(asked))
 
@@ -111,18 +118,18 @@ class PrivateGrad:
         *,
         call: str = "grad(params, {}, noise_key=key)",
     ) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
-        """The arguments with each `PaddedBatch` replaced by its examples, and which rows are padding.
+        """The arguments with each `PaddedBatch` replaced by its examples, and the booleans that mark padding.
 
         Raises:
-          InputError: if that is not known.
+          InputError: if the call does not say which rows are padding.
         """
         return padding_of(args, kwargs, is_padding, batch=self._batch(args, kwargs), call=call)
 
     def clipped(self, args: tuple[Any, ...], kwargs: dict[str, Any], is_padding: Any) -> tuple[Any, Any]:
-        """The sum of clipped gradients by the expected batch size, in float32 at least; and what else was asked for.
+        """The clipped gradient before noise, in at least float32; and the values, norms or aux that were asked for.
 
-        A sum that is rounded to bfloat16 before noise is added may change by far more than the sensitivity when one
-        example is removed. So narrow parameters are differentiated as float32, and the loss sees them narrow as ever.
+        If a sum is rounded to bfloat16 before noise is added, removing one example may change it by far more than the
+        sensitivity. So narrow parameters are differentiated as float32. The loss still gets them in their own dtypes.
         """
         args, kwargs, is_padding = self.padding_of(args, kwargs, is_padding)
         self.check(args, kwargs, is_padding)
@@ -135,9 +142,9 @@ class PrivateGrad:
         gradient, extra = results if self.has_extra else (results, None)
         if any(_is_narrow(leaf) for leaf in jax.tree.leaves(gradient)):
             raise InputError(
-                "The sum must be float32 at least when noise is added: rounding it may tell more than noise hides",
+                "The sum must be at least float32 when noise is added: rounding may reveal more than the noise hides",
                 given=f"{', '.join(sorted({str(leaf.dtype) for leaf in jax.tree.leaves(gradient)}))} from transform",
-                remedy="Let transform return the dtypes that it is given.",
+                remedy="Let transform return the dtypes of its argument.",
             )
         return gradient, extra
 
@@ -145,7 +152,8 @@ class PrivateGrad:
         """Refuses a call that would not be private.
 
         Raises:
-          InputError: for arguments to which no noise can be added, or a batch that is no sample at the declared rate.
+          InputError: for parameters to which noise cannot be added, or a batch that is not a sample at the declared
+            rate.
         """
         check_outside_shard_map()
         wrt = [args[position] for position in self._positions if position < len(args)]
@@ -153,10 +161,10 @@ class PrivateGrad:
         self._check_batch(args, kwargs, is_padding)
 
     def noised(self, gradient: Any, args: tuple[Any, ...], key: Any) -> Any:
-        """A clipped gradient with noise, in the dtypes of what it is the gradient of."""
+        """A clipped gradient with noise added, in the dtypes of the parameters."""
         noised = add_noise(gradient, key, self.noise_stddev)
         if "transform" in self._options:
-            return noised  # which may be another tree
+            return noised  # its tree may differ from that of the parameters
         wrt = tuple(args[position] for position in self._positions)
         like = wrt[0] if isinstance(self._argnums, int) else wrt
         return jax.tree.map(lambda leaf, given: leaf.astype(jnp.result_type(given)), noised, like)
@@ -177,11 +185,11 @@ class PrivateGrad:
 
     def _batch(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
         """The arguments that are batches."""
-        positions = self._places("batch_argnums", 1, len(args))
+        positions = self._positions_of("batch_argnums", 1, len(args))
         return [args[place] for place in positions] + [kwargs[name] for name in self._batch_argnames if name in kwargs]
 
-    def _places(self, option: str, default: Any, number: int) -> list[int]:
-        """The positions that an option names, among so many arguments."""
+    def _positions_of(self, option: str, default: Any, number: int) -> list[int]:
+        """The positions that an option names, as non-negative indices into `number` arguments."""
         given = _several(self._options.get(option, default))
         return [position % number for position in given if -number <= position < number]
 
@@ -215,15 +223,15 @@ def private_grad(
     allow_key_reuse: bool = False,
     **options: Any,
 ) -> PrivateGrad:
-    """The gradient of DP-SGD: those of the examples, each clipped, added up, noised, by the expected batch size.
+    """The gradient of DP-SGD: per-example gradients, clipped, summed, noised, and divided by the expected batch size.
 
-    For a training loop of one's own; `privacy.dp_sgd` is the whole step. Each call is one step to account for, by
-    `privacy.epsilon`, if its batch is a Poisson sample.
+    Use it in your own training loop; `privacy.dp_sgd` is a complete step with an optimizer. If its batch is a Poisson
+    sample, each call is one step to account for by `privacy.epsilon`.
 
     **Private.** Before noise, adding or removing one example changes the result by at most `sensitivity =
-    clip_norm / expected_batch_size`. The noise is Gaussian, independent for each number, with the standard deviation
-    `noise_multiplier * sensitivity`; it is added once, after the sum over all microbatches and devices, in float32 at
-    least. What clipped gradients return beside the gradient (values, norms, aux) is **not** private.
+    clip_norm / expected_batch_size`. The noise is Gaussian, independent for each entry, with the standard deviation
+    `noise_multiplier * sensitivity`. It is added once, after the sum over all microbatches and devices, in at least
+    float32. Values, norms and aux, which may be returned beside the gradient, are **not** private.
 
     >>> import jax, jax.numpy as jnp
     >>> from anybatch import privacy
@@ -237,32 +245,47 @@ def private_grad(
     (0.25, ())
 
     Args:
-      fun: the loss of one example, as for `ab.clipped_grad`.
-      argnums: which positional arguments to differentiate with respect to. They are clipped together.
-      has_aux: whether `fun` returns a pair `(loss, aux)`.
-      clip_norm: to which the gradient of each example is scaled down, if it is longer.
-      noise_multiplier: how much noise, by the sensitivity; `privacy.noise_multiplier` finds it for a budget.
+      fun: the loss of one example. It must return a real scalar. It is traced, as under `jit`.
+      argnums: the positional arguments to differentiate, an int or a tuple of ints. They are clipped together.
+      has_aux: whether `fun` returns a pair `(loss, aux)`. aux is returned for all examples, and is **not** private.
+      clip_norm: the norm to which the gradient of each example is scaled down, if it is longer.
+      noise_multiplier: the standard deviation of the noise, divided by the sensitivity. `privacy.noise_multiplier`
+        computes it for a given epsilon.
       expected_batch_size: the number of examples that a batch has on average. The sum is divided by it, and never by
-        the number of examples at hand, which is not private.
-      num_examples: of the dataset; if given, batches that are too large for the sampling rate are refused.
-      max_batch_size: the most rows that a batch may have, with padding.
-      allow_no_noise: accepts `noise_multiplier=0`, which is not private, and with it `clip_norm=inf`.
-      allow_key_reuse: accepts keys that were used before, which is private only if one of the results is released.
-      **options: of `ab.clipped_grad`: `microbatch_size`, `method`, `batch_argnums`, `mesh`, ...
+        the number of examples in the batch, which is not private.
+      num_examples: the number of examples of the dataset. If given, batches that are too large for the sampling rate
+        are refused.
+      max_batch_size: the largest number of rows that a batch may have, with padding.
+      allow_no_noise: allows `noise_multiplier=0`, which is not private, and with it `clip_norm=inf`.
+      allow_key_reuse: allows keys that were used before, which is private only if one of the results is released.
+      **options: options of `ab.clipped_grad`:
+        `batch_argnums` (default 1) and `batch_argnames`: the arguments that hold the batch, by position and by name.
+        `keep_batch_dim`: whether `fun` is written for batches; it then gets batches of one example.
+        `microbatch_size`: the number of examples at a time. `None` is the full batch. `"auto"`, the default, takes the
+        size that `anybatch.plan` has measured to be the fastest, or else the largest that fits the memory.
+        `memory`: the bytes that the gradient and its arguments may take, for `"auto"`, e.g. `"16GiB"`.
+        `method`: `"vmap"` computes every gradient, `"factored"` keeps its factors where that is cheaper, `"auto"`, the
+        default, prefers `"factored"`.
+        `transform`: a function of the gradient of one example. What it returns is clipped, summed and noised.
+        `rng_argnums`: the positional arguments that are PRNG keys. Every example draws its own numbers.
+        `return_values`, `return_norms`: whether to also return the losses and norms of the examples, which are **not**
+        private.
+        `accumulator_dtype`: the dtype in which narrower gradients are summed, float32 by default.
+        `strict` (default True): whether the sensitivity holds even if all rounding errors have the same sign.
+        `mesh`, `axis_name` and `param_specs`: the devices, the axis over which the batch is sharded, and the shardings
+        of the parameters.
+        `nan_safe` and `normalize_by`: they must be True and `expected_batch_size`, and need not be passed.
 
     Returns:
-      A function with the arguments of `fun`, and `noise_key=`, that returns the gradient; or `(gradient, extra)` if
-      `ab.clipped_grad` does with these options. The batch must say which of its rows are padding: it is a
-      `privacy.PaddedBatch`, or `is_padding=` is given, too.
+      A function with the arguments of `fun`, `noise_key=` and `is_padding=`, that returns the gradient. With `has_aux`
+      it returns `(gradient, aux)`, with `return_values` or `return_norms` `(gradient, PerExample(values, norms, aux))`.
+      The batch must say which of its rows are padding: pass a `privacy.PaddedBatch`, or `is_padding=`.
 
     Raises:
-      InputError: for what would void the guarantee, before any work is done.
+      InputError: for arguments that would void the guarantee, before any work is done.
       CoupledError: with `keep_batch_dim=True`, for a loss that looks across examples.
     """
-    return PrivateGrad(
-        fun,
-        argnums,
-        has_aux,
+    given = MechanismOptions(
         clip_norm=clip_norm,
         noise_multiplier=noise_multiplier,
         expected_batch_size=expected_batch_size,
@@ -270,12 +293,12 @@ def private_grad(
         max_batch_size=max_batch_size,
         allow_no_noise=allow_no_noise,
         allow_key_reuse=allow_key_reuse,
-        options=options,
     )
+    return PrivateGrad(fun, argnums, has_aux, given, options)
 
 
 def _names(fun: Callable[..., Any], number: int) -> list[str]:
-    """What a loss calls its positional arguments."""
+    """The names of the positional arguments of a loss, for messages."""
     try:
         parameters = list(inspect.signature(fun).parameters.values())
     except (TypeError, ValueError):
@@ -297,7 +320,7 @@ def _widened(tree: Any) -> Any:
 
 
 def _as_given(fun: Callable[..., Any], args: tuple[Any, ...], positions: tuple[int, ...]) -> Callable[..., Any]:
-    """`fun` of parameters that are wider than they were given: it sees them as they were."""
+    """`fun`, as a function of wider parameters, which it casts back to the dtypes that were given."""
     dtypes = {position: jax.tree.map(jnp.result_type, args[position]) for position in positions}
 
     @functools.wraps(fun)

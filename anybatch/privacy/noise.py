@@ -1,4 +1,4 @@
-"""Gaussian noise, and keys that nobody can guess."""
+"""Gaussian noise, and secret keys to draw it with."""
 
 import secrets
 from typing import Any
@@ -13,20 +13,20 @@ from anybatch.errors import InputError
 from anybatch.jaxprs import avals
 from anybatch.privacy.numbers import constant
 
-# In float32, `jax.random.normal` never goes beyond 5.42, and near its ends it takes few different values: an output
-# beyond what one dataset can produce gives the other one away. The sum of four ends at 10.8, which no noise reaches.
+# In float32, `jax.random.normal` never exceeds 5.42, and has few different values near that end. A result that only one
+# of two datasets can produce tells them apart. The sum of four draws ends at 10.8, which is never reached in practice.
 NORMALS = 4
 
 
 def add_noise(tree: Any, key: jax.Array, stddev: float) -> Any:
-    """Adds Gaussian noise to every number of a tree of arrays.
+    """Adds Gaussian noise to every entry of a tree of arrays.
 
-    **Independent.** Every element of every leaf gets noise of its own, with mean 0 and standard deviation `stddev`. It
-    is drawn and added in float32, or in float64 for leaves of that dtype; the dtypes of the tree are kept. It depends
-    on the key, the shapes and the order of the leaves alone: not on their values, nor on the devices they lie on.
+    **Independent.** Every entry of every leaf gets independent noise, with mean 0 and standard deviation `stddev`. The
+    noise is drawn and added in float32, or in float64 for leaves of that dtype; the tree keeps its dtypes. The noise
+    depends only on the key and on the shapes and order of the leaves, and not on their values or devices.
 
-    **Tails.** Each is the sum of four draws, divided by two. One draw of `jax.random.normal` in float32 is never
-    larger than 5.42, which would be seen once in some ten million numbers.
+    **Tails.** The noise of an entry is the sum of four draws, divided by two. One draw of `jax.random.normal` in
+    float32 never exceeds 5.42; true Gaussian noise does, about once in ten million entries.
 
     >>> import jax, jax.numpy as jnp
     >>> from anybatch import privacy
@@ -35,12 +35,12 @@ def add_noise(tree: Any, key: jax.Array, stddev: float) -> Any:
     2.00
 
     Args:
-      tree: of arrays of real floating-point numbers.
-      key: a PRNG key, to be used for nothing else.
-      stddev: the standard deviation, a Python number. 0 adds nothing.
+      tree: a tree of arrays of real floating-point numbers.
+      key: a PRNG key that is used for nothing else.
+      stddev: the standard deviation, a Python number. 0 adds no noise.
 
     Raises:
-      InputError: for anything else.
+      InputError: for arguments that are not allowed.
     """
     stddev = constant("stddev", stddev, example="0.01")
     if not 0 <= stddev < np.inf:
@@ -67,21 +67,21 @@ def _plus(leaf: Any, key: jax.Array, stddev: Any) -> jax.Array:
     def one_more(total: jax.Array, key: jax.Array) -> tuple[jax.Array, None]:
         return total + scale * jax.random.normal(key, leaf.shape, wide), None
 
-    # One after the other, in the memory of one.
+    # One draw after the other, so that only one is in memory.
     noised, _ = jax.lax.scan(one_more, leaf.astype(wide), jax.random.split(key, NORMALS))
     return noised.astype(leaf.dtype)
 
 
 def at_least_float32(dtype: Any) -> Any:
-    """The dtype in which numbers of a floating-point dtype are added up and noised."""
+    """The dtype in which arrays of a floating-point dtype are summed and noised."""
     return jnp.dtype(jnp.float32) if jnp.finfo(dtype).bits < 32 else jnp.dtype(dtype)
 
 
 def secret_key() -> jax.Array:
     """A new PRNG key from the operating system's source of randomness.
 
-    A guarantee holds against those who cannot compute the noise. `jax.random.key(0)` is known to everyone, and a seed
-    has 32 bits at most unless 64-bit types are enabled; this one has all 64 of a key.
+    The guarantee holds against those who cannot compute the noise. Everyone knows `jax.random.key(0)`, and a seed has
+    at most 32 bits unless 64-bit types are enabled. This key has all 64 bits.
 
     >>> from anybatch import privacy
     >>> privacy.secret_key().shape
@@ -92,7 +92,7 @@ def secret_key() -> jax.Array:
 
 
 def check_key(name: str, key: Any) -> None:
-    """Refuses what is not one key of a generator whose draws are as good as independent."""
+    """Refuses anything but one PRNG key of a generator that splits keys into independent ones."""
     if not is_key(key):
         raise InputError(
             f"{name} must be one PRNG key",
@@ -101,23 +101,23 @@ def check_key(name: str, key: Any) -> None:
         )
     if avals.has_keys(key) and avals.key_impl(key.dtype) == "unsafe_rbg":
         raise InputError(
-            f"{name} must be of a generator that splits keys well",
+            f"{name} must belong to a generator that splits keys into independent ones",
             given=f'{name} of the generator "unsafe_rbg"',
             remedy=f'Pass {name}=privacy.secret_key(), or jax.random.key(seed, impl="threefry2x32").',
         )
 
 
 def check_floating(name: str, tree: Any) -> None:
-    """Refuses arrays to which real noise cannot be added."""
+    """Refuses leaves that are not arrays of real floating-point numbers, and models of flax.nnx."""
     given = [f"{path}: {describe(leaf)}" for path, leaf in named_leaves(name, tree) if not _is_floating(leaf)]
     if has_nnx(tree):
         given = [f"{name}: a model of flax.nnx"]
     if given:
         raise InputError(
-            "Noise is added to real floating-point numbers",
+            "Noise can be added only to real floating-point numbers",
             given=given[0],
-            remedy="Take it out of what is differentiated, or store complex numbers as two real ones. Of a model, "
-            "differentiate the parameters alone: params, rest = eqx.partition(model, eqx.is_inexact_array), or "
+            remedy="Do not differentiate it, or store complex numbers as two real ones. Of a model, "
+            "differentiate only the parameters: params, rest = eqx.partition(model, eqx.is_inexact_array), or "
             "graphdef, params, rest = nnx.split(model, nnx.Param, ...).",
         )
 

@@ -1,4 +1,4 @@
-"""Poisson sampling: each example is in a batch with the same probability, independently; batches are padded."""
+"""Poisson sampling: each example is in each batch with the same probability, independently. Batches are padded."""
 
 import dataclasses
 import math
@@ -10,21 +10,21 @@ import numpy as np
 
 from anybatch.call.checks import describe, is_array, named_leaves, whole_number
 from anybatch.errors import InputError
-from anybatch.privacy.keys import LEDGER, value_of
+from anybatch.privacy.key_ledger import LEDGER, value_of
 from anybatch.privacy.noise import check_key
 from anybatch.privacy.numbers import largest_sample, log_excess_probability, positive, probability
 
-# The probability that any draw of a whole run has more examples than there is room for.
+# The largest probability that some draw of a run has more examples than a batch has rows.
 OVERFLOW = 1e-12
 
-# Sets the draws of batches apart from all others that may be made with the same seed.
+# Makes the draws of batches independent of other draws with the same seed.
 _PURPOSE = 0x706F6973736F6E
 
 
 class PaddedBatch(NamedTuple):
-    """A batch that says which of its rows are padding: what `privacy.dp_sgd` and `privacy.private_grad` take.
+    """A batch and the booleans that mark its padding, for `privacy.dp_sgd` and `privacy.private_grad`.
 
-    It is a pytree. The loss is given its examples, one at a time, and never its padding.
+    It is a pytree. The loss gets its examples, one at a time. Rows that are padding count for nothing.
 
     >>> import numpy as np
     >>> from anybatch import privacy
@@ -34,7 +34,7 @@ class PaddedBatch(NamedTuple):
 
     Args:
       examples: a tree of arrays with one row for each example along axis 0.
-      is_padding: booleans, one for each row. Rows that are padding count for nothing.
+      is_padding: one boolean for each row, True for padding.
     """
 
     examples: Any
@@ -42,18 +42,18 @@ class PaddedBatch(NamedTuple):
 
 
 class Draw(NamedTuple):
-    """One Poisson sample: which examples are in a batch. It unpacks as `(indices, is_padding)`.
+    """One Poisson sample: the indices of the examples of a batch. It unpacks as `(indices, is_padding)`.
 
     Args:
-      indices: of the examples, in ascending order; then zeros, as padding.
-      is_padding: booleans, False for each example and True for padding.
+      indices: the indices of the examples, in ascending order, and then zeros as padding.
+      is_padding: one boolean for each index, True for padding.
     """
 
     indices: Any
     is_padding: Any
 
     def take(self, data: Any) -> PaddedBatch:
-        """The batch of these examples.
+        """The batch of the examples with these indices.
 
         >>> import numpy as np
         >>> from anybatch import privacy
@@ -62,18 +62,18 @@ class Draw(NamedTuple):
         [0, 10, 20, 30]
 
         Args:
-          data: a tree of arrays with all examples along axis 0.
+          data: a tree of arrays with all examples of the dataset along axis 0.
 
         Raises:
-          InputError: if an array has no row for one of the indices, or inside `jit`, where that is not known.
+          InputError: if an array has no row for one of the indices, or inside `jit`, where the indices are not known.
         """
         if isinstance(self.indices, jax.core.Tracer):
             raise InputError(
                 "The indices of a draw must be known when examples are taken",
                 given="a draw inside jit",
-                remedy="Take them outside, and pass the batch: draw.take(data).",
+                remedy="Take them outside of jit, and pass the batch: draw.take(data).",
             )
-        # JAX would take the last row for an index beyond it, and that example would count more than once.
+        # For an index beyond the last row JAX would take the last row, and that example would count more than once.
         indices = np.asarray(self.indices)
         _check_rows(data, int(np.max(indices, initial=-1)) + 1, exactly=False)
         return PaddedBatch(jax.tree.map(lambda array: array[indices], data), self.is_padding)
@@ -84,12 +84,12 @@ class PoissonBatches:
     """The batches of a run, each a `Draw`, or with `of(data)` a `PaddedBatch`; made by `privacy.poisson_batches`.
 
     Args:
-      num_examples: of the dataset.
-      sampling_rate: the probability with which an example is in a batch.
+      num_examples: the number of examples of the dataset.
+      sampling_rate: the probability that an example is in a batch.
       steps: the number of batches.
-      batch_size: the length of the arrays: room for every draw.
-      start: the step at which iterating begins.
-      data: the arrays from which `batch` takes examples. None: `batch` returns a `Draw`.
+      batch_size: the number of rows of a batch, with padding.
+      start: the step at which iteration begins.
+      data: the arrays from which `batch` takes examples. If None, `batch` returns a `Draw`.
     """
 
     num_examples: int
@@ -105,14 +105,14 @@ class PoissonBatches:
 
     @property
     def expected_batch_size(self) -> float:
-        """The number of examples that a batch has on average: what a sum of gradients is divided by."""
+        """The number of examples that a batch has on average. Sums of gradients are divided by it."""
         return self.num_examples * self.sampling_rate
 
     def of(self, data: Any) -> "PoissonBatches":
-        """The same draws, taken of the data: each is a `PaddedBatch`, as `ab.fit` and `privacy.dp_sgd` take it.
+        """The same draws as batches of the data: each is a `PaddedBatch`, for `ab.fit` and `privacy.dp_sgd`.
 
-        **Resumable.** A resumed run of `ab.fit` gets the same batches as one that was not interrupted. The checkpoint
-        holds the seed, which is used in place of the one given here. Keep it as secret as the key.
+        **Resumable.** A resumed run of `ab.fit` gets the same batches as an uninterrupted one. The checkpoint contains
+        the seed, which then replaces the seed that was passed. Keep the checkpoint as secret as the key.
 
         >>> import numpy as np
         >>> from anybatch import privacy
@@ -121,10 +121,10 @@ class PoissonBatches:
         [True, True]
 
         Args:
-          data: a tree of arrays with all examples along axis 0. They are not copied.
+          data: a tree of arrays with all examples of the dataset along axis 0. They are not copied.
 
         Raises:
-          InputError: for arrays that do not have `num_examples` rows.
+          InputError: if an array does not have `num_examples` rows.
         """
         _check_rows(data, self.num_examples, exactly=True)
         return dataclasses.replace(self, data=data)
@@ -136,36 +136,36 @@ class PoissonBatches:
         return _Drawing(self)
 
     def get_state(self) -> dict[str, Any]:
-        """Where a run begins; see `_Drawing`."""
+        """The state of the iterator before the first batch, for checkpoints."""
         return _Drawing(self).get_state()
 
     def batch(self, step: int) -> Any:
-        """The batch of one step, which depends on the seed and on the step alone.
+        """The batch of one step. It depends only on the seed and the step.
 
         Args:
-          step: from 0 to `steps - 1`.
+          step: the index of the step, from 0 to `steps - 1`.
 
         Returns:
-          A `Draw`, or a `PaddedBatch` of the data.
+          A `Draw`, or a `PaddedBatch` if there is data.
 
         Raises:
-          InputError: if the draw has more examples than there is room for; with the size that was chosen for you, this
-            has a probability below 1e-12 in a whole run. Examples are never left out.
+          InputError: if the draw has more examples than a batch has rows. With the default `max_batch_size`, the
+            probability of that is below 1e-12 for a complete run. Examples are never left out.
         """
         step = whole_number("step", step, example="0")
         if step >= self.steps:
             raise InputError(
-                "step must be one of the run", given=f"step={step} of {self.steps}", remedy="Pass more steps=..."
+                "step must be a step of the run", given=f"step={step} of {self.steps}", remedy="Pass a larger steps=..."
             )
         sequence = np.random.SeedSequence(self._entropy, spawn_key=(step,))
         random = np.random.Generator(np.random.Philox(sequence))
-        # As many as independent tosses would choose, and any set of that many alike: the same distribution, without a
-        # toss for each example of a large dataset.
+        # First the number of examples, then a uniform set of that size. This has the distribution of an independent
+        # toss for each example, without the cost of the tosses.
         chosen = int(random.binomial(self.num_examples, self.sampling_rate))
         if chosen > self.batch_size:
             raise InputError(
-                "A batch must have room for all examples that were drawn",
-                given=f"{chosen} examples at step {step} and room for {self.batch_size}",
+                "A batch must have a row for every example that was drawn",
+                given=f"{chosen} examples at step {step} and {self.batch_size} rows",
                 remedy="Leave max_batch_size out. Leaving examples out instead would void the guarantee.",
             )
         dtype = np.int32 if self.num_examples < 2**31 else np.int64
@@ -176,7 +176,7 @@ class PoissonBatches:
 
 
 class _Drawing(Iterator[Any]):
-    """An iterator over batches that can say where it stands, for checkpoints, and go on from there."""
+    """An iterator over batches that can save its state in a checkpoint and continue from it."""
 
     def __init__(self, batches: PoissonBatches) -> None:
         self._batches, self._step = batches, batches.start
@@ -188,27 +188,28 @@ class _Drawing(Iterator[Any]):
         return self._batches.batch(self._step - 1)
 
     def get_state(self) -> dict[str, Any]:
-        own = self._batches
+        batches = self._batches
         return {
-            "num_examples": own.num_examples,
-            "sampling_rate": own.sampling_rate,
-            "seed": list(own._entropy),
+            "num_examples": batches.num_examples,
+            "sampling_rate": batches.sampling_rate,
+            "seed": list(batches._entropy),
             "step": self._step,
         }
 
     def set_state(self, state: dict[str, Any]) -> None:
-        # With other batches, steps that are repeated after an interruption would have the same noise on other data.
-        own = self._batches
-        now = {"num_examples": own.num_examples, "sampling_rate": own.sampling_rate}
+        # The seed of the checkpoint is used: with other batches, steps that are repeated after an interruption would
+        # have the same noise on different data.
+        batches = self._batches
+        now = {"num_examples": batches.num_examples, "sampling_rate": batches.sampling_rate}
         other = [f"{name}={now[name]!r}, and {state[name]!r} before" for name in now if now[name] != state[name]]
         if other:
             raise InputError(
-                "Batches that go on must be drawn as before: the steps are accounted for at one sampling rate",
+                "A resumed run must draw its batches as before: all its steps are accounted for at one sampling rate",
                 given="\n".join(other),
-                remedy="Pass the data and the expected_batch_size of before, or begin anew with another folder for "
-                "checkpoints. What both runs spend adds up.",
+                remedy="Pass the same data and expected_batch_size as before, or start a new run with another folder "
+                "for checkpoints. The epsilons of both runs add up.",
             )
-        self._batches = dataclasses.replace(own, _entropy=tuple(state["seed"]))
+        self._batches = dataclasses.replace(batches, _entropy=tuple(state["seed"]))
         self._step = state["step"]
 
 
@@ -222,15 +223,16 @@ def poisson_batches(
     max_batch_size: int | None = None,
     start: int = 0,
 ) -> PoissonBatches:
-    """Batches by Poisson sampling, the kind of batches that `privacy.epsilon` accounts for.
+    """Draws batches by Poisson sampling, which `privacy.epsilon` accounts for.
 
     **Independent.** Each example is in each batch with the probability `sampling_rate`, independently of all other
     examples and of all other batches. Batches have different numbers of examples, and may have none.
 
-    **One size.** The arrays have the same length at each step, so that nothing compiles twice; what is padding is told.
-    The length is such that a draw of the whole run exceeds it with a probability below 1e-12, and then it is an error.
+    **One size.** Batches are padded to the same number of rows at each step, so that nothing compiles twice, and
+    `is_padding` marks the padding. The probability that any draw of the run needs more rows is below 1e-12, and such a
+    draw raises an error.
 
-    **Resumable.** The batch of a step depends on the seed and the step alone; `start=` goes on where a run ended.
+    **Resumable.** The batch of a step depends only on the seed and the step; `start=` continues an earlier run.
 
     >>> from anybatch import privacy
     >>> batches = privacy.poisson_batches(60_000, expected_batch_size=256, steps=10, seed=privacy.secret_key())
@@ -239,7 +241,8 @@ def poisson_batches(
     >>> indices.shape == is_padding.shape == (batches.batch_size,)
     True
 
-    `batches.of(data)` are the batches themselves, for `ab.fit`. In a loop, `draw.take(data)` is one of them:
+    `batches.of(data)` iterates over the batches themselves, for `ab.fit`. In your own loop, `draw.take(data)` is one of
+    them:
 
     >>> import numpy as np
     >>> data = {"x": np.zeros((60_000, 5))}
@@ -249,16 +252,21 @@ def poisson_batches(
     True
 
     Args:
-      num_examples: of the dataset.
-      steps: of the whole run.
-      seed: a whole number or a PRNG key, to be used for nothing else. Whoever knows it knows who is in which batch.
-      sampling_rate: the probability that an example is in a batch; or
+      num_examples: the number of examples of the dataset.
+      steps: the number of steps of the complete run, including those before `start`.
+      seed: a whole number or a PRNG key that is used for nothing else. Keep it secret: it determines which examples are
+        in which batch. `privacy.secret_key()` makes one.
+      sampling_rate: the probability that an example is in a batch. Pass either this or `expected_batch_size`.
       expected_batch_size: the number of examples that a batch has on average.
-      max_batch_size: the length of the arrays, if not the smallest safe one; e.g. a multiple of the number of devices.
-      start: the step to begin with.
+      max_batch_size: the number of rows of a batch, with padding. By default the smallest safe number; pass a larger
+        one e.g. to have a multiple of the number of devices.
+      start: the step to begin with, to continue an earlier run.
+
+    Returns:
+      A `PoissonBatches`: an iterable of `Draw`, one for each step.
 
     Raises:
-      InputError: for numbers that cannot be, or a `max_batch_size` that a draw may well exceed.
+      InputError: for numbers that are not allowed, or a `max_batch_size` that a draw may well exceed.
     """
     num_examples = whole_number("num_examples", num_examples, 1, example="60_000")
     steps = whole_number("steps", steps, 1, example="1000")
@@ -268,13 +276,13 @@ def poisson_batches(
         raise InputError(
             "start must be a step of the run",
             given=f"start={start} and steps={steps}",
-            remedy="steps= counts those that were taken before, too.",
+            remedy="steps= also counts the steps that were taken before.",
         )
     smallest = largest_sample(num_examples, rate, failure=OVERFLOW / steps)
     size = smallest if max_batch_size is None else whole_number("max_batch_size", max_batch_size, 1, example="512")
     if size < smallest and log_excess_probability(num_examples, rate, size) > math.log(OVERFLOW / steps):
         raise InputError(
-            "max_batch_size must have room for every draw: leaving examples out would void the guarantee",
+            "max_batch_size must be large enough for every draw: leaving examples out would void the guarantee",
             given=f"max_batch_size={size} for {num_examples * rate:g} examples on average over {steps} steps",
             remedy=f"Leave it out, or pass at least max_batch_size={smallest}; or lower expected_batch_size.",
         )
@@ -282,7 +290,7 @@ def poisson_batches(
 
 
 def _check_rows(data: Any, number: int, *, exactly: bool) -> None:
-    """Refuses data without one row for each example."""
+    """Refuses data whose arrays do not have one row for each example."""
     named = named_leaves("data", data)
     bad = [
         f"{name}: {describe(leaf)}"
@@ -316,7 +324,7 @@ def rate_of(num_examples: int, expected_batch_size: Any) -> float:
         raise InputError(
             "expected_batch_size must be at most the number of examples",
             given=f"expected_batch_size={expected_batch_size!r} and num_examples={num_examples}",
-            remedy="The examples are counted once, not once for each epoch.",
+            remedy="num_examples counts each example once, not once for each epoch.",
         )
     return expected / num_examples
 

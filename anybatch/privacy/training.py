@@ -1,4 +1,4 @@
-"""`dp_sgd`: a step of private training with any optimizer of optax."""
+"""`dp_sgd`: a step of private training with any optax optimizer."""
 
 import math
 from collections.abc import Callable
@@ -11,25 +11,25 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from anybatch.errors import InputError
 from anybatch.privacy.accounting import epsilon
-from anybatch.privacy.keys import LEDGER
-from anybatch.privacy.mechanism import PrivateGrad
+from anybatch.privacy.guarantee_checks import check_optimizer
+from anybatch.privacy.key_ledger import LEDGER
+from anybatch.privacy.mechanism import MechanismOptions, PrivateGrad
 from anybatch.privacy.noise import at_least_float32, check_floating, check_key
-from anybatch.privacy.refusals import check_optimizer
 from anybatch.training.arrays import Constants, merge_arrays, split_arrays
 from anybatch.training.state import add_updates
 
-# Sets the noise apart from whatever else may have been drawn with the key of a run.
+# Makes the noise independent of other draws with the key of a run.
 _PURPOSE = 0x6E6F6973
 
 
 class State(NamedTuple):
-    """Where a run stands: a pytree, for checkpoints too.
+    """The state of a run between two steps: a pytree that can be saved in checkpoints.
 
     Args:
-      params: the parameters. They are what may be released.
-      opt_state: of the optimizer. It may be released, too.
-      key: of the noise to come. It must stay secret.
-      steps: how many were taken.
+      params: the parameters. They may be released.
+      opt_state: the state of the optimizer. It may be released too.
+      key: the key of the noise of the steps to come. It must stay secret.
+      steps: the number of steps that were taken.
     """
 
     params: Any
@@ -39,12 +39,12 @@ class State(NamedTuple):
 
 
 class Metrics(NamedTuple):
-    """What a step tells beside its state.
+    """What a step returns beside the new state.
 
     Args:
-      gradient_norm: of the noised gradient: as private as the parameters.
-      not_private: what `ab.clipped_grad` returned beside the gradient, if it was asked for values, norms or aux. It has
-        no noise: do not publish it, nor choose by it what is published.
+      gradient_norm: the norm of the noised gradient. It is as private as the parameters.
+      not_private: the values, norms or aux of the examples, if they were asked for. They have no noise: do not publish
+        them, and do not use them to choose what to publish.
     """
 
     gradient_norm: jax.Array
@@ -56,7 +56,7 @@ class DpSgd:
 
     Args:
       gradient: the clipped and noised gradient, with `sensitivity`, `noise_stddev`, `sampling_rate` and the rest.
-      optimizer: as given.
+      optimizer: the optimizer of optax.
     """
 
     def __init__(self, gradient: PrivateGrad, optimizer: Any, *, jit: bool = True) -> None:
@@ -69,11 +69,12 @@ class DpSgd:
         """The state before the first step.
 
         Args:
-          params: to begin with, not learned from the private data.
-          key: of all noise of the run: secret, and used for nothing else. `privacy.secret_key()` makes one.
+          params: the initial parameters. They must not be learned from the private data.
+          key: the key of all noise of the run. Keep it secret, and use it for nothing else. `privacy.secret_key()`
+            makes one.
 
         Raises:
-          InputError: for a key that was used before in this process, or an optimizer that collects gradients.
+          InputError: for a key that was used before in this process, or an optimizer that accumulates gradients.
         """
         check_key("key", key)
         check_floating("params", params)
@@ -85,17 +86,17 @@ class DpSgd:
     def __call__(self, state: State, *batch: Any, is_padding: Any = None, **kwargs: Any) -> tuple[State, Metrics]:
         if not isinstance(state, State):
             raise InputError(
-                "A step goes on from a state",
+                "The first argument of a step must be a privacy.State",
                 given=f"state of type {type(state).__name__}",
                 remedy="state = step.init(params, key), then state, metrics = step(state, batch).",
             )
-        (_, *own), kwargs, is_padding = self.gradient.padding_of(
+        (_, *rest), kwargs, is_padding = self.gradient.padding_of(
             (state.params, *batch), kwargs, is_padding, call="step(state, {})"
         )
-        batch = tuple(own)
+        batch = tuple(rest)
         if not self.gradient.allow_key_reuse:
             LEDGER.check_step(state.key)
-        self.gradient.check((state.params, *batch), kwargs, is_padding)  # while it can be seen what is padding
+        self.gradient.check((state.params, *batch), kwargs, is_padding)  # here, where is_padding can still be read
         used = state.key
         state, batch, kwargs, is_padding = _on_mesh((state, batch, kwargs, is_padding), self.gradient.mesh)
         if self._is_compiled:
@@ -107,17 +108,17 @@ class DpSgd:
 
     @property
     def decisions(self) -> dict[str, Any]:
-        """What the account of a run rests on, for the checkpoints of `ab.fit`."""
+        """The numbers that the epsilon of a run depends on, for the checkpoints of `ab.fit`."""
         names = ("noise_multiplier", "clip_norm", "expected_batch_size", "num_examples")
         return {name: getattr(self.gradient, name) for name in names}
 
     def adopt(self, decisions: dict[str, Any]) -> None:
-        """Checks that a resumed run had these settings before.
+        """Checks that a resumed run had the same numbers before.
 
         Raises:
-          InputError: if not: `step.epsilon` assumes that all steps had the same noise and sampling.
+          InputError: if it had others: `step.epsilon` assumes that all steps have the same noise and sampling.
         """
-        # Another machine may calibrate the noise to other last bits.
+        # A noise multiplier that was computed on another machine may differ in its last bits.
         other = [
             f"{name}={now}, and {decisions[name]} before"
             for name, now in self.decisions.items()
@@ -125,19 +126,21 @@ class DpSgd:
         ]
         if other:
             raise InputError(
-                "A private run must go on with the step that it had: all its steps are accounted for alike",
+                "A private run must be resumed with the same step: its epsilon assumes that all steps are alike",
                 given="\n".join(other),
-                remedy="Pass dp_sgd the numbers of before, or begin anew with another folder for checkpoints. What "
-                "both runs spend adds up.",
+                remedy="Pass dp_sgd the same numbers as before, or start a new run with another folder for "
+                "checkpoints. The epsilons of both runs add up.",
             )
 
     def epsilon(self, state: State, delta: float, accountant: str = "pld") -> float:
-        """The epsilon that was spent so far, as `privacy.epsilon` has it; waits for the steps taken.
+        """The epsilon of all steps so far, by `privacy.epsilon`. It waits until these steps are computed.
 
         Args:
-          state: after these steps.
-          delta: the probability that is left out, well below one by the number of examples.
-          accountant: `"pld"` or `"rdp"`.
+          state: the state after these steps.
+          delta: the probability with which the bound of epsilon may fail. Choose it well below 1 / (number of
+            examples).
+          accountant: `"pld"` for privacy loss distributions, which are tighter except for epsilons of a few hundredths;
+            `"rdp"` for Rényi divergences, which are fast and give a somewhat larger epsilon.
         """
         assert self.gradient.sampling_rate is not None
         return epsilon(
@@ -179,14 +182,14 @@ def dp_sgd(
     jit: bool = True,
     **options: Any,
 ) -> DpSgd:
-    """A step of DP-SGD: clipped gradients, noise, and any optimizer of optax on top.
+    """A step of DP-SGD: clipped gradients, noise, and any optax optimizer.
 
-    **Private.** After any number of steps on batches of `privacy.poisson_batches`, everything in the states but the
-    keys, all of it together, is (epsilon, delta)-DP for one example that is added or removed, with
-    `epsilon = step.epsilon(state, delta)`. `anybatch.privacy` says under which assumptions, and what is not covered.
+    **Private.** After any number of steps on batches of `privacy.poisson_batches`, everything in the states except the
+    keys, all of it together, is (epsilon, delta)-differentially private for one added or removed example, with
+    `epsilon = step.epsilon(state, delta)`. `help(anybatch.privacy)` lists the assumptions, and what is not covered.
 
     **The same on any devices.** Noise is added once, after the sum over microbatches and over the devices of a
-    `mesh=`; which noise depends on the key and the step alone.
+    `mesh=`. It depends only on the key and the step.
 
     >>> import jax, jax.numpy as jnp, optax
     >>> from anybatch import privacy
@@ -203,34 +206,55 @@ def dp_sgd(
     >>> print(f"epsilon {step.epsilon(state, delta=1e-3):.2f} after {state.steps} steps")
     epsilon 0.31 after 5 steps
 
-    The loop may be that of `ab.fit`, which saves and resumes: `ab.fit(step, state, batches.of(data))`. It goes on only
-    with a step that has the noise and the sampling of before, since all steps are accounted for alike.
+    `ab.fit(step, state, batches.of(data))` runs the loop, saves checkpoints and resumes. It resumes only with the same
+    noise and sampling, since the epsilon assumes that all steps are alike.
 
-    **Time.** The whole step is one compiled program. It may also be part of a larger one, as in `jax.jit` or
-    `jax.lax.scan`; in there, nothing sees whether a state is stepped twice.
+    **Time.** A step is one compiled program. It may also be part of your own `jax.jit` or `jax.lax.scan`. Inside these,
+    a state that is stepped twice is not detected.
 
     Args:
-      fun: the loss of one example, as for `ab.clipped_grad`; its first argument are the parameters.
-      optimizer: of optax, or anything with its `init` and `update`.
-      clip_norm: to which the gradient of each example is scaled down, if it is longer.
-      noise_multiplier: how much noise, by the sensitivity; `privacy.noise_multiplier` finds it for a budget.
-      expected_batch_size: the number of examples that a batch has on average, by which sums are divided.
-      num_examples: of the dataset.
-      max_batch_size: the most rows that a batch may have, with padding.
-      has_aux: whether `fun` returns a pair `(loss, aux)`.
-      allow_no_noise: accepts `noise_multiplier=0`, which is not private, and with it `clip_norm=inf`.
-      allow_key_reuse: accepts a key, or a state, that was used before: private only if one of the results is released.
-      jit: whether a step is compiled as a whole. Otherwise each call traces the loss, which may read what has changed.
-      **options: of `ab.clipped_grad`: `microbatch_size`, `method`, `batch_argnums`, `mesh`, ...
+      fun: the loss of one example. Its first argument are the parameters. It must return a real scalar, and is traced,
+        as under `jit`.
+      optimizer: an optimizer of optax, or an object with the same `init` and `update`.
+      clip_norm: the norm to which the gradient of each example is scaled down, if it is longer.
+      noise_multiplier: the standard deviation of the noise, divided by the sensitivity. `privacy.noise_multiplier`
+        computes it for a given epsilon.
+      expected_batch_size: the number of examples that a batch has on average. The sum of the gradients is divided by
+        it.
+      num_examples: the number of examples of the dataset.
+      max_batch_size: the largest number of rows that a batch may have, with padding.
+      has_aux: whether `fun` returns a pair `(loss, aux)`. aux is in `metrics.not_private`.
+      allow_no_noise: allows `noise_multiplier=0`, which is not private, and with it `clip_norm=inf`.
+      allow_key_reuse: allows a key or a state that was used before, which is private only if one of the results is
+        released.
+      jit: whether a step is compiled as one program. If False, each call traces the loss again, which may then read
+        variables that have changed.
+      **options: options of `ab.clipped_grad`:
+        `batch_argnums` (default 1) and `batch_argnames`: the arguments that hold the batch, by position and by name.
+        `keep_batch_dim`: whether `fun` is written for batches; it then gets batches of one example.
+        `microbatch_size`: the number of examples at a time. `None` is the full batch. `"auto"`, the default, takes the
+        size that `anybatch.plan` has measured to be the fastest, or else the largest that fits the memory.
+        `memory`: the bytes that the gradient and its arguments may take, for `"auto"`, e.g. `"16GiB"`.
+        `method`: `"vmap"` computes every gradient, `"factored"` keeps its factors where that is cheaper, `"auto"`, the
+        default, prefers `"factored"`.
+        `transform`: a function of the gradient of one example. What it returns is clipped, summed and noised.
+        `rng_argnums`: the positional arguments that are PRNG keys. Every example draws its own numbers.
+        `return_values`, `return_norms`: whether to also return the losses and norms of the examples, which are **not**
+        private.
+        `accumulator_dtype`: the dtype in which narrower gradients are summed, float32 by default.
+        `strict` (default True): whether the sensitivity holds even if all rounding errors have the same sign.
+        `mesh`, `axis_name` and `param_specs`: the devices, the axis over which the batch is sharded, and the shardings
+        of the parameters.
+        `nan_safe` and `normalize_by`: they must be True and `expected_batch_size`, and need not be passed.
 
     Returns:
-      `step`: `state = step.init(params, key)`, `state, metrics = step(state, batch)`, and
-      `step.epsilon(state, delta)`. The batch must say which of its rows are padding: it is a `privacy.PaddedBatch`, or
-      `is_padding=` is passed beside it. It may be called with more arguments of the loss, after the batch; none of them
-      may have a row for each example, unless it is in `batch_argnums`.
+      A `DpSgd`, here called `step`, with `state = step.init(params, key)`, `state, metrics = step(state, batch)` and
+      `step.epsilon(state, delta)`. The batch must say which of its rows are padding: pass a `privacy.PaddedBatch`, or
+      `is_padding=` beside it. Further arguments of the loss follow the batch. None of them may have one row for each
+      example, unless it is in `batch_argnums`.
 
     Raises:
-      InputError: for what would void the guarantee, before any work is done.
+      InputError: for arguments that would void the guarantee, before any work is done.
       CoupledError: with `keep_batch_dim=True`, for a loss that looks across examples.
     """
     if "argnums" in options:
@@ -241,14 +265,11 @@ def dp_sgd(
         )
     if num_examples is None:
         raise InputError(
-            "num_examples must be given: the sampling rate is the expected batch size by it",
+            "num_examples must be given: the sampling rate is expected_batch_size / num_examples",
             given="num_examples=None",
             remedy="Pass the number of examples of the dataset, e.g. num_examples=60_000.",
         )
-    gradient = PrivateGrad(
-        fun,
-        0,
-        has_aux,
+    given = MechanismOptions(
         clip_norm=clip_norm,
         noise_multiplier=noise_multiplier,
         expected_batch_size=expected_batch_size,
@@ -256,13 +277,12 @@ def dp_sgd(
         max_batch_size=max_batch_size,
         allow_no_noise=allow_no_noise,
         allow_key_reuse=allow_key_reuse,
-        options=options,
     )
-    return DpSgd(gradient, optimizer, jit=jit)
+    return DpSgd(PrivateGrad(fun, 0, has_aux, given, options), optimizer, jit=jit)
 
 
 def _on_mesh(tree: Any, mesh: Mesh | None) -> Any:
-    """Arrays that were put on other devices than those of the mesh, on all of these; the rest as it is."""
+    """A tree whose arrays that were put on other devices are copied to all devices of the mesh."""
 
     def put(leaf: Any) -> Any:
         if mesh is None or isinstance(leaf, jax.core.Tracer) or not isinstance(leaf, jax.Array):

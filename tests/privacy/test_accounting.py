@@ -250,14 +250,17 @@ def test_all_examples_at_rate_one():
 def test_nothing_is_dropped_silently():
     safe = privacy.poisson_batches(100, sampling_rate=0.3, steps=50, seed=0)
     small = dataclasses.replace(safe, batch_size=30)
-    with pytest.raises(InputError, match=r"A batch must have room for all examples that were drawn, got 3. examples"):
+    with pytest.raises(InputError, match=r"A batch must have a row for every example that was drawn, got 3. examples"):
         list(small)
 
 
 @pytest.mark.parametrize(
     "options, text",
     [
-        ({"max_batch_size": 300}, "max_batch_size must have room for every draw: leaving examples out would void"),
+        (
+            {"max_batch_size": 300},
+            "max_batch_size must be large enough for every draw: leaving examples out would void",
+        ),
         ({"sampling_rate": 0.1}, "Either sampling_rate or expected_batch_size must be given"),
         ({"expected_batch_size": None}, "Either sampling_rate or expected_batch_size must be given"),
         ({"expected_batch_size": 70_000}, "expected_batch_size must be at most the number of examples"),
@@ -274,7 +277,7 @@ def test_batches_that_cannot_be(options, text):
 
 
 def test_a_step_beyond_the_run():
-    with pytest.raises(InputError, match="step must be one of the run, got step=3 of 3"):
+    with pytest.raises(InputError, match="step must be a step of the run, got step=3 of 3"):
         privacy.poisson_batches(10, sampling_rate=0.5, steps=3, seed=0).batch(3)
 
 

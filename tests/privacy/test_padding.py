@@ -102,9 +102,9 @@ def test_a_batch_without_padding_is_refused_before_any_work(compiled):
         return loss(params, example)
 
     text = (
-        r"It must be known which rows of a batch are padding: padding that counts as examples voids the guarantee, got "
-        r"dict without is_padding.\nPass {} for each draw of privacy.poisson_batches\(...\), or "
-        r"ab.fit\(step, state, batches.of\(data\)\). For a batch that has no padding, say so: "
+        r"A call must say which rows of the batch are padding: padding that counts as examples voids the guarantee, "
+        r"got dict without is_padding.\nPass {} for each draw of privacy.poisson_batches\(...\), or "
+        r"ab.fit\(step, state, batches.of\(data\)\). For a batch without padding, pass "
         r"is_padding=np.zeros\(4, bool\)."
     )
     wrap = jax.jit if compiled else (lambda fun: fun)
@@ -123,7 +123,7 @@ def test_a_batch_without_padding_is_refused_before_any_work(compiled):
 
 def test_the_error_of_fit_with_other_batches_is_the_same():
     step = dp_sgd()
-    with pytest.raises(InputError, match=r"(?s)which rows of a batch are padding.*ab.fit\(step, state, batches.of"):
+    with pytest.raises(InputError, match=r"(?s)which rows of the batch are padding.*ab.fit\(step, state, batches.of"):
         ab.fit(step, started(step), ab.Batches(examples(), 4), steps=2, progress=False)
     with pytest.raises(InputError, match=r"got Draw without is_padding"):
         ab.fit(step, started(step), draws(), steps=2, progress=False)
@@ -132,7 +132,7 @@ def test_the_error_of_fit_with_other_batches_is_the_same():
 def test_padding_is_given_once():
     step, data, draw = dp_sgd(), examples(), draws().batch(0)
     batch = draw.take(data)
-    with pytest.raises(InputError, match=r"It must be given once which rows .*got 1 PaddedBatch and is_padding="):
+    with pytest.raises(InputError, match=r"A call must say once which rows .*got 1 PaddedBatch and is_padding="):
         step(started(step), batch, is_padding=np.zeros(len(batch.is_padding), bool))
     step(started(step), batch, is_padding=draw.is_padding)  # the same
 
@@ -332,11 +332,11 @@ def test_draws_are_not_repeated_by_a_second_pass():
 def test_a_run_goes_on_only_with_the_account_it_had(tmp_path):
     keys = {"seed": 1, "key": jax.random.key(33)}
     one_run(tmp_path, steps=2, **keys)
-    with pytest.raises(InputError, match=r"(?s)must go on with the step that it had.*noise_multiplier=2.0, and 1.0 be"):
+    with pytest.raises(InputError, match=r"(?s)must be resumed with the same step.*noise_multiplier=2.0, and 1.0 be"):
         one_run(tmp_path, steps=4, noise_multiplier=2.0, **keys)
     step = dp_sgd(allow_key_reuse=True)
     rarer = privacy.poisson_batches(NUMBER, expected_batch_size=2, steps=9, seed=1).of(examples())
-    with pytest.raises(InputError, match=r"(?s)must be drawn as before.*sampling_rate=0.05, and 0.1 before"):
+    with pytest.raises(InputError, match=r"(?s)must draw its batches as before.*sampling_rate=0.05, and 0.1 before"):
         ab.fit(step, step.init(PARAMS, keys["key"]), rarer, checkpoints=tmp_path, progress=False)
     assert one_run(tmp_path, steps=4, **keys).steps == 4  # the control
 

@@ -38,8 +38,8 @@ def dp_sgd(fun=loss, optimizer=None, **options):
 @pytest.mark.parametrize(
     "options, text",
     [
-        ({"nan_safe": False}, "nan_safe must be True: one example whose gradient is not finite would replace"),
-        ({"clip_norm": math.inf}, "clip_norm must be positive and finite: without a bound on one example, no noise"),
+        ({"nan_safe": False}, "nan_safe must be True: one example whose gradient is not finite would make the sum NaN"),
+        ({"clip_norm": math.inf}, "clip_norm must be positive and finite: if nothing bounds the effect of one example"),
         ({"clip_norm": 0.0}, "clip_norm must be positive and finite"),
         ({"clip_norm": jnp.float32(1)}, "clip_norm must be a Python number: the guarantee rests on it"),
         (
@@ -89,7 +89,7 @@ def test_options_of_the_step():
         dp_sgd(argnums=1)
     with pytest.raises(InputError, match="num_examples must be given: the sampling rate is"):
         dp_sgd(num_examples=None)
-    with pytest.raises(InputError, match="A step goes on from a state, got state of type"):
+    with pytest.raises(InputError, match=r"The first argument of a step must be a privacy.State, got state of type"):
         dp_sgd()(PARAMS, BATCH)
 
 
@@ -199,7 +199,7 @@ def test_other_optimizers_are_not():
     """The control."""
     optimizer = optax.chain(optax.clip(1.0), optax.inject_hyperparams(optax.sgd)(learning_rate=0.1))
     dp_sgd(optimizer=optimizer).init(PARAMS, privacy.secret_key())
-    with pytest.raises(InputError, match="optimizer must have init and update, as those of optax"):
+    with pytest.raises(InputError, match="optimizer must have init and update, like those of optax"):
         dp_sgd(optimizer=0.1)
 
 
@@ -210,7 +210,7 @@ def test_a_state_is_stepped_once():
     step = dp_sgd()
     state = step.init(PARAMS, privacy.secret_key())
     after, _ = step(state, BATCH)
-    with pytest.raises(InputError, match=r"Each state can be stepped once.*\nGo on from the state that it returned"):
+    with pytest.raises(InputError, match=r"Each state can be stepped once.*\nContinue from the state that the step "):
         step(state, BATCH)
     with pytest.raises(InputError, match="Each state can be stepped once"):
         step(state._replace(params=2 * PARAMS), BATCH)
@@ -229,7 +229,7 @@ def test_a_step_that_failed_may_be_repeated():
 
 def test_states_that_are_gone_are_forgotten():
     """An array made later may have the place of one that was used."""
-    from anybatch.privacy.keys import LEDGER
+    from anybatch.privacy.key_ledger import LEDGER
 
     step = dp_sgd()
     state = step.init(PARAMS, privacy.secret_key())
@@ -247,7 +247,7 @@ def test_two_runs_do_not_share_a_key(make):
     seed = 1000 + 7 * (make is jax.random.key)
     step = dp_sgd()
     step.init(PARAMS, make(seed))
-    with pytest.raises(InputError, match=r"A key is for one use.*used before, for the noise of a run"):
+    with pytest.raises(InputError, match=r"A key can be used once.*used before, for the noise of a run"):
         dp_sgd().init(PARAMS, make(seed))
     dp_sgd().init(PARAMS, make(seed + 1))  # the control
     dp_sgd(allow_key_reuse=True).init(PARAMS, make(seed))
@@ -281,7 +281,7 @@ def test_the_key_of_the_loss_is_not_that_of_the_noise():
         return loss(params, example) * jax.random.bernoulli(key, 0.5).astype(jnp.float32)
 
     key = privacy.secret_key()
-    with pytest.raises(InputError, match="noise_key must be used for noise alone, got a key that the loss is given"):
+    with pytest.raises(InputError, match="noise_key must be used for noise alone, got a key that is also an argument"):
         private_grad(dropped, rng_argnums=2)(PARAMS, BATCH, key, noise_key=key)
 
 
@@ -290,7 +290,7 @@ def test_the_key_of_the_loss_is_not_that_of_the_noise():
     [
         (0, "must be one PRNG key, got .*=0"),
         (jax.random.split(jax.random.key(0), 2), "must be one PRNG key"),
-        (jax.random.key(0, impl="unsafe_rbg"), "must be of a generator that splits keys well"),
+        (jax.random.key(0, impl="unsafe_rbg"), "must belong to a generator that splits keys into independent ones"),
     ],
 )
 def test_keys_that_are_none(key, text):
@@ -304,7 +304,8 @@ def test_keys_that_are_none(key, text):
 
 def test_noise_for_what_is_no_real_number():
     for leaf in (jnp.ones(3, jnp.complex64), jnp.ones(3, jnp.int32)):
-        with pytest.raises(InputError, match=r"Noise is added to real floating-point numbers, got tree\['a'\]"):
+        text = r"Noise can be added only to real floating-point numbers, got tree\['a'\]"
+        with pytest.raises(InputError, match=text):
             privacy.add_noise({"a": leaf}, jax.random.key(0), 1.0)
     for stddev in (-1.0, math.inf):
         with pytest.raises(InputError, match="stddev must be finite and not negative"):
@@ -313,5 +314,5 @@ def test_noise_for_what_is_no_real_number():
 
 def test_a_transform_that_rounds_is_refused():
     grad = private_grad(transform=lambda gradient: gradient.astype(jnp.bfloat16))
-    with pytest.raises(InputError, match="float32 at least when noise is added"):
+    with pytest.raises(InputError, match="at least float32 when noise is added"):
         grad(PARAMS, BATCH, noise_key=privacy.secret_key())

@@ -1,4 +1,8 @@
-"""What would break a guarantee without a sign of it, refused."""
+"""Checks that refuse whatever would silently void the privacy guarantee.
+
+First come the numbers and options that are checked when a step is made, then the batches and arguments of a call, then
+the optimizer.
+"""
 
 import math
 from typing import Any
@@ -8,55 +12,55 @@ import numpy as np
 
 from anybatch.call.checks import describe, is_array, is_key, whole_number
 from anybatch.errors import InputError
-from anybatch.privacy.keys import is_at_hand
+from anybatch.privacy.key_ledger import is_readable
 from anybatch.privacy.numbers import constant, largest_sample
 from anybatch.privacy.sampling import PaddedBatch, rate_of
 
-# States of optimizers that collect the gradients of several calls.
+# The optimizer states of optax that accumulate the gradients of several calls.
 ACCUMULATING = ("MultiStepsState", "ApplyEvery")
 
 
 def check_noise(noise_multiplier: Any, allow_no_noise: bool) -> float:
-    """The noise multiplier: positive, or 0 for those who say so."""
+    """The noise multiplier as a float. It must be positive, or 0 with `allow_no_noise`."""
     noise = constant("noise_multiplier", noise_multiplier, example="1.1")
     if not (0 < noise < math.inf or (noise == 0 and allow_no_noise)):
         raise InputError(
             "noise_multiplier must be positive and finite",
             given=f"noise_multiplier={noise_multiplier!r}",
-            remedy="privacy.noise_multiplier(epsilon=3.0, delta=1e-5, sampling_rate=..., steps=...) finds one. "
-            "To train without privacy: noise_multiplier=0, allow_no_noise=True.",
+            remedy="privacy.noise_multiplier(epsilon=3.0, delta=1e-5, sampling_rate=..., steps=...) computes one. "
+            "To train without privacy, pass noise_multiplier=0, allow_no_noise=True.",
         )
     return noise
 
 
 def check_clip_norm(clip_norm: Any, noise: float) -> float:
-    """The clipping norm: positive, and finite unless there is no noise."""
+    """The clipping norm as a float. It must be positive, and finite unless there is no noise."""
     norm = constant("clip_norm", clip_norm, example="1.0")
     if not (0 < norm < math.inf or (norm == math.inf and noise == 0)):
         raise InputError(
-            "clip_norm must be positive and finite: without a bound on one example, no noise is enough",
+            "clip_norm must be positive and finite: if nothing bounds the effect of one example, no noise is enough",
             given=f"clip_norm={clip_norm!r}",
-            remedy="For example clip_norm=1.0. ab.per_example_norms shows what gradients have; it is not private.",
+            remedy="For example clip_norm=1.0. ab.per_example_norms shows the norms of gradients; it is not private.",
         )
     return norm
 
 
 def check_sampling(num_examples: Any, expected_batch_size: Any) -> tuple[int, float]:
-    """The number of examples, and the rate at which they are sampled."""
+    """The number of examples, and their sampling rate."""
     number = whole_number("num_examples", num_examples, 1, example="60_000")
     return number, rate_of(number, expected_batch_size)
 
 
 def check_options(options: dict[str, Any], expected_batch_size: float) -> dict[str, Any]:
-    """The options for `clipped_grad`, without those that are ours to set.
+    """The options for `clipped_grad`, without those that `private_grad` sets itself.
 
     Raises:
-      InputError: for one that would void the guarantee.
+      InputError: for an option that would void the guarantee.
     """
     options = dict(options)
     if options.pop("nan_safe", True) is not True:
         raise InputError(
-            "nan_safe must be True: one example whose gradient is not finite would replace the whole sum",
+            "nan_safe must be True: one example whose gradient is not finite would make the sum NaN or infinite",
             given="nan_safe=False",
             remedy="Leave it out: such an example then counts for nothing.",
         )
@@ -64,50 +68,38 @@ def check_options(options: dict[str, Any], expected_batch_size: float) -> dict[s
         given = constant("normalize_by", options.pop("normalize_by"), example=f"{expected_batch_size:g}")
         if given != expected_batch_size:
             raise InputError(
-                "normalize_by must be the expected batch size: the noise is made for that sensitivity",
+                "normalize_by must be the expected batch size: the noise is scaled to that sensitivity",
                 given=f"normalize_by={given:g} and expected_batch_size={expected_batch_size:g}",
-                remedy="Leave it out. The size of the batch at hand depends on the data, and is not private.",
+                remedy="Leave it out. The number of examples in a batch depends on the data, and is not private.",
             )
     return options
 
 
-def rows_of(batch: Any) -> int | None:
-    """The number of rows that all arrays of a batch have; None if they differ, or there are none."""
-    rows = {leaf.shape[0] for leaf in jax.tree.leaves(batch) if getattr(leaf, "ndim", 0)}
-    return rows.pop() if len(rows) == 1 else None
+# A call ---------------------------------------------------------------------------------------------------------------
 
 
 def padding_of(
     args: tuple[Any, ...], kwargs: dict[str, Any], is_padding: Any, *, batch: Any, call: str
 ) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
-    """The arguments with each `PaddedBatch` replaced by its examples, and which rows are padding.
+    """The arguments with each `PaddedBatch` replaced by its examples, and the booleans that mark padding.
 
     Args:
-      args: the arguments of a call; those that are a `PaddedBatch` say what is padding.
-      kwargs: its keyword arguments, the same.
-      is_padding: what was given by this keyword.
-      batch: those of the arguments that are batches, for the message.
-      call: how it is called, for the message.
+      args: the positional arguments of a call. A `PaddedBatch` among them says which rows are padding.
+      kwargs: the keyword arguments of the call. A `PaddedBatch` among them does too.
+      is_padding: the keyword argument of that name, or None.
+      batch: the arguments that are batches, for the message.
+      call: how the function is called, for the message.
 
     Raises:
-      InputError: if it is not known which rows are padding, or given twice.
+      InputError: if the call does not say which rows are padding, or says it twice.
     """
     padded = [value for value in (*args, *kwargs.values()) if isinstance(value, PaddedBatch)]
     masks = {id(mask): mask for mask in (is_padding, *(each.is_padding for each in padded)) if mask is not None}
     if not masks:
-        others = [f"{name}={describe(value)}" for name, value in kwargs.items() if _looks_like_padding(name, value)]
-        ignored = f", and {', '.join(others)}, which only the loss would see" if others else ""
-        rows = rows_of(batch) or "len(batch)"
-        raise InputError(
-            "It must be known which rows of a batch are padding: padding that counts as examples voids the guarantee",
-            given=f"{' and '.join(type(each).__name__ for each in batch) or 'no batch'} without is_padding{ignored}",
-            remedy=f"Pass {call.format('draw.take(data)')} for each draw of privacy.poisson_batches(...), or "
-            "ab.fit(step, state, batches.of(data)). For a batch that has no padding, say so: "
-            f"is_padding=np.zeros({rows}, bool).",
-        )
+        raise _padding_unknown(kwargs, batch, call)
     if len(masks) > 1:
         raise InputError(
-            "It must be given once which rows of a batch are padding",
+            "A call must say once which rows of the batch are padding",
             given=f"{len(padded)} PaddedBatch {'and' if is_padding is not None else 'without'} is_padding=",
             remedy=f"Take all arrays at once: {call.format('draw.take((x, y))')}; or pass each array by itself, and "
             "is_padding=draw.is_padding.",
@@ -121,12 +113,31 @@ def padding_of(
     return tuple(map(plain, args)), {name: plain(value) for name, value in kwargs.items()}, mask
 
 
+def _padding_unknown(kwargs: dict[str, Any], batch: Any, call: str) -> InputError:
+    others = [f"{name}={describe(value)}" for name, value in kwargs.items() if _looks_like_padding(name, value)]
+    ignored = f", and {', '.join(others)}, which only the loss would see" if others else ""
+    rows = rows_of(batch) or "len(batch)"
+    return InputError(
+        "A call must say which rows of the batch are padding: padding that counts as examples voids the guarantee",
+        given=f"{' and '.join(type(each).__name__ for each in batch) or 'no batch'} without is_padding{ignored}",
+        remedy=f"Pass {call.format('draw.take(data)')} for each draw of privacy.poisson_batches(...), or "
+        "ab.fit(step, state, batches.of(data)). For a batch without padding, pass "
+        f"is_padding=np.zeros({rows}, bool).",
+    )
+
+
+def rows_of(batch: Any) -> int | None:
+    """The number of rows of the arrays of a batch; None if they differ, or there are no arrays."""
+    rows = {leaf.shape[0] for leaf in jax.tree.leaves(batch) if getattr(leaf, "ndim", 0)}
+    return rows.pop() if len(rows) == 1 else None
+
+
 def check_shared(arguments: dict[str, Any], rows: int | None) -> None:
     """Refuses an array with one row per example that is not part of the batch: every example would see all of it.
 
     Args:
-      arguments: those that are no batch, by name.
-      rows: of the batch. With a single one, no example sees another.
+      arguments: the arguments that are not part of the batch, by name.
+      rows: the number of rows of the batch. If there is only one, no example can see another.
 
     Raises:
       InputError: for an array, or a list of numbers, with as many rows.
@@ -143,8 +154,8 @@ def check_shared(arguments: dict[str, Any], rows: int | None) -> None:
             else:
                 remedy = "Put"
             raise InputError(
-                "An argument with one row for each example must be part of the batch: each example would see the rows "
-                "of all, and clipping bounds none of that",
+                "An argument with one row for each example must be part of the batch: otherwise each example sees the "
+                "rows of all examples, and clipping does not bound that",
                 given=f"{found} = {kind}, beside a batch of {rows} rows",
                 remedy=f'{remedy} it into the batch: {{"x": x, "{name}": {name}}}; or, if it is positional, name it in '
                 f"batch_argnums. If it is public, and has as many rows by chance, close over it: "
@@ -161,7 +172,7 @@ def _is_list_of_numbers(node: Any) -> bool:
 
 
 def _looks_like_padding(name: str, value: Any) -> bool:
-    """Whether a keyword may be meant for `is_padding`: `is_padding_example`, `pad_mask`; not `padding="SAME"`."""
+    """True if a keyword may be meant for `is_padding`: `is_padding_example`, `pad_mask`; not `padding="SAME"`."""
     is_named_so = any(part.startswith(("pad", "ispad")) for part in name.lower().split("_"))
     return is_named_so and (_is_list_of_numbers(value) or any(map(_has_rows, jax.tree.leaves(value))))
 
@@ -172,22 +183,23 @@ def check_batch_size(
     """Refuses a batch with more examples than Poisson sampling at the declared rate would ever give.
 
     Args:
-      batch: of which each array has one row for each example.
-      is_padding: which of them are none; where it can be read without waiting, they are not counted.
-      num_examples: of the dataset.
-      sampling_rate: as declared.
-      max_batch_size: the most rows that were declared, if any were.
+      batch: a tree of arrays with one row for each example.
+      is_padding: booleans that mark padding, which is not counted. If they cannot be read without waiting for a device,
+        nothing is counted.
+      num_examples: the number of examples of the dataset.
+      sampling_rate: the declared sampling rate.
+      max_batch_size: the declared largest number of rows, if any.
     """
     size = rows_of(batch)
     if size is None:
-        return  # clipped_grad says what is wrong
+        return  # clipped_grad raises an error that says what is wrong
     if max_batch_size is not None and size > max_batch_size:
         raise InputError(
             "A batch must not be larger than declared",
             given=f"{size} rows and max_batch_size={max_batch_size}",
             remedy="Pass max_batch_size=batches.batch_size, of privacy.poisson_batches(...).",
         )
-    padding = _known(is_padding)
+    padding = _read_if_ready(is_padding)
     if padding is None:
         return
     examples = size - int(padding.sum())
@@ -197,44 +209,47 @@ def check_batch_size(
             "A batch must be a Poisson sample at the declared rate: larger batches spend more than is accounted for",
             given=f"{examples} examples, where {num_examples * sampling_rate:g} of {num_examples} are expected and "
             f"more than {most} have a probability below 1e-15",
-            remedy="Draw them by privacy.poisson_batches(num_examples, expected_batch_size=..., steps=..., seed=...), "
-            "and pass its is_padding; or declare the larger expected_batch_size.",
+            remedy="Draw batches by privacy.poisson_batches(num_examples, expected_batch_size=..., steps=..., "
+            "seed=...), and pass its is_padding; or declare the larger expected_batch_size.",
         )
 
 
-def _known(is_padding: Any) -> np.ndarray | None:
-    """Which rows are padding, if that is known without waiting for a device."""
+def _read_if_ready(is_padding: Any) -> np.ndarray | None:
+    """The booleans that mark padding; None under `jit`, or if reading them would wait for a device."""
     if isinstance(is_padding, jax.core.Tracer):
         return None
-    return np.asarray(is_padding) if is_at_hand(is_padding) else None
+    return np.asarray(is_padding) if is_readable(is_padding) else None
 
 
 def check_outside_shard_map() -> None:
-    """Refuses to add noise where each device would add its own, to a part of the sum."""
+    """Refuses to add noise inside `shard_map`, where each device would add its own to its part of the sum."""
     axes = tuple(jax.sharding.get_abstract_mesh().manual_axes)
     if axes:
         raise InputError(
             "Noise is added once, to the sum over all devices",
             given=f"a call inside shard_map over {axes}",
-            remedy="Call it outside, and pass mesh=... to spread the batch over devices.",
+            remedy="Call it outside, and pass mesh=... to shard the batch over devices.",
         )
 
 
+# The optimizer --------------------------------------------------------------------------------------------------------
+
+
 def check_optimizer(optimizer: Any, params: Any = None) -> None:
-    """Refuses what is no optimizer, and one that collects the gradients of several calls.
+    """Refuses an object that is not an optimizer, and an optimizer that accumulates the gradients of several calls.
 
     Args:
-      optimizer: of optax, or with `init` and `update` as those have.
-      params: with which its state is looked at; without them, only what it is.
+      optimizer: an optimizer of optax, or an object with the same `init` and `update`.
+      params: the parameters, to inspect the state of the optimizer. Without them, only its type is checked.
 
     Raises:
-      InputError: for these.
+      InputError: if it is refused.
     """
     if type(optimizer).__name__ == "MultiSteps":
         raise _accumulates("optax.MultiSteps")
     if not (callable(getattr(optimizer, "init", None)) and callable(getattr(optimizer, "update", None))):
         raise InputError(
-            "optimizer must have init and update, as those of optax",
+            "optimizer must have init and update, like those of optax",
             given=f"optimizer={optimizer!r}",
             remedy="For example optax.sgd(0.1); the optimizer, not its state.",
         )
@@ -249,7 +264,7 @@ def check_optimizer(optimizer: Any, params: Any = None) -> None:
 def _accumulates(name: str) -> InputError:
     return InputError(
         "optimizer must take one step for each call: noise is added and accounted for once in each",
-        given=f"an optimizer with {name}, which collects several noised gradients for one step",
-        remedy="Pass the optimizer inside it and the whole batch: microbatch_size=... takes it in parts, and noise is "
-        "added once, after the last.",
+        given=f"an optimizer with {name}, which accumulates several noised gradients for one step",
+        remedy="Pass the optimizer inside it and the full batch. With microbatch_size=..., its gradient is computed "
+        "per microbatch, and noise is added once, after the last.",
     )

@@ -1,8 +1,10 @@
-"""Keys that were used before. Noise that is added twice can be subtracted: two results then show the data bare.
+"""Remembers the keys that this process has used, and refuses a second use.
 
-What can be seen is seen in one process and outside `jit`, and nothing waits for a device. A run is known by the value
-of its first key, which is read once; a step by the key in its state, the very array; a key that a loop passes by the
-array, and by its value where that is at hand.
+If two results have the same noise, their difference has none, and reveals the data.
+
+The ledger sees uses in one process and outside `jit`, and never waits for a device. It recognises a run by the value of
+its first key, which is read once; a step by the key array in its state, by identity; and a key that a loop passes by
+identity, and by its value if that can be read without waiting.
 """
 
 import collections
@@ -16,17 +18,17 @@ import numpy as np
 from anybatch.errors import InputError
 from anybatch.jaxprs import avals, versions
 
-CAPACITY = 2**16  # values of single keys that are remembered, the newest
+CAPACITY = 2**16  # values of keys of single calls that are remembered; the oldest are forgotten
 
 SAMPLING, RUN, DRAW = "sampling of batches", "noise of a run", "noise of a call"
 
 
 class Ledger:
-    """The keys that were used in this process, and what for."""
+    """The keys that were used in this process, and for what."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._values: dict[bytes, str] = {}  # of runs and samplings: few
+        self._values: dict[bytes, str] = {}  # of runs and samplings, which are few
         self._drawn: collections.OrderedDict[bytes, None] = collections.OrderedDict()
         self._arrays: dict[int, weakref.ref[Any]] = {}
 
@@ -46,10 +48,10 @@ class Ledger:
             self._values[value] = RUN
 
     def begin_sampling(self, key: Any) -> None:
-        """Records a key of which batches are drawn. Drawing the same batches again, to resume, is all right.
+        """Records a key that batches are drawn with. Drawing the same batches again, to resume a run, is allowed.
 
         Raises:
-          InputError: if noise was drawn of it.
+          InputError: if noise was drawn with it.
         """
         value = value_of(key)
         if value is None:
@@ -61,10 +63,10 @@ class Ledger:
             self._values[value] = SAMPLING
 
     def check_draw(self, key: Any) -> None:
-        """Refuses a key of which the noise of a call was drawn before, or batches.
+        """Refuses a key that was used before.
 
         Raises:
-          InputError: if it was.
+          InputError: if noise or batches were drawn with it.
         """
         value = value_if_ready(key)
         with self._lock:
@@ -73,7 +75,7 @@ class Ledger:
                 raise _used_twice("noise_key", before or DRAW)
 
     def record_draw(self, key: Any) -> None:
-        """Records that the noise of a call was drawn."""
+        """Records that the noise of a call was drawn with a key."""
         value = value_if_ready(key)
         with self._lock:
             self._spend(key)
@@ -83,19 +85,19 @@ class Ledger:
                     self._drawn.popitem(last=False)
 
     def check_step(self, key: Any) -> None:
-        """Refuses a state from which a step was taken.
+        """Refuses a state from which a step was taken before.
 
         Raises:
-          InputError: if one was.
+          InputError: if a step was taken from the state with this key.
         """
         with self._lock:
             if self._is_spent(key):
                 raise InputError(
-                    "Each state can be stepped once: the noise of another step would be the same, and their "
-                    "difference would show the data without any",
+                    "Each state can be stepped once: a second step would have the same noise, and the difference of "
+                    "both results would reveal the data without noise",
                     given="a state from which a step was taken before",
-                    remedy="Go on from the state that it returned: state, metrics = step(state, batch). To repeat a "
-                    "step on purpose, and release one result only: privacy.dp_sgd(..., allow_key_reuse=True).",
+                    remedy="Continue from the state that the step returned: state, metrics = step(state, batch). To "
+                    "repeat a step on purpose and release only one result, pass allow_key_reuse=True to dp_sgd.",
                 )
 
     def record_step(self, key: Any) -> None:
@@ -108,21 +110,21 @@ class Ledger:
         return known is not None and known() is key
 
     def _spend(self, key: Any) -> None:
-        position = id(key)
+        identity = id(key)
         if not isinstance(key, jax.core.Tracer) and isinstance(key, jax.Array):
-            # Forgotten with the array, whose place another one may take.
-            self._arrays[position] = weakref.ref(key, lambda gone: self._forget(position, gone))
+            # Forgotten when the array is deleted, since another array may then get the same id.
+            self._arrays[identity] = weakref.ref(key, lambda gone: self._forget(identity, gone))
 
-    def _forget(self, position: int, gone: Any) -> None:
-        if self._arrays.get(position) is gone:
-            del self._arrays[position]
+    def _forget(self, identity: int, gone: Any) -> None:
+        if self._arrays.get(identity) is gone:
+            del self._arrays[identity]
 
 
 LEDGER = Ledger()
 
 
 def value_of(key: Any) -> bytes | None:
-    """The bits of a key; None under `jit`, where it has none yet, or if they lie with other processes."""
+    """The bits of a key; None under `jit`, or if they are on the devices of other processes."""
     if isinstance(key, jax.core.Tracer) or not versions.is_eager():
         return None
     bits = _bits(key)
@@ -131,15 +133,15 @@ def value_of(key: Any) -> bytes | None:
 
 
 def value_if_ready(key: Any) -> bytes | None:
-    """The bits of a key, unless one would have to wait for them."""
+    """The bits of a key; None if reading them would wait for a device."""
     if isinstance(key, jax.core.Tracer) or not versions.is_eager():
         return None
     bits = _bits(key)
-    return np.asarray(bits).tobytes() if is_at_hand(bits) else None
+    return np.asarray(bits).tobytes() if is_readable(bits) else None
 
 
-def is_at_hand(array: Any) -> bool:
-    """Whether an array can be read by this process without waiting for a device."""
+def is_readable(array: Any) -> bool:
+    """True if this process can read an array without waiting for a device."""
     if not isinstance(array, jax.Array):
         return True
     on_device: Any = array
@@ -152,9 +154,9 @@ def _bits(key: Any) -> Any:
 
 def _used_twice(name: str, before: str) -> InputError:
     return InputError(
-        "A key is for one use: noise that is added twice can be subtracted, and noise that batches were drawn with "
-        "is not independent of them",
+        "A key can be used once: noise that is added twice can be subtracted, and noise from the key of the batches is "
+        "not independent of them",
         given=f"{name}: a key that was used before, for the {before}",
-        remedy=f"Pass another one, e.g. {name}=privacy.secret_key(), or split it: key, other = jax.random.split(key). "
-        "To repeat a run on purpose, and release one of them only: allow_key_reuse=True.",
+        remedy=f"Pass a new key, e.g. {name}=privacy.secret_key(), or split it: key, other = jax.random.split(key). "
+        "To repeat a run on purpose and release only one of them, pass allow_key_reuse=True.",
     )
