@@ -382,7 +382,7 @@ MISTAKES = {
     "normalize_by": ({"normalize_by": -1.0}, "above 0"),
     "method": ({"method": "ghost"}, "'factored'"),
     "transform": ({"transform": 3}, "a function"),
-    "both": ({"transform": lambda grad: grad, "method": "factored"}, "as it is"),
+    "both": ({"transform": lambda grad: grad, "method": "factored"}, "transform needs the gradient of each example"),
     "flag": ({"keep_batch_dim": 1}, "True or False"),
     "size": ({"microbatch_size": 0}, "at least 1"),
 }
@@ -395,7 +395,7 @@ def test_mistakes_are_named_before_any_work(options, message):
 
 
 def test_the_name_of_the_padding_is_taken():
-    with pytest.raises(ab.InputError, match="Call the argument of the loss something else"):
+    with pytest.raises(ab.InputError, match="Rename the argument of the loss"):
         ab.per_example_norms(lambda params, x, is_padding: dense(params, x))
 
 
