@@ -726,7 +726,7 @@ def test_a_model_of_nnx_is_no_params_of_a_state():
     with pytest.raises(ab.InputError, match="pair of the model and its optimizer") as caught:
         step.init(Network())
     assert "nnx.Optimizer(model, optax.adamw(3e-4), wrt=nnx.Param)" in str(caught.value)
-    with pytest.raises(ab.InputError, match="A step goes on from a state") as caught:
+    with pytest.raises(ab.InputError, match="A state must be an anybatch.TrainState") as caught:
         step(Network(), {"x": X, "y": Y})
     assert "nnx.Optimizer(model, optax.adamw(3e-4), wrt=nnx.Param)" in str(caught.value)
 
@@ -852,7 +852,7 @@ def test_attributes_that_a_step_does_not_keep_are_told():
 
     model = Counter()
     step = ab.train_step(loss, microbatch_size=5)
-    with pytest.warns(RuntimeWarning, match="attributes of a model of NNX that are no variables"):
+    with pytest.warns(RuntimeWarning, match="attributes of an NNX model that are not variables"):
         step((model, nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)), X)
 
 
