@@ -81,7 +81,7 @@ def test_digits_are_learned_within_the_privacy_budget(tmp_path):
     assert number(r"([\d.]+)% after", text) > 50 > 20 > number(r"([\d.]+)% before", text)
     other = subprocess.run([*command, "60"], cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True)
     # The noise for 60 steps differs from that for 40, so the privacy accounting of the first 40 would be wrong.
-    assert other.returncode == 1 and "A private run must go on with the step that it had" in other.stderr
+    assert other.returncode == 1 and "A private run must be resumed with the same step" in other.stderr
     assert "start a new run with another folder" in other.stderr
 
 
