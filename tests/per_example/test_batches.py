@@ -1,4 +1,4 @@
-"""Losses that are written for batches, where every example is to be taken by itself."""
+"""Per-example gradients of losses that are written for batches: `keep_batch_dim=True`."""
 
 import functools
 
@@ -146,7 +146,7 @@ def test_what_couples_parameters_or_data_is_refused(float64, marker):
 
 @pytest.mark.parametrize("loss", [with_batch_norm, contrastive])
 def test_it_is_refused_everywhere(float64, loss):
-    """By either method, under `jit`, on a mesh, when planned; and with one example, or none."""
+    """With both methods, under `jit`, on a mesh, with a plan, and with one example or none."""
     params, batch = problem(8)
     norms = functools.partial(ab.per_example_norms, loss, keep_batch_dim=True)
     clipped = ab.clipped_grad(loss, clip_norm=1.0, keep_batch_dim=True)
@@ -186,7 +186,7 @@ def test_what_keeps_examples_apart_goes_on_working(float64, method, loss):
 
 
 def test_of_a_mean_over_tokens_every_example_has_its_own(float64):
-    """Not its share in that of the batch: the examples have 1, 2 or 3 tokens."""
+    """The loss of an example is its own mean, and not its share of the batch's. Examples have 1, 2 or 3 tokens."""
     params, batch = problem()
     grads = ab.per_example_grads(token_mean, keep_batch_dim=True)(params, batch)
     assert_close(grads, one_by_one(token_mean, params, batch), rtol=1e-12)
@@ -233,7 +233,7 @@ def not_a_scalar_of_more(params, batch):
 
 @pytest.mark.parametrize("loss", [squeezed, of_declared_shape, not_a_scalar_of_more])
 def test_a_loss_of_exactly_one_example_is_what_it_says(float64, loss):
-    """There is no loss of more examples that it could differ from."""
+    """It cannot be traced with more examples, so there is no other loss that it could differ from."""
     params, batch = problem()
     norms = ab.per_example_norms(loss, keep_batch_dim=True)(params, batch)
     np.testing.assert_allclose(norms, norms_of(one_by_one(loss, params, batch)), rtol=1e-12)

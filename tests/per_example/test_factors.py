@@ -1,4 +1,4 @@
-"""Norms and clipped sums from factors are those of `vmap(grad)`, whatever the loss is made of."""
+"""Norms and clipped sums from factors equal those of `vmap(grad)`, for losses with every kind of term."""
 
 import jax
 import jax.numpy as jnp
@@ -15,20 +15,20 @@ pytestmark = pytest.mark.every_jax
 
 @pytest.fixture(params=["gram", pytest.param("direct", marks=pytest.mark.slow)])
 def preferred(request, monkeypatch):
-    """What is kept of a gradient: its factors wherever that can be, or nowhere."""
+    """Keeps factors wherever that is possible, or nowhere."""
     monkeypatch.setattr(forms, "_prefers_gram", lambda products, lookups, prefer: request.param == "gram")
     return request.param
 
 
 def kept(loss, params, batch, **options):
-    """What is kept of the gradient of each parameter, in words."""
+    """The form in which the gradients of each parameter are kept."""
     fun = ab.clipped_grad(loss, clip_norm=1.0, method="factored", **options)
     gradient = fun.gradient((params, batch), {})
     return gradient.arguments.as_gradient([form.kind for form in gradient.program.forms])
 
 
 def assert_close(actual, expected, rtol):
-    """As a whole, relative to its length, and leaf by leaf."""
+    """Compares all leaves together, relative to their norm, and each leaf."""
     leaves = list(zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True))
     length = np.sqrt(sum(np.sum(np.square(want)) for _, want in leaves))
     for got, want in leaves:
@@ -38,7 +38,7 @@ def assert_close(actual, expected, rtol):
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_norms_and_clipped_sums_are_those_of_vmap_of_grad(float64, preferred, case):
-    """In float64, where a term that was forgotten or counted twice would show; with microbatches that are ragged."""
+    """In float64, which shows a term that is missing or counted twice, and with a smaller last microbatch."""
     params, batch = case.params(), case.batch(5)
     grads = gradients(case.loss, params, batch)
     norms = norms_of(grads)
@@ -89,7 +89,7 @@ def test_gram_or_direct_is_chosen_by_cost():
 
 
 def cancelling(w, example):
-    """Outer products that nearly cancel: of each pair, all but a small rest."""
+    """A batch whose outer products nearly cancel in pairs, except for a small rest."""
     return jnp.sum((example["x"] @ w) * example["s"])
 
 
@@ -194,7 +194,7 @@ def _used_twice(params, x):
 
 @pytest.mark.parametrize("loss", [_tied, _used_twice], ids=lambda loss: loss.__name__)
 def test_no_kernel_joins_the_sides_that_it_multiplies(monkeypatch, loss):
-    """XLA would join them inside of it on a GPU, with more shared memory than there is: they are written out first."""
+    """On a GPU, XLA would join the sides inside the kernel, with too much shared memory. They are joined before it."""
     monkeypatch.setattr(forms, "_prefers_gram", lambda products, lookups, prefer: True)
     params = {"table": jnp.ones((16, 16)) / 16}
     batch = jnp.ones((3, 8), jnp.int32) if loss is _tied else jnp.ones((3, 8, 16))

@@ -1,4 +1,4 @@
-"""What every example says by itself: gradients, norms and clipped sums, with all their options."""
+"""Per-example gradients, norms and clipped sums, with all their options."""
 
 import functools
 
@@ -173,7 +173,7 @@ def test_padding_counts_for_nothing_and_is_skipped(float64, method):
 @pytest.mark.parametrize("method", ["vmap", "factored"])
 @pytest.mark.parametrize("bad", [np.nan, np.inf, 1e200])
 def test_an_example_that_is_not_finite_counts_for_nothing(float64, method, bad):
-    """One whose norm is not, too: its square is beyond the largest number."""
+    """Also an example whose gradient is finite and whose squared norm overflows."""
     params, batch, _, _, clip_norm = problem()
 
     def loss(params, x):
@@ -208,7 +208,7 @@ def test_nothing_at_all(method):
 
 @pytest.mark.parametrize("method", METHODS)
 def test_norms_of_float16_do_not_underflow(method):
-    """Squares of these are 0 in float16, and an example with a norm of 0 would not be clipped."""
+    """Squares of these factors are 0 in float16, and an example with a norm of 0 would not be clipped."""
     w, x = jnp.ones((16, 16), jnp.float16), jnp.full((3, 16), 1e-4, jnp.float16)
 
     def loss(w, x):
@@ -257,7 +257,7 @@ def test_sensitivity_says_what_privacy_may_rely_on():
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_no_example_adds_more_than_the_bound(method, dtype):
-    """Sums of one example each, measured in float64: however its factors and the result are rounded."""
+    """Clipped sums of single examples, whose norms are measured in float64, so that all rounding is included."""
     params, batch = CASE.params(dtype), CASE.batch(64, dtype)
     batch = jnp.asarray(np.random.default_rng(5).permutation(batch.ravel()).reshape(batch.shape), dtype)
     wide = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), params)
@@ -273,7 +273,7 @@ def test_no_example_adds_more_than_the_bound(method, dtype):
 
 
 def conspiring(rest=6, tokens=64, inputs=256, outputs=1024):
-    """Pairs of tokens that nearly cancel: what is left is small beside the rounding of each."""
+    """Pairs of tokens that nearly cancel, so that the rest is small compared with the rounding of each."""
     x, s = np.ones((1, tokens, inputs)), np.ones((1, tokens, outputs))
     x[:, : tokens // 2] += rest * 2**-7
     s[:, tokens // 2 :] = -1
@@ -303,7 +303,7 @@ def test_roundings_that_conspire_do_not_exceed_a_strict_bound():
 
 @pytest.mark.parametrize("a, b", [(1e-19, 1e18), (1e-20, 1e20), (1e12, 1e-13)])
 def test_squares_of_factors_may_be_too_small_or_too_large(a, b):
-    """The square of a is 0 in float32, or that of b infinite; that of the gradient, their product, is neither."""
+    """The square of one factor underflows or overflows in float32, and that of the gradient does not."""
 
     def loss(w, example):
         return jnp.sum((example["a"] @ w) * example["b"])
@@ -318,7 +318,7 @@ def test_squares_of_factors_may_be_too_small_or_too_large(a, b):
 
 @pytest.mark.parametrize("method", METHODS)
 def test_an_example_that_its_key_makes_bad(method):
-    """A mask of zeros, and 0/0: another example in its place must not draw with the same key."""
+    """A mask of zeros gives 0/0. The example that replaces this one must not draw with the same key."""
 
     def loss(w, x, key):
         mask = jax.random.bernoulli(key, 0.3, (4,)).astype(x.dtype)

@@ -79,7 +79,7 @@ def test_parameters_that_are_spread_stay_spread(float64):
 
 
 def test_inside_shard_map_examples_are_clipped_by_themselves(float64):
-    """JAX adds up the gradients of parameters that all devices share: of different examples, before clipping."""
+    """JAX would add up the gradients of replicated parameters over the devices, before they are clipped."""
     params, batch, grads, clip_norm = problem(16)
     mesh = mesh_of(4)
     expected = clipped_sum(grads, clip_norm)

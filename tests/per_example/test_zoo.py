@@ -10,7 +10,7 @@ from per_example.test_factors import assert_close
 import anybatch as ab
 from anybatch.per_example import forms
 
-# Those with a way of their own to a gradient; the others are more of the same.
+# The models whose gradients take a path that no other model has.
 TELLING = {
     "equinox_model",
     *("resnet_with_batch_norm", "nnx_model_with_batch_norm", "two_towers", "q_learning", "proximal_policy"),
@@ -25,7 +25,7 @@ COUPLED = {
 
 
 def one_by_one(case, loss, args, keyed):
-    """The oracle: each example as a batch of one, with a key of its own."""
+    """The oracle: each example as a batch of one, with its own key."""
     params, batch, *rest = args
 
     def gradient(number, example):
@@ -45,7 +45,7 @@ def is_key(leaf):
     [pytest.param(each, id=each.name, marks=[] if each.name in TELLING else pytest.mark.slow) for each in ZOO],
 )
 def test_norms_and_clipped_sums_of_real_models(model_defaults, monkeypatch, case):
-    """With factors wherever that can be, in float64."""
+    """With factors wherever that is possible, in float64."""
     if case.requires:
         pytest.importorskip(case.requires)
     monkeypatch.setattr(forms, "_prefers_gram", lambda products, lookups, prefer: True)

@@ -1,4 +1,4 @@
-"""What privacy costs, and the batches that it is accounted for."""
+"""Epsilon, the noise for an epsilon, and Poisson batches."""
 
 import dataclasses
 import math
@@ -109,7 +109,7 @@ def test_a_budget_out_of_reach():
 
 
 def gaussian_epsilon(noise, steps, delta):
-    """Without sampling, steps are one with noise by the square root of their number, whose delta is known exactly."""
+    """Without sampling, n steps equal one step with noise divided by sqrt(n), whose delta is known exactly."""
     mean = math.sqrt(steps) / noise
 
     def excess(epsilon):
@@ -158,7 +158,7 @@ def test_the_noise_of_a_large_budget_is_found_in_seconds():
 
 
 def test_divergences_lost_to_rounding_are_not_taken_for_none():
-    """Of steps whose results differ by 4e-8 in total variation, as no delta of 1e-12 covers."""
+    """For steps whose results differ by 4e-8 in total variation, which a delta of 1e-12 does not cover."""
     run = {"noise_multiplier": 1e6, "sampling_rate": 0.001, "steps": 100, "delta": 1e-12}
     assert run["steps"] * run["sampling_rate"] * math.sqrt(2 / math.pi) / 2 / run["noise_multiplier"] > 1e-8
     assert 0 < privacy.epsilon(**run, accountant="rdp") < 0.1
@@ -185,7 +185,7 @@ def chosen_of(batches):
 
 
 def is_poisson(chosen, rate, bound=5.5):
-    """Whether tosses look independent: each, pairs of examples, neighbours in time, and their sums."""
+    """Checks that membership looks independent: for single examples, pairs, consecutive batches and sums."""
     steps, examples = chosen.shape
     tosses = (chosen - rate) / np.sqrt(rate * (1 - rate))
     each = np.abs(tosses.sum(0)) / np.sqrt(steps)
@@ -231,7 +231,7 @@ def test_batches_of_a_key_can_be_drawn_again():
 
 
 def test_there_is_room_for_every_draw():
-    """The tail of the binomial distribution, by a library; and not much more room than needed."""
+    """Against the tail of the binomial distribution, by a library; and not much larger than needed."""
     for examples, expected, steps in [(60_000, 256, 14_000), (1000, 500, 10), (10**8, 4096, 10**6), (50, 1, 100)]:
         batches = privacy.poisson_batches(examples, expected_batch_size=expected, steps=steps, seed=0)
         excess = steps * stats.binom.sf(batches.batch_size, examples, expected / examples)

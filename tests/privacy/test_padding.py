@@ -1,4 +1,4 @@
-"""Padding never counts as examples: it is part of a batch, and a batch without it is refused."""
+"""Padding never counts as examples, and a batch that does not say which rows are padding is refused."""
 
 import functools
 import json
@@ -24,7 +24,7 @@ def loss(params, example):
 
 
 def examples(number=NUMBER):
-    """Each has a gradient of norm 1 at least, the first a very long one."""
+    """Examples whose gradients have a norm of at least 1; the first is very long."""
     x = np.random.default_rng(0).normal(size=(number, 3)).astype(np.float32)
     x = x / np.linalg.norm(x, axis=1, keepdims=True)
     x[0] *= 1e6
@@ -190,7 +190,7 @@ def test_padding_by_another_name_is_refused(name, mask):
 )
 @pytest.mark.parametrize("compiled", [False, True])
 def test_rows_by_keyword_are_refused(value, compiled):
-    """Each example would see the rows of all: clipping bounds what it changes of its own gradient alone."""
+    """Each example would see the rows of all others, and clipping bounds only its own gradient."""
 
     def weighted(params, example, *, weights):
         return loss(params, example) * sum(jnp.sum(jnp.asarray(leaf)) for leaf in jax.tree.leaves(weights))
@@ -216,7 +216,7 @@ def test_rows_by_position_are_refused_unless_they_are_a_batch():
 
 
 def test_flags_and_public_arrays_are_not_refused():
-    """The control: what does not have the rows of the batch, and keys."""
+    """The control: arguments with another number of rows, and keys, are accepted."""
 
     def flagged(params, example, scale, key, **kwargs):
         assert kwargs["train"] is True and kwargs["padding"] == "SAME"
@@ -251,7 +251,7 @@ def sum_before_noise(data, seed, *, counts_padding):
 
 
 def change(example, seed, *, counts_padding=False):
-    """By how much a step changes when an example is removed, in units of the sensitivity.
+    """The change of a step when an example is removed, in units of the sensitivity.
 
     The draws of all others stay as they are. An example whose gradient is 0 adds as much as one that is not there.
     """
@@ -307,7 +307,7 @@ def one_run(folder, *, steps, seed, key, **options):
 
 @pytest.mark.parametrize("stopped_after", [0, 4])
 def test_a_run_that_goes_on_has_the_same_bits_and_the_seed_of_before(tmp_path, stopped_after):
-    """Whoever makes new keys each time goes on with the old ones. From the first checkpoint on, before any batch."""
+    """A script that makes new keys at each start resumes with the old ones, from the first checkpoint on."""
     whole = one_run(tmp_path / "whole", steps=9, seed=jax.random.key(31), key=jax.random.key(32))
     one_run(tmp_path / "stopped", steps=stopped_after, seed=jax.random.key(31), key=jax.random.key(32))
     resumed = one_run(tmp_path / "stopped", steps=9, seed=privacy.secret_key(), key=privacy.secret_key())

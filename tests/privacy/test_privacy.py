@@ -63,7 +63,7 @@ def without_first(batch):
 
 
 def distance(one, other):
-    """Between two trees, in the norm that sensitivity is about, in float64."""
+    """The Euclidean distance of two trees, in float64."""
     one, other = (
         np.concatenate([np.asarray(leaf, np.float64).ravel() for leaf in jax.tree.leaves(tree)])
         for tree in (one, other)
@@ -103,7 +103,7 @@ def test_padding_instead_of_an_example_changes_as_much():
 
 @pytest.mark.parametrize("method", ["vmap", "factored"])
 def test_gradients_of_parts_that_cancel_are_bounded_too(method):
-    """A small sum of large parts, one for each position: its norm is known roughly, and must not be taken too low."""
+    """A small sum of large terms, one for each position. Its norm has an error, and must not be taken too low."""
     random = np.random.default_rng(0)
     x, y = (np.float32(1e3) * random.normal(size=(3, 8, 32)).astype(np.float32) for _ in range(2))
     x[:, 4:], y[:, 4:] = x[:, :4], -np.float32(1 - 1e-6) * y[:, :4]
@@ -142,7 +142,7 @@ def narrow_problem(number=400):
 
 
 def test_narrow_parameters_are_noised_before_they_are_rounded():
-    """A sum of 400 in bfloat16 moves in steps larger than what one example adds."""
+    """In bfloat16, neighbours of 400 differ by more than one example adds."""
     narrow_loss, params, batch = narrow_problem()
     options = {"clip_norm": 1.0, "microbatch_size": None}
     grad = privacy.private_grad(narrow_loss, noise_multiplier=1.0, expected_batch_size=400, **options)
@@ -185,7 +185,7 @@ def test_noise_of_leaves_and_of_neighbours_is_independent():
 
 
 def test_the_tails_of_the_noise_are_fine():
-    """One draw in float32 takes few values far out, and none beyond 5.42; the sum of four does neither."""
+    """One draw in float32 has few values in its tail, and none beyond 5.42. The sum of four draws has neither flaw."""
     zeros = jnp.zeros(2**23)
 
     def far_out(noise):
@@ -281,7 +281,7 @@ def test_without_noise_an_attacker_always_wins():
 
 
 def excess_over(epsilon, delta, present, absent):
-    """By how much a set of outcomes is likelier than (epsilon, delta) allows, in deviations of the estimate."""
+    """The excess probability of a set of outcomes over (epsilon, delta), in standard errors of the estimate."""
     worst = -math.inf
     for threshold in np.linspace(-1, 4, 26):
         seen, expected = np.mean(present > threshold), np.mean(absent > threshold)
@@ -313,7 +313,7 @@ def dp_sgd(optimizer=None, **options):
 
 
 def test_a_step_is_clipping_noise_and_the_optimizer():
-    """Against the same by hand, with the noise switched off; and the division is by a constant, whoever is there."""
+    """Against a step by hand, without noise. The divisor is a constant, whatever the number of examples."""
     params, batch = parameters(), examples(11)
     optimizer = optax.sgd(0.1, momentum=0.9)
     step = dp_sgd(optimizer, noise_multiplier=0, allow_no_noise=True)
@@ -373,7 +373,7 @@ def test_epsilon_of_a_run():
     ["compiled", *(pytest.param(way, marks=pytest.mark.full) for way in ("traced in each call", "inside jit"))],
 )
 def test_steps_are_the_same_however_they_are_compiled(way):
-    """And none compiles twice: the sizes of Poisson samples differ, those of their arrays do not."""
+    """No step compiles twice: Poisson samples have different sizes, and their padded arrays have one."""
     traces = []
 
     def counted(params, example):
@@ -470,7 +470,7 @@ def test_gradients_of_several_arguments_are_clipped_together():
 
 @pytest.mark.parametrize("compiled", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_noise_is_the_same_on_any_number_of_devices(compiled):
-    """Padding alone, so that the gradient is the noise; and with examples, it is added once."""
+    """With padding alone, the gradient is the noise. With examples, the noise is added once."""
     params, batch, key = parameters(), examples(16), jax.random.key(21)
     noises, gradients = [], []
     for devices in (None, 8):

@@ -1,4 +1,4 @@
-"""Where privacy would break without a sign of it, there is an error that says what to do."""
+"""Whatever would silently void the guarantee is an error that says what to do."""
 
 import functools
 import gc
@@ -66,7 +66,7 @@ def test_options_that_void_the_guarantee(make, options, text):
 
 
 def test_options_that_do_not():
-    """The control: what is refused above is refused for its value."""
+    """The control: the same options are accepted with other values."""
     assert private_grad(nan_safe=True, normalize_by=4.0, max_batch_size=6).sensitivity == 0.25
     assert private_grad(noise_multiplier=0, allow_no_noise=True, clip_norm=math.inf).noise_stddev == 0
 
@@ -122,7 +122,7 @@ def test_a_loss_that_looks_across_examples_is_refused_with_its_line(compiled):
 
 
 def test_a_loss_of_rows_is_not():
-    """The control; and one that takes a batch of one only is read as what it is."""
+    """The control. A loss that takes only batches of one is accepted too."""
     grad = private_grad(rowwise, keep_batch_dim=True)
     assert grad(PARAMS, BATCH, noise_key=privacy.secret_key()).shape == (3,)
 
@@ -228,7 +228,7 @@ def test_a_step_that_failed_may_be_repeated():
 
 
 def test_states_that_are_gone_are_forgotten():
-    """An array made later may have the place of one that was used."""
+    """A new array may have the id of one that was used and deleted."""
     from anybatch.privacy.key_ledger import LEDGER
 
     step = dp_sgd()
