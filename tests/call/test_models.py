@@ -726,7 +726,7 @@ def test_a_model_of_nnx_is_no_params_of_a_state():
     with pytest.raises(ab.InputError, match="pair of the model and its optimizer") as caught:
         step.init(Network())
     assert "nnx.Optimizer(model, optax.adamw(3e-4), wrt=nnx.Param)" in str(caught.value)
-    with pytest.raises(ab.InputError, match="A state must be an anybatch.TrainState") as caught:
+    with pytest.raises(ab.InputError, match=r"A state must be an anybatch\.TrainState") as caught:
         step(Network(), {"x": X, "y": Y})
     assert "nnx.Optimizer(model, optax.adamw(3e-4), wrt=nnx.Param)" in str(caught.value)
 
