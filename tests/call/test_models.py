@@ -715,7 +715,7 @@ def test_private_training_says_how_to_split_a_model(make):
     step = privacy.dp_sgd(
         example_loss, optax.sgd(0.1), clip_norm=1.0, noise_multiplier=1.0, expected_batch_size=8, num_examples=24
     )
-    with pytest.raises(ab.InputError, match="Noise is added to real floating-point numbers") as caught:
+    with pytest.raises(ab.InputError, match="Noise can be added only to real floating-point numbers") as caught:
         step.init(make(), privacy.secret_key())
     assert "eqx.partition(model, eqx.is_inexact_array)" in str(caught.value)
     assert "nnx.split(model, nnx.Param, ...)" in str(caught.value)
