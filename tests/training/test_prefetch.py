@@ -62,12 +62,17 @@ def until(condition):
         time.sleep(0.002)
 
 
+_OF_OTHER_TESTS = set()  # threads of tests before, such as one whose source never returns
+
+
 def threads():
-    return [thread for thread in threading.enumerate() if thread.name == "anybatch-prefetch"]
+    found = [thread for thread in threading.enumerate() if thread.name == "anybatch-prefetch"]
+    return [thread for thread in found if thread not in _OF_OTHER_TESTS]
 
 
 @pytest.fixture(autouse=True)
 def no_thread_is_left():
+    _OF_OTHER_TESTS.update(threads())
     before = set(threads())
     yield
     until(lambda: not set(threads()) - before)
