@@ -17,7 +17,7 @@ _HOMES = {
     "read": "reading.read",
     "Reading": "reading.report",
     "register_rule": "reading.rules",
-    "NotRowwise": "reading.coupling",
+    "NotRowwise": "reading.states",
     # Which strategy computes the gradient, and why.
     "plan": "gradients.plan",
     "explain": "gradients.plan",
@@ -38,10 +38,10 @@ _HOMES = {
     # Training.
     "train_step": "training.step",
     "TrainState": "training.state",
-    "Metrics": "training.metrics",
+    "Metrics": "training.step",
     "fit": "training.loop",
     "Fitted": "training.loop",
-    "Batches": "training.batches",
+    "Batches": "training.sources",
     "CheckpointError": "training.checkpoints",
     # Caches in this process.
     "clear_caches": "call.caches",
@@ -80,16 +80,15 @@ if TYPE_CHECKING:  # what type checkers and editors see
     from anybatch.per_example.clipping import clipped_grad, clipped_value_and_grad
     from anybatch.per_example.grads import PerExample, per_example_grads, per_example_norms
     from anybatch.planning.plan import Plan
-    from anybatch.reading.coupling import NotRowwise
     from anybatch.reading.read import read
     from anybatch.reading.report import Reading
     from anybatch.reading.rules import register_rule
-    from anybatch.training.batches import Batches
+    from anybatch.reading.states import NotRowwise
     from anybatch.training.checkpoints import CheckpointError
     from anybatch.training.loop import Fitted, fit
-    from anybatch.training.metrics import Metrics
+    from anybatch.training.sources import Batches
     from anybatch.training.state import TrainState
-    from anybatch.training.step import train_step
+    from anybatch.training.step import Metrics, train_step
     from anybatch.verification.verify import DifferentGradientError, Verification, verify
 
 

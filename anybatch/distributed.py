@@ -24,7 +24,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from anybatch.call.checks import describe, is_array, named_leaves
 from anybatch.errors import AnybatchError, InputError, NotAvailableError
-from anybatch.jaxprs import processes as jax_processes
+from anybatch.jaxprs import versions
 
 __all__ = ["MissingPeerError", "Processes", "global_batch", "initialize"]
 
@@ -153,7 +153,7 @@ def initialize(
     found, devices = _find(coordinator_address, num_processes, process_id, devices, timeout)
     if found.count == 1:
         return found
-    if jax_processes.uses_devices():
+    if versions.uses_devices():
         raise InputError(
             "Processes must join before JAX uses a device",
             given=f"{found}, after a device was used",
@@ -183,7 +183,7 @@ def _find(
         address, count, index = address or ours[0], count or ours[1], ours[2] if index is None else index
     address = address or os.environ.get("JAX_COORDINATOR_ADDRESS")
     if None in (address, count, index):
-        cluster = jax_processes.cluster_name()
+        cluster = versions.cluster_name()
         if cluster is None and (address, count, index) == (None, None, None):
             return Processes(0, 1), devices
         if cluster is not None:
@@ -217,7 +217,7 @@ def _ask(
     found_by: str, address: str | None, count: int | None, index: int | None, devices: list[int] | None, timeout: float
 ) -> tuple[Any, ...]:
     try:
-        return jax_processes.ask_cluster(address, count, index, devices, math.ceil(timeout))
+        return versions.ask_cluster(address, count, index, devices, math.ceil(timeout))
     except NotAvailableError:
         raise
     except Exception as error:  # whatever a cluster's own interface raises
@@ -256,7 +256,7 @@ def _join(found: Processes, devices: list[int] | None, timeout: float, heartbeat
 
     threading.Thread(target=connect, name="anybatch.distributed", daemon=True).start()
     if not done.wait(timeout):
-        jax_processes.forget_client()  # JAX must not think that this process has joined
+        versions.forget_client()  # JAX must not think that this process has joined
         raise MissingPeerError(found, timeout)
     if errors:
         _complain_of_address(found, errors[0])
@@ -294,7 +294,7 @@ def _flush(flush: Callable[[], None]) -> None:
 
 
 def _already() -> Processes:
-    return Processes(*jax_processes.joined(), found_by="jax.distributed.initialize")
+    return Processes(*versions.joined(), found_by="jax.distributed.initialize")
 
 
 def _compare(

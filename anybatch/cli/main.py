@@ -158,7 +158,7 @@ def explain(
     """Show the plan for a problem."""
 
     def command() -> bool:
-        from anybatch.cli.explain import explain_problem
+        from anybatch.cli.problem import explain_problem
 
         options = {"memory": memory, "objective": objective.value, "remat": remat, "timed": time}
         return explain_problem(problem, html=html, plot=plot, **options)
@@ -179,7 +179,7 @@ def verify(
     """Compare the gradient in microbatches with that of the full batch."""
 
     def command() -> bool:
-        from anybatch.cli.verify import verify_problem
+        from anybatch.cli.problem import verify_problem
 
         return verify_problem(problem, microbatch_sizes=size or None, sample=sample)
 

@@ -1,16 +1,45 @@
-"""Loads the problem (a loss, its parameters and a batch) that a user names as `package.module:function`."""
+"""`anybatch explain` and `anybatch verify`, and the problem that both are given: a loss, its parameters and a batch.
 
+A user names the problem as `package.module:function`. `explain` prints its plan, and writes a page and a plot.
+`verify` prints how every strategy's gradient compares with that of the full batch.
+"""
+
+import contextlib
 import importlib
 import importlib.util
+import operator
 import os
 import pathlib
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from html import escape
 from types import ModuleType
 from typing import Any
 
+from rich.console import Console
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+from anybatch import __version__
+from anybatch.call.files import check_target, write_atomically
 from anybatch.errors import InputError
+from anybatch.gradients.plan import explain
+from anybatch.planning.plan import check_plot_path
+from anybatch.verification.verify import verify
+
+
+@contextlib.contextmanager
+def spinner(text: str) -> Iterator[Callable[[str], None]]:
+    """Shows a text with the elapsed time on stderr. Yields a function that replaces the text.
+
+    It shows nothing if stderr is not a terminal.
+    """
+    console = Console(stderr=True)
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task(text, total=None)
+        yield lambda text: progress.update(task, description=text)
+
 
 EXAMPLE = """\
 # train.py
@@ -118,3 +147,83 @@ def _last_line(error: BaseException) -> str:
         place = f" at {error.filename}:{error.lineno}"
     text = (str(error).strip().splitlines() or [""])[0]
     return f"{type(error).__name__}: {text}{place}"
+
+
+# A page of a plan begins with this text. A file that does not is never overwritten.
+_PAGE_START = '<!doctype html><meta charset="utf-8"><meta name="generator" content="anybatch explain '
+
+_STYLE = """<style>
+body { font: 15px/1.5 system-ui, sans-serif; max-width: 60em; margin: 2em auto; padding: 0 1em; }
+table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
+td, th { padding: .2em .8em; text-align: right; border-bottom: 1px solid #ddd; }
+td:first-child, th:first-child { text-align: left; }
+svg { max-width: 100%; height: auto; }
+</style>"""
+
+
+def explain_problem(target: str, *, html: pathlib.Path | None, plot: pathlib.Path | None, **options: Any) -> bool:
+    """Prints the plan for a problem. Returns True if a candidate fits the memory.
+
+    Args:
+      target: the problem, as `load_problem` takes it.
+      html: the file for a page with the table and the plot, or None.
+      plot: the file for the plot alone, or None.
+      **options: of `anybatch.explain`.
+
+    Raises:
+      InputError: if the problem cannot be loaded, or a file must not be written. The files are checked first.
+    """
+    _check_files(html, plot)
+    loss, params, batch = load_problem(target)
+    with spinner("Planning") as update:
+        plan = explain(loss, params, batch, progress=update, **options)
+    print(plan)
+    if plot is not None:
+        plan.plot(str(plot))
+    if html is not None:
+        title = f'{_PAGE_START}{__version__}"><title>{escape(target)}</title>'
+        content = f"{title}{_STYLE}{plan._repr_html_()}".encode("utf-8", errors="replace")
+        must = "The page needs a file that can be written"
+        write_atomically(_check_page(html), content, must=must, given=f"--html {html}")
+    return plan.chosen is not None
+
+
+def _check_files(html: pathlib.Path | None, plot: pathlib.Path | None) -> None:
+    for path in (html, plot):
+        if path is not None and not path.absolute().parent.is_dir():
+            raise InputError(
+                "A file must be in a folder that exists",
+                given=str(path),
+                remedy=f"mkdir -p {path.absolute().parent}",
+            )
+    if html is not None and plot is not None and os.path.realpath(html) == os.path.realpath(plot):
+        raise InputError(
+            "The page and the plot must be two files",
+            given=f"--html {html} and --plot {plot}",
+            remedy="For example: --html plan.html --plot plan.png",
+        )
+    if html is not None:
+        _check_page(html)
+    if plot is not None:
+        check_plot_path(plot, given=f"--plot {plot}")
+
+
+def _check_page(path: pathlib.Path) -> pathlib.Path:
+    """The file to write the page to, links followed. Raises if another kind of file is there."""
+    must = "A page replaces no file but one of a plan of anybatch"
+    is_ours = operator.methodcaller("startswith", _PAGE_START.encode())
+    return check_target(path, must=must, given=f"--html {path}", is_ours=is_ours)
+
+
+def verify_problem(target: str, **options: Any) -> bool:
+    """Prints the comparison for a problem. Returns True if all gradients agree.
+
+    Args:
+      target: the problem, as `load_problem` takes it.
+      **options: of `anybatch.verify`.
+    """
+    loss, params, batch = load_problem(target)
+    with spinner("Comparing"):
+        verification = verify(loss, params, batch, **options)
+    print(verification)
+    return verification.ok

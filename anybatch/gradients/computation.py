@@ -24,16 +24,16 @@ from anybatch.errors import InputError
 from anybatch.gradients import declared, head_budget, remat, split_passes, squared_norms
 from anybatch.gradients.outputs import ratio, wide_dtype
 from anybatch.jaxprs import avals
-from anybatch.mesh import fixed_order
+from anybatch.mesh import executor
 from anybatch.mesh.call_shardings import CallShardings, groups_of
 from anybatch.mesh.executor import Executor, LocalExecutor
 from anybatch.planning.strategy import Computation, Route, Strategy
-from anybatch.reading.coupling import RuleFailed
 from anybatch.reading.microbatch_weights import MicrobatchWeights, microbatch_weights
 from anybatch.reading.read import split_loss, split_loss_in_one_pass
 from anybatch.reading.reader import warn_of_failed_rule
 from anybatch.reading.report import Reading
 from anybatch.reading.split import Split
+from anybatch.reading.states import RuleFailed
 
 
 class Gradient:
@@ -274,7 +274,7 @@ class Gradient:
         if self.shardings is not None:
             return self.shardings.executor(self.examples, reduce=strategy.reduce, num_groups=num_groups)
         if num_groups is not None:
-            return fixed_order.FixedOrderExecutor(self.examples, number=num_groups)
+            return executor.FixedOrderExecutor(self.examples, number=num_groups)
         return LocalExecutor(self.examples, self._runs(self._size(strategy)))
 
     def _runs(self, size: int) -> int:

@@ -10,11 +10,11 @@ from anybatch.call.loss import TracedLoss
 from anybatch.call.memory import memory_budget, readable
 from anybatch.errors import CoupledError, HeadTooLargeError, InputError, LargeHeadWarning, user_stacklevel
 from anybatch.jaxprs import versions
-from anybatch.reading import coupling
-from anybatch.reading.coupling import Blame
+from anybatch.reading import states
 from anybatch.reading.read import split_loss
 from anybatch.reading.report import Reading, report
 from anybatch.reading.split import Split, ancestors
+from anybatch.reading.states import Blame
 
 # Heads of up to this many bytes cause no warning: one that compares embeddings, and one that contains layers.
 SMALL = 16 * 2**20
@@ -104,7 +104,7 @@ def _across_data(split: Split) -> Iterator[Blame]:
         first = [value for value in node.outputs if value in reader.computed_first]
         first += [] if outcome is None else outcome.in_full
         if node in of_loss and any(reader.uses_batch[value] for value in first):
-            yield coupling.blame(node, "each example uses a value that is computed from the data of all examples")
+            yield states.blame_of(node, "each example uses a value that is computed from the data of all examples")
 
 
 def warn_of_large_head(split: Split, reading: Reading) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 
 from anybatch.jaxprs import avals, interpreter, tracing
-from anybatch.jaxprs.bytes_written import num_bytes, written_bytes
+from anybatch.jaxprs.graph import num_bytes, written_bytes
 from anybatch.jaxprs.primitives import CALLS, FUSED, called_jaxpr
 
 MOST_BLOCKS = 64

@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 
 from anybatch.call.arguments import Arguments
+from anybatch.call.caches import PROGRAMS
 from anybatch.call.models import partition_models
 from anybatch.call.options import Options
-from anybatch.call.programs import PROGRAMS
 from anybatch.gradients import head_budget
 from anybatch.gradients.computation import Gradient
 from anybatch.planning.running import run_as_planned

@@ -1,4 +1,4 @@
-"""A loss as a graph: its jaxpr with calls inlined and unused equations dropped."""
+"""A loss as a graph: its jaxpr with calls inlined and unused equations dropped. And the bytes that it writes."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from anybatch.jaxprs import avals, interpreter
-from anybatch.jaxprs.primitives import CALLS, called_jaxpr
+from anybatch.jaxprs.primitives import CALLS, FUSED, called_jaxpr
 
 # `jax.custom_batching.custom_vmap` too, whose rule for `vmap` is not used here; and other spellings of a plain call.
 INLINED = CALLS | {"core_closed_call", "call", "custom_vmap_call"}
@@ -176,3 +176,36 @@ def _unrolled(equation: Any, inputs: Sequence[Value]) -> Any:
         return [*carry, *(jnp.stack([jnp.asarray(row) for row in column]) for column in columns)]
 
     return jax.make_jaxpr(unrolled)(*(value.type for value in inputs))
+
+
+def written_bytes(jaxpr: Any, fused: frozenset[str] = FUSED) -> int:
+    """The bytes of all values that a jaxpr computes, at any depth and in every iteration of its scans.
+
+    Args:
+      jaxpr: the program.
+      fused: the primitives that do not count. If it is empty, the results of nested functions count twice: inside, and
+        where they are called.
+    """
+    total = 0
+    for equation in interpreter.equations_of(jaxpr):
+        name, inner = equation.primitive.name, interpreter.jaxprs_in(equation)
+        iterations = equation.params["length"] if name == "scan" else 1
+        if not name.startswith(("scatter", "reduce")):  # the functions inside these are of two numbers
+            total += iterations * sum(written_bytes(each, fused) for each in inner)
+        has_own = not inner or name.startswith(("scatter", "reduce"))
+        if name not in fused and (has_own or not fused):
+            total += sum(num_bytes(output.aval) for output in equation.outvars)
+    return total
+
+
+def uses(jaxpr: Any, name: str) -> bool:
+    """Whether a jaxpr has, at any depth, an equation of a primitive whose name starts with `name`."""
+    return any(
+        equation.primitive.name.startswith(name) or any(uses(each, name) for each in interpreter.jaxprs_in(equation))
+        for equation in interpreter.equations_of(jaxpr)
+    )
+
+
+def num_bytes(aval: Any) -> int:
+    """The bytes of a value of that type; 0 if it is not an array."""
+    return Value(aval).num_bytes if hasattr(aval, "dtype") else 0

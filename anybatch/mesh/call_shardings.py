@@ -13,11 +13,11 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from anybatch.call import placement
 from anybatch.call.arguments import Arguments
+from anybatch.call.caches import can_run
 from anybatch.call.options import MeshOptions, is_spec
-from anybatch.call.programs import can_run
 from anybatch.errors import InputError
 from anybatch.jaxprs import avals
-from anybatch.mesh.fixed_order import number_of_groups
+from anybatch.mesh.executor import number_of_groups
 from anybatch.mesh.sharded import ShardedExecutor
 
 

@@ -14,15 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from anybatch.per_example.forms import GradientForm
-from anybatch.per_example.terms import (
-    Convolution,
-    DirectTerm,
-    FactoredTerm,
-    Lookups,
-    Product,
-    common_dtype,
-    sum_dtype,
-)
+from anybatch.per_example.terms import Convolution, DirectTerm, FactoredTerm, Lookups, Product, common_dtype, sum_dtype
 
 # The relative error of a sum over pairs, by the bytes of its dtype. It has many roundings, but of either sign.
 _ROUNDING = {4: 2.0**-21, 8: 2.0**-49}

@@ -2,6 +2,6 @@
 
 Open `strategy.py` first: it defines what is chosen. `planner.py` makes the decision; it searches with `candidates.py`,
 which compiles and times strategies with `measure.py` and keeps them within the memory that `budget.py` allows.
-`store.py` keeps measurements on disk, `plan.py` and `explanation.py` make the `Plan` that users print, and `running.py`
-runs the chosen strategy.
+`store.py` keeps measurements on disk, `plan.py` has the `Plan` that users print, and `running.py` runs the chosen
+strategy.
 """

@@ -7,9 +7,9 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
+from anybatch.call.caches import can_run
 from anybatch.call.memory import memory_budget, memory_left, memory_limit, readable
 from anybatch.call.placement import local_bytes
-from anybatch.call.programs import can_run
 from anybatch.jaxprs import versions
 from anybatch.planning.strategy import PlannableGradient
 

@@ -16,12 +16,12 @@ from typing import Any
 import jax
 
 from anybatch.call import placement
+from anybatch.call.caches import PROGRAMS, CompiledProgram, can_run
 from anybatch.call.options import POLICIES
 from anybatch.call.placement import local_bytes
-from anybatch.call.programs import PROGRAMS, CompiledProgram, can_run
 from anybatch.errors import AnybatchError
 from anybatch.jaxprs import avals, versions
-from anybatch.jaxprs.bytes_written import uses, written_bytes
+from anybatch.jaxprs.graph import uses, written_bytes
 from anybatch.mesh.call_shardings import CallShardings
 from anybatch.planning.strategy import Computation, PlannableGradient, Route, Strategy
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from anybatch.call.programs import PROGRAMS, CompiledProgram, can_run
+from anybatch.call.caches import PROGRAMS, CompiledProgram, can_run
 from anybatch.errors import TightMemoryWarning, user_stacklevel
 from anybatch.jaxprs import versions
 from anybatch.planning.measure import FAILURES

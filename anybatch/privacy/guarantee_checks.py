@@ -12,8 +12,8 @@ import numpy as np
 
 from anybatch.call.checks import describe, is_array, is_key, whole_number
 from anybatch.errors import InputError
+from anybatch.privacy.accounting import constant, largest_sample
 from anybatch.privacy.key_ledger import is_readable
-from anybatch.privacy.numbers import constant, largest_sample
 from anybatch.privacy.sampling import PaddedBatch, rate_of
 
 # The optimizer states of optax that accumulate the gradients of several calls.

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from anybatch.call.checks import whole_number
 from anybatch.errors import InputError
 from anybatch.per_example.clipping import clipped_grad
+from anybatch.privacy.accounting import positive
 from anybatch.privacy.guarantee_checks import (
     check_batch_size,
     check_clip_norm,
@@ -25,7 +26,6 @@ from anybatch.privacy.guarantee_checks import (
 )
 from anybatch.privacy.key_ledger import LEDGER
 from anybatch.privacy.noise import add_noise, at_least_float32, check_floating, check_key
-from anybatch.privacy.numbers import positive
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

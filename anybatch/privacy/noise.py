@@ -11,7 +11,7 @@ from anybatch.call.checks import describe, is_array, is_key, named_leaves
 from anybatch.call.models import has_nnx
 from anybatch.errors import InputError
 from anybatch.jaxprs import avals
-from anybatch.privacy.numbers import constant
+from anybatch.privacy.accounting import constant
 
 # In float32, `jax.random.normal` never exceeds 5.42, and has few different values near that end. A result that only one
 # of two datasets can produce tells them apart. The sum of four draws ends at 10.8, which is never reached in practice.

@@ -10,9 +10,9 @@ import numpy as np
 
 from anybatch.call.checks import describe, is_array, named_leaves, whole_number
 from anybatch.errors import InputError
+from anybatch.privacy.accounting import largest_sample, log_excess_probability, positive, probability
 from anybatch.privacy.key_ledger import LEDGER, value_of
 from anybatch.privacy.noise import check_key
-from anybatch.privacy.numbers import largest_sample, log_excess_probability, positive, probability
 
 # The largest probability that some draw of a run has more examples than a batch has rows.
 OVERFLOW = 1e-12

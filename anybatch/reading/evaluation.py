@@ -16,10 +16,20 @@ from jax import lax
 from anybatch.errors import AnybatchError
 from anybatch.jaxprs.graph import Node, Value
 from anybatch.jaxprs.primitives import ELEMENTWISE, MOVES
-from anybatch.reading import coupling, positions
-from anybatch.reading.coupling import Coupling, RuleFailed, failure_of
+from anybatch.reading import positions
 from anybatch.reading.reader import Reader, RuleResult
-from anybatch.reading.states import INVARIANT, SUMMED, Batched, State, replaced, take_rows
+from anybatch.reading.states import (
+    INVARIANT,
+    SUMMED,
+    Batched,
+    Coupling,
+    RuleFailed,
+    State,
+    blame_of,
+    failure_of,
+    replaced,
+    take_rows,
+)
 
 _MAX_DEPTH = 60  # operations that an invariant value is followed back through, in search of rows that are cheap
 _MAX_STEPS = 200  # operations that the rows of one value are followed back through, before all of it is computed
@@ -169,7 +179,7 @@ class Microbatch:
             raise
         except Exception as error:
             why = failure_of(node.name, error)
-            raise RuleFailed(coupling.blame(node, why, Coupling.RULE_FAILED)) from error
+            raise RuleFailed(blame_of(node, why, Coupling.RULE_FAILED)) from error
         self._in_full = ()
         for output, result in zip(node.outputs, results, strict=True):
             self.known[output] = result

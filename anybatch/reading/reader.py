@@ -16,9 +16,18 @@ import numpy as np
 from anybatch.errors import RuleFailedWarning, user_stacklevel
 from anybatch.jaxprs.graph import Graph, Node, Value, opened_function
 from anybatch.jaxprs.primitives import ELEMENTWISE, REMAT
-from anybatch.reading import coupling
-from anybatch.reading.coupling import Blame, Coupling, NotRowwise, failure_of
-from anybatch.reading.states import INVARIANT, SUMMED, Batched, Head, State
+from anybatch.reading.states import (
+    INVARIANT,
+    SUMMED,
+    Batched,
+    Blame,
+    Coupling,
+    Head,
+    NotRowwise,
+    State,
+    blame_of,
+    failure_of,
+)
 
 # A selection of few rows, such as anchors, is read as invariant: at most 16 rows, and at most this share of the batch.
 FEW_ROWS, SMALL_PART = 16, 1 / 16
@@ -291,7 +300,7 @@ class Reader:
             raise
         except Exception as error:  # a rule that fails must not lead to a wrong gradient
             why = failure_of(node.name, error)
-            warn_of_failed_rule(coupling.blame(node, why, Coupling.RULE_FAILED))
+            warn_of_failed_rule(blame_of(node, why, Coupling.RULE_FAILED))
             raise NotRowwise(why, reason=Coupling.RULE_FAILED) from error
         finally:
             self.num_examples = self.batch_size
@@ -302,7 +311,7 @@ class Reader:
         couples = coupled_before or any(isinstance(state, Batched) for state in states)
         blame = refusal.blame
         if blame is None or not blame.file:  # some equations inside others have no source line
-            blame = coupling.blame(node, refusal.why, refusal.reason)
+            blame = blame_of(node, refusal.why, refusal.reason)
         if not self.top:
             raise NotRowwise(refusal.why, reason=refusal.reason, blame=blame)
         in_head = any(isinstance(state, Head) for state in states)
@@ -331,9 +340,7 @@ class Reader:
         if length <= max(1, min(FEW_ROWS, SMALL_PART * self.batch_size)):
             return INVARIANT, None
         if length != self.batch_size and not self.options.may_select:
-            self.kept_in_full[output] = self.rearranged.get(node) or coupling.blame(
-                node, "it selects rows of the batch"
-            )
+            self.kept_in_full[output] = self.rearranged.get(node) or blame_of(node, "it selects rows of the batch")
             return INVARIANT, None
         self.cut_later.add(output)
         return Batched(rows.axis), None if length == self.batch_size else length
@@ -352,7 +359,7 @@ class Reader:
             return
         if not self.top:
             why = "a custom backward pass of parameters is not linear in the gradient"
-            raise NotRowwise(why, blame=coupling.blame(node, why))
+            raise NotRowwise(why, blame=blame_of(node, why))
         self.hoisted.append(node)
 
     def _is_live(self, value: Value) -> bool:

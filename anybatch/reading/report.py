@@ -12,13 +12,11 @@ from typing import Any
 
 from anybatch.call.memory import readable
 from anybatch.jaxprs import interpreter, source
-from anybatch.jaxprs.bytes_written import written_bytes
-from anybatch.jaxprs.graph import Node, Value
+from anybatch.jaxprs.graph import Node, Value, written_bytes
 from anybatch.jaxprs.primitives import FUSED, RANDOM_DRAWS
-from anybatch.reading.coupling import Blame, Coupling
 from anybatch.reading.evaluation import constant_value
 from anybatch.reading.split import Seeds, Split
-from anybatch.reading.states import INVARIANT, SUMMED, Batched, Head
+from anybatch.reading.states import INVARIANT, SUMMED, Batched, Blame, Coupling, Head
 
 _MAX_SHOWN = 5  # lines that are blamed, in what is printed
 

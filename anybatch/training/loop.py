@@ -1,34 +1,292 @@
 """`fit`: a training loop around a step, with data, log, checkpoints, resumption and clean stops.
 
 From the top: `fit` checks its arguments, opens everything and returns a `Fitted`. A `Run` holds the state in between:
-it resumes from a checkpoint, takes the steps, writes the log and saves.
+it resumes from a checkpoint, takes the steps, writes the log and saves. `StopSignals` lets SIGTERM and Ctrl-C stop a
+run between two steps, in all processes after the same step. The progress is a bar in a terminal, and lines elsewhere.
 """
 
 import contextlib
 import dataclasses
 import datetime
+import importlib.util
 import itertools
+import json
+import math
 import os
+import signal
+import sys
+import threading
 import time
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
+from types import FrameType, TracebackType
 from typing import Any
 
 import jax
+import numpy as np
+from jax.experimental import multihost_utils
 
 from anybatch.call.checks import must_be_path, whole_number
 from anybatch.errors import InputError, user_stacklevel
 from anybatch.gradient_noise.noise_scale import NoiseScale
 from anybatch.training.arrays import refuse_deleted
 from anybatch.training.checkpoints import CheckpointError, Checkpoints
-from anybatch.training.display import Display, display_for
-from anybatch.training.log import Log, check_log, finite_numbers, read_log
-from anybatch.training.log_rows import LogRows, evaluation_columns
+from anybatch.training.log import Log, LogRows, check_log, evaluation_columns, finite_numbers, read_log
 from anybatch.training.prefetch import Prefetcher, to_device
 from anybatch.training.sources import SourcePosition, check_passes, open_source, start_position
 from anybatch.training.state import named_arrays, with_arrays
-from anybatch.training.stop_signals import StopSignals, gather_json
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
+_END = object()
+
+
+class StopSignals:
+    """A context in which the first SIGTERM or Ctrl-C is recorded instead of ending the process.
+
+    A second one has its usual effect: it raises `KeyboardInterrupt`, or ends the process. Python delivers signals to
+    the main thread only; in other threads nothing is recorded.
+
+    Args:
+      prints: whether to print at once, on the standard error, that the run will stop.
+    """
+
+    def __init__(self, *, prints: bool = False) -> None:
+        self._prints = prints
+        self._received: str | None = None
+        self._agreed: str | None = None
+        self._handlers: dict[int, Any] = {}  # those from before
+
+    @property
+    def received(self) -> str | None:
+        """The name of the signal that this process received, or None."""
+        return self._received
+
+    @property
+    def agreed(self) -> str | None:
+        """The name of a signal that any process received and that all processes know of, or None."""
+        return self._received if jax.process_count() == 1 else self._agreed
+
+    def in_lockstep(self, items: Iterator[Any]) -> Iterator[Any]:
+        """The items of each process, as long as every process has one and none received a signal.
+
+        All processes must take a step together: one that went ahead would wait for the others forever. So they exchange
+        a few bytes before each step.
+        """
+        while True:
+            item = next(items, _END)
+            own = 1 + SIGNALS.index(signal.Signals[self._received]) if self._received else 0
+            everyone = np.asarray(multihost_utils.process_allgather(np.asarray([own, item is _END], np.int32)))
+            signals, ended = everyone.reshape(-1, 2).T
+            if signals.any():
+                self._agreed = SIGNALS[signals.max() - 1].name
+                return
+            if ended.any():
+                if not ended.all():
+                    warnings.warn(
+                        f"The batches of process {', '.join(map(str, np.flatnonzero(ended)))} have ended, and the "
+                        "others have more: the run ends here. Give every process equally many batches, or pass steps= "
+                        "and batches that can be iterated over again.",
+                        RuntimeWarning,
+                        stacklevel=user_stacklevel(),
+                    )
+                return
+            yield item
+            del item
+
+    def __enter__(self) -> "StopSignals":
+        if threading.current_thread() is threading.main_thread():
+            for number in SIGNALS:
+                if signal.getsignal(number) is not None:  # None: a handler outside of Python, which cannot be restored
+                    self._handlers[number] = signal.signal(number, self._receive)
+        return self
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        if self._received is None:
+            self._received = signal.Signals(number).name
+            if self._prints:  # now, since a step may take long; with os.write, since print() is not reentrant
+                text = f"\n{self._received}: stopping after this step. A second one stops at once.\n"
+                os.write(2, text.encode())
+            return
+        handler = self._handlers[number]
+        signal.signal(number, handler)
+        if callable(handler):
+            handler(number, frame)
+        elif handler != signal.SIG_IGN:
+            os.kill(os.getpid(), number)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)
+            outer = getattr(handler, "__self__", None)
+            if isinstance(outer, StopSignals) and self._received == signal.Signals(number).name:
+                outer._received = outer._received or self._received  # a run inside a run: both stop
+        self._handlers.clear()
+
+
+def gather_json(value: Any) -> list[Any]:
+    """The JSON values of all processes, in their order. All processes must call it."""
+    if jax.process_count() == 1:
+        return [value]
+    text = np.frombuffer(json.dumps(value).encode(), np.uint8)
+    lengths = np.asarray(multihost_utils.process_allgather(np.asarray(len(text), np.int32))).reshape(-1)
+    padded = np.zeros(lengths.max(), np.uint8)
+    padded[: len(text)] = text
+    rows = np.asarray(multihost_utils.process_allgather(padded)).reshape(len(lengths), -1)
+    return [json.loads(row[:length].tobytes()) for row, length in zip(rows, lengths, strict=True)]
+
+
+# Seconds between two lines, where there is no bar.
+BETWEEN_LINES = 10.0
+
+
+def display_for(progress: Any, *, is_first: bool) -> "Display":
+    """The display for `fit(progress=...)`.
+
+    Args:
+      progress: True for a bar in a terminal and lines elsewhere, "bar" or "lines" for one of them, False for nothing.
+      is_first: whether this is the first process: the others show nothing.
+
+    Raises:
+      InputError: for anything else.
+    """
+    if progress not in (True, False, "bar", "lines"):
+        raise InputError(
+            'progress must be True, False, "bar" or "lines"',
+            given=f"progress={progress!r}",
+            remedy='For example progress="lines".',
+        )
+    if progress is False or not is_first:
+        return Display()
+    has_rich = importlib.util.find_spec("rich") is not None
+    if progress == "bar" and not has_rich:
+        raise InputError("A bar needs rich", given="a Python without it", remedy='pip install "anybatch[train]"')
+    is_terminal = hasattr(sys.stderr, "isatty") and sys.stderr.isatty()
+    return BarDisplay() if progress == "bar" or (progress is True and has_rich and is_terminal) else LineDisplay()
+
+
+class Display:
+    """A display that shows nothing, and the base of the others."""
+
+    def __enter__(self) -> "Display":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        pass
+
+    def begin(self, done: int, total: int | None) -> None:
+        """Called before the first step, with the number of steps done, and in all if that is known."""
+
+    def show(self, row: Mapping[str, Any], *, is_notable: bool = False) -> None:
+        """Shows the row of a step. A notable one, e.g. with an evaluation, is always shown."""
+
+    def say(self, text: str) -> None:
+        """Shows a message."""
+
+
+class LineDisplay(Display):
+    """A line for the first step, for notable ones, and every ten seconds."""
+
+    def __init__(self) -> None:
+        self._total: int | None = None
+        self._last: float | None = None
+        self._first: tuple[float, int] | None = None  # the time after the first step, and its number
+
+    def begin(self, done: int, total: int | None) -> None:
+        self._total, self._first = total, None
+
+    def show(self, row: Mapping[str, Any], *, is_notable: bool = False) -> None:
+        now = time.monotonic()
+        self._first = self._first or (now, row["step"])  # the clock starts here: the first step includes compilation
+        if self._last is not None and not is_notable and now - self._last < BETWEEN_LINES:
+            return
+        self._last = now
+        total = "" if self._total is None else f"/{self._total}"
+        parts = [f"step {row['step']}{total}", summary(row), self._time_left(row["step"], now)]
+        self.say("  ".join(filter(None, parts)))
+
+    def say(self, text: str) -> None:
+        print(text, file=sys.stderr, flush=True)
+
+    def _time_left(self, step: int, now: float) -> str:
+        then, first = self._first or (now, step)
+        if self._total is None or step - first < 2 or step >= self._total:
+            return ""
+        return f"{_clock((now - then) / (step - first) * (self._total - step))} left"
+
+
+class BarDisplay(Display):
+    """A progress bar made with rich: steps, loss, throughput, time left."""
+
+    def __init__(self) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+        self._console = Console(stderr=True)
+        self._progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=None),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[text]}", markup=False),
+            TimeRemainingColumn(elapsed_when_finished=True),
+            console=self._console,
+            expand=True,
+        )
+        self._task: Any = None
+
+    def __enter__(self) -> "BarDisplay":
+        self._progress.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._progress.stop()
+
+    def begin(self, done: int, total: int | None) -> None:
+        self._task = self._progress.add_task("Training", completed=done, total=total, text="compiling")
+
+    def show(self, row: Mapping[str, Any], *, is_notable: bool = False) -> None:
+        self._progress.update(self._task, completed=row["step"], text=summary(row))
+
+    def say(self, text: str) -> None:
+        self._progress.console.print(text, highlight=False, markup=False)
+
+
+def summary(row: Mapping[str, Any]) -> str:
+    """The most important numbers of a row: loss, evaluations, throughput and skipped steps.
+
+    >>> summary({"step": 3, "loss": 1.25, "examples_per_second": 1234.5, "eval.accuracy": 0.9, "skipped": 1})
+    'loss 1.25  eval.accuracy 0.9  1,234 examples/s  1 skipped'
+    """
+    parts = [f"loss {row['loss']:.4g}"] if _is_known(row.get("loss")) else []
+    parts += [f"{name} {value:.4g}" for name, value in row.items() if name.split(".")[0] == "eval"]
+    rate = next((name for name in ("tokens", "examples") if _is_known(row.get(f"{name}_per_second"))), None)
+    if rate:
+        parts.append(f"{row[f'{rate}_per_second']:,.0f} {rate}/s")
+    if row.get("skipped"):
+        parts.append(f"{row['skipped']} skipped")
+    return "  ".join(parts)
+
+
+def _is_known(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not math.isnan(value)
+
+
+def _clock(seconds: float) -> str:
+    """A duration as hours, minutes and seconds.
+
+    >>> _clock(3725.2)
+    '1:02:05'
+    """
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
 
 # The most rows in `Fitted.history`. Of longer runs, every second, fourth, ... row is kept.
 MOST_ROWS = 100_000

@@ -15,8 +15,7 @@ import numpy as np
 from anybatch.call.checks import is_array, named_leaves, whole_number
 from anybatch.errors import InputError
 from anybatch.jaxprs import versions
-from anybatch.training.batches import check_dtypes
-from anybatch.training.sources import SourcePosition
+from anybatch.training.sources import SourcePosition, check_dtypes
 
 # Seconds that `close` waits for a thread that is inside the source. Most return at once; one that hangs never does.
 _PATIENCE = 0.5

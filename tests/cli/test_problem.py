@@ -11,7 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 import anybatch as ab
-from anybatch.cli import doctor, explain
+from anybatch.cli import doctor, problem
 from anybatch.cli import main as cli
 from anybatch.cli.problem import load_problem
 from anybatch.report import Report
@@ -63,16 +63,16 @@ def test_explain_overwrites_no_other_file(tmp_path, monkeypatch, options, words)
     (tmp_path / "train.py").write_text("def problem(): ...")
     Report("A run", []).write("report.html")
     before = {path: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()}
-    monkeypatch.setattr(explain, "load_problem", lambda target: pytest.fail("planning has started"))
+    monkeypatch.setattr(problem, "load_problem", lambda target: pytest.fail("planning has started"))
     result = CliRunner().invoke(cli.app, ["explain", "train.py:problem", *options])
     assert result.exit_code == 2 and words in result.output
     assert {path: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()} == before
 
 
 def test_explain_overwrites_its_own_page(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(explain, "load_problem", lambda target: (lambda w, x: jnp.mean(x * w), 1.0, jnp.ones(8)))
+    monkeypatch.setattr(problem, "load_problem", lambda target: (lambda w, x: jnp.mean(x * w), 1.0, jnp.ones(8)))
     for _ in range(2):
-        explain.explain_problem("<it>", html=tmp_path / "plan.html", plot=tmp_path / "plan.svg", timed=False)
+        problem.explain_problem("<it>", html=tmp_path / "plan.html", plot=tmp_path / "plan.svg", timed=False)
     assert "<title>&lt;it&gt;</title>" in (tmp_path / "plan.html").read_text()
 
 

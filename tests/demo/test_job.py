@@ -11,10 +11,10 @@ import pytest
 import anybatch as ab
 from anybatch.demo import job
 from anybatch.demo.config import RunConfig
-from anybatch.demo.run_folder import RunFolder
+from anybatch.demo.job import RunFolder
 from anybatch.demo.text import Vocabulary
 from anybatch.report import Report
-from anybatch.report.svg import visible
+from anybatch.report.figures import visible
 from anybatch.training import checkpoint_folder
 from anybatch.training.checkpoints import Checkpoints
 

@@ -17,11 +17,10 @@ from fuzz.programs import Program, compare_interpreted
 
 import anybatch as ab
 from anybatch.reading import evaluation, positions, states
-from anybatch.reading.coupling import NotRowwise
 from anybatch.reading.reader import RULES, Reader, RuleResult
-from anybatch.reading.rules import control, derivatives, indexing, shapes
+from anybatch.reading.rules import control, derivatives, elementwise, indexing
 from anybatch.reading.split import Split
-from anybatch.reading.states import INVARIANT, SUMMED, Batched
+from anybatch.reading.states import INVARIANT, SUMMED, Batched, NotRowwise
 
 pytestmark = pytest.mark.slow
 
@@ -156,7 +155,7 @@ def _(monkeypatch):
             use.nodes.append(rows)
         return rows and Batched(rows.axis, rows.inner, rows.outer)
 
-    monkeypatch.setattr(shapes, "reshaped", swapped)
+    monkeypatch.setattr(elementwise, "reshaped", swapped)
     return use
 
 

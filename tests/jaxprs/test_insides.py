@@ -8,7 +8,7 @@ import sys
 import pytest
 
 import anybatch as ab
-from anybatch.jaxprs import processes
+from anybatch.jaxprs import versions
 
 PACKAGE = pathlib.Path(ab.__file__).parent
 INSIDES = re.compile(
@@ -40,7 +40,7 @@ def test_the_lines_are_found():
     assert any("jax._src" in line for line in found)
 
 
-@pytest.mark.parametrize("module", ["versions", "interpreter", "tracing", "avals", "graph", "in_place", "processes"])
+@pytest.mark.parametrize("module", ["versions", "interpreter", "tracing", "avals", "graph", "in_place"])
 def test_importing_it_loads_no_insides_that_take_time(module):
     """`jax.extend` brings Pallas with it, which is loaded when a loss is first traced."""
     program = f"import sys, jax, anybatch.jaxprs.{module}; print('jax.extend' in sys.modules)"
@@ -57,6 +57,6 @@ def test_the_insides_are_loaded_where_they_are_used():
 
 def test_a_jax_that_has_moved_its_insides_is_an_error_that_says_so():
     with pytest.raises(ab.NotAvailableError, match=r"jax\._src\.xla_bridge\.not_there, is not available(.|\n)*pip ins"):
-        processes._internal("xla_bridge", "not_there")
+        versions._internal("xla_bridge", "not_there")
     with pytest.raises(ab.NotAvailableError, match=r"jax\._src\.not_there\.name"):
-        processes._internal("not_there", "name")
+        versions._internal("not_there", "name")

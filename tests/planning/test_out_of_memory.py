@@ -11,7 +11,7 @@ import pytest
 from cases.planned import network, problem
 
 import anybatch as ab
-from anybatch.call.programs import Programs
+from anybatch.call.caches import Programs
 from anybatch.gradients import computation
 from anybatch.per_example.computation import ExampleGradient
 from anybatch.planning import planner

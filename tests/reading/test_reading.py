@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 import anybatch as ab
-from anybatch.reading.coupling import Coupling
 from anybatch.reading.report import LossKind
+from anybatch.reading.states import Coupling
 
 N = 12
 X = np.linspace(-1.0, 1.0, N * 3, dtype=np.float32).reshape(N, 3)

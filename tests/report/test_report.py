@@ -20,8 +20,7 @@ import pytest
 
 import anybatch as ab
 from anybatch.report import Report
-from anybatch.report.figures import column, smoothed
-from anybatch.report.svg import Series, thinned
+from anybatch.report.figures import Series, column, smoothed, thinned
 
 FIGURES = [
     "loss",

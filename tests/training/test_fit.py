@@ -22,8 +22,7 @@ import pytest
 import anybatch as ab
 from anybatch.jaxprs import versions
 from anybatch.training.checkpoints import CheckpointError
-from anybatch.training.log import read_log
-from anybatch.training.log_rows import MANY_SKIPPED
+from anybatch.training.log import MANY_SKIPPED, read_log
 
 
 @pytest.fixture(autouse=True)

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from anybatch.errors import InputError
-from anybatch.training import checkpoint_folder, display
+from anybatch.training import checkpoint_folder, loop
 from anybatch.training.log import Log, LogError, read_log
 
 SUFFIXES = ["csv", "jsonl"]
@@ -348,8 +348,8 @@ def test_a_log_that_is_not_there(tmp_path):
 
 def test_the_time_left_does_not_count_the_compilation(monkeypatch, capsys):
     now = [100.0]
-    monkeypatch.setattr(display.time, "monotonic", lambda: now[0])
-    lines = display.LineDisplay()
+    monkeypatch.setattr(loop.time, "monotonic", lambda: now[0])
+    lines = loop.LineDisplay()
     lines.begin(10, 20)
     for step in range(11, 21):
         now[0] += 60.0 if step == 11 else 2.0  # the first step compiles

@@ -17,9 +17,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from anybatch.errors import InputError
-from anybatch.training.batches import Batches
 from anybatch.training.prefetch import Prefetcher, to_device
-from anybatch.training.sources import open_source
+from anybatch.training.sources import Batches, open_source
 
 SHAPE = (64, 64)
 

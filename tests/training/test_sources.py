@@ -13,9 +13,8 @@ import numpy as np
 import pytest
 
 from anybatch.errors import InputError
-from anybatch.training.batches import Batches
 from anybatch.training.prefetch import BatchSpec
-from anybatch.training.sources import open_source
+from anybatch.training.sources import Batches, open_source
 
 ROWS = np.arange(20, dtype=np.float32).reshape(10, 2)
 

@@ -9,9 +9,8 @@ import pytest
 from cases.verified import BATCH, CASES, PARAMS, X, add_up, line, masked_mean
 from jax import lax
 
-from anybatch.verification.comparison import Trial, difference
+from anybatch.verification.comparison import Trial, WideLoss, difference, widened
 from anybatch.verification.verify import verify
-from anybatch.verification.widening import WideLoss, widened
 
 # Diagnoses: dtypes.
 

@@ -9,13 +9,12 @@ from typing import Any
 
 from anybatch.errors import InputError
 from anybatch.jaxprs.graph import Node
-from anybatch.reading.coupling import NotRowwise
 from anybatch.reading.reader import RULES, Reader, Rulebook, RuleResult
-from anybatch.reading.rules import control, derivatives, elementwise, indexing, kernels, reductions, shapes
-from anybatch.reading.states import SUMMED, Batched, State, common_rows, refuse_sums
+from anybatch.reading.rules import control, derivatives, elementwise, indexing, kernels, reductions
+from anybatch.reading.states import SUMMED, Batched, NotRowwise, State, common_rows, refuse_sums
 
 # Importing a module adds its rules to the table.
-MODULES = (control, derivatives, elementwise, indexing, kernels, reductions, shapes)
+MODULES = (control, derivatives, elementwise, indexing, kernels, reductions)
 RULEBOOK = Rulebook(RULES, derivatives.has_linear_backward)
 
 UserRule = Callable[[Sequence[int | None], dict[str, Any]], Sequence[int | str]]

@@ -11,10 +11,9 @@ from jax import lax
 from anybatch.jaxprs import interpreter, versions
 from anybatch.jaxprs.graph import Graph, Node, Value
 from anybatch.jaxprs.primitives import REMAT
-from anybatch.reading.coupling import NotRowwise
 from anybatch.reading.reader import Fact, Reader, RuleResult, rule
 from anybatch.reading.rules.derivatives import contains_custom_vjp
-from anybatch.reading.states import INVARIANT, SUMMED, Batched, State, common_rows, join
+from anybatch.reading.states import INVARIANT, SUMMED, Batched, NotRowwise, State, common_rows, join
 
 
 def _facts(reader: Reader, node: Node, states: Sequence[State]) -> list[Fact]:

@@ -12,10 +12,8 @@ from anybatch.errors import InputError
 from anybatch.jaxprs import interpreter
 from anybatch.jaxprs.graph import Node
 from anybatch.jaxprs.primitives import CUSTOM_JVP, CUSTOM_VJP
-from anybatch.reading import coupling
-from anybatch.reading.coupling import Coupling, NotRowwise
 from anybatch.reading.reader import Fact, Reader, RuleResult, rule
-from anybatch.reading.states import INVARIANT, SUMMED, Batched, State, refuse_sums
+from anybatch.reading.states import INVARIANT, SUMMED, Batched, Coupling, NotRowwise, State, blame_of, refuse_sums
 
 Part = TypeVar("Part")
 
@@ -124,7 +122,7 @@ def _read_when_asked(read: Callable[[], Part], node: Node, needed: bool) -> Call
         except NotRowwise as refusal:
             raise InputError(
                 "To be differentiated once more, a function with a custom derivative must keep examples apart",
-                given=str(coupling.blame(node, refusal.why)),
+                given=str(blame_of(node, refusal.why)),
                 remedy='Declare how the loss uses its examples: reduction="mean", "sum" or "weighted".',
             ) from None
 

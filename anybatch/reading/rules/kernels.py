@@ -6,9 +6,8 @@ from typing import Any
 
 from anybatch.jaxprs import interpreter
 from anybatch.jaxprs.graph import Node
-from anybatch.reading.coupling import NotRowwise
 from anybatch.reading.reader import Reader, RuleResult, rule
-from anybatch.reading.states import INVARIANT, SUMMED, Batched, State, common_rows, refuse_sums, replaced
+from anybatch.reading.states import INVARIANT, SUMMED, Batched, NotRowwise, State, common_rows, refuse_sums, replaced
 
 _NUM_FORWARD_OPERANDS = 10  # query, key, value, bias, lengths, offsets and page tables
 

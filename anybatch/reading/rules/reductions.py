@@ -6,12 +6,10 @@ from typing import Any
 from jax import lax
 
 from anybatch.jaxprs.graph import Node
-from anybatch.reading.coupling import Coupling, NotRowwise
 from anybatch.reading.reader import Fact, Reader, RuleResult, rule
-from anybatch.reading.rules import ordering
-from anybatch.reading.rules.elementwise import all_sums
-from anybatch.reading.rules.shapes import takes_of, without
-from anybatch.reading.states import INVARIANT, SUMMED, Batched, State, common_rows, refuse_sums
+from anybatch.reading.rules import indexing
+from anybatch.reading.rules.elementwise import all_sums, takes_of, without
+from anybatch.reading.states import INVARIANT, SUMMED, Batched, Coupling, NotRowwise, State, common_rows, refuse_sums
 
 
 def _reduced_axes(node: Node) -> list[int]:
@@ -75,7 +73,7 @@ def _sort(reader: Reader, node: Node, states: Sequence[State]) -> RuleResult:
     refuse_sums(states)
     rows = common_rows(states)
     if node.params["dimension"] == rows.axis:
-        return ordering.sort_rows(reader, node, states)
+        return indexing.sort_rows(reader, node, states)
     return RuleResult([rows] * len(node.outputs), takes_of(rows, states))
 
 
@@ -131,7 +129,7 @@ def _ragged_dot(reader: Reader, node: Node, states: Sequence[State]) -> RuleResu
     """A product of rows in groups, with a matrix for each group."""
     numbers = node.params["ragged_dot_dimension_numbers"]
     if states[2] == SUMMED:
-        return ordering.multiply_groups(reader, node, states)
+        return indexing.multiply_groups(reader, node, states)
     (_, (batched_lhs, batched_rhs)) = numbers.dot_dimension_numbers
     refuse_sums(states)
     rows = common_rows([state.at(0) if isinstance(state, Batched) else state for state in states])
