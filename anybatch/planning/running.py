@@ -51,7 +51,7 @@ def run_as_planned(gradient: PlannableGradient) -> tuple[Strategy, list[Any]]:
         planner.remember(strategy)
         draws = ", except for random numbers drawn per microbatch" if gradient.draws_per_microbatch else ""
         warnings.warn(
-            f"{reasons[0]} Going on with {strategy}; the gradient is the same{draws}.\n"
+            f"{reasons[0]} Continuing with {strategy}; the gradient is the same{draws}.\n"
             f"To start with this, pass {strategy}, or a smaller memory=.",
             TightMemoryWarning,
             stacklevel=user_stacklevel(),
@@ -76,7 +76,7 @@ def run_first_that_compiles(gradient: PlannableGradient, strategies: Sequence[St
             continue
         for failed, why in errors.items():
             warnings.warn(
-                f"{not_compiled(failed, why)} Going on with {strategy}; the result is the same.",
+                f"{not_compiled(failed, why)} Continuing with {strategy}; the result is the same.",
                 TightMemoryWarning,
                 stacklevel=user_stacklevel(),
             )

@@ -78,7 +78,7 @@ def test_the_microbatch_is_halved_and_the_gradient_is_the_same(device):
     assert device.ran == [64, 32, 16]
     assert len(caught) == 1
     assert str(caught[0].message).startswith("Memory ran out at microbatch_size=64")
-    assert "Going on with microbatch_size=16; the gradient is the same." in str(caught[0].message)
+    assert "Continuing with microbatch_size=16; the gradient is the same." in str(caught[0].message)
     assert caught[0].filename == __file__
 
 

@@ -266,9 +266,9 @@ def _without_products_with_zero(jaxpr: Any) -> Any:
 
 
 def _inside(value: Any) -> Any:
-    if isinstance(value, (tuple, list)) and any(hasattr(interpreter.opened(each), "eqns") for each in value):
+    if isinstance(value, (tuple, list)) and any(interpreter.is_jaxpr(interpreter.opened(each)) for each in value):
         return type(value)(_inside(each) for each in value)
-    if not hasattr(interpreter.opened(value), "eqns"):
+    if not interpreter.is_jaxpr(interpreter.opened(value)):
         return value
     inner = _without_products_with_zero(interpreter.opened(value))
     return inner if interpreter.opened(value) is value else value.replace(jaxpr=inner)
