@@ -24,11 +24,38 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 
-def pytest_collection_modifyitems(items):
-    """The examples in docstrings run on every JAX."""
+def pytest_addoption(parser):
+    """The options of the Makefile that divide the tests."""
+    parser.addoption("--at-most", type=int, help="run at most this many parameter sets of each test function")
+    parser.addoption("--beyond", type=int, help="run what --at-most leaves out, and the tests that are marked full")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config, items):
+    """Chooses parameter sets by --at-most and --beyond. The examples in docstrings run on every JAX."""
     for item in items:
         if isinstance(item, pytest.DoctestItem):
             item.add_marker(pytest.mark.every_jax)
+    number, beyond = config.getoption("--at-most", None), config.getoption("--beyond", None)
+    if number is None and beyond is None:
+        return
+    of_function = {}
+    for item in items:
+        if not item.get_closest_marker("full") and not item.get_closest_marker("slow"):
+            of_function.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    most = number if beyond is None else beyond
+    # Spread evenly over the parameter sets, which are often sorted by kind.
+    sample = {
+        each[position * len(each) // most] if len(each) > most else each[position]
+        for each in of_function.values()
+        for position in range(min(most, len(each)))
+    }
+    left_out = [item for item in items if (item in sample) is (beyond is not None)]
+    if beyond is None:
+        left_out = [item for item in left_out if not item.get_closest_marker("full")]  # left to the markers
+    config.hook.pytest_deselected(items=left_out)
+    dropped = set(left_out)
+    items[:] = [item for item in items if item not in dropped]
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -593,6 +593,7 @@ def library(request):
     return LIBRARIES[request.param]
 
 
+@pytest.mark.full
 def test_gradients_of_single_examples(library):
     make, loss, grad = library
     x, y = X[:6], Y[:6]
@@ -611,6 +612,7 @@ def test_gradients_of_single_examples(library):
     assert ab.plan(fun, make(), x, y, memory="1GiB", timed=False).chosen is not None
 
 
+@pytest.mark.full
 def test_reading_planning_verifying_and_the_noise_scale(library):
     make, loss, grad = library
     options = {"batch_argnums": (1, 2)}
@@ -663,6 +665,7 @@ def test_a_model_that_single_examples_would_change_is_refused(wrapped):
     wrapped(model, X, Y)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("streams", [{"default": 0}, {"params": 0, "dropout": 1}, {"default": 0, "dropout": 1}])
 def test_the_way_out_for_a_model_that_draws_gives_each_example_its_own_numbers(streams):
     """Equal examples have different masks; layers too."""

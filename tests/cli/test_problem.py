@@ -32,6 +32,7 @@ def run(*arguments, cwd, **environment):
     return subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=cwd, env=environment)
 
 
+@pytest.mark.full
 def test_the_example_of_the_help_works_as_pasted(folder):
     assert len((folder / "train.py").read_text().splitlines()) == 5
     result = run(

@@ -56,6 +56,7 @@ def test_scanned_and_unrolled_layers_agree(params, monkeypatch):
     np.testing.assert_allclose(as_a_loop(params), one_by_one, rtol=1e-6)
 
 
+@pytest.mark.full
 def test_dropout_needs_a_key_and_bfloat16_is_close(params):
     with_dropout = jax.jit(dataclasses.replace(SHAPE, dropout=0.5).loss)
     assert with_dropout(params, TOKENS) == LOSS(params, TOKENS)

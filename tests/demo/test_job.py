@@ -173,6 +173,7 @@ def test_the_note_says_how_the_loss_changed(losses, said):
     assert ("not finite" in notes[1]) == ("not finite" in said)
 
 
+@pytest.mark.full
 def test_after_a_signal_at_the_last_step_the_report_is_still_written(config, tmp_path, monkeypatch, capsys):
     def stopped(*arguments, steps, **options):
         fitted = ab.fit(*arguments, steps=min(steps, 3), **options)
@@ -212,6 +213,7 @@ def test_a_report_overwrites_no_other_file(config, tmp_path, monkeypatch):
     job.Job(dataclasses.replace(config, report="page.html"))  # the control
 
 
+@pytest.mark.full
 def test_a_file_created_during_the_run_is_not_overwritten_by_the_report(config, tmp_path, monkeypatch):
     def slow(*arguments, **options):
         (tmp_path / "anybatch-report.html").write_text("mine")

@@ -32,6 +32,7 @@ def check(seeds, value_and_grad=None):
     assert counts["same"] >= len(seeds) / 2
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "part", [part if part < 1 else pytest.param(part, marks=pytest.mark.slow) for part in range(4)]
 )
@@ -82,11 +83,13 @@ def off_in_the_eighth_digit(fun, has_aux, microbatch_size):
     return scaled
 
 
+@pytest.mark.full
 def test_a_gradient_that_is_off_in_the_eighth_digit_is_noticed():
     outcomes = [compare(Program(seed), off_in_the_eighth_digit).kind for seed in range(10)]
     assert outcomes.count("different") >= 8  # The rest have no gradient, or one of a few discontinuities.
 
 
+@pytest.mark.full
 def test_a_refusal_is_counted_as_such():
     def refuses(fun, has_aux, microbatch_size):
         return ab.value_and_grad(fun, has_aux=has_aux, microbatch_size=microbatch_size, on_coupled="error")

@@ -232,6 +232,7 @@ class Layers(nn.Module):
         return nn.LayerNorm()(h)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("remat", [False, True])
 def test_scanned_layers_of_flax(model_defaults, remat):
     model, x = Layers(remat), jax.random.normal(jax.random.key(0), (6, 5))

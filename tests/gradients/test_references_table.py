@@ -134,11 +134,13 @@ MIXTURES = [
 ]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("way", WAYS)
 def test_every_mixture_of_gradients_in_place_and_by_value(float64, way):
     check(MIXTURES, WAYS[way], 1, "infer")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("outer", WAYS)
 def test_every_way_inside_every_other(float64, outer):
     for inner in WAYS:

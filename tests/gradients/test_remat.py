@@ -18,6 +18,7 @@ SOME = (
 )
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("case", [case for case in ZOO if case.name in SOME], ids=lambda case: case.name)
 def test_blocks_of_real_models_give_the_same_gradient(model_defaults, case):
     loss, arguments = case.problem(num_examples=6)

@@ -48,6 +48,7 @@ TELLING = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "case",
     [pytest.param(case, id=case.name, marks=[] if case.name in TELLING else pytest.mark.slow) for case in ZOO],

@@ -52,6 +52,7 @@ def test_a_decoy_fails_with_the_right_words(name, decoy, runner):
     assert verdict.stage == stage and says in f"{verdict.title}\n{verdict.text}", f"{verdict.title}\n{verdict.text}"
 
 
+@pytest.mark.full
 def test_every_exercise_has_both():
     names = {exercise.name for exercise in COURSE.exercises}
     assert set(HONEST) == set(DECOYS) == names and all(HONEST.values()) and all(DECOYS.values())

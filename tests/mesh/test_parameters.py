@@ -244,6 +244,7 @@ def deep_problem():
     return mesh, params, {"x": np.ones((2048, 128))}
 
 
+@pytest.mark.full
 def test_a_plan_takes_each_where_once_does_not_fit():
     mesh, params, batch = deep_problem()
     whole = sum(leaf.nbytes for leaf in params)

@@ -68,6 +68,7 @@ def results_of(folder, name, index):
     return saved["value"], {key: saved[key] for key in ("w", "v", "b")}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("count", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_the_gradient_is_that_of_one_process_to_the_bit(tmp_path, count):
     body = BODY.format(folder=str(pathlib.Path(__file__).parents[1]), out=str(tmp_path))

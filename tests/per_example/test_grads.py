@@ -409,6 +409,7 @@ def test_padding_must_say_of_every_example(float64):
         ab.per_example_grads(dense, transform=lambda grad: jnp.argmax(grad["b"]))(params, batch)
 
 
+@pytest.mark.full
 def test_plans_cover_both_methods():
     params, batch = [jnp.ones((64, 64))] * 2, jnp.ones((64, 2, 64))
 

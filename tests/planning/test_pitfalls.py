@@ -69,6 +69,7 @@ def test_under_jit_explicit_axes_count_for_one_device():
     assert traced[0].chosen.total <= 560 * 1024
 
 
+@pytest.mark.full
 def test_vmap_counts_for_all_its_copies():
     params, batch = problem(256, width=32)
     many = jax.tree.map(lambda leaf: jnp.stack([leaf] * 16), params)

@@ -48,6 +48,7 @@ def test_the_chosen_plan_never_exceeds_its_budget(loss, examples, share):
     assert plan.compilations <= (6 if loss is contrastive else 5)  # a head that sees all bends the line
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("loss, examples, share", [(network, 512, 0.6), (network, 509, 0.2), (scanned, 512, 0.2)])
 def test_predictions_are_within_5_percent_of_what_is_compiled(loss, examples, share):
     params, batch = problem(examples)
@@ -239,6 +240,7 @@ def test_rematerialisation_is_a_candidate_where_it_is_allowed():
     assert compiled_bytes(elementwise, params, sequences, **options) == plan.chosen.total <= budget
 
 
+@pytest.mark.full
 def test_policies_are_shown_with_their_time_where_they_are_allowed():
     params, batch = problem(64, width=32, depth=16)
     plan = ab.explain(elementwise, params, batch, memory="1GiB", remat="auto")
@@ -264,6 +266,7 @@ def test_options_that_no_plan_can_have(options, message):
     assert str(caught.value).startswith(message)
 
 
+@pytest.mark.full
 def test_the_process_stays_within_the_budget():
     """Measured: how far the resident memory of a process rises, in its second run of a planned gradient."""
     program = """

@@ -46,6 +46,7 @@ def _between(milliseconds, size):
     return milliseconds[below] + (milliseconds[above] - milliseconds[below]) * (size - below) / (above - below)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("milliseconds", [KNEE, FLAT, VALLEY], ids=["knee", "flat", "valley"])
 def test_the_choice_is_within_3_percent_of_the_best_divisor(clock, milliseconds):
     clock(milliseconds)
@@ -85,6 +86,7 @@ def test_no_time_is_claimed_for_what_was_not_chosen_by_time(clock, kept):
     assert plan.reason.startswith("Chosen: microbatch_size=32, the largest that fits.")
 
 
+@pytest.mark.full
 def test_what_does_not_fit_is_not_the_fastest(clock, kept):
     clock(VALLEY)
     known = {each.microbatch_size: each.total for each in ab.plan(network, *problem(64), memory="1GiB").candidates}

@@ -149,6 +149,7 @@ def test_epsilon_takes_seconds(call):
     assert time.process_time() - before < 10
 
 
+@pytest.mark.full
 def test_the_noise_of_a_large_budget_is_found_in_seconds():
     run = {"delta": 1e-5, "sampling_rate": 0.01, "steps": 1000}
     before = time.process_time()

@@ -305,6 +305,7 @@ def one_run(folder, *, steps, seed, key, **options):
     )
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("stopped_after", [0, 4])
 def test_a_run_that_goes_on_has_the_same_bits_and_the_seed_of_before(tmp_path, stopped_after):
     """A script that makes new keys at each start resumes with the old ones, from the first checkpoint on."""

@@ -278,6 +278,7 @@ def experts_problem(layer):
     return (lambda params, x: jnp.mean(jnp.sum((x + layer(params, x)) ** 2, axis=(1, 2)))), params, x
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("layer", [experts_by_inverse, experts_by_addition])
 def test_tokens_sorted_by_expert_take_one_pass(layer, float64):
     loss, params, x = experts_problem(layer)

@@ -69,6 +69,7 @@ def test_a_stop_saves_the_state_and_says_how_to_go_on(tmp_path, uninterrupted):
     assert finish(tmp_path) == uninterrupted
 
 
+@pytest.mark.full
 def test_another_run_has_other_bits(tmp_path, uninterrupted):
     """The control: what is compared would differ if a single step were taken twice, or left out."""
     (tmp_path / "more").mkdir()

@@ -400,6 +400,7 @@ def test_a_model_of_equinox():
     chex.assert_trees_all_close(trained, expected, rtol=1e-8)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", ["flax", "nnx", "equinox"])
 def test_they_are_saved_and_go_on_with_the_same_bits(tmp_path, kind):
     def fresh():
@@ -512,6 +513,7 @@ def linen_with_other_leaves():
     ), state
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "fresh",
     [equinox_with_other_leaves, equinox_in_a_step_of_ones_own, nnx_with_other_leaves, linen_with_other_leaves],
@@ -600,6 +602,7 @@ def documented_step(state, batch):
     return state.replace(batch_stats=updates["batch_stats"]), loss
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("options", [{"microbatch_size": size} for size in (1, 5, 24, None, "auto")], ids=repr)
 @pytest.mark.parametrize("kind", ["flax", "own"])
 def test_running_averages_are_those_of_the_loop_that_flax_documents(kind, options):
@@ -703,6 +706,7 @@ def test_a_state_of_equinox_in_a_step():
     chex.assert_trees_all_close(*arrays, rtol=1e-8)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", ["flax", "own"])
 def test_running_averages_are_saved_and_go_on_with_the_same_bits(tmp_path, kind):
     def run(steps, folder):
