@@ -22,7 +22,8 @@ from anybatch.call.microbatches import Microbatches
 from anybatch.call.options import Options
 from anybatch.errors import InputError
 from anybatch.gradients import declared, head_budget, remat, split_passes, squared_norms
-from anybatch.gradients.outputs import ratio, wide_dtype
+from anybatch.gradients.accumulate import wide_dtype
+from anybatch.gradients.declared import ratio
 from anybatch.jaxprs import avals
 from anybatch.mesh import executor
 from anybatch.mesh.call_shardings import CallShardings, groups_of
@@ -218,13 +219,12 @@ class Gradient:
           CoupledError: for a loss that looks across examples, with `on_coupled="error"` or if the noise is wanted.
           HeadTooLargeError: if the head, which is computed from the full batch, does not fit the memory.
         """
-        weights = self.weights
+        if self.options.noise:
+            _ = self.weights  # raises for a loss whose microbatches have no weights, whatever the strategy
         if self.is_full_batch(strategy) and not self._always_in_passes:
             compute, inputs = self._full_batch(strategy)
-        elif self.options.reduction == "infer":
-            compute, inputs = self._split_passes(strategy, weights)
         else:
-            compute, inputs = self._declared(strategy)
+            compute, inputs = self._passes(strategy)
         leaves, tree = jax.tree.flatten(inputs)
         # Of a microbatch, if the reduction is declared: the loss may fail for the full batch.
         loss = self._first_loss(strategy)
@@ -326,11 +326,23 @@ class Gradient:
         noise = squared_norms.unknown if options.noise else lambda _: []
         return lambda inputs: (*compute(inputs), noise(min(1, self.examples))), (consts, self.arguments.arrays)
 
-    def _split_passes(self, strategy: Strategy, weights: MicrobatchWeights | None) -> tuple[Callable[[Any], Any], Any]:
-        assert self.checked_reading is not None
-        dtype = self.options.accumulator_dtype
+    def _passes(self, strategy: Strategy) -> tuple[Callable[[Any], Any], Any]:
+        """The function that computes the gradient in passes over the microbatches, and its inputs."""
+        if self.options.reduction == "infer":
+            assert self.checked_reading is not None
+            consts, weights = self._trace(self.examples)[1], self.weights
+            split: split_passes.AnySplit = self.split
+        else:
+            weights = None
+            split, consts = self._declared(self._size(strategy))
         passes = split_passes.Passes(
-            self.split, self._size(strategy), dtype, self._executor(strategy), strategy.remat, weights
+            split,
+            self._size(strategy),
+            self.options.accumulator_dtype,
+            self._executor(strategy),
+            strategy.remat,
+            weights,
+            self.options.noise,
         )
 
         def compute(inputs: Any) -> Any:
@@ -339,20 +351,21 @@ class Gradient:
             except RuleFailed as failure:
                 return self._without_rule(failure, strategy, inputs)
 
-        return compute, (self._trace(self.examples)[1], self.arguments.arrays)
+        return compute, (consts, self.arguments.arrays)
 
     def _without_rule(self, failure: RuleFailed, strategy: Strategy, inputs: Any) -> Any:
         """Reads the loss again without the rule that failed, and computes that primitive from the full batch."""
         self._failed[failure.blame.primitive] = failure.blame.why
         for name in ("split", "checked_reading", "weights"):  # cached properties that depend on what was read
             self.__dict__.pop(name, None)
-        compute, _ = self._split_passes(strategy, self.weights)
+        compute, _ = self._passes(strategy)
         results = compute(inputs)  # may raise the loss's own error, before the warning
         warn_of_failed_rule(failure.blame)
         return results
 
-    def _declared(self, strategy: Strategy) -> tuple[Callable[[Any], Any], Any]:
-        options, size = self.options, self._size(strategy)
+    def _declared(self, size: int) -> tuple[declared.DeclaredSplit, dict[int, Any]]:
+        """The split of a loss with a declared reduction, and the arrays that it closes over at each size."""
+        options = self.options
         counts = [self.examples] if self.shardings is None else self.shardings.executor(self.examples).counts
         more = [1] if self.shardings is not None and self.shardings.takes_one_more(self.examples) else []
         sizes = sorted({size, *(Microbatches(count, size).remainder for count in [*counts, *more])} - {0})
@@ -370,13 +383,11 @@ class Gradient:
                 given=f"{self.examples} examples for {self.num_batch_shards} devices",
                 remedy="Pass a batch whose size is a multiple of that, or use another aux_reduction for that leaf.",
             )
-        losses = {each: _with_remat(last_loss, strategy) for each, (last_loss, _) in traced.items()}
-        microbatches = declared.DeclaredLoss(
-            size, self.examples, losses, options.reduction, combinations, options.accumulator_dtype, options.noise
+        losses = {each: loss for each, (loss, _) in traced.items()}
+        split = declared.DeclaredSplit(
+            size, self.examples, losses, options.reduction, combinations, options.accumulator_dtype
         )
-        consts = {each: consts for each, (_, consts) in traced.items()}
-        compute = functools.partial(declared.value_and_grad, microbatches, self._executor(strategy))
-        return compute, (consts, self.arguments.arrays)
+        return split, {each: consts for each, (_, consts) in traced.items()}
 
 
 def _with_remat(loss: TracedLoss, strategy: Strategy) -> TracedLoss:

@@ -15,7 +15,7 @@ from jax import lax
 
 from anybatch.call.arguments import Arrays
 from anybatch.call.microbatches import Microbatches, join_rows, loop_start, slice_examples
-from anybatch.gradients.outputs import wide_dtype
+from anybatch.gradients.accumulate import wide_dtype
 from anybatch.jaxprs import avals
 from anybatch.mesh.executor import BatchPass, Executor, OutputLayout, Shard
 from anybatch.per_example.forms import GradientForm

@@ -5,7 +5,7 @@ a sum over the examples, for a function of one such mean, and for a ratio of sum
 """
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -14,9 +14,9 @@ import numpy as np
 from anybatch.errors import CoupledError, InputError
 from anybatch.jaxprs import tracing
 from anybatch.jaxprs.graph import Value
-from anybatch.reading.evaluation import constant_value
+from anybatch.reading.evaluation import Examples, constant_value
 from anybatch.reading.report import form_of
-from anybatch.reading.split import Seeds, Split, ancestors
+from anybatch.reading.split import PrefixInputs, Seeds, Split, ancestors
 from anybatch.reading.states import SUMMED, Head
 
 # Of one element, which a weight is. So not `transpose`, which `report` follows too.
@@ -35,11 +35,12 @@ class MicrobatchWeights:
     weight: Value | None = None  # a sum over the examples, of data alone
     split: Split | None = None  # the split that has it
 
-    def of_microbatch(self, inputs: Sequence[Any], start: Any, size: int, origin: Any, runs: int) -> Any:
+    def of_microbatch(self, given: PrefixInputs, examples: Examples) -> Any:
         """The weight of one microbatch. The arguments are those of `Split.prefix`."""
         if self.weight is None or self.split is None:
-            return size
-        (weight,) = self.split.prefix(inputs, None, [], start, size, [self.weight], origin, runs)
+            return examples.size
+        before = PrefixInputs(given.variables[: len(self.split.loss.types.wrt)], given.inputs, None, [], given.place)
+        (weight,) = self.split.prefix(before, examples, [self.weight])
         return weight.reshape(())
 
 

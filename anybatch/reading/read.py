@@ -17,12 +17,13 @@ from anybatch.call.loss import TracedLoss, trace_loss
 from anybatch.call.models import partition_models
 from anybatch.errors import InputError
 from anybatch.jaxprs import interpreter, source
-from anybatch.jaxprs.graph import Graph
+from anybatch.jaxprs.graph import Graph, Value
+from anybatch.reading.evaluation import Examples
 from anybatch.reading.positions import Draw
 from anybatch.reading.reader import Fact, NeedsInlining, Reader, ReadOptions
 from anybatch.reading.report import Randomness, Reading, report
 from anybatch.reading.rules import RULEBOOK
-from anybatch.reading.split import Seeds, Split
+from anybatch.reading.split import PrefixInputs, Seeds, Split
 from anybatch.reading.states import INVARIANT, Batched
 
 _MAX_HINT = 1 << 20  # elements of a closed-over array whose numbers are looked at while the loss is read
@@ -175,11 +176,14 @@ def read(
             types = [[value.type for value in values] for values in (split.graph.inputs, split.frontier)]
             for selection, positions in split.selections.items():
                 wanted = [split.frontier[position] for position in positions]
-                jax.eval_shape(
-                    functools.partial(split.prefix, selection=selection), types[0], None, [], 0, 1, wanted=wanted
-                )
+                jax.eval_shape(functools.partial(_prefix_of_one, split, selection, wanted), types[0])
             jax.eval_shape(lambda inputs, made: split.head(inputs, None, [], made), *types)
 
     jax.eval_shape(read_with, *(leaves[position] for position in abstract))
     assert reading is not None
     return reading
+
+
+def _prefix_of_one(split: Split, selection: int | None, wanted: list[Value], inputs: list[Any]) -> list[Any]:
+    given = PrefixInputs(variables=[], inputs=inputs, known=None, selected=[], place=[])
+    return split.prefix(given, Examples(0, 1, selection=selection), wanted)

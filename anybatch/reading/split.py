@@ -41,6 +41,32 @@ class Seeds(enum.Enum):
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
+class PrefixInputs:
+    """The inputs of the prefix of a loss, for one shard."""
+
+    variables: list[Any]  # differentiated: the parameters, then the values that were hoisted out of the prefix
+    inputs: list[Any]  # all inputs of the loss, with the examples of the shard
+    known: list[Any] | None  # the values known first; None before they are computed
+    selected: list[Any]  # the shard's rows of those of them that a selection indexes; empty if all rows are in `known`
+    place: list[Any]  # the traced values of the shard, if it is one of several
+
+    @property
+    def origin(self) -> Any:
+        """The index in the batch of the first example, or None if it is 0."""
+        return self.place[0] if self.place else None
+
+    @property
+    def lists(self) -> tuple[Any, ...]:
+        """All fields, in order."""
+        return self.variables, self.inputs, self.known, self.selected, self.place
+
+    @property
+    def types(self) -> "PrefixInputs":
+        """The types of all arrays."""
+        return PrefixInputs(*jax.tree.map(lambda leaf: avals.abstract(jax.typeof(leaf)), self.lists))
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
 class Split:
     """The prefix, the frontier and the head of a loss that was read."""
 
@@ -300,51 +326,30 @@ class Split:
         full = FullBatch({**self._given(inputs), **dict(zip(self.known_first, known, strict=True))}, self.draw)
         return [full[value] for value in self.hoisted]
 
-    def prefix(
-        self,
-        inputs: Sequence[Any],
-        known: Sequence[Any] | None,
-        hoisted: Sequence[Any],
-        start: Any,
-        size: int,
-        wanted: Sequence[Value],
-        origin: Any = None,
-        runs: int = 1,
-        selection: int | None = None,
-        selected: Sequence[Any] = (),
-    ) -> list[Any]:
-        """Values of the prefix for `size` examples.
-
-        Args:
-          inputs: the inputs of the graph.
-          known: the values known first; None before they are computed.
-          hoisted: the hoisted values.
-          start: the index of the first of these examples in the inputs.
-          size: the number of examples.
-          wanted: the values to compute.
-          origin: the index in the batch of the inputs' first example, if the inputs are a shard of the batch.
-          runs: the number of runs of consecutive examples that they are made of.
-          selection: the rows that count as examples, if they are not those of the batch.
-          selected: the values of `known` that have such rows, of this shard; empty if all rows are here.
-        """
+    def prefix(self, given: PrefixInputs, examples: Examples, wanted: Sequence[Value]) -> list[Any]:
+        """The wanted values of the prefix, for the examples of one microbatch, as they are numbered in the inputs."""
+        start, size, selection = examples.start, examples.size, examples.selection
+        known, hoisted = given.known, given.variables[len(self.loss.types.wrt) :]
         full: dict[Value, Any] = dict(zip(self.known_first if known is not None else [], known or [], strict=True))
         full.update(zip(self.hoisted if hoisted else [], hoisted, strict=True))
         mine: dict[Value, Any] = {}
-        for value, array in zip(self.graph.inputs, inputs, strict=True):
+        for value, array in zip(self.graph.inputs, given.inputs, strict=True):
             state = self.reader.state(value)
-            if isinstance(state, Batched) and origin is None:
+            if isinstance(state, Batched) and given.origin is None:
                 full[value] = array
             mine[value] = array
         if selection is None:
-            taken = slice_examples([inputs[position] for position in self.batch_positions], start, size, runs)
+            batch = [given.inputs[position] for position in self.batch_positions]
+            taken = slice_examples(batch, start, size, examples.runs)
             mine.update(zip((self.graph.inputs[position] for position in self.batch_positions), taken, strict=True))
-        elif selected:
-            for (position, rows), array in zip(self.selected_first(selection).items(), selected, strict=True):
+        elif given.selected:
+            for (position, rows), array in zip(self.selected_first(selection).items(), given.selected, strict=True):
                 number = array.shape[rows.axis] // (rows.outer * rows.inner)
                 mine[self.known_first[position]] = take_rows(array, rows, number, start, size)
-        index = start if origin is None else origin + start
-        examples = Examples(index, size, runs, selection)
-        microbatch = Microbatch(self.reader, examples, mine, full, self.draw, looks_up=origin is None)
+        index = start if given.origin is None else given.origin + start
+        microbatch = Microbatch(
+            self.reader, examples._replace(start=index), mine, full, self.draw, looks_up=given.origin is None
+        )
         microbatch.run(wanted)
         return [jnp.asarray(microbatch.value(value)) for value in wanted]
 
