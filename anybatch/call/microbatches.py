@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
@@ -112,45 +111,6 @@ def slice_examples(batch: Sequence[Any], start: Any, size: int, runs: int = 1) -
     in_runs = [leaf.reshape(runs, leaf.shape[0] // runs, *leaf.shape[1:]) for leaf in batch]
     slices = [lax.dynamic_slice_in_dim(leaf, start, size // runs, axis=1) for leaf in in_runs]
     return [leaf.reshape(size, *leaf.shape[2:]) for leaf in slices]
-
-
-def loop_start(microbatches: Microbatches, last_results: Sequence[Any]) -> tuple[jax.Array, list[Any]]:
-    """The first example of the loop over the complete microbatches, and the results of the smaller last microbatch.
-
-    The last microbatch is computed before the loop. XLA unrolls a loop of one iteration, and may then hold the
-    activations of both microbatches at once. A barrier makes that iteration wait for the results.
-    """
-    start = jnp.zeros((), jnp.int32)
-    if microbatches.complete != 1 or not microbatches.remainder or not last_results:
-        return start, list(last_results)
-    return lax.optimization_barrier((start, list(last_results)))
-
-
-def join_rows(stacked: jax.Array, last: jax.Array | None, axis: int, runs: int = 1) -> jax.Array:
-    """Joins the rows of all microbatches, in the order of the batch.
-
-    Args:
-      stacked: the rows of the complete microbatches, stacked along axis 0.
-      last: the rows of the smaller last microbatch, or None.
-      axis: the axis of the rows, in the array of one microbatch.
-      runs: as in `Microbatches`.
-    """
-    if runs > 1:
-
-        def in_runs(array: jax.Array) -> jax.Array:
-            """Moves the runs in front of the microbatches, to get (..., runs, microbatches * rows, ...)."""
-            shape = array.shape
-            split = array.reshape(*shape[: axis + 1], runs, shape[axis + 1] // runs, *shape[axis + 2 :])
-            moved = jnp.moveaxis(split, 0, axis + 1)
-            return moved.reshape(*moved.shape[: axis + 1], -1, *moved.shape[axis + 3 :])
-
-        pieces = [in_runs(stacked)] if last is None else [in_runs(stacked), in_runs(last[None])]
-        joined = jnp.concatenate(pieces, axis + 1)
-        return joined.reshape(*joined.shape[:axis], -1, *joined.shape[axis + 2 :])
-    number, *shape = stacked.shape
-    shape[axis] *= number
-    rows = jnp.moveaxis(stacked, 0, axis).reshape(shape)
-    return rows if last is None else jnp.concatenate([rows, last], axis)
 
 
 # In the table of an error message: the largest number of lines, and the mark of a leaf that is wrong.

@@ -23,7 +23,12 @@ Step = Callable[[Any, Any, int], tuple[Any, Any]]
 
 
 def over_microbatches(
-    microbatches: Microbatches, step: Step, carry: Any, *, before_loop: Callable[[Any], Any] | None = None
+    microbatches: Microbatches,
+    step: Step,
+    carry: Any,
+    *,
+    before_loop: Callable[[Any], Any] | None = None,
+    scan: Callable[..., Any] = lax.scan,
 ) -> tuple[Any, Any, Any]:
     """Calls `step(carry, start, size)` for the smaller last microbatch, if there is one, and then for all others.
 
@@ -34,6 +39,7 @@ def over_microbatches(
       step: returns the new carry and what the microbatch emits. `start` is the index of its first example.
       carry: the first carry.
       before_loop: changes the carry between the last microbatch and the loop.
+      scan: runs the complete microbatches.
 
     Returns:
       The carry, what the complete microbatches emitted, stacked, and what the last one emitted. The latter two are None
@@ -58,7 +64,7 @@ def over_microbatches(
             carry, emitted = step(carry, start, microbatches.size)
         return (start + microbatches.step, carry), emitted
 
-    (_, carry), stacked = lax.scan(turn, (start, carry), length=microbatches.complete)
+    (_, carry), stacked = scan(turn, (start, carry), length=microbatches.complete)
     return carry, stacked, last
 
 

@@ -14,8 +14,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from anybatch.call.arguments import Arrays
-from anybatch.call.microbatches import Microbatches, join_rows, loop_start, slice_examples
-from anybatch.gradients.accumulate import wide_dtype
+from anybatch.call.microbatches import Microbatches, slice_examples
+from anybatch.gradients.accumulate import Kind, Output, over_microbatches, wide_dtype
 from anybatch.jaxprs import avals
 from anybatch.mesh.executor import BatchPass, Executor, OutputLayout, Shard
 from anybatch.per_example.forms import GradientForm
@@ -307,81 +307,72 @@ class ExamplePass:
     def _all_microbatches(self, shard: Shard, inputs: PassInputs, is_nonfinite: Any | None) -> PassResult:
         """All examples of a shard, without those that are known not to be finite."""
         microbatches = Microbatches(shard.examples, max(1, min(self.size, shard.examples)), shard.runs)
-        sums, last = self._zero_sums(inputs), None
-        if microbatches.remainder:  # computed first, so that the loop starts from its sums
-            with jax.named_scope("anybatch_last_microbatch"):
-                last = self._last_microbatch(shard, inputs, microbatches, sums, is_nonfinite)
-                sums = last.sums
-        first_row, sums = loop_start(microbatches, sums)
+        skips = inputs.is_padding is not None and self.skips_padding
 
-        def step(carry: Any, _: None) -> tuple[Any, Any]:
-            row, sums = carry
-            with jax.named_scope("anybatch_microbatch"):
-                result = self._microbatch(shard, inputs, microbatches.size, row, sums, is_nonfinite)
-            return (row + microbatches.step, result.sums), result._replace(sums=[])
+        def step(sums: list[Any], start: Any, size: int) -> tuple[list[Any], PassResult]:
+            run = functools.partial(self._microbatch, shard, inputs, size, start, is_nonfinite=is_nonfinite)
+            is_last = size == microbatches.remainder
+            result = self._unless_padding(shard, inputs, microbatches, run, sums) if skips and is_last else run(sums)
+            return result.sums, result._replace(sums=[])
 
-        if microbatches.complete == 0 and last is not None:
-            return last
-        if inputs.is_padding is not None and self.skips_padding:
-            sums, stacked = self._skip_padding(shard, inputs, microbatches, step, (first_row, sums))
-        elif microbatches.complete == 1 and last is None:
-            return self._microbatch(shard, inputs, microbatches.size, 0, sums, is_nonfinite)
-        else:
-            (_, sums), stacked = lax.scan(step, (first_row, sums), length=microbatches.complete)
+        sums = self._zero_sums(inputs)
+        if microbatches.number == 1 and not skips:
+            sums, result = step(sums, 0, shard.examples)
+            return result._replace(sums=sums)
+        scan = functools.partial(self._scan_without_padding, shard, inputs, microbatches) if skips else lax.scan
+        sums, stacked, last = over_microbatches(microbatches, step, sums, scan=scan)
         leaves, tree = jax.tree.flatten(stacked)
-        ends = [None] * len(leaves) if last is None else jax.tree.leaves(last._replace(sums=[]))
-        joined = [join_rows(rows, end, 0, shard.runs) for rows, end in zip(leaves, ends, strict=True)]
+        ends = [None] * len(leaves) if last is None else jax.tree.leaves(last)
+        output = Output(Kind.ROWS)
+        joined = [output.join(rows, end, microbatches) for rows, end in zip(leaves, ends, strict=True)]
         return jax.tree.unflatten(tree, joined)._replace(sums=sums)
 
-    def _skip_padding(
+    def _scan_without_padding(
         self,
         shard: Shard,
         inputs: PassInputs,
         microbatches: Microbatches,
-        step: Callable[[Any, None], Any],
-        start: tuple[Any, list[Any]],
-    ) -> tuple[list[Any], Any]:
-        """Runs the step for the microbatches that are not all padding. The others get rows of zeros.
+        turn: Callable[[Any, None], Any],
+        state: tuple[Any, list[Any]],
+        *,
+        length: int,
+    ) -> tuple[Any, Any]:
+        """As `lax.scan`, for the microbatches that are not all padding. The others get rows of zeros.
 
         The loop has as many turns as there are such microbatches. A branch in each turn would make a GPU wait.
         """
-        first_row, sums = start
+        first_row, sums = state
         assert inputs.is_padding is not None
-        padding = inputs.is_padding.reshape(shard.runs, -1)[:, : microbatches.complete * microbatches.step]
-        is_padding = padding.reshape(shard.runs, microbatches.complete, microbatches.step).all(axis=(0, 2))
+        padding = inputs.is_padding.reshape(shard.runs, -1)[:, : length * microbatches.step]
+        is_padding = padding.reshape(shard.runs, length, microbatches.step).all(axis=(0, 2))
         order, num_turns = jnp.argsort(is_padding, stable=True).astype(jnp.int32), jnp.sum(~is_padding)
-        types = jax.eval_shape(step, start, None)[1]
+        types = jax.eval_shape(turn, state, None)[1]
         rows = jax.tree.map(
             lambda each: _varying_as(
-                _zeros(jax.ShapeDtypeStruct((microbatches.complete, *each.shape), each.dtype)), inputs.arrays.batch
+                _zeros(jax.ShapeDtypeStruct((length, *each.shape), each.dtype)), inputs.arrays.batch
             ),
             types,
         )
 
-        def turn(state: tuple[Any, list[Any], Any]) -> tuple[Any, list[Any], Any]:
+        def of_number(state: tuple[Any, list[Any], Any]) -> tuple[Any, list[Any], Any]:
             number, sums, rows = state
             which = order[number]
-            (_, sums), new_rows = step((first_row + which * microbatches.step, sums), None)
+            (_, sums), new_rows = turn((first_row + which * microbatches.step, sums), None)
             return number + 1, sums, jax.tree.map(lambda old, new: old.at[which].set(new), rows, new_rows)
 
         begin = (jnp.zeros_like(num_turns), sums, rows)
-        _, sums, rows = lax.while_loop(lambda state: state[0] < num_turns, turn, begin)
-        return sums, rows
+        _, sums, rows = lax.while_loop(lambda state: state[0] < num_turns, of_number, begin)
+        return (first_row, sums), rows
 
-    def _last_microbatch(
-        self, shard: Shard, inputs: PassInputs, microbatches: Microbatches, sums: list[Any], is_nonfinite: Any
+    def _unless_padding(
+        self,
+        shard: Shard,
+        inputs: PassInputs,
+        microbatches: Microbatches,
+        run: Callable[[list[Any]], PassResult],
+        sums: list[Any],
     ) -> PassResult:
-        """The last microbatch, which has fewer examples than the others, unless it is all padding."""
-        run = functools.partial(
-            self._microbatch,
-            shard,
-            inputs,
-            microbatches.remainder,
-            microbatches.last_start,
-            is_nonfinite=is_nonfinite,
-        )
-        if inputs.is_padding is None or not self.skips_padding:
-            return run(sums)
+        """The smaller last microbatch, unless it is all padding."""
         types = jax.eval_shape(run, sums)
 
         def skip(sums: list[Any]) -> PassResult:
