@@ -70,7 +70,12 @@ def over_microbatches(
 
 def _barrier(start: Any, carry: Any) -> tuple[Any, Any]:
     leaves, tree = jax.tree.flatten(carry)
-    waited = [index for index, leaf in enumerate(leaves) if not avals.has_keys(leaf)]
+    # Not for arrays that vary over axes of the user's `shard_map`: `start` would vary over them too.
+    waited = [
+        index
+        for index, leaf in enumerate(leaves)
+        if not avals.has_keys(leaf) and not avals.varying_axes(jax.typeof(leaf))
+    ]
     start, arrays = lax.optimization_barrier((start, [leaves[index] for index in waited]))
     for index, array in zip(waited, arrays, strict=True):
         leaves[index] = array

@@ -52,6 +52,8 @@ class Prefix:
         """The wanted values for `size` examples from `start` on."""
         traced = self.traced(size)
         arrays = jax.tree.leaves((variables, *self.given.lists[1:]))
+        # References that the loss writes to are in `bound`: they cannot be arguments of a traced function.
+        arrays = [array for array in arrays if not avals.is_ref(array)]
         return traced(traced.bound, *arrays, jnp.asarray(start, jnp.int32))
 
     @functools.cached_property
@@ -70,10 +72,15 @@ class Prefix:
             self._add_rows(types, size)
         variables = jax.eval_shape(self.shard.gather, types.variables) if self.shard.is_sharded else types.variables
         leaves, tree = jax.tree.flatten((variables, *types.lists[1:]))
+        given_leaves = jax.tree.leaves(self.given.lists)
+        refs = {index: leaf for index, leaf in enumerate(given_leaves) if avals.is_ref(leaf)}
+        leaves = [leaf for index, leaf in enumerate(leaves) if index not in refs]
         first, num_wrt = split.num_consts, len(split.loss.types.wrt)
 
         def prefix(*flat: Any) -> list[Any]:
             *arrays, start = flat
+            for index, ref in refs.items():
+                arrays.insert(index, ref)
             given = PrefixInputs(*jax.tree.unflatten(tree, arrays))
             given.inputs[first : first + num_wrt] = given.variables[:num_wrt] or given.inputs[first : first + num_wrt]
             return split.prefix(given, Examples(start, size, self.shard.runs, self.selection), self.wanted)

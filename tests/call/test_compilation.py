@@ -153,5 +153,5 @@ def test_the_scan_is_visible_in_the_jaxpr():
 def test_a_profile_names_the_parts():
     fun = jax.jit(ab.value_and_grad(loss, microbatch_size=3, reduction="mean"))
     text = fun.lower(0.5, jnp.arange(8.0)).compile().as_text()
-    for part in ("anybatch_microbatch", "anybatch_last_microbatch", "anybatch_reduce"):
+    for part in ("anybatch_microbatch", "anybatch_last_microbatch", "anybatch_head"):
         assert part in text

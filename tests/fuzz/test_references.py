@@ -14,7 +14,7 @@ from fuzz.interpreter import results_of
 from fuzz.model_programs import ModelProgram, compare_compiled, compare_model, difference
 
 import anybatch as ab
-from anybatch.gradients import declared, references, split_passes
+from anybatch.gradients import accumulate, references
 from anybatch.jaxprs import in_place, interpreter, tracing, versions
 
 pytestmark = pytest.mark.every_jax
@@ -135,13 +135,16 @@ def swap(monkeypatch):
 
 @mutation("the ragged last microbatch is forgotten")
 def forget(monkeypatch):
-    for module in (declared, split_passes):
-        right = module.loop_start
+    right = accumulate.over_microbatches
 
-        def forgetful(cut, grads, right=right):
-            return right(cut, [jnp.zeros_like(grad) for grad in grads])
+    def forgetful(microbatches, step, carry, *, before_loop=None, **more):
+        def without_gradient(carry):
+            sums, _, noise = carry
+            return before_loop((sums, None, noise))
 
-        monkeypatch.setattr(module, "loop_start", forgetful)
+        return right(microbatches, step, carry, before_loop=before_loop and without_gradient, **more)
+
+    monkeypatch.setattr(accumulate, "over_microbatches", forgetful)
 
 
 @mutation("an accumulator may reach nested functions twice", until=(0, 12))
