@@ -3,3 +3,11 @@
 Open `main.py` first: it declares the arguments of every command, and `learn.py` those of `anybatch learn`. The others
 do the work of the commands. They are imported when a command runs, so that `anybatch --help` imports no JAX.
 """
+
+# A problem, as the help of `explain` and `verify` shows it.
+EXAMPLE = """\
+# train.py
+import jax.numpy as jnp
+def problem():
+    loss = lambda w, batch: jnp.mean(jnp.tanh(batch @ w) ** 2)
+    return loss, jnp.ones((256, 1024)), jnp.ones((4096, 256))"""

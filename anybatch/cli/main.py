@@ -14,8 +14,8 @@ import typer
 import typer.core
 
 import anybatch
+from anybatch.cli import EXAMPLE
 from anybatch.cli import learn as learning
-from anybatch.cli.problem import EXAMPLE
 
 # Plain help, so that an example in it can be pasted as it is shown.
 app = typer.Typer(

@@ -22,6 +22,7 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from anybatch import __version__
 from anybatch.call.files import check_target, write_atomically
+from anybatch.cli import EXAMPLE
 from anybatch.errors import InputError
 from anybatch.gradients.plan import explain
 from anybatch.planning.plan import check_plot_path
@@ -40,13 +41,6 @@ def spinner(text: str) -> Iterator[Callable[[str], None]]:
         task = progress.add_task(text, total=None)
         yield lambda text: progress.update(task, description=text)
 
-
-EXAMPLE = """\
-# train.py
-import jax.numpy as jnp
-def problem():
-    loss = lambda w, batch: jnp.mean(jnp.tanh(batch @ w) ** 2)
-    return loss, jnp.ones((256, 1024)), jnp.ones((4096, 256))"""
 
 _REMEDY = "Write a function that returns (loss, params, batch), and name it as package.module:function:\n\n" + EXAMPLE
 
