@@ -134,6 +134,9 @@ class MicrobatchProgram(Protocol):
     def __call__(self, variables: list[Any], start: Any, size: int) -> list[Any]:
         """Its outputs for `size` examples from `start` on."""
 
+    def out_avals(self, size: int) -> list[Any]:
+        """The types of its outputs for `size` examples."""
+
     def gradient_scale(self, size: int) -> float:
         """The factor that the gradient of a microbatch is multiplied by."""
 
@@ -259,7 +262,7 @@ class Accumulation:
     # The outputs: sums are carried through the loop, and every microbatch emits its rows.
 
     def _zeros(self) -> list[Any]:
-        types = zip(self.outputs, self.program.traced(self.microbatches.size).out_avals, strict=True)
+        types = zip(self.outputs, self.program.out_avals(self.microbatches.size), strict=True)
         return [
             avals.zeros_of(
                 aval, aval.dtype if output.kind is Kind.LAST else wide_dtype(aval.dtype, self.accumulator_dtype)
@@ -285,7 +288,7 @@ class Accumulation:
 
     def _finish(self, sums: Sequence[Any], stacked: Any, last: Any) -> list[Any]:
         if stacked is None and last is None:  # no examples
-            types = self._emitted(self.program.traced(self.microbatches.size).out_avals)
+            types = self._emitted(self.program.out_avals(self.microbatches.size))
             stacked = [jnp.zeros((0, *aval.shape), aval.dtype) for aval in types]
         carried = iter(sums)
         number = sum(not output.is_carried for output in self.outputs)

@@ -321,7 +321,7 @@ class Gradient:
             stacked = [how.kind == "stack" for how in combinations]
         fresh_keys = strategy.microbatch_size is not None and options.reduction != "infer"
         compute = functools.partial(
-            _compute_full_batch, _with_remat(loss, strategy), fresh_keys=fresh_keys, stacked=stacked
+            _compute_full_batch, _with_remat(loss, strategy.remat), fresh_keys=fresh_keys, stacked=stacked
         )
         noise = squared_norms.unknown if options.noise else lambda _: []
         return lambda inputs: (*compute(inputs), noise(min(1, self.examples))), (consts, self.arguments.arrays)
@@ -334,7 +334,7 @@ class Gradient:
             split: split_passes.AnySplit = self.split
         else:
             weights = None
-            split, consts = self._declared(self._size(strategy))
+            split, consts = self._declared(self._size(strategy), strategy.remat)
         passes = split_passes.Passes(
             split,
             self._size(strategy),
@@ -363,7 +363,7 @@ class Gradient:
         warn_of_failed_rule(failure.blame)
         return results
 
-    def _declared(self, size: int) -> tuple[declared.DeclaredSplit, dict[int, Any]]:
+    def _declared(self, size: int, policy: str | None) -> tuple[declared.DeclaredSplit, dict[int, Any]]:
         """The split of a loss with a declared reduction, and the arrays that it closes over at each size."""
         options = self.options
         counts = [self.examples] if self.shardings is None else self.shardings.executor(self.examples).counts
@@ -383,17 +383,17 @@ class Gradient:
                 given=f"{self.examples} examples for {self.num_batch_shards} devices",
                 remedy="Pass a batch whose size is a multiple of that, or use another aux_reduction for that leaf.",
             )
-        losses = {each: loss for each, (loss, _) in traced.items()}
+        losses = {each: _with_remat(loss, policy) for each, (loss, _) in traced.items()}
         split = declared.DeclaredSplit(
             size, self.examples, losses, options.reduction, combinations, options.accumulator_dtype
         )
         return split, {each: consts for each, (_, consts) in traced.items()}
 
 
-def _with_remat(loss: TracedLoss, strategy: Strategy) -> TracedLoss:
-    if strategy.remat is None:
+def _with_remat(loss: TracedLoss, policy: str | None) -> TracedLoss:
+    if policy is None:
         return loss
-    traced = remat.rematerialised(loss.traced, loss.const_types, jax.tree.leaves(loss.types), strategy.remat)
+    traced = remat.rematerialised(loss.traced, loss.const_types, jax.tree.leaves(loss.types), policy)
     return dataclasses.replace(loss, traced=traced)
 
 

@@ -18,8 +18,9 @@ from anybatch.call.aux_outputs import Combination
 from anybatch.call.loss import TracedLoss
 from anybatch.call.microbatches import slice_examples
 from anybatch.gradients.accumulate import Kind, Output, wide_dtype
-from anybatch.jaxprs import avals
+from anybatch.jaxprs import avals, tracing
 from anybatch.jaxprs.graph import Value
+from anybatch.mesh.executor import Shard
 from anybatch.reading.evaluation import Examples
 from anybatch.reading.split import PrefixInputs, Seeds
 from anybatch.reading.states import Batched
@@ -112,6 +113,13 @@ class DeclaredSplit:
         return Seeds.BETWEEN if needs_weight else Seeds.AFTER
 
     @property
+    def constant_seeds(self) -> list[jax.Array]:
+        """The cotangent of a sum or a mean."""
+        total = self.frontier[0]
+        share = 1 if self.reduction == "sum" else self.size / self.examples
+        return [avals.zeros_of(total.aval, total.dtype) + jnp.asarray(share, total.dtype)]
+
+    @property
     def _is_narrow(self) -> bool:
         return jnp.finfo(self.loss.out_avals[0].dtype).bits < 32
 
@@ -140,6 +148,7 @@ class DeclaredSplit:
             first += len(each.const_types)
         consts = given.inputs[first : first + len(loss.const_types)]
         arrays: Arrays = jax.tree.unflatten(jax.tree.structure(loss.types), given.inputs[self.num_consts :])
+        arrays = arrays._replace(wrt=list(given.variables))
         index = examples.start if given.origin is None else given.origin + examples.start
         keys = [jax.random.fold_in(key, index) for key in arrays.keys]
         batch = slice_examples(arrays.batch, examples.start, examples.size, examples.runs)
@@ -182,3 +191,38 @@ class DeclaredSplit:
 
     def _wide(self, output: Output, dtype: Any) -> Any:
         return wide_dtype(dtype, self.accumulator_dtype) if output.kind is Kind.SUM else dtype
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class DeclaredPrefix:
+    """The loss for the microbatches of one shard. It is a `MicrobatchProgram`."""
+
+    split: DeclaredSplit
+    given: PrefixInputs
+    shard: Shard
+
+    @property
+    def variables(self) -> list[Any]:
+        """The parameters."""
+        return self.given.variables
+
+    def __call__(self, variables: list[Any], start: Any, size: int) -> list[Any]:
+        """The frontier for `size` examples from `start` on."""
+        given = dataclasses.replace(self.given, variables=variables)
+        return self.split.prefix(given, Examples(start, size, self.shard.runs), self.split.frontier)
+
+    def traced(self, size: int) -> tracing.Traced:
+        """The loss of a microbatch of this size."""
+        return self.split.losses[size].traced
+
+    def out_avals(self, size: int) -> list[Any]:
+        """The types of the frontier."""
+        return [value.aval for value in self.split.frontier]
+
+    def gradient_scale(self, size: int) -> float:
+        """The share of a microbatch in a mean of a narrow dtype."""
+        return self.split.gradient_scale(size)
+
+    def units(self, outputs: Sequence[Any], start: Any, size: int) -> Any:
+        """The weight of a microbatch in the gradient noise: its own, or the number of its examples."""
+        return outputs[1] if self.split.loss.num_heads == 2 else size

@@ -18,8 +18,8 @@ from anybatch.call.arguments import Arrays
 from anybatch.call.microbatches import Microbatches
 from anybatch.gradients import remat as blocks
 from anybatch.gradients import squared_norms
-from anybatch.gradients.accumulate import Accumulation, Kind, Output
-from anybatch.gradients.declared import DeclaredSplit
+from anybatch.gradients.accumulate import Accumulation, Kind, MicrobatchProgram, Output
+from anybatch.gradients.declared import DeclaredPrefix, DeclaredSplit
 from anybatch.jaxprs import avals, in_place, tracing
 from anybatch.jaxprs.graph import Value
 from anybatch.mesh.executor import BatchPass, Executor, OutputLayout, Shard
@@ -33,15 +33,16 @@ AnySplit = Split | DeclaredSplit
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Prefix:
-    """The prefix of a loss for the microbatches of one shard. It is a `MicrobatchProgram`."""
+    """The prefix of a loss that was read, for the microbatches of one shard. It is a `MicrobatchProgram`."""
 
-    split: AnySplit
+    split: Split
     wanted: Sequence[Value]  # the values to compute
     given: PrefixInputs
     shard: Shard
     selection: int | None = None  # the number of selected rows that the loop runs over; None for the examples
     remat: str | None = None  # a policy of jax.checkpoint for the backward pass
     weights: MicrobatchWeights | None = None  # of the microbatches, if the squares of their gradients are wanted
+    programs: dict[Any, tracing.Traced] = dataclasses.field(default_factory=dict)  # of this loss, by size and types
 
     @property
     def variables(self) -> list[Any]:
@@ -52,8 +53,6 @@ class Prefix:
         """The wanted values for `size` examples from `start` on."""
         traced = self.traced(size)
         arrays = jax.tree.leaves((variables, *self.given.lists[1:]))
-        # References that the loss writes to are in `bound`: they cannot be arguments of a traced function.
-        arrays = [array for array in arrays if not avals.is_ref(array)]
         return traced(traced.bound, *arrays, jnp.asarray(start, jnp.int32))
 
     @functools.cached_property
@@ -61,9 +60,13 @@ class Prefix:
         return {}
 
     def traced(self, size: int) -> tracing.Traced:
-        """The prefix for microbatches of this size."""
+        """The prefix for microbatches of this size. Both forms of a backward pass, and all shards, share it."""
         if size not in self._traced:
-            self._traced[size] = self._trace(size)
+            key = (size, self.selection, self.shard.runs, *jax.tree.leaves(self.given.types.lists))
+            traced = self.programs.get(key) or self._trace(size)
+            self._traced[size] = traced
+            if not any(isinstance(const, jax.core.Tracer) for const in traced.bound):
+                self.programs[key] = traced
         return self._traced[size]
 
     def _trace(self, size: int) -> tracing.Traced:
@@ -72,15 +75,10 @@ class Prefix:
             self._add_rows(types, size)
         variables = jax.eval_shape(self.shard.gather, types.variables) if self.shard.is_sharded else types.variables
         leaves, tree = jax.tree.flatten((variables, *types.lists[1:]))
-        given_leaves = jax.tree.leaves(self.given.lists)
-        refs = {index: leaf for index, leaf in enumerate(given_leaves) if avals.is_ref(leaf)}
-        leaves = [leaf for index, leaf in enumerate(leaves) if index not in refs]
         first, num_wrt = split.num_consts, len(split.loss.types.wrt)
 
         def prefix(*flat: Any) -> list[Any]:
             *arrays, start = flat
-            for index, ref in refs.items():
-                arrays.insert(index, ref)
             given = PrefixInputs(*jax.tree.unflatten(tree, arrays))
             given.inputs[first : first + num_wrt] = given.variables[:num_wrt] or given.inputs[first : first + num_wrt]
             return split.prefix(given, Examples(start, size, self.shard.runs, self.selection), self.wanted)
@@ -97,7 +95,6 @@ class Prefix:
     def _add_rows(self, types: PrefixInputs, size: int) -> None:
         """Changes the types of an empty shard to those of one microbatch."""
         if types.selected and self.selection is not None:
-            assert isinstance(self.split, Split)
             for index, rows in enumerate(self.split.selected_first(self.selection).values()):
                 array = types.selected[index]
                 types.selected[index] = array.update(shape=replaced(array.shape, rows.axis, rows.length(size)))
@@ -106,14 +103,16 @@ class Prefix:
                 array = types.inputs[position]
                 types.inputs[position] = array.update(shape=(size, *array.shape[1:]))
 
+    def out_avals(self, size: int) -> list[Any]:
+        """The types of the wanted values of `size` examples."""
+        return self.traced(size).out_avals
+
     def gradient_scale(self, size: int) -> float:
-        """The factor of the gradient of a microbatch, which only a declared mean has."""
-        return self.split.gradient_scale(size) if isinstance(self.split, DeclaredSplit) else 1
+        """1: the weight of a microbatch is part of the loss."""
+        return 1
 
     def units(self, outputs: Sequence[Any], start: Any, size: int) -> Any:
         """The weight of a microbatch in the gradient noise: its examples, or a sum over them."""
-        if isinstance(self.split, DeclaredSplit):
-            return outputs[1] if self.split.loss.num_heads == 2 else size
         assert self.weights is not None
         return self.weights.of_microbatch(self.given, Examples(start, size, self.shard.runs))
 
@@ -126,9 +125,13 @@ class Passes:
     size: int  # of the microbatches
     accumulator_dtype: Any
     executor: Executor
-    remat: str | None = None
+    remat: str | None = None  # of a loss that was read
     weights: MicrobatchWeights | None = None  # of the microbatches of a loss that was read, if the noise is wanted
     measures_noise: bool = False
+
+    @functools.cached_property
+    def _programs(self) -> dict[Any, tracing.Traced]:
+        return {}
 
     @functools.cached_property
     def outputs(self) -> list[Output]:
@@ -207,11 +210,12 @@ class Passes:
         wanted = self.split.gathered_first
         if not wanted:
             return []
-        assert isinstance(self.split, Split)
-        outputs = [_output(self.split.reader.state(value)) for value in wanted]
+        split = self.split
+        assert isinstance(split, Split)
+        outputs = [_output(split.reader.state(value)) for value in wanted]
 
         def gather(shard: Shard, given: PrefixInputs, _: list[Any]) -> tuple[list[Any], list[Any]]:
-            program = Prefix(self.split, wanted, given, shard)
+            program = Prefix(split, wanted, given, shard)
             return [], Accumulation(program, self._microbatches(shard), shard, outputs, None).forward()
 
         return self._run(gather, [], inputs, None, [], [OutputLayout(output.rows) for output in outputs])[1]
@@ -295,10 +299,15 @@ class Passes:
 
     def _accumulation(self, shard: Shard, given: PrefixInputs, selection: int | None) -> Accumulation:
         """The loop over the microbatches of a shard, for the values that a selection computes."""
-        positions = self.split.selections[selection]
-        wanted = [self.split.frontier[position] for position in positions]
+        split, positions = self.split, self.split.selections[selection]
+        program: MicrobatchProgram
+        if isinstance(split, DeclaredSplit):
+            program = DeclaredPrefix(split, given, shard)
+        else:
+            wanted = [split.frontier[position] for position in positions]
+            program = Prefix(split, wanted, given, shard, selection, self.remat, self.weights, self._programs)
         return Accumulation(
-            Prefix(self.split, wanted, given, shard, selection, self.remat, self.weights),
+            program,
             self._microbatches(shard),
             shard,
             self._outputs(selection),
@@ -394,6 +403,12 @@ def value_and_grad(passes: Passes, consts: Any, arrays: Arrays) -> tuple[Any, li
     if split.seeds == Seeds.NONE:
         frontier = passes.forward(variables, inputs, known) if split.frontier else []
         value, aux, grads, _ = differentiated_head(frontier)
+    elif isinstance(split, DeclaredSplit) and split.seeds == Seeds.BEFORE:
+        # As below, and less to trace: the gradient of this head is a constant.
+        summed, frontier, noise = passes.backward(variables, inputs, known, split.constant_seeds, keeps_frontier=True)
+        with jax.named_scope("anybatch_head"):
+            value, *aux = run_once(split.head, [], known, [], frontier)
+        grads = summed
     elif split.seeds == Seeds.BEFORE:
         # The gradient of the head does not depend on the frontier, so placeholders will do.
         seeds = differentiated_head([_placeholder(value) for value in split.frontier], num_outputs=1)[3]
