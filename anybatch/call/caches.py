@@ -84,13 +84,14 @@ def clear_caches() -> None:
 CAPACITY = 128
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class CompiledProgram:
     """A compiled function of flat arrays, and its key in the cache (None if it must not be cached)."""
 
     executable: Callable[..., list[Any]]
     key: Any
     text_hash: str | None  # a hash of the lowered program, the same in every process
+    has_run: bool = False  # whether it has finished once, so that the memory is enough for it
 
     def __call__(self, *arrays: Any) -> list[Any]:
         return self.executable(*arrays)

@@ -250,19 +250,10 @@ def _hash(*parts: Any) -> int:
 
 
 def _run(jaxpr: Any, arguments: Sequence[Any]) -> list[Any]:
-    variables, consts, equations = interpreter.open_jaxpr(jaxpr)
-    known = dict(zip(variables, [*(_constant(const) for const in consts), *arguments], strict=True))
-
-    def read(operand: Any) -> Any:
-        return _constant(operand.val) if interpreter.is_literal(operand) else known[operand]
-
-    for equation in equations:
-        operands = [read(operand) for operand in equation.invars]
-        known.update(zip(equation.outvars, _compute(equation, operands), strict=True))
-    return [read(output) for output in interpreter.opened(jaxpr).outvars]
+    return interpreter.interpret(jaxpr, arguments, _compute, _constant)
 
 
-def _constant(value: Any) -> int:
+def _constant(value: Any, aval: Any = None) -> int:
     if isinstance(value, (bool, int, float, complex, np.generic)) or (
         isinstance(value, np.ndarray) and value.ndim == 0
     ):

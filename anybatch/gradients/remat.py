@@ -43,20 +43,16 @@ def rematerialised(
 def _run(jaxpr: Any, values: Sequence[Any], policy: Any, all_written: int) -> list[Any]:
     variables, consts, equations = interpreter.open_jaxpr(jaxpr)
     outputs = interpreter.outputs_of(jaxpr)
-    known = dict(zip(variables, [*consts, *values], strict=True))
-
-    def read(operand: Any) -> Any:
-        return operand.val if interpreter.is_literal(operand) else known[operand]
-
+    environment = interpreter.Environment(variables, [*consts, *values])
     for segment in _segments(equations, outputs, all_written):
         if len(segment.equations) == 1 and segment.has_blocks_inside:
             (equation,) = segment.equations
-            results = _run_inside(equation, [read(operand) for operand in equation.invars], policy, all_written)
-            known.update(zip(equation.outvars, results, strict=True))
+            results = _run_inside(equation, environment.read(equation.invars), policy, all_written)
+            environment.write(equation.outvars, results)
         else:
             block = jax.checkpoint(_block(segment), policy=policy)
-            known.update(zip(segment.writes, block(*(known[each] for each in segment.reads)), strict=True))
-    return [read(output) for output in outputs]
+            environment.write(segment.writes, block(*environment.read(segment.reads)))
+    return environment.read(outputs)
 
 
 def _run_inside(equation: Any, operands: Sequence[Any], policy: Any, all_written: int) -> list[Any]:
@@ -64,8 +60,7 @@ def _run_inside(equation: Any, operands: Sequence[Any], policy: Any, all_written
     if equation.primitive.name in CALLS:
         return _run(called_jaxpr(equation), operands, policy, all_written)
     body = equation.params["jaxpr"]
-    variables, consts, _ = interpreter.open_jaxpr(body)
-    types = [avals.abstract(variable.aval) for variable in variables[len(consts) :]]
+    types = [avals.abstract(variable.aval) for variable in interpreter.unbound_inputs_of(body)]
 
     def turn(*flat: Any) -> list[Any]:
         return interpreter.call(body, *flat)
@@ -87,11 +82,11 @@ class _Segment:
 
 def _block(segment: _Segment) -> Callable[..., list[Any]]:
     def block(*values: Any) -> list[Any]:
-        known = dict(zip(segment.reads, values, strict=True))
+        environment = interpreter.Environment(segment.reads, values)
         for equation in segment.equations:
-            operands = [each.val if interpreter.is_literal(each) else known[each] for each in equation.invars]
-            known.update(zip(equation.outvars, interpreter.evaluate(equation, operands), strict=True))
-        return [known[each] for each in segment.writes]
+            results = interpreter.evaluate(equation, environment.read(equation.invars))
+            environment.write(equation.outvars, results)
+        return environment.read(segment.writes)
 
     return block
 

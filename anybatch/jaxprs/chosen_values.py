@@ -29,8 +29,7 @@ class Body:
 
     def __init__(self, jaxpr: Any) -> None:
         self.variables, self.consts, self.equations = interpreter.open_jaxpr(jaxpr)
-        self.inputs = self.variables[len(self.consts) :]
-        self.outputs = list(interpreter.opened(jaxpr).outvars)
+        self.inputs, self.outputs = interpreter.unbound_inputs_of(jaxpr), interpreter.outputs_of(jaxpr)
         self.makers = {output: equation for equation in self.equations for output in equation.outvars}
 
     @functools.cached_property
@@ -46,8 +45,7 @@ class Body:
 
 def without_calls(jaxpr: Any) -> Body:
     """A program with its calls inlined. An optimization barrier keeps rematerialised parts apart."""
-    variables, consts, _ = interpreter.open_jaxpr(jaxpr)
-    types = [avals.abstract(variable.aval) for variable in variables[len(consts) :]]
+    types = [avals.abstract(variable.aval) for variable in interpreter.unbound_inputs_of(jaxpr)]
     return Body(tracing.close(lambda *flat: _inlined(jaxpr, flat), types))
 
 
@@ -67,21 +65,17 @@ def _inlined(jaxpr: Any, arguments: Sequence[Any]) -> list[Any]:
 def compute(body: Body, arguments: Sequence[Any], wanted: Sequence[Source]) -> list[Any]:
     """The wanted values of a program. Arguments that they do not need may be None."""
     needs = _Needs(body, wanted)
-    known = dict(zip(body.variables, [*body.consts, *arguments], strict=True))
+    environment = interpreter.Environment(body.variables, [*body.consts, *arguments])
     emitted: dict[Source, Any] = {}
-
-    def read(operand: Any) -> Any:
-        return operand.val if interpreter.is_literal(operand) else known.get(operand)
-
     for equation in needs.equations:
-        operands = [read(operand) for operand in equation.invars]
+        operands = environment.read(equation.invars)
         if id(equation) in needs.loops:
             results, inner = _run_loop(needs.loops[id(equation)], operands)
             emitted.update({source.inside(equation): value for source, value in inner.items()})
         else:
             results = interpreter.evaluate(equation, operands)
-        known.update(zip(equation.outvars, results, strict=True))
-    return [emitted[source] if source.loops else read(source.variable) for source in wanted]
+        environment.write(equation.outvars, results)
+    return [emitted[source] if source.loops else environment.read([source.variable])[0] for source in wanted]
 
 
 class _Needs:

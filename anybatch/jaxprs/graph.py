@@ -103,29 +103,18 @@ class Graph:
     ) -> None:
         self._opened = opened or {}
         self._nodes: list[Node] = []
-        variables, consts, _ = interpreter.open_jaxpr(jaxpr)
-        self.inputs = [Value(variable.aval) for variable in variables[len(consts) :]]
+        self.inputs = [Value(variable.aval) for variable in interpreter.unbound_inputs_of(jaxpr)]
         self.outputs = self._add(jaxpr, self.inputs, calls)
         self.nodes = self._live_nodes()
 
     def _add(self, jaxpr: Any, arguments: Sequence[Value], calls: tuple[Any, ...]) -> list[Value]:
         """Adds the equations of a function called with `arguments`, and returns its results."""
-        variables, consts, equations = interpreter.open_jaxpr(jaxpr)
-        closed_over = [
-            Value(variable.aval, constant=const, is_constant=True)
-            for variable, const in zip(variables, consts, strict=False)
-        ]
-        values = dict(zip(variables, [*closed_over, *arguments], strict=True))
-
-        def read(operand: Any) -> Value:
-            if interpreter.is_literal(operand):
-                return Value(operand.aval, constant=operand.val, is_constant=True)
-            return values[operand]
-
-        for equation in equations:
-            inputs = [read(operand) for operand in equation.invars]
-            values.update(zip(equation.outvars, self._add_equation(equation, inputs, calls), strict=True))
-        return [read(output) for output in interpreter.outputs_of(jaxpr)]
+        return interpreter.interpret(
+            jaxpr,
+            arguments,
+            lambda equation, inputs: self._add_equation(equation, inputs, calls),
+            lambda constant, aval: Value(aval, constant=constant, is_constant=True),
+        )
 
     def _add_equation(self, equation: Any, inputs: list[Value], calls: tuple[Any, ...]) -> Sequence[Value]:
         name = equation.primitive.name
@@ -200,10 +189,7 @@ def written_bytes(jaxpr: Any, fused: frozenset[str] = FUSED) -> int:
 
 def uses(jaxpr: Any, name: str) -> bool:
     """Whether a jaxpr has, at any depth, an equation of a primitive whose name starts with `name`."""
-    return any(
-        equation.primitive.name.startswith(name) or any(uses(each, name) for each in interpreter.jaxprs_in(equation))
-        for equation in interpreter.equations_of(jaxpr)
-    )
+    return any(equation.primitive.name.startswith(name) for equation in interpreter.walk(jaxpr))
 
 
 def num_bytes(aval: Any) -> int:

@@ -6,7 +6,7 @@ function here takes either.
 
 import contextlib
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -52,6 +52,12 @@ def inputs_of(jaxpr: Any) -> list[Any]:
     return list(opened(jaxpr).invars)
 
 
+def unbound_inputs_of(jaxpr: Any) -> list[Any]:
+    """The variables that a call must give values to: of constants that the jaxpr does not hold, and of arguments."""
+    variables, consts, _ = open_jaxpr(jaxpr)
+    return variables[len(consts) :]
+
+
 def outputs_of(jaxpr: Any) -> list[Any]:
     """The outputs of a jaxpr: variables, or literals."""
     return list(opened(jaxpr).outvars)
@@ -81,6 +87,14 @@ def uses_dtype(jaxpr: Any, dtype: Any) -> bool:
 
 
 # The functions inside an equation.
+
+
+def walk(jaxpr: Any) -> Iterator[Any]:
+    """All equations of a jaxpr, at any depth of nested functions."""
+    for equation in equations_of(jaxpr):
+        yield equation
+        for inner in jaxprs_in(equation):
+            yield from walk(inner)
 
 
 def jaxprs_in(equation: Any) -> list[Any]:
@@ -152,18 +166,57 @@ def as_function(jaxpr: Any) -> Callable[..., Any]:
     return jax_core().jaxpr_as_fun(jaxpr)
 
 
-def interpret(jaxpr: Any, arguments: Sequence[Any], compute: Callable[[Any, list[Any]], Sequence[Any]]) -> list[Any]:
-    """Calls a jaxpr, open or closed; `compute(equation, operands)` returns the results of each equation."""
+class Environment:
+    """The values of variables, while equations are evaluated one by one.
+
+    The values need not be arrays: a graph has its nodes there, and a comparison of programs their fingerprints.
+
+    Args:
+      variables: the variables that have values already.
+      values: their values.
+      constant: `constant(value, aval)` returns the value that stands for a literal.
+    """
+
+    def __init__(
+        self,
+        variables: Sequence[Any],
+        values: Sequence[Any],
+        constant: Callable[[Any, Any], Any] = lambda value, aval: value,
+    ) -> None:
+        self._constant, self._values = constant, dict(zip(variables, values, strict=True))
+
+    def read(self, operands: Sequence[Any]) -> list[Any]:
+        """The values of operands: variables or literals. None for variables that were not computed."""
+        return [
+            self._constant(operand.val, operand.aval) if is_literal(operand) else self._values.get(operand)
+            for operand in operands
+        ]
+
+    def write(self, variables: Sequence[Any], values: Sequence[Any]) -> None:
+        """Gives variables their values."""
+        self._values.update(zip(variables, values, strict=True))
+
+
+def interpret(
+    jaxpr: Any,
+    arguments: Sequence[Any],
+    compute: Callable[[Any, list[Any]], Sequence[Any]],
+    constant: Callable[[Any, Any], Any] = lambda value, aval: value,
+) -> list[Any]:
+    """Calls a jaxpr, open or closed.
+
+    Args:
+      jaxpr: the function.
+      arguments: the values of its arguments.
+      compute: `compute(equation, operands)` returns the results of an equation.
+      constant: `constant(value, aval)` returns the value that stands for a constant or a literal.
+    """
     variables, consts, equations = open_jaxpr(jaxpr)
-    known = dict(zip(variables, [*consts, *arguments], strict=True))
-
-    def read(operand: Any) -> Any:
-        return operand.val if is_literal(operand) else known[operand]
-
+    own = [constant(const, variable.aval) for const, variable in zip(consts, variables, strict=False)]
+    environment = Environment(variables, [*own, *arguments], constant)
     for equation in equations:
-        results = compute(equation, [read(operand) for operand in equation.invars])
-        known.update(zip(equation.outvars, results, strict=True))
-    return [read(output) for output in outputs_of(jaxpr)]
+        environment.write(equation.outvars, compute(equation, environment.read(equation.invars)))
+    return environment.read(outputs_of(jaxpr))
 
 
 def evaluate(equation: Any, operands: Sequence[Any], params: dict[str, Any] | None = None) -> list[Any]:

@@ -169,8 +169,7 @@ def _without_sharding(key: str, param: Any) -> Any:
 
 def _mentions_mesh(jaxpr: Any) -> bool:
     """Whether a jaxpr was traced under a mesh or has shardings in it, at any depth but inside a `shard_map`."""
-    _, _, equations = interpreter.open_jaxpr(jaxpr)
-    for equation in equations:
+    for equation in interpreter.equations_of(jaxpr):
         if equation.primitive.name == "sharding_constraint" or interpreter.traced_on_mesh(equation):
             return True
         if any(_without_sharding(key, param) is not param for key, param in equation.params.items()):
@@ -182,8 +181,4 @@ def _mentions_mesh(jaxpr: Any) -> bool:
 
 def _constrains(jaxpr: Any) -> bool:
     """Whether a jaxpr has a sharding constraint in it, at any depth."""
-    _, _, equations = interpreter.open_jaxpr(jaxpr)
-    return any(
-        equation.primitive.name == "sharding_constraint" or any(map(_constrains, interpreter.jaxprs_in(equation)))
-        for equation in equations
-    )
+    return any(equation.primitive.name == "sharding_constraint" for equation in interpreter.walk(jaxpr))

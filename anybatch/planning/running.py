@@ -29,12 +29,39 @@ def run_as_planned(gradient: PlannableGradient) -> tuple[Strategy, list[Any]]:
         return strategy, _ready(gradient, strategy, None)()
     planner = Planner(gradient)
     decision = planner.decide()
-    strategy, program = decision.strategy, decision.program
+
+    def ready(strategy: Strategy) -> Callable[[], list[Any]]:
+        return _ready(gradient, strategy, decision.program if strategy == decision.strategy else None)
+
+    # One process cannot change its program without the others.
+    strategy, outputs = run_until_it_fits(gradient, decision.strategy, ready, lambda: not planner.is_multiprocess)
+    if strategy != decision.strategy:
+        planner.remember(strategy)
+    return strategy, outputs
+
+
+def run_until_it_fits(
+    gradient: PlannableGradient,
+    strategy: Strategy,
+    ready: Callable[[Strategy], Callable[[], Any]],
+    may_change: Callable[[], bool],
+) -> tuple[Strategy, Any]:
+    """Runs a strategy, and others if it fails: by another method, or with microbatches of half the size.
+
+    Args:
+      gradient: the gradient that the program computes, perhaps with a training step around it.
+      strategy: the first strategy.
+      ready: compiles a strategy, and returns a function that runs it and waits for its end.
+      may_change: called after a failure. If it returns False, the error is raised.
+
+    Returns:
+      The strategy that worked, and its outputs. If it is not the first, a warning says so.
+    """
     reasons: list[str] = []
     while True:
         is_compiled = False
         try:
-            run = _ready(gradient, strategy, program)
+            run = ready(strategy)
             is_compiled = True
             outputs = run()
             break
@@ -43,12 +70,11 @@ def run_as_planned(gradient: PlannableGradient) -> tuple[Strategy, list[Any]]:
             if not is_compiled:
                 other = _by_another_method(gradient, strategy) or other
             is_hopeless = not ran_out and (is_compiled or len(reasons) == FAILURES)
-            if other is None or is_hopeless or planner.is_multiprocess:
-                raise  # one process cannot change its program without the others
+            if other is None or is_hopeless or not may_change():
+                raise
             reasons.append(_ran_out(strategy) if is_compiled else not_compiled(strategy, error))
-        strategy, program = other, None
+        strategy = other
     if reasons:
-        planner.remember(strategy)
         draws = ", except for random numbers drawn per microbatch" if gradient.draws_per_microbatch else ""
         warnings.warn(
             f"{reasons[0]} Continuing with {strategy}; the gradient is the same{draws}.\n"
@@ -121,5 +147,12 @@ def _ready(gradient: PlannableGradient, strategy: Strategy, program: CompiledPro
         program = PROGRAMS.compile(computation.fun, *computation.leaves, has_effects=computation.has_effects)
         PROGRAMS.keep(program)
     compiled = program
-    # Memory may run out at any time until the program has finished.
-    return lambda: jax.block_until_ready(compiled(*computation.leaves))
+
+    def run() -> list[Any]:
+        outputs = compiled(*computation.leaves)
+        if not compiled.has_run:  # memory may run out at any time until the program has finished
+            jax.block_until_ready(outputs)
+            compiled.has_run = True
+        return outputs
+
+    return run

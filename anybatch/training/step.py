@@ -29,7 +29,7 @@ from anybatch.jaxprs import versions
 from anybatch.planning.measure import FAILURES
 from anybatch.planning.plan import Plan
 from anybatch.planning.planner import Planner
-from anybatch.planning.running import halved, not_compiled
+from anybatch.planning.running import halved, not_compiled, run_until_it_fits
 from anybatch.planning.strategy import Strategy
 from anybatch.training.arrays import (
     Constants,
@@ -684,34 +684,19 @@ class FittingProgram:
 
     def _first_call(self, state_arrays: list[Any], batch_arrays: list[Any]) -> Any:
         """Runs the program for the first time, and again with smaller microbatches if memory runs out."""
-        planned = self.strategy
-        while True:
-            try:
-                results = self._program(state_arrays, batch_arrays)
-                jax.block_until_ready(results)
-                break
-            except jax.errors.JaxRuntimeError as error:
-                smaller = halved(self._gradient, self.strategy)
-                if (
-                    smaller is None
-                    or not versions.is_out_of_memory(error)
-                    or jax.process_count() > 1
-                    or _any_deleted(state_arrays)
-                ):
-                    raise
-            self.strategy = smaller
-            self._program = self._make(smaller)
+        planned, program = self.strategy, self._program
+
+        def ready(strategy: Strategy) -> Callable[[], Any]:
+            self._program = program if strategy == planned else self._make(strategy)
+            return lambda: jax.block_until_ready(self._program(state_arrays, batch_arrays))
+
+        def may_change() -> bool:
+            return jax.process_count() == 1 and not _any_deleted(state_arrays)
+
+        self.strategy, results = run_until_it_fits(self._gradient, planned, ready, may_change)
         self._has_run = True
         self._record(self.strategy)
         self._make = self._gradient = None  # they hold the arrays of the first call
-        if self.strategy != planned:
-            warnings.warn(
-                f"Memory ran out at {planned}, though it should have fit: another process may use the device, or its "
-                f"memory may be fragmented. Continuing with {self.strategy}; the gradient is the same.\n"
-                f"To start there, pass {self.strategy}, or a smaller memory=.",
-                TightMemoryWarning,
-                stacklevel=user_stacklevel(),
-            )
         return results
 
 

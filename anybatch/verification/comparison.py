@@ -17,7 +17,7 @@ import contextlib
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -71,7 +71,7 @@ class WideLoss:
             wide_args, wide_kwargs = jax.tree.map(widened, (args, kwargs))
             try:
                 jaxpr, _, _ = self._traced(wide_args, wide_kwargs)
-                computed = [variable.aval for equation in all_equations(jaxpr) for variable in equation.outvars]
+                computed = [variable.aval for equation in interpreter.walk(jaxpr) for variable in equation.outvars]
                 self.recomputed = any(map(_is_narrow, [*computed, *jaxpr.out_avals]))
             except Exception:  # it does not take float64, so it is traced in the given dtypes
                 self.traces_given = self.recomputed = True
@@ -108,18 +108,11 @@ class WideLoss:
 
     def _compute(self, jaxpr: Any, operands: Sequence[Any]) -> list[Any]:
         """The outputs of a jaxpr, computed in double precision."""
-        variables, consts, equations = interpreter.open_jaxpr(jaxpr)
-        known = dict(zip(variables, map(widened, [*consts, *operands]), strict=True))
 
-        def read(variable: Any) -> Any:
-            if interpreter.is_literal(variable):
-                return widened(np.asarray(variable.val, variable.aval.dtype))
-            return known[variable]
+        def constant(value: Any, aval: Any) -> Any:
+            return widened(value if _is_dynamic(value) else np.asarray(value, aval.dtype))
 
-        for equation in equations:
-            results = self._compute_equation(equation, [read(variable) for variable in equation.invars])
-            known.update(zip(equation.outvars, results, strict=True))
-        return [read(variable) for variable in interpreter.outputs_of(jaxpr)]
+        return interpreter.interpret(jaxpr, list(map(widened, operands)), self._compute_equation, constant)
 
     def _compute_equation(self, equation: Any, operands: list[Any]) -> list[Any]:
         name, params = equation.primitive.name, equation.params
@@ -263,14 +256,6 @@ def widened(value: Any) -> Any:
     if not _is_dynamic(value) or not jax.dtypes.issubdtype(value.dtype, np.inexact):
         return value
     return jnp.asarray(value, wide(value.dtype))
-
-
-def all_equations(jaxpr: Any) -> Iterator[Any]:
-    """All equations of a jaxpr, including those of nested jaxprs."""
-    for equation in interpreter.open_jaxpr(jaxpr)[2]:
-        yield equation
-        for inner in interpreter.jaxprs_in(equation):
-            yield from all_equations(inner)
 
 
 def _is_dynamic(leaf: Any) -> bool:
@@ -444,7 +429,7 @@ class Trial:
     @functools.cached_property
     def _equations(self) -> list[Any]:
         with self.precision():
-            return list(all_equations(jax.make_jaxpr(self._gradient_by_jax)(self.arrays)))
+            return list(interpreter.walk(jax.make_jaxpr(self._gradient_by_jax)(self.arrays)))
 
     @functools.cached_property
     def dtype(self) -> np.dtype:

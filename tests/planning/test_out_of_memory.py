@@ -36,7 +36,7 @@ def device(monkeypatch):
         size = _scanned(fun, arrays)
 
         class Guarded:
-            executable, key, text_hash = program.executable, None, None
+            executable, key, text_hash, has_run = program.executable, None, None, False
 
             def __call__(self, *values):
                 state.ran.append(size)
@@ -195,3 +195,14 @@ def test_a_size_that_was_given_stays_as_given(device):
     with pytest.raises(jax.errors.JaxRuntimeError, match="RESOURCE_EXHAUSTED"):
         ab.value_and_grad(network, microbatch_size=8)(params, batch)
     assert device.ran == [8]
+
+
+def test_only_the_first_run_of_a_program_is_waited_for(monkeypatch):
+    """Later calls return before the program has finished, as those of `jax.jit` do."""
+    waited = []
+    wait = jax.block_until_ready
+    monkeypatch.setattr(jax, "block_until_ready", lambda outputs: waited.append(1) or wait(outputs))
+    fun = ab.value_and_grad(lambda w, x: jnp.mean((x @ w) ** 2))
+    for _ in range(3):
+        fun(jnp.ones(5), jnp.ones((8, 5)))
+    assert len(waited) == 1
