@@ -7,6 +7,7 @@ from typing import ClassVar
 
 import chex
 import jax
+import jax.numpy as jnp
 import pytest
 from cases.planned import network, problem
 
