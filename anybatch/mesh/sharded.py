@@ -4,6 +4,7 @@ The reductions come first in this file: sums over devices inside `shard_map`, in
 """
 
 import dataclasses
+import enum
 import functools
 import math
 from collections.abc import Callable, Sequence
@@ -213,6 +214,28 @@ def _scatter_in_order(array: jax.Array, name: str, dimension: int) -> jax.Array:
     return jnp.expand_dims(tree_sum(lax.all_to_all(slices, name, 0, 0)), dimension)
 
 
+class Summation(enum.Enum):
+    """How the gradient of a parameter is summed over the devices."""
+
+    TOGETHER = enum.auto()  # with all other unsharded arrays, in one collective after the pass
+    EACH = enum.auto()  # in every microbatch, which scatters it: the parameter is sharded over axes of the batch
+    SCATTER = enum.auto()  # after the pass, by a reduce-scatter
+    LATER = enum.auto()  # likewise, in a second shard_map: axes of the model shard it, too
+
+
+@dataclasses.dataclass(frozen=True)
+class Parameter:
+    """A differentiated array on the mesh."""
+
+    spec: PartitionSpec | None  # as far as it is known
+    summation: Summation
+
+    @property
+    def enters_sharded(self) -> bool:
+        """True if each device gets its shard, and gathers the others in every microbatch."""
+        return self.summation is Summation.EACH
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class ShardedExecutor:
     """Runs a pass inside `shard_map`. The batch is sharded over axes of a mesh, in order and as evenly as possible.
@@ -252,43 +275,55 @@ class ShardedExecutor:
     def __call__(self, batch_pass: BatchPass) -> tuple[list[Any], list[Any]]:
         """The sums over all examples, and the rows of all of them in the order of the batch."""
         num_variables, layouts = batch_pass.num_variables, batch_pass.output_layouts
-        specs = [*self.specs, *[None] * num_variables][:num_variables]
-        sharded = [bool(names_at(spec, self.axes)) for spec in specs]
-        # With reduce="each", sharded parameters enter as shards, and each microbatch scatters their gradients.
-        stays = [self.reduce == "each" and each for each in sharded]
-        in_specs = [
-            self._restricted(spec) if each else PartitionSpec() for spec, each in zip(specs, stays, strict=True)
-        ]
+        parameters = [self._parameter(spec) for spec in [*self.specs, *[None] * num_variables][:num_variables]]
+        in_specs = [self._restricted(each.spec) if each.enters_sharded else PartitionSpec() for each in parameters]
         in_specs += [PartitionSpec()] * (len(batch_pass.invariant) - num_variables)
         sharded_rows = [
             self._shard_rows(array, rows) for array, rows in zip(batch_pass.rows, batch_pass.row_layouts, strict=True)
         ]
-        all_axes_manual = set(self.axes) == set(self.mesh.axis_names)
 
         def on_device(invariant: list[Any], rows: list[Any]) -> tuple[list[Any], list[Any], list[Any]]:
-            gather = functools.partial(self._gather_variables, specs=specs, stays=stays)
-            shard_of = functools.partial(self._shard, gather=gather, is_sharded=stays) if any(stays) else self._shard
+            shard_of: Any = self._shard
+            enter_sharded = [each.enters_sharded for each in parameters]
+            if any(enter_sharded):
+                gather = functools.partial(self._gather_variables, parameters=parameters)
+                shard_of = functools.partial(self._shard, gather=gather, is_sharded=enter_sharded)
             sums, made = self._run(batch_pass, shard_of, invariant, rows)
             grads, others = sums[:num_variables], sums[num_variables:]
-            grads, others = self._reduce(grads, others, specs, sharded, stays, scatters=all_axes_manual)
+            grads, others = self._reduce(grads, others, parameters)
             return grads, others, [self._split(each, layout) for each, layout in zip(made, layouts, strict=True)]
 
-        later = [each and not stay and not all_axes_manual for each, stay in zip(sharded, stays, strict=True)]
-        out_grads = [
-            PartitionSpec(self.axes) if late else self._restricted(spec) if each else PartitionSpec()
-            for spec, each, late in zip(specs, sharded, later, strict=True)
-        ]
         grads, others, made = jax.shard_map(
             on_device,
             mesh=self.mesh,
             in_specs=(in_specs, [spec for _, spec in sharded_rows]),
-            out_specs=(out_grads, PartitionSpec(), [self._spec_of_rows(layout.rows) for layout in layouts]),
+            out_specs=(
+                list(map(self._spec_of_gradient, parameters)),
+                PartitionSpec(),
+                [self._spec_of_rows(layout.rows) for layout in layouts],
+            ),
             axis_names=set(self.axes),
             check_vma=False,
         )(list(batch_pass.invariant), [array for array, _ in sharded_rows])
-        if any(later):
-            grads = self._scatter_later(grads, specs, later)
+        if any(each.summation is Summation.LATER for each in parameters):
+            grads = self._scatter_later(grads, parameters)
         return [*grads, *others], [self._gather_rows(each, layout) for each, layout in zip(made, layouts, strict=True)]
+
+    def _parameter(self, spec: PartitionSpec | None) -> Parameter:
+        if not names_at(spec, self.axes):
+            return Parameter(spec, Summation.TOGETHER)
+        if self.reduce == "each":
+            return Parameter(spec, Summation.EACH)
+        all_axes_manual = set(self.axes) == set(self.mesh.axis_names)
+        return Parameter(spec, Summation.SCATTER if all_axes_manual else Summation.LATER)
+
+    def _spec_of_gradient(self, parameter: Parameter) -> PartitionSpec:
+        """The spec of a gradient when it leaves the shard_map."""
+        if parameter.summation is Summation.TOGETHER:
+            return PartitionSpec()
+        if parameter.summation is Summation.LATER:
+            return PartitionSpec(self.axes)
+        return self._restricted(parameter.spec)
 
     def in_batch_order(self, examples: Any) -> Any:
         """The examples of the batch, without the rows that pad an uneven batch."""
@@ -402,13 +437,14 @@ class ShardedExecutor:
         """True if an array has only the rows of this device, because an uneven batch was padded before."""
         return rows == Batched(0) and array.shape[0] == self.share != self.examples
 
-    def _gather_variables(self, variables: list[Any], *, specs: list[Any], stays: list[bool]) -> list[Any]:
+    def _gather_variables(self, variables: list[Any], *, parameters: list[Parameter]) -> list[Any]:
         """The differentiated arrays, all-gathered where this device has a shard."""
         return [
-            self._gather(leaf, spec) if stay else leaf for leaf, spec, stay in zip(variables, specs, stays, strict=True)
+            self._gather(leaf, each.spec) if each.enters_sharded else leaf
+            for leaf, each in zip(variables, parameters, strict=True)
         ]
 
-    def _gather(self, shard: Any, spec: PartitionSpec) -> Any:
+    def _gather(self, shard: Any, spec: Any) -> Any:
         # If several axes shard a dimension, shard_map has sharded it by those of the batch first.
         entries = [(entry,) if isinstance(entry, str) else tuple(entry or ()) for entry in spec]
         in_turn = [sorted(names, key=lambda name: name not in self.axes) for names in entries]
@@ -427,44 +463,37 @@ class ShardedExecutor:
         )
         return shards.fold(nested(shard))
 
-    def _shards(self, spec: PartitionSpec) -> Shards:
+    def _shards(self, spec: Any) -> Shards:
         return Shards(spec, self.mesh, self.axes)
 
-    def _reduce(
-        self,
-        grads: list[Any],
-        others: list[Any],
-        specs: list[Any],
-        sharded: list[bool],
-        stays: list[bool],
-        *,
-        scatters: bool,
-    ) -> tuple[list[Any], list[Any]]:
+    def _reduce(self, grads: list[Any], others: list[Any], parameters: list[Parameter]) -> tuple[list[Any], list[Any]]:
         """Sums over devices: one collective for all unsharded arrays, a reduce-scatter for each sharded gradient."""
         in_order = self.num_groups is not None
-        together = [grad for grad, each in zip(grads, sharded, strict=True) if not each]
+        pairs = list(zip(grads, parameters, strict=True))
+        together = [grad for grad, each in pairs if each.summation is Summation.TOGETHER]
         sum_arrays = sum_in_order if in_order else sum_over
         summed = sum_arrays([*together, *others], self.axes) if together or others else []
         unsharded = iter(summed[: len(together)])
         reduced = []
-        for grad, spec, each, stay in zip(grads, specs, sharded, stays, strict=True):
-            if not each:
+        for grad, each in pairs:
+            if each.summation is Summation.TOGETHER:
                 reduced.append(next(unsharded))
-            elif stay:  # each microbatch has summed it over the axes that shard it
-                names = {name for several in names_at(spec, self.axes).values() for name in several}
+            elif each.summation is Summation.EACH:  # each microbatch has summed it over the axes that shard it
+                names = {name for several in names_at(each.spec, self.axes).values() for name in several}
                 rest = tuple(name for name in self.axes if name not in names)
                 reduced.append(lax.psum(grad, rest) if rest else grad)
-            elif scatters:
-                shards = self._shards(spec)
+            elif each.summation is Summation.SCATTER:
+                shards = self._shards(each.spec)
                 reduced.append(shards.fold(shards.scatter(shards.unfold(grad, ()), in_order=in_order)))
             else:
-                reduced.append(self._shards(spec).unfold(grad, ())[None])
+                reduced.append(self._shards(each.spec).unfold(grad, ())[None])
         return reduced, summed[len(together) :]
 
-    def _scatter_later(self, grads: list[Any], specs: list[Any], later: list[bool]) -> list[Any]:
+    def _scatter_later(self, grads: list[Any], parameters: list[Parameter]) -> list[Any]:
         """Sums gradients that axes of the model shard, too. With all axes manual, XLA gathers none of them."""
+        later = [each.summation is Summation.LATER for each in parameters]
         waiting = [grad for grad, late in zip(grads, later, strict=True) if late]
-        their = [self._shards(spec) for spec, late in zip(specs, later, strict=True) if late]
+        their = [self._shards(each.spec) for each in parameters if each.summation is Summation.LATER]
 
         def scatter(partial: list[Any]) -> list[Any]:
             in_order = self.num_groups is not None
