@@ -28,6 +28,7 @@ from anybatch.jaxprs import avals
 from anybatch.mesh import executor
 from anybatch.mesh.call_shardings import CallShardings, groups_of
 from anybatch.mesh.executor import Executor, LocalExecutor
+from anybatch.planning.budget import left_for_head
 from anybatch.planning.strategy import Computation, Route, Strategy
 from anybatch.reading.microbatch_weights import MicrobatchWeights, microbatch_weights
 from anybatch.reading.read import split_loss, split_loss_in_one_pass
@@ -153,7 +154,7 @@ class Gradient:
     @functools.cached_property
     def checked_reading(self) -> Reading:
         """The reading of the loss, after checking that its head, which sees the full batch, fits the memory."""
-        return head_budget.check_head(self.split, on_coupled=self.options.on_coupled, memory=self.options.memory)
+        return head_budget.check_head(self.split, on_coupled=self.options.on_coupled, left=lambda: left_for_head(self))
 
     @functools.cached_property
     def weights(self) -> MicrobatchWeights | None:

@@ -1,13 +1,13 @@
 """Checks of the head of a loss, which is computed from the full batch: is it allowed, and does it fit the memory?"""
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 
 from anybatch.call.loss import TracedLoss
-from anybatch.call.memory import memory_budget, readable
+from anybatch.call.memory import readable
 from anybatch.errors import CoupledError, HeadTooLargeError, InputError, LargeHeadWarning, user_stacklevel
 from anybatch.jaxprs import versions
 from anybatch.reading import states
@@ -25,13 +25,13 @@ COMPARED = (
 )
 
 
-def check_head(split: Split, *, on_coupled: str, memory: Any = None) -> Reading:
+def check_head(split: Split, *, on_coupled: str, left: Callable[[], int | None]) -> Reading:
     """The reading of a loss, after checking its head.
 
     Args:
       split: the loss, as it was read.
       on_coupled: the option; "error" refuses a loss that looks across examples.
-      memory: the option.
+      left: returns the bytes that are left for the head, or None if that is not known.
 
     Raises:
       CoupledError: for a loss that looks across examples, with `on_coupled="error"`.
@@ -47,14 +47,14 @@ def check_head(split: Split, *, on_coupled: str, memory: Any = None) -> Reading:
             'on_coupled="exact": the gradient is then exact, and everything after that line runs on the full batch, '
             f"which takes about {readable(of_all)}."
         )
-    budget = memory_budget(memory)
+    budget = left() if reading.head_bytes else None
     # The estimate may be too high, since XLA fuses operations. The compiled head decides.
     if budget is not None and reading.head_bytes > budget // 4:
         needed = _compiled_bytes(split)
         if needed > budget:
             raise HeadTooLargeError(
                 f"The part of this loss that runs on the full batch needs {readable(needed)} with its gradient, "
-                f"besides the parameters and the batch, and there are {readable(budget)}.\n"
+                f"besides the parameters and the batch, and there are {readable(budget)} left for it.\n"
                 f"{_begins(reading)}\nAllow more with memory=. {reading.remedy}".rstrip()
             )
     return reading

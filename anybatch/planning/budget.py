@@ -1,6 +1,7 @@
 """The memory budget of a gradient: how many bytes its program may take, with its arguments."""
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -35,33 +36,54 @@ class Budget:
         return "unknown" if self.allowed is None else f"{readable(self.allowed)} ({self.source})"
 
 
+def allowed_memory(memory: Any, devices: Sequence[Any], present: int = 0) -> Budget:
+    """The budget for the option `memory=`, or else most of the free memory.
+
+    Args:
+      memory: the option.
+      devices: the devices that a program runs on.
+      present: the bytes of its arguments that are on a device already. They are counted as used, so that they are added
+        to the free memory.
+    """
+    limit = memory_limit(devices)
+    if is_explicit(memory):
+        return Budget(memory_budget(memory), 0, limit, None, f"memory={memory!r}")
+    left = memory_left(devices)
+    if left is None:
+        return Budget(None, 0, limit, None, "the device does not say")
+    available = left + present
+    taken = None if limit is None else max(0, limit - available)
+    if memory is not None:
+        return Budget(memory_budget(memory, available), 0, limit, taken, f"{memory} of the free memory")
+    spare = SPARE_ON_CPU if _on_cpu(devices) else SPARE_ON_ACCELERATOR
+    return Budget(int(available * (1 - spare)), 0, limit, taken, f"{1 - spare:.0%} of the free memory")
+
+
+def is_explicit(memory: Any) -> bool:
+    """True if the option `memory=` names a number of bytes. A percentage is of the free memory."""
+    return memory is not None and not (isinstance(memory, str) and "%" in memory)
+
+
 def budget_of(gradient: PlannableGradient, *, arrays_exist: bool = True) -> Budget:
     """The budget of a gradient: its `memory=`, or else most of the free memory.
 
     Args:
       gradient: the gradient.
-      arrays_exist: True if its arrays exist. Those on a device are already counted as used, so their bytes are added
-        to the free memory.
+      arrays_exist: True if its arrays exist. Those on a device are already counted as used.
     """
-    memory = gradient.options.memory
     leaves = jax.tree.leaves(gradient.arguments.arrays)
-    devices = gradient.devices
-    limit = memory_limit(devices)
-    explicit = memory is not None and not (isinstance(memory, str) and "%" in memory)
-    if explicit:
-        return Budget(memory_budget(memory), 0, limit, None, f"memory={memory!r}")
-    left = memory_left(devices)
-    if left is None:
-        return Budget(None, 0, limit, None, "the device does not say")
-    counted = sum(local_bytes(leaf) for leaf in leaves if not _is_on_host(leaf)) if arrays_exist else 0
-    available = left + counted
-    taken = None if limit is None else max(0, limit - available)
-    if memory is not None:
-        return Budget(memory_budget(memory, available), 0, limit, taken, f"{memory} of the free memory")
-    spare = SPARE_ON_CPU if _on_cpu(devices) else SPARE_ON_ACCELERATOR
-    step = 0 if can_run(*leaves) or not arrays_exist else COPIES_IN_A_STEP
-    reserve = step * gradient.local_bytes("wrt")
-    return Budget(int(available * (1 - spare)), reserve, limit, taken, f"{1 - spare:.0%} of the free memory")
+    present = sum(local_bytes(leaf) for leaf in leaves if not _is_on_host(leaf)) if arrays_exist else 0
+    budget = allowed_memory(gradient.options.memory, gradient.devices, present)
+    if gradient.options.memory is not None or budget.allowed is None or can_run(*leaves) or not arrays_exist:
+        return budget
+    return dataclasses.replace(budget, reserve=COPIES_IN_A_STEP * gradient.local_bytes("wrt"))
+
+
+def left_for_head(gradient: PlannableGradient) -> int | None:
+    """The bytes that are left for the head of a loss beside the arguments; None if that is not known."""
+    allowed = budget_of(gradient).allowed
+    arguments = sum(map(gradient.local_bytes, ("wrt", "batch", "keys", "rest")))
+    return None if allowed is None else max(0, allowed - arguments)
 
 
 def agreed(budget: Budget) -> Budget:
@@ -78,8 +100,8 @@ def agreed(budget: Budget) -> Budget:
     )
 
 
-def _on_cpu(devices: list[Any]) -> bool:
-    return (devices or jax.local_devices())[0].platform == "cpu"
+def _on_cpu(devices: Sequence[Any]) -> bool:
+    return (list(devices) or jax.local_devices())[0].platform == "cpu"
 
 
 def _is_on_host(leaf: Any) -> bool:

@@ -19,13 +19,14 @@ import jax
 
 from anybatch.call.arguments import takes_batch
 from anybatch.call.caches import Cache
-from anybatch.call.memory import memory_budget, memory_left, readable
+from anybatch.call.memory import memory_budget, readable
 from anybatch.call.models import has_nnx, without_objects
 from anybatch.call.options import Options
 from anybatch.errors import InputError, NothingFitsError, TightMemoryWarning, user_stacklevel
 from anybatch.gradient_noise.noise_scale import NoiseScale
 from anybatch.gradients.computation import Gradient
 from anybatch.jaxprs import versions
+from anybatch.planning.budget import allowed_memory, is_explicit
 from anybatch.planning.measure import FAILURES
 from anybatch.planning.plan import Plan
 from anybatch.planning.planner import Planner
@@ -657,25 +658,18 @@ class FittingProgram:
 
     @property
     def _has_budget(self) -> bool:
-        """Whether the user named a budget in bytes. A percentage is of the memory that is left."""
-        return self._memory is not None and not (isinstance(self._memory, str) and "%" in self._memory)
+        """Whether the user named a budget in bytes."""
+        return is_explicit(self._memory)
 
     def _excess(self, stats: Any) -> str | None:
         """A sentence if the step needs more memory than it may take; else None."""
-        needed = self._needed(stats)
-        if self._has_budget:
-            allowed, where = memory_budget(self._memory), f"memory={self._memory!r}"
-        else:
-            if jax.process_count() > 1:  # all processes must decide alike, and each has another amount left
-                return None
-            allowed, where = memory_left(self._gradient.devices), "the memory that is left"
-        if allowed is None or needed <= allowed:
+        if not self._has_budget and jax.process_count() > 1:
+            return None  # all processes must decide alike, and each has another amount left
+        needed, budget = self._needed(stats), allowed_memory(self._memory, self._gradient.devices)
+        if budget.allowed is None or needed <= budget.allowed:
             return None
         of_arguments = f"{readable(stats.argument_size_in_bytes)} of it for the state and the batch"
-        return (
-            f"A step with {self.strategy} needs {readable(needed)}, {of_arguments}: more than {readable(allowed)} "
-            f"({where})."
-        )
+        return f"A step with {self.strategy} needs {readable(needed)}, {of_arguments}: more than {budget}."
 
     def _needed(self, stats: Any) -> int:
         """The bytes of the step: all of them against a budget; only new ones against the memory that is left."""
