@@ -9,7 +9,7 @@ reduction is computed in the same way, with the split of `declared.py`.
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -249,7 +249,7 @@ class Passes:
             own_seeds = [seed_at[position] for position in self._differentiated(selection)]
             if own_seeds:
                 grads, frontier, noise = self._backward(variables, inputs, known, own_seeds, keeps_frontier, selection)
-                total = grads if total is None else [_plus(one, other) for one, other in zip(total, grads, strict=True)]
+                total = grads if total is None else _plus(total, grads)
                 made.update(zip(positions, frontier, strict=False))
             elif keeps_frontier:
                 made.update(zip(positions, self._forward(variables, inputs, known, selection), strict=True))
@@ -357,36 +357,107 @@ def value_and_grad(passes: Passes, consts: Any, arrays: Arrays) -> tuple[Any, li
     Memory: one gradient in the accumulator's dtype, the temporaries of one microbatch, and those of the head, with the
     rows of the frontier. The noise needs the gradient of one microbatch more.
     """
-    split, run_once = passes.split, passes.executor.run_once
-    inputs = [jnp.asarray(leaf) for leaf in split.inputs(consts, arrays)]
-    first, num_wrt = split.num_consts, len(split.loss.types.wrt)
-    wrt = inputs[first : first + num_wrt]
-    in_order = list(inputs)
-    for position in split.batch_positions:
-        in_order[position] = passes.executor.in_batch_order(inputs[position])
-    known = run_once(split.compute_first, in_order, passes.rows_of_data(inputs))
-
-    def with_wrt(inputs: Sequence[Any], wrt: Sequence[Any]) -> list[Any]:
-        return [*inputs[:first], *wrt, *inputs[first + num_wrt :]]
-
-    def compute_hoisted(wrt: list[Any]) -> list[Any]:
-        return run_once(
-            lambda inputs, wrt, known: split.compute_hoisted(with_wrt(inputs, wrt), known), in_order, wrt, known
+    call = _Call(passes, consts, arrays)
+    found = call.differentiate()
+    num_wrt = len(call.wrt)
+    with jax.named_scope("anybatch_reduce"):
+        own = call.with_hoisted(found.grads[:num_wrt], found.grads[num_wrt:])
+        noise = found.noise
+        if passes.measures_noise:
+            noise = _noise(passes.split.loss.num_examples, noise, found.summed, own, found.factor)
+        return (
+            found.value,
+            found.aux,
+            [grad.astype(leaf.dtype) for grad, leaf in zip(own, call.wrt, strict=True)],
+            noise,
         )
 
-    hoisted, pull_hoisted = jax.vjp(compute_hoisted, wrt) if split.hoisted else ([], None)
-    variables = [*wrt, *hoisted]
 
-    def differentiated_head(
-        frontier: Sequence[Any], num_outputs: int | None = None
+class _Differentiated(NamedTuple):
+    """The results of all passes over the batch."""
+
+    value: Any
+    aux: list[Any]
+    grads: list[Any]  # with respect to the variables
+    summed: Sequence[Any] = ()  # the part of `grads` that was summed over microbatches, before the factor
+    noise: Any = ()
+    factor: Any = None  # what the sum is multiplied by, if that was not known before the pass
+
+
+class _Call:
+    """The inputs of one call, and the values that are computed before the first pass."""
+
+    def __init__(self, passes: Passes, consts: Any, arrays: Arrays) -> None:
+        split = self.split = passes.split
+        self.passes, self.run_once = passes, passes.executor.run_once
+        self.inputs = [jnp.asarray(leaf) for leaf in split.inputs(consts, arrays)]
+        self._first = split.num_consts
+        self.wrt = self.inputs[self._first : self._first + len(split.loss.types.wrt)]
+        self._in_order = list(self.inputs)
+        for position in split.batch_positions:
+            self._in_order[position] = passes.executor.in_batch_order(self.inputs[position])
+        self.known = self.run_once(split.compute_first, self._in_order, passes.rows_of_data(self.inputs))
+        self._hoisted, self._pull_hoisted = jax.vjp(self._compute_hoisted, self.wrt) if split.hoisted else ([], None)
+        self.variables = [*self.wrt, *self._hoisted]
+
+    def _with_wrt(self, inputs: Sequence[Any], wrt: Sequence[Any]) -> list[Any]:
+        return [*inputs[: self._first], *wrt, *inputs[self._first + len(self.wrt) :]]
+
+    def _compute_hoisted(self, wrt: list[Any]) -> list[Any]:
+        def compute(inputs: list[Any], wrt: list[Any], known: list[Any]) -> list[Any]:
+            return self.split.compute_hoisted(self._with_wrt(inputs, wrt), known)
+
+        return self.run_once(compute, self._in_order, wrt, self.known)
+
+    def with_hoisted(self, grads: list[Any], of_hoisted: list[Any]) -> list[Any]:
+        """The gradient with respect to the parameters, with that through the hoisted values."""
+        if self._pull_hoisted is None:
+            return grads
+        narrow = [grad.astype(leaf.dtype) for grad, leaf in zip(of_hoisted, self._hoisted, strict=True)]
+        return _plus(grads, self._pull_hoisted(narrow)[0])
+
+    def differentiate(self) -> _Differentiated:
+        """Runs the passes over the batch and the head."""
+        split, passes = self.split, self.passes
+        given = (self.variables, self.inputs, self.known)
+        if isinstance(split, DeclaredSplit) and split.seeds == Seeds.BEFORE:
+            # As below, and less to trace: the gradient of this head is a constant.
+            summed, frontier, noise = passes.backward(*given, split.constant_seeds, keeps_frontier=True)
+            with jax.named_scope("anybatch_head"):
+                value, *aux = self.run_once(split.head, [], self.known, [], frontier)
+            return _Differentiated(value, aux, summed, summed, noise)
+        if split.seeds == Seeds.NONE:
+            frontier = passes.forward(*given) if split.frontier else []
+            return _Differentiated(*self._head(frontier)[:3])
+        if split.seeds == Seeds.BETWEEN:
+            value, aux, grads, seeds = self._head(passes.forward(*given))
+            summed, _, noise = passes.backward(*given, seeds, keeps_frontier=False)
+            return _Differentiated(value, aux, _plus(summed, grads), summed, noise)
+        placeholders = [_placeholder(value) for value in split.frontier]
+        if split.seeds == Seeds.BEFORE:
+            # The gradient of the head does not depend on the frontier, so placeholders will do.
+            seeds = self._head(placeholders, num_outputs=1)[3]
+            summed, frontier, noise = passes.backward(*given, seeds, keeps_frontier=True)
+            value, aux, grads, _ = self._head(frontier)
+            return _Differentiated(value, aux, _plus(summed, grads), summed, noise)
+        ones = [jnp.ones_like(placeholders[position]) for position in split.differentiated]
+        summed, frontier, noise = passes.backward(*given, ones, keeps_frontier=True)
+        value, aux, grads, (factor,) = self._head(frontier)
+        factor = factor.reshape(())
+        scaled = [total * factor.astype(total.dtype) for total in summed]
+        return _Differentiated(value, aux, _plus(scaled, grads), summed, noise, factor)
+
+    def _head(
+        self, frontier: Sequence[Any], num_outputs: int | None = None
     ) -> tuple[Any, list[Any], list[Any], list[Any]]:
         """The loss, the aux leaves, and the gradients with respect to the variables and to the frontier."""
+        split, num_wrt = self.split, len(self.wrt)
 
         def differentiated(inputs: Any, known: Any, variables: Any, frontier: Any) -> Any:
             def head(variables: Sequence[Any], moving: Sequence[Any]) -> tuple[Any, list[Any]]:
                 now = dict(zip(split.differentiated, moving, strict=True))
                 values = [now.get(position, value) for position, value in enumerate(frontier)]
-                parameters = with_wrt(inputs, variables[:num_wrt])
+                parameters = self._with_wrt(inputs, variables[:num_wrt])
                 value, *aux = split.head(parameters, known, variables[num_wrt:], values, num_outputs)
                 return value, aux
 
@@ -395,46 +466,7 @@ def value_and_grad(passes: Passes, consts: Any, arrays: Arrays) -> tuple[Any, li
             return value, aux, *pullback(jnp.ones_like(value))
 
         with jax.named_scope("anybatch_head"):
-            return run_once(differentiated, in_order, known, variables, list(frontier))
-
-    factor: Any = None
-    summed: list[Any] = []
-    noise: list[Any] = []
-    if split.seeds == Seeds.NONE:
-        frontier = passes.forward(variables, inputs, known) if split.frontier else []
-        value, aux, grads, _ = differentiated_head(frontier)
-    elif isinstance(split, DeclaredSplit) and split.seeds == Seeds.BEFORE:
-        # As below, and less to trace: the gradient of this head is a constant.
-        summed, frontier, noise = passes.backward(variables, inputs, known, split.constant_seeds, keeps_frontier=True)
-        with jax.named_scope("anybatch_head"):
-            value, *aux = run_once(split.head, [], known, [], frontier)
-        grads = summed
-    elif split.seeds == Seeds.BEFORE:
-        # The gradient of the head does not depend on the frontier, so placeholders will do.
-        seeds = differentiated_head([_placeholder(value) for value in split.frontier], num_outputs=1)[3]
-        summed, frontier, noise = passes.backward(variables, inputs, known, seeds, keeps_frontier=True)
-        value, aux, grads, _ = differentiated_head(frontier)
-        grads = [_plus(total, grad) for total, grad in zip(summed, grads, strict=True)]
-    elif split.seeds == Seeds.AFTER:
-        ones = [jnp.ones_like(_placeholder(split.frontier[position])) for position in split.differentiated]
-        summed, frontier, noise = passes.backward(variables, inputs, known, ones, keeps_frontier=True)
-        value, aux, grads, (factor,) = differentiated_head(frontier)
-        factor = factor.reshape(())
-        grads = [_plus(total * factor.astype(total.dtype), grad) for total, grad in zip(summed, grads, strict=True)]
-    else:
-        frontier = passes.forward(variables, inputs, known)
-        value, aux, grads, seeds = differentiated_head(frontier)
-        summed, _, noise = passes.backward(variables, inputs, known, seeds, keeps_frontier=False)
-        grads = [_plus(total, grad) for total, grad in zip(summed, grads, strict=True)]
-
-    with jax.named_scope("anybatch_reduce"):
-        own, of_hoisted = grads[:num_wrt], grads[num_wrt:]
-        if pull_hoisted is not None:
-            (pulled,) = pull_hoisted([grad.astype(leaf.dtype) for grad, leaf in zip(of_hoisted, hoisted, strict=True)])
-            own = [_plus(grad, more) for grad, more in zip(own, pulled, strict=True)]
-        if passes.measures_noise:
-            noise = _noise(split.loss.num_examples, noise, summed, own, factor)
-        return value, aux, [grad.astype(leaf.dtype) for grad, leaf in zip(own, wrt, strict=True)], noise
+            return self.run_once(differentiated, self._in_order, self.known, self.variables, list(frontier))
 
 
 def _noise(examples: int, sums: list[Any], summed: list[Any], grads: list[Any], factor: Any) -> list[Any]:
@@ -449,8 +481,9 @@ def _noise(examples: int, sums: list[Any], summed: list[Any], grads: list[Any], 
     return squared_norms.summary(sums, of_data, of_all)
 
 
-def _plus(total: jax.Array, grad: jax.Array) -> jax.Array:
-    return total + grad.astype(total.dtype)
+def _plus(totals: Sequence[Any], grads: Sequence[Any]) -> list[Any]:
+    """The sums of two gradients, in the dtypes of the first."""
+    return [total + grad.astype(total.dtype) for total, grad in zip(totals, grads, strict=True)]
 
 
 def _placeholder(value: Any) -> Any:
