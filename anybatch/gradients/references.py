@@ -264,7 +264,7 @@ def _constant(value: Any, aval: Any = None) -> int:
     return _hash("constant", str(jax.typeof(value)), np.asarray(value).tobytes() if is_small else "")
 
 
-def _compute(equation: Any, operands: list[Any]) -> list[Any]:
+def _compute(equation: Any, operands: list[Any]) -> list[Any]:  # noqa: C901 - one case for each kind of equation
     name, params = equation.primitive.name, equation.params
     accumulators = [id(operand) for operand in operands if isinstance(operand, _Accumulator)]
     if len(set(accumulators)) < len(accumulators):

@@ -365,12 +365,8 @@ def value_and_grad(passes: Passes, consts: Any, arrays: Arrays) -> tuple[Any, li
         noise = found.noise
         if passes.measures_noise:
             noise = _noise(passes.split.loss.num_examples, noise, found.summed, own, found.factor)
-        return (
-            found.value,
-            found.aux,
-            [grad.astype(leaf.dtype) for grad, leaf in zip(own, call.wrt, strict=True)],
-            noise,
-        )
+        grads = [grad.astype(leaf.dtype) for grad, leaf in zip(own, call.wrt, strict=True)]
+    return found.value, found.aux, grads, noise
 
 
 class _Differentiated(NamedTuple):
@@ -379,8 +375,8 @@ class _Differentiated(NamedTuple):
     value: Any
     aux: list[Any]
     grads: list[Any]  # with respect to the variables
-    summed: Sequence[Any] = ()  # the part of `grads` that was summed over microbatches, before the factor
-    noise: Any = ()
+    summed: list[Any]  # the part of `grads` that was summed over microbatches, before the factor
+    noise: list[Any]
     factor: Any = None  # what the sum is multiplied by, if that was not known before the pass
 
 
@@ -397,7 +393,10 @@ class _Call:
         for position in split.batch_positions:
             self._in_order[position] = passes.executor.in_batch_order(self.inputs[position])
         self.known = self.run_once(split.compute_first, self._in_order, passes.rows_of_data(self.inputs))
-        self._hoisted, self._pull_hoisted = jax.vjp(self._compute_hoisted, self.wrt) if split.hoisted else ([], None)
+        self._hoisted: list[Any] = []
+        self._pull_hoisted: Any = None
+        if split.hoisted:
+            self._hoisted, self._pull_hoisted = jax.vjp(self._compute_hoisted, self.wrt)
         self.variables = [*self.wrt, *self._hoisted]
 
     def _with_wrt(self, inputs: Sequence[Any], wrt: Sequence[Any]) -> list[Any]:
@@ -428,7 +427,7 @@ class _Call:
             return _Differentiated(value, aux, summed, summed, noise)
         if split.seeds == Seeds.NONE:
             frontier = passes.forward(*given) if split.frontier else []
-            return _Differentiated(*self._head(frontier)[:3])
+            return _Differentiated(*self._head(frontier)[:3], summed=[], noise=[])
         if split.seeds == Seeds.BETWEEN:
             value, aux, grads, seeds = self._head(passes.forward(*given))
             summed, _, noise = passes.backward(*given, seeds, keeps_frontier=False)

@@ -278,7 +278,7 @@ class _Grading:
         self.programs: list[tuple[Program, Arguments]] = []
         self.first: tuple[Case, Answer, Expected] | None = None
 
-    def stages(self) -> Any:
+    def stages(self) -> Any:  # noqa: C901 - the stages of a check, one after the other
         """Runs the stages in order; yields the name of each that passed, and what it found. Raises `Failed`."""
         self._file()
         self._look_ahead()

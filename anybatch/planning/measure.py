@@ -194,13 +194,30 @@ class Measurements:
         A strategy that runs out of memory gets infinite seconds, and its bytes become None.
         """
         leaves = {strategy: self.gradient.computation(strategy).leaves for strategy in strategies}
-        taken: dict[Strategy, list[float]] = {strategy: [] for strategy in strategies}
-        self.taken = taken
-        on_cpu = (self.gradient.devices or jax.local_devices())[0].platform == "cpu"
 
         def seconds(strategy: Strategy, repeats: int) -> float:
             return _mean_seconds(lambda: self.program(strategy)(*leaves[strategy]), repeats)
 
+        able = self._able_to_run(strategies, seconds)
+        taken: dict[Strategy, list[float]] = {strategy: [] for strategy in strategies}
+        self.taken = taken
+        on_cpu = self._on_cpu
+        left = 0.0 if on_cpu or not able else WARM_UP_SECONDS
+        while left > 0:
+            left -= sum(seconds(strategy, 1) for strategy in able)
+        for _ in range(rounds):
+            for strategy in able:
+                if not on_cpu:
+                    seconds(strategy, 1)  # not timed: it may profit from a device that the program before let cool
+                taken[strategy].append(seconds(strategy, self._repeats[strategy]))
+        return {strategy: statistics.median(each) if each else math.inf for strategy, each in taken.items()}
+
+    @property
+    def _on_cpu(self) -> bool:
+        return bool((self.gradient.devices or jax.local_devices())[0].platform == "cpu")
+
+    def _able_to_run(self, strategies: Sequence[Strategy], seconds: Callable[[Strategy, int], float]) -> list[Strategy]:
+        """The strategies that do not run out of memory. Finds out how often a turn must repeat each of them."""
         for strategy in strategies:
             if strategy in self._repeats:
                 continue
@@ -212,18 +229,9 @@ class Measurements:
                     raise
                 self.bytes[strategy] = None
             else:
-                least = MIN_TURN_SECONDS_ON_CPU if on_cpu else MIN_TURN_SECONDS
+                least = MIN_TURN_SECONDS_ON_CPU if self._on_cpu else MIN_TURN_SECONDS
                 self._repeats[strategy] = max(1, min(100, math.ceil(least / max(once, 1e-6))))
-        able = [strategy for strategy in strategies if strategy in self._repeats]
-        left = 0.0 if on_cpu or not able else WARM_UP_SECONDS
-        while left > 0:
-            left -= sum(seconds(strategy, 1) for strategy in able)
-        for _ in range(rounds):
-            for strategy in able:
-                if not on_cpu:
-                    seconds(strategy, 1)  # not timed: it may profit from a device that the program before let cool
-                taken[strategy].append(seconds(strategy, self._repeats[strategy]))
-        return {strategy: statistics.median(each) if each else math.inf for strategy, each in taken.items()}
+        return [strategy for strategy in strategies if strategy in self._repeats]
 
 
 def _mean_seconds(run: Callable[[], Any], repeats: int) -> float:

@@ -53,12 +53,7 @@ def compute_rows(microbatch: Any, node: Node, value: Value, rows: Batched) -> An
     if name == "iota":
         return _iota(microbatch, node, rows)
     if name == "broadcast_in_dim" and len(node.inputs) == 1:
-        (operand,) = node.inputs
-        dimensions = list(params["broadcast_dimensions"])
-        smaller = {**params, "shape": replaced(params["shape"], axis, length)}
-        if axis not in dimensions or operand.shape[dimensions.index(axis)] == 1:
-            return node([microbatch.full_batch[operand]], smaller)[0]
-        return node([microbatch.rows(operand, rows.at(dimensions.index(axis)))], smaller)[0]
+        return _broadcast(microbatch, node, rows)
     if name in ELEMENTWISE and all(operand.ndim in (0, value.ndim) for operand in node.inputs):
         full = value.shape[axis]
         operands = [
@@ -72,18 +67,16 @@ def compute_rows(microbatch: Any, node: Node, value: Value, rows: Batched) -> An
         return node([microbatch.rows(node.inputs[0], rows)])[0]
     if name == "transpose":
         return node([microbatch.rows(node.inputs[0], rows.at(params["permutation"][axis]))])[0]
-    if name == "squeeze":
-        dropped = {dimension % node.inputs[0].ndim for dimension in params["dimensions"]}
-        kept = [dimension for dimension in range(node.inputs[0].ndim) if dimension not in dropped]
-        return node([microbatch.rows(node.inputs[0], rows.at(kept[axis]))])[0]
     if name == "reshape" and params.get("dimensions") is None and len(node.inputs) == 1:
         before = reshaped(value.shape, node.inputs[0].shape, rows, microbatch.num_examples)
         if before is None:
             return None
         smaller = {**params, "new_sizes": replaced(params["new_sizes"], axis, length)}
         return node([microbatch.rows(node.inputs[0], before)], smaller)[0]
-    if name in ("reduce_sum", "reduce_max", "reduce_min", "argmax", "argmin"):
-        dropped = {dimension % node.inputs[0].ndim for dimension in params["axes"]}
+    if name in ("squeeze", "reduce_sum", "reduce_max", "reduce_min", "argmax", "argmin"):
+        dropped = {
+            dimension % node.inputs[0].ndim for dimension in params["dimensions" if name == "squeeze" else "axes"]
+        }
         kept = [dimension for dimension in range(node.inputs[0].ndim) if dimension not in dropped]
         return node([microbatch.rows(node.inputs[0], rows.at(kept[axis]))])[0]
     if name in ("random_bits", "random_split", "random_wrap", "random_unwrap"):
@@ -103,6 +96,16 @@ def reshaped(old: tuple[int, ...], new: tuple[int, ...], rows: Batched, num_exam
         if passed == 0:
             return None
     return None
+
+
+def _broadcast(microbatch: Any, node: Node, rows: Batched) -> Any:
+    (operand,) = node.inputs
+    params, axis = node.params, rows.axis
+    dimensions = list(params["broadcast_dimensions"])
+    smaller = {**params, "shape": replaced(params["shape"], axis, rows.length(microbatch.size))}
+    if axis not in dimensions or operand.shape[dimensions.index(axis)] == 1:
+        return node([microbatch.full_batch[operand]], smaller)[0]
+    return node([microbatch.rows(operand, rows.at(dimensions.index(axis)))], smaller)[0]
 
 
 def _iota(microbatch: Any, node: Node, rows: Batched) -> Any:
