@@ -78,8 +78,8 @@ class DeclaredSplit:
     @functools.cached_property
     def frontier(self) -> list[Value]:
         """The outputs of the microbatches. Sums are wide, so that the head divides them before they are rounded."""
-        types = zip(self.outputs, self.loss.out_avals, strict=True)
-        return [Value(aval.update(dtype=self._wide(output, aval.dtype))) for output, aval in types]
+        types = enumerate(self.loss.out_avals)
+        return [Value(aval.update(dtype=self._wide(position, aval.dtype))) for position, aval in types]
 
     @property
     def selections(self) -> dict[int | None, list[int]]:
@@ -155,7 +155,7 @@ class DeclaredSplit:
         out = loss(consts, arrays._replace(batch=batch, keys=keys))
         terms = []
         for position, (value, how, output) in enumerate(zip(out, self.combinations, self.outputs, strict=True)):
-            term = value.astype(self._wide(output, value.dtype)) if output.kind is Kind.SUM else value
+            term = value.astype(self._wide(position, value.dtype)) if output.kind is Kind.SUM else value
             if how.kind == "mean" and self.loss.num_heads == 2:
                 weight = out[1].astype(term.dtype)
                 # The mean of a microbatch of weight 0 may be 0/0, and 0 * NaN is NaN.
@@ -189,8 +189,12 @@ class DeclaredSplit:
             combined[:2] = [ratio(frontier[0].astype(wide_dtype(dtype, jnp.float32)), frontier[1]).astype(dtype)]
         return combined[:num_outputs]
 
-    def _wide(self, output: Output, dtype: Any) -> Any:
-        return wide_dtype(dtype, self.accumulator_dtype) if output.kind is Kind.SUM else dtype
+    def _wide(self, position: int, dtype: Any) -> Any:
+        """The dtype of an output in the frontier. The total and the weight are wide whatever the accumulator is."""
+        if self.outputs[position].kind is not Kind.SUM:
+            return dtype
+        wide = wide_dtype(dtype, self.accumulator_dtype)
+        return wide_dtype(wide, jnp.float32) if position < self.loss.num_heads else wide
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -129,3 +129,18 @@ def test_a_loss_across_examples_is_not_a_mean():
 
     with pytest.raises(AssertionError):
         chex.assert_trees_all_close(actual, expected, rtol=1e-2)
+
+
+@pytest.mark.parametrize("accumulator_dtype", [None, jnp.float32])
+@pytest.mark.parametrize("microbatch_size", [4, 5])
+def test_the_mean_of_a_bfloat16_loss_is_not_divided_in_bfloat16(accumulator_dtype, microbatch_size):
+    """1/3 rounded to bfloat16 would be off by 0.2%."""
+
+    def loss(w, x):
+        return jnp.mean(w * x).astype(jnp.bfloat16)
+
+    x = jnp.arange(1.0, 13.0)
+    options = {"microbatch_size": microbatch_size, "reduction": "mean", "accumulator_dtype": accumulator_dtype}
+    gradient = ab.grad(loss, **options)(jnp.float32(0.5), x)
+    assert gradient.dtype == jnp.float32
+    np.testing.assert_allclose(gradient, jnp.mean(x), rtol=1e-6)
