@@ -1,33 +1,28 @@
 """The gradient of one call, as a function of flat arrays, for each strategy that can compute it.
 
-`Gradient` has the traced loss, what was read of it, and its shardings. `Gradient.computation(strategy)` returns the
-function to compile and run: the full batch at once (here), the microbatches of a loss that was read
-(`split_passes.py`), or the microbatches of a loss whose reduction was declared (`declared.py`).
+`Gradient` is a `Problem` with what was read of its loss. `Gradient.computation(strategy)` returns the function to
+compile and run: the full batch at once (here), or passes over its microbatches (`split_passes.py`).
 """
 
-import contextlib
 import dataclasses
 import functools
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from anybatch.call import aux_outputs, placement
+from anybatch.call import aux_outputs
 from anybatch.call.arguments import Arguments, Arrays
-from anybatch.call.loss import TracedLoss, trace_loss
+from anybatch.call.loss import TracedLoss
 from anybatch.call.microbatches import Microbatches
 from anybatch.call.options import Options
 from anybatch.errors import InputError
 from anybatch.gradients import declared, head_budget, remat, split_passes, squared_norms
 from anybatch.gradients.accumulate import wide_dtype
 from anybatch.gradients.declared import ratio
+from anybatch.gradients.problem import Problem
 from anybatch.jaxprs import avals
-from anybatch.mesh import executor
-from anybatch.mesh.call_shardings import CallShardings, groups_of
-from anybatch.mesh.executor import Executor, LocalExecutor
 from anybatch.planning.budget import left_for_head
 from anybatch.planning.strategy import Computation, Route, Strategy
 from anybatch.reading.microbatch_weights import MicrobatchWeights, microbatch_weights
@@ -38,62 +33,14 @@ from anybatch.reading.split import Split
 from anybatch.reading.states import RuleFailed
 
 
-class Gradient:
-    """The gradient of one call: what all strategies share, and what the planner asks."""
+class Gradient(Problem):
+    """The gradient of one call, to be computed with any strategy."""
 
     def __init__(self, fun: Callable[..., Any], options: Options, arguments: Arguments) -> None:
         if options.reduction != "infer" and options.microbatch_size is not None:
             arguments.refuse_unnamed_rows("microbatch")
-        self.examples = arguments.num_examples
-        self.shardings = None if options.mesh_options is None else CallShardings(options.mesh_options, arguments)
-        self.options = options
-        self.arguments = arguments if self.shardings is None else self.shardings.arguments
-        self._traced: dict[int, tuple[TracedLoss, Any]] = {}  # by the number of examples
-        self._fun = fun
+        super().__init__(fun, options, arguments)
         self._failed: dict[str, str] = {}  # primitives whose rule failed when it was run, and why
-
-    def _trace(self, num_examples: int) -> tuple[TracedLoss, Any]:
-        # functools.cache on a method would make a reference cycle, and keep the batch in memory until it is collected.
-        if num_examples not in self._traced:
-            self._traced[num_examples] = self._trace_loss(num_examples)
-        return self._traced[num_examples]
-
-    def _trace_loss(self, num_examples: int) -> tuple[TracedLoss, Any]:
-        how: dict[str, Any] = {"weighted": self.options.weighted, "has_aux": self.options.has_aux}
-        if self.shardings is None:
-            return trace_loss(self._fun, self.arguments, num_examples, **how)
-        with self.shardings.watched():
-            traced, consts = trace_loss(
-                self._fun,
-                self.arguments,
-                num_examples,
-                **how,
-                on_mesh=(self.shardings.mesh, self.shardings.options.axes),
-            )
-        return traced, self.shardings.placed(consts)
-
-    def context(self) -> Any:
-        """The context in which the gradient must be traced, compiled and run."""
-        return contextlib.nullcontext() if self.shardings is None else self.shardings.context()
-
-    @property
-    def max_microbatch_size(self) -> int:
-        """The largest possible microbatch: all examples; on a mesh, the largest number of examples on a device."""
-        return self.examples if self.shardings is None else self.shardings.share(self.examples)
-
-    @property
-    def loss(self) -> TracedLoss:
-        """The loss of the full batch."""
-        return self._trace(self.examples)[0]
-
-    @property
-    def ignores_batch(self) -> bool:
-        """True if the traced loss does not depend on any array of the batch."""
-        for loss, _ in self._traced.values():
-            first, count = len(loss.types.wrt), len(loss.types.batch)
-            if any(any(loss.traced.inputs_used_by(head)[first : first + count]) for head in range(loss.num_heads)):
-                return False
-        return bool(self._traced)
 
     @property
     def draws_per_microbatch(self) -> bool:
@@ -105,45 +52,9 @@ class Gradient:
         return count(self.loss.traced.jaxpr)
 
     @functools.cached_property
-    def vmap_copies(self) -> int:
-        """How many gradients are computed at once: one, or as many as the surrounding `vmap`s batch."""
-        _, consts = self._trace(self.examples)
-        return avals.vmapped_copies(*consts, *jax.tree.leaves(self.arguments.arrays))
-
-    @property
-    def devices(self) -> list[Any]:
-        """The local devices that it runs on, as far as its arrays show them."""
-        if self.shardings is not None:
-            return list(self.shardings.mesh.local_devices)
-        return placement.devices_of(jax.tree.leaves(self.arguments.arrays))
-
-    @property
-    def num_batch_shards(self) -> int:
-        """The number of shards of the batch on the mesh of the options; 1 without a mesh."""
-        return 1 if self.shardings is None else self.shardings.options.devices
-
-    def local_bytes(self, role: str) -> int:
-        """The bytes of the arguments of a role on one device."""
-        leaves = getattr(self.arguments.arrays, role)
-        known = sum(map(placement.local_bytes, leaves))
-        if self.shardings is None or self.shardings.is_eager:
-            return known
-        if role == "batch":
-            return -(-known // self.num_batch_shards)
-        return self.shardings.shard_bytes(leaves) if role == "wrt" else known
-
-    @functools.cached_property
-    def size_multiple(self) -> int:
-        """What microbatch sizes should be a multiple of: without a mesh, the number of shards of the batch."""
-        if self.shardings is not None:
-            return 1
-        shards = max((placement.num_row_shards(leaf) for leaf in self.arguments.arrays.batch), default=1)
-        return shards if self.examples % shards == 0 and self.examples else 1
-
-    @functools.cached_property
     def split(self) -> Split:
         """The loss, read and split into a prefix and a head."""
-        loss, consts = self._trace(self.examples)
+        loss, consts = self.trace(self.examples)
         fresh = bool(self.arguments.arrays.keys)
         # Gradient noise is measured on microbatches of examples, and a fixed order is one of examples. Neither is
         # defined for rows that are selected from them.
@@ -163,17 +74,13 @@ class Gradient:
             return None
         # A second reading, in which sums over data alone are computed in each microbatch.
         fresh = bool(self.arguments.arrays.keys)
-        again = split_loss(*self._trace(self.examples), fresh_draws=fresh, sums_data_later=True, failed=self._failed)
+        again = split_loss(*self.trace(self.examples), fresh_draws=fresh, sums_data_later=True, failed=self._failed)
         return microbatch_weights(self.split, again)
 
     @property
     def is_coupled(self) -> bool:
         """True if every strategy computes a part of the loss from the full batch."""
         return self.options.reduction == "infer" and not self.checked_reading.separable
-
-    def is_full_batch(self, strategy: Strategy) -> bool:
-        """True if a strategy computes all examples at once."""
-        return strategy.microbatch_size is None or self.max_microbatch_size <= strategy.microbatch_size
 
     @property
     def reduce_modes(self) -> tuple[str, ...]:
@@ -258,46 +165,6 @@ class Gradient:
         """
         return self.examples > 0 and (self.shardings is not None or self.options.reproducible)
 
-    def _size(self, strategy: Strategy) -> int:
-        """The number of examples of a complete microbatch."""
-        return (
-            self.max_microbatch_size
-            if strategy.microbatch_size is None
-            else max(1, min(self.max_microbatch_size, strategy.microbatch_size))
-        )
-
-    def _executor(self, strategy: Strategy) -> Executor:
-        """The executor that runs the passes over the batch."""
-        num_groups = None
-        if self.options.reproducible:
-            assert strategy.microbatch_size is not None
-            num_groups = groups_of(self.examples, strategy.microbatch_size, self.num_batch_shards)
-        if self.shardings is not None:
-            return self.shardings.executor(self.examples, reduce=strategy.reduce, num_groups=num_groups)
-        if num_groups is not None:
-            return executor.FixedOrderExecutor(self.examples, number=num_groups)
-        return LocalExecutor(self.examples, self._runs(self._size(strategy)))
-
-    def _runs(self, size: int) -> int:
-        """The number of slices that a microbatch consists of, so that a sharded batch is not moved between devices.
-
-        Under `jit`, the number of devices of an array is not always known, so the number is that of all devices; it
-        serves every number of devices that divides it. Outside `jit` it is the same, so that both compute the same
-        numbers. It is 1 for a loss with effects. It is also 1 for a declared loss whose batch is not known to be
-        sharded, or whose microbatches have keys or aux leaves that depend on how the batch is divided.
-        """
-        batch, options = self.arguments.arrays.batch, self.options
-        mesh = placement.mesh_of(batch)
-        is_declared = options.reduction != "infer"
-        if is_declared and (mesh.empty or self.arguments.arrays.keys or options.aux_of_microbatches):
-            return 1
-        if not is_declared and self.loss.traced.has_effects:
-            return 1
-        if mesh.manual_axes or mesh.explicit_axes:  # inside shard_map, or the rows have an explicit sharding
-            return 1
-        devices = jax.device_count() if mesh.empty else mesh.size
-        return math.gcd(devices, size, self.examples)
-
     def results(self, strategy: Strategy, outputs: list[Any]) -> tuple[Any, Any, Any, list[Any]]:
         """The value, aux, gradient and the summary of the noise, from the outputs of the computation."""
         loss = self._first_loss(strategy)
@@ -310,15 +177,15 @@ class Gradient:
     def _first_loss(self, strategy: Strategy) -> TracedLoss:
         if self.options.reduction == "infer" or (self.is_full_batch(strategy) and not self._always_in_passes):
             return self.loss
-        return self._trace(self._size(strategy))[0]
+        return self.trace(self.size(strategy))[0]
 
     def _full_batch(self, strategy: Strategy) -> tuple[Callable[[Any], Any], Any]:
         options = self.options
-        loss, consts = self._trace(self.examples)
+        loss, consts = self.trace(self.examples)
         stacked = [False] * loss.aux_tree.num_leaves
         if options.stacks_aux:
             # A single microbatch is stacked too. Only a trace for another size shows which leaves have rows.
-            combinations = aux_outputs.combine_aux(loss, self._trace(self.examples + 1)[0], options.aux_reduction)
+            combinations = aux_outputs.combine_aux(loss, self.trace(self.examples + 1)[0], options.aux_reduction)
             stacked = [how.kind == "stack" for how in combinations]
         fresh_keys = strategy.microbatch_size is not None and options.reduction != "infer"
         compute = functools.partial(
@@ -331,16 +198,16 @@ class Gradient:
         """The function that computes the gradient in passes over the microbatches, and its inputs."""
         if self.options.reduction == "infer":
             assert self.checked_reading is not None
-            consts, weights = self._trace(self.examples)[1], self.weights
+            consts, weights = self.trace(self.examples)[1], self.weights
             split: split_passes.AnySplit = self.split
         else:
             weights = None
-            split, consts = self._declared(self._size(strategy), strategy.remat)
+            split, consts = self._declared(self.size(strategy), strategy.remat)
         passes = split_passes.Passes(
             split,
-            self._size(strategy),
+            self.size(strategy),
             self.options.accumulator_dtype,
-            self._executor(strategy),
+            self.executor(strategy),
             strategy.remat,
             weights,
             self.options.noise,
@@ -370,12 +237,12 @@ class Gradient:
         counts = [self.examples] if self.shardings is None else self.shardings.executor(self.examples).counts
         more = [1] if self.shardings is not None and self.shardings.takes_one_more(self.examples) else []
         sizes = sorted({size, *(Microbatches(count, size).remainder for count in [*counts, *more])} - {0})
-        traced = {each: self._trace(each) for each in sizes}
+        traced = {each: self.trace(each) for each in sizes}
         loss = traced[size][0]
         combinations = []
         if options.has_aux:
-            aux_outputs.check_new_state(loss, self._trace(self.examples)[0])
-            combinations = aux_outputs.combine_aux(loss, self._trace(self.examples)[0], options.aux_reduction)
+            aux_outputs.check_new_state(loss, self.trace(self.examples)[0])
+            combinations = aux_outputs.combine_aux(loss, self.trace(self.examples)[0], options.aux_reduction)
             for last_loss, _ in traced.values():
                 aux_outputs.check_remainder(loss, last_loss, combinations)
         if options.stacks_aux and self.shardings is not None and self.shardings.takes_one_more(self.examples):

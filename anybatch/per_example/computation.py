@@ -18,15 +18,13 @@ from anybatch.call.loss import TracedLoss, trace_loss
 from anybatch.call.memory import readable
 from anybatch.errors import InputError
 from anybatch.gradients import head_budget
-from anybatch.gradients.computation import Gradient
+from anybatch.gradients.problem import Problem
 from anybatch.jaxprs import avals
 from anybatch.per_example.example_pass import ExamplePass, PassInputs, Request
 from anybatch.per_example.forms import kept_bytes
 from anybatch.per_example.kept_gradients import ExampleProgram
 from anybatch.per_example.options import PerExampleOptions, Wants
 from anybatch.planning.strategy import Computation, Route, Strategy
-from anybatch.reading.report import Reading
-from anybatch.reading.split import Split
 
 
 class Results(NamedTuple):
@@ -39,7 +37,7 @@ class Results(NamedTuple):
     aux: Any = None
 
 
-class ExampleGradient(Gradient):
+class ExampleGradient(Problem):
     """The per-example gradients, norms or clipped sum of one call, to be computed with any strategy."""
 
     options: PerExampleOptions
@@ -115,12 +113,9 @@ class ExampleGradient(Gradient):
         return self.examples * (count(self.loss.traced.jaxpr) + gradient)
 
     @property
-    def split(self) -> Split:
-        raise AssertionError("Per-example losses are not coupled")
-
-    @property
-    def checked_reading(self) -> Reading:
-        raise AssertionError("Per-example losses are not coupled")
+    def checked_reading(self) -> None:
+        """None: each example is computed by itself."""
+        return None
 
     @property
     def is_coupled(self) -> bool:
@@ -220,10 +215,10 @@ class ExampleGradient(Gradient):
         """
         options, loss, example_pass = self.options, self.loss, self._pass(strategy)
         request = example_pass.request
-        consts = self._trace(self.examples)[1]
+        consts = self.trace(self.examples)[1]
         inputs = (consts, self.arguments.arrays, self._padding(), options.clip_norm, options.normalize_by)
         leaves, tree = jax.tree.flatten(inputs)
-        executor = self._executor(strategy)
+        executor = self.executor(strategy)
 
         def compute(*flat: Any) -> list[Any]:
             consts, arrays, padding, clip_norm, normalize_by = jax.tree.unflatten(tree, flat)
@@ -311,7 +306,7 @@ class ExampleGradient(Gradient):
         return ExamplePass(
             program=self._program(strategy.method),
             request=request,
-            size=self._size(strategy),
+            size=self.size(strategy),
             keeps_batch_axis=options.keep_batch_dim,
             skips_padding=not self.loss.traced.has_effects and self._has_no_other_axes,
         )

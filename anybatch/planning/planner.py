@@ -374,7 +374,7 @@ class Planner:
           NothingFitsError: if no strategy fits, and that is certain.
         """
         if self.options.on_coupled == "error" and self.options.reduction == "infer":
-            assert self.gradient.checked_reading  # so that a refusal does not depend on the memory
+            _ = self.gradient.checked_reading  # so that a refusal does not depend on the memory
         decided = _DECIDED.get(self._decision_key)
         if decided is not None and self._leaves_room_for_step(decided[1]):
             return Decision(decided[0])

@@ -97,7 +97,7 @@ class PlannableGradient(Protocol):
 
     @property
     def checked_reading(self) -> Any:
-        """The reading of the loss, refused with an error where the options say so."""
+        """The reading of the loss, refused with an error where the options say so; None for single examples."""
         ...
 
     @property

@@ -1,0 +1,158 @@
+"""The problem that one call poses: its loss, its arguments and its mesh. Strategies are different ways to solve it.
+
+`Problem` traces the loss, and knows where its arrays are and how many examples a device has. `Gradient` (in
+`computation.py`) and `ExampleGradient` (in `per_example/computation.py`) add what is computed.
+"""
+
+import contextlib
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from anybatch.call import placement
+from anybatch.call.arguments import Arguments
+from anybatch.call.loss import TracedLoss, trace_loss
+from anybatch.call.options import Options
+from anybatch.jaxprs import avals
+from anybatch.mesh.call_shardings import CallShardings, groups_of
+from anybatch.mesh.executor import Executor, FixedOrderExecutor, LocalExecutor
+from anybatch.planning.strategy import Strategy
+
+
+class Problem:
+    """The loss, the arguments and the mesh of one call."""
+
+    def __init__(self, fun: Callable[..., Any], options: Options, arguments: Arguments) -> None:
+        self.examples = arguments.num_examples
+        self.shardings = None if options.mesh_options is None else CallShardings(options.mesh_options, arguments)
+        self.options = options
+        self.arguments = arguments if self.shardings is None else self.shardings.arguments
+        self._traced: dict[int, tuple[TracedLoss, Any]] = {}  # by the number of examples
+        self._fun = fun
+
+    def trace(self, num_examples: int) -> tuple[TracedLoss, Any]:
+        """The loss for this number of examples, and the arrays that it closes over."""
+        # functools.cache on a method would make a reference cycle, and keep the batch in memory until it is collected.
+        if num_examples not in self._traced:
+            self._traced[num_examples] = self._trace_loss(num_examples)
+        return self._traced[num_examples]
+
+    def _trace_loss(self, num_examples: int) -> tuple[TracedLoss, Any]:
+        how: dict[str, Any] = {"weighted": self.options.weighted, "has_aux": self.options.has_aux}
+        if self.shardings is None:
+            return trace_loss(self._fun, self.arguments, num_examples, **how)
+        with self.shardings.watched():
+            traced, consts = trace_loss(
+                self._fun,
+                self.arguments,
+                num_examples,
+                **how,
+                on_mesh=(self.shardings.mesh, self.shardings.options.axes),
+            )
+        return traced, self.shardings.placed(consts)
+
+    def context(self) -> Any:
+        """The context in which the gradient must be traced, compiled and run."""
+        return contextlib.nullcontext() if self.shardings is None else self.shardings.context()
+
+    @property
+    def max_microbatch_size(self) -> int:
+        """The largest possible microbatch: all examples; on a mesh, the largest number of examples on a device."""
+        return self.examples if self.shardings is None else self.shardings.share(self.examples)
+
+    @property
+    def loss(self) -> TracedLoss:
+        """The loss of the full batch."""
+        return self.trace(self.examples)[0]
+
+    @property
+    def ignores_batch(self) -> bool:
+        """True if the traced loss does not depend on any array of the batch."""
+        for loss, _ in self._traced.values():
+            first, count = len(loss.types.wrt), len(loss.types.batch)
+            if any(any(loss.traced.inputs_used_by(head)[first : first + count]) for head in range(loss.num_heads)):
+                return False
+        return bool(self._traced)
+
+    @functools.cached_property
+    def vmap_copies(self) -> int:
+        """How many gradients are computed at once: one, or as many as the surrounding `vmap`s batch."""
+        _, consts = self.trace(self.examples)
+        return avals.vmapped_copies(*consts, *jax.tree.leaves(self.arguments.arrays))
+
+    @property
+    def devices(self) -> list[Any]:
+        """The local devices that it runs on, as far as its arrays show them."""
+        if self.shardings is not None:
+            return list(self.shardings.mesh.local_devices)
+        return placement.devices_of(jax.tree.leaves(self.arguments.arrays))
+
+    @property
+    def num_batch_shards(self) -> int:
+        """The number of shards of the batch on the mesh of the options; 1 without a mesh."""
+        return 1 if self.shardings is None else self.shardings.options.devices
+
+    def local_bytes(self, role: str) -> int:
+        """The bytes of the arguments of a role on one device."""
+        leaves = getattr(self.arguments.arrays, role)
+        known = sum(map(placement.local_bytes, leaves))
+        if self.shardings is None or self.shardings.is_eager:
+            return known
+        if role == "batch":
+            return -(-known // self.num_batch_shards)
+        return self.shardings.shard_bytes(leaves) if role == "wrt" else known
+
+    @functools.cached_property
+    def size_multiple(self) -> int:
+        """What microbatch sizes should be a multiple of: without a mesh, the number of shards of the batch."""
+        if self.shardings is not None:
+            return 1
+        shards = max((placement.num_row_shards(leaf) for leaf in self.arguments.arrays.batch), default=1)
+        return shards if self.examples % shards == 0 and self.examples else 1
+
+    def is_full_batch(self, strategy: Strategy) -> bool:
+        """True if a strategy computes all examples at once."""
+        return strategy.microbatch_size is None or self.max_microbatch_size <= strategy.microbatch_size
+
+    def size(self, strategy: Strategy) -> int:
+        """The number of examples of a complete microbatch."""
+        return (
+            self.max_microbatch_size
+            if strategy.microbatch_size is None
+            else max(1, min(self.max_microbatch_size, strategy.microbatch_size))
+        )
+
+    def executor(self, strategy: Strategy) -> Executor:
+        """The executor that runs the passes over the batch."""
+        num_groups = None
+        if self.options.reproducible:
+            assert strategy.microbatch_size is not None
+            num_groups = groups_of(self.examples, strategy.microbatch_size, self.num_batch_shards)
+        if self.shardings is not None:
+            return self.shardings.executor(self.examples, reduce=strategy.reduce, num_groups=num_groups)
+        if num_groups is not None:
+            return FixedOrderExecutor(self.examples, number=num_groups)
+        return LocalExecutor(self.examples, self._runs(self.size(strategy)))
+
+    def _runs(self, size: int) -> int:
+        """The number of slices that a microbatch consists of, so that a sharded batch is not moved between devices.
+
+        Under `jit`, the number of devices of an array is not always known, so the number is that of all devices; it
+        serves every number of devices that divides it. Outside `jit` it is the same, so that both compute the same
+        numbers. It is 1 for a loss with effects. It is also 1 for a declared loss whose batch is not known to be
+        sharded, or whose microbatches have keys or aux leaves that depend on how the batch is divided.
+        """
+        batch, options = self.arguments.arrays.batch, self.options
+        mesh = placement.mesh_of(batch)
+        is_declared = options.reduction != "infer"
+        if is_declared and (mesh.empty or self.arguments.arrays.keys or options.aux_of_microbatches):
+            return 1
+        if not is_declared and self.loss.traced.has_effects:
+            return 1
+        if mesh.manual_axes or mesh.explicit_axes:  # inside shard_map, or the rows have an explicit sharding
+            return 1
+        devices = jax.device_count() if mesh.empty else mesh.size
+        return math.gcd(devices, size, self.examples)
