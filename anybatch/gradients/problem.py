@@ -41,17 +41,19 @@ class Problem:
         return self._traced[num_examples]
 
     def _trace_loss(self, num_examples: int) -> tuple[TracedLoss, Any]:
-        how: dict[str, Any] = {"weighted": self.options.weighted, "has_aux": self.options.has_aux}
+        return self._traced_at(num_examples)
+
+    def _traced_at(
+        self, number: int | None, failed: Callable[[Exception], None] = lambda error: None
+    ) -> tuple[TracedLoss, Any]:
+        """The arguments and results are those of `trace_loss`."""
+        options = self.options
+        how: dict[str, Any] = {"weighted": options.weighted, "has_aux": options.has_aux, "failed": failed}
         if self.shardings is None:
-            return trace_loss(self._fun, self.arguments, num_examples, **how)
+            return trace_loss(self._fun, self.arguments, number, **how)
         with self.shardings.watched():
-            traced, consts = trace_loss(
-                self._fun,
-                self.arguments,
-                num_examples,
-                **how,
-                on_mesh=(self.shardings.mesh, self.shardings.options.axes),
-            )
+            on_mesh = (self.shardings.mesh, self.shardings.options.axes)
+            traced, consts = trace_loss(self._fun, self.arguments, number, **how, on_mesh=on_mesh)
         return traced, self.shardings.placed(consts)
 
     def context(self) -> Any:

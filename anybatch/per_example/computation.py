@@ -14,7 +14,7 @@ from jax import lax
 
 from anybatch.call.arguments import Arguments
 from anybatch.call.checks import describe
-from anybatch.call.loss import TracedLoss, trace_loss
+from anybatch.call.loss import TracedLoss
 from anybatch.call.memory import readable
 from anybatch.errors import InputError
 from anybatch.gradients import head_budget
@@ -60,17 +60,6 @@ class ExampleGradient(Problem):
             self._refuse_if_coupled()
         _check_keys_of_models(self.arguments, traced[0])
         return traced
-
-    def _traced_at(
-        self, number: int | None, failed: Callable[[Exception], None] = lambda error: None
-    ) -> tuple[TracedLoss, Any]:
-        how: dict[str, Any] = {"weighted": False, "has_aux": self.options.has_aux, "failed": failed}
-        if self.shardings is None:
-            return trace_loss(self._fun, self.arguments, number, **how)
-        with self.shardings.watched():
-            on_mesh = (self.shardings.mesh, self.shardings.options.axes)
-            traced, consts = trace_loss(self._fun, self.arguments, number, **how, on_mesh=on_mesh)
-        return traced, self.shardings.placed(consts)
 
     def _refuse_if_coupled(self) -> None:
         """Refuses a loss of batches that looks across examples. It is traced with the full batch and read.
