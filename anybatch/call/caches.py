@@ -108,14 +108,6 @@ class Programs:
     def __init__(self) -> None:
         self._kept: Cache[CompiledProgram] = Cache(CAPACITY, of_programs=True)
 
-    def run(self, fun: Callable[..., list[Any]], *arrays: Any, has_effects: bool) -> list[Any]:
-        """Compiles and runs `fun(*arrays)`. Inside another trace, it just calls `fun(*arrays)`."""
-        if not can_run(*arrays):
-            return fun(*arrays)
-        program = self.compile(fun, *arrays, has_effects=has_effects)
-        self.keep(program)
-        return program(*arrays)
-
     def compile(self, fun: Callable[..., list[Any]], *arrays: Any, has_effects: bool) -> CompiledProgram:
         """The compiled `fun` for these arrays, from the cache or new. Only `keep` puts a new one into the cache."""
         traced = jax.jit(lambda *flat: fun(*flat)).trace(*arrays)

@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 
 from anybatch.call.arguments import Arguments
-from anybatch.call.caches import PROGRAMS
 from anybatch.call.models import partition_models
 from anybatch.call.options import Options
 from anybatch.gradients import head_budget
@@ -230,8 +229,7 @@ def _compute_in(gradient: Gradient) -> tuple[Any, Any, Any, list[Any]]:
     else:
         assert not isinstance(options.microbatch_size, str)
         strategy = Strategy(options.microbatch_size, options.fixed_remat, options.fixed_reduce)
-        computation = gradient.computation(strategy)
-        outputs = PROGRAMS.run(computation.fun, *computation.leaves, has_effects=computation.has_effects)
+        outputs = gradient.computation(strategy).ready()()
     if options.reduction == "infer" and not gradient.is_full_batch(strategy):
         head_budget.warn_of_large_head(gradient.split, gradient.checked_reading)
     return gradient.results(strategy, outputs)

@@ -16,7 +16,7 @@ from typing import Any
 import jax
 
 from anybatch.call import placement
-from anybatch.call.caches import PROGRAMS, CompiledProgram, can_run
+from anybatch.call.caches import can_run
 from anybatch.call.options import POLICIES
 from anybatch.call.placement import local_bytes
 from anybatch.errors import AnybatchError
@@ -76,7 +76,7 @@ class Measurements:
         self.compilations = 0
         self.bytes: dict[Strategy, Bytes | None] = {}  # None where it cannot be compiled
         self.seconds: dict[Strategy, float] = {}
-        self.programs: dict[Strategy, CompiledProgram] = {}
+        self.computations: dict[Strategy, Computation] = {}  # those that were compiled
         self.text_hashes: dict[Strategy, str | None] = {}
         self._repeats: dict[Strategy, int] = {}
         self.routes: dict[Strategy, Route] = {}
@@ -153,17 +153,17 @@ class Measurements:
         is_known = any(found is not None for other, found in self.bytes.items() if other.variant == strategy.variant)
         return len(failed) >= FAILURES and not is_known
 
-    def program(self, strategy: Strategy) -> CompiledProgram:
-        """The compiled program of a strategy.
+    def computation(self, strategy: Strategy) -> Computation:
+        """The compiled computation of a strategy.
 
         Raises:
           JaxRuntimeError: if XLA cannot compile it.
         """
-        if strategy not in self.programs:
+        if strategy not in self.computations:
             self._compile(strategy)
-        if strategy not in self.programs:
+        if strategy not in self.computations:
             raise jax.errors.JaxRuntimeError(f"RESOURCE_EXHAUSTED: {strategy} could not be compiled")
-        return self.programs[strategy]
+        return self.computations[strategy]
 
     def _compile(self, strategy: Strategy) -> None:
         try:
@@ -175,9 +175,9 @@ class Measurements:
         self.compilations += 1
         try:
             if self.can_run:
-                program = PROGRAMS.compile(computation.fun, *computation.leaves, has_effects=computation.has_effects)
-                self.programs[strategy], self.text_hashes[strategy] = program, program.text_hash
-                compiled = program.executable
+                compiled = computation.compile().executable
+                self.computations[strategy] = computation
+                self.text_hashes[strategy] = computation.compile().text_hash
             else:
                 compiled = compile_for_types(computation, self.gradient.shardings)
         except jax.errors.JaxRuntimeError as error:
@@ -193,10 +193,10 @@ class Measurements:
 
         A strategy that runs out of memory gets infinite seconds, and its bytes become None.
         """
-        leaves = {strategy: self.gradient.computation(strategy).leaves for strategy in strategies}
 
         def seconds(strategy: Strategy, repeats: int) -> float:
-            return _mean_seconds(lambda: self.program(strategy)(*leaves[strategy]), repeats)
+            computation = self.computation(strategy)
+            return _mean_seconds(lambda: computation.compile()(*computation.leaves), repeats)
 
         able = self._able_to_run(strategies, seconds)
         taken: dict[Strategy, list[float]] = {strategy: [] for strategy in strategies}

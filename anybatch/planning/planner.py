@@ -17,7 +17,7 @@ from typing import Any
 import jax
 
 from anybatch import __version__
-from anybatch.call.caches import PROGRAMS, Cache, CompiledProgram
+from anybatch.call.caches import PROGRAMS, Cache
 from anybatch.call.memory import default_device, readable
 from anybatch.call.options import POLICIES
 from anybatch.call.placement import describe_placed
@@ -30,7 +30,7 @@ from anybatch.planning.candidates import AS_FAST, StrategySearch
 from anybatch.planning.measure import Bytes, Measurements, generous_bytes
 from anybatch.planning.plan import Candidate, Devices, Plan
 from anybatch.planning.store import fingerprint, fingerprint_of_function
-from anybatch.planning.strategy import PlannableGradient, Strategy, Variant
+from anybatch.planning.strategy import Computation, PlannableGradient, Strategy, Variant
 from anybatch.reading.rules import USER_RULES
 
 
@@ -296,10 +296,10 @@ def _devices(search: StrategySearch) -> Devices:
 
 @dataclasses.dataclass(frozen=True)
 class Decision:
-    """The chosen strategy, with its program if that was compiled to choose it."""
+    """The chosen strategy, with its computation if that was compiled to choose it."""
 
     strategy: Strategy
-    program: CompiledProgram | None = None
+    computation: Computation | None = None
     total: int | None = None  # the bytes of the strategy, if they are known
     is_guess: bool = False  # its bytes could only be estimated
 
@@ -412,14 +412,13 @@ class Planner:
             return Decision(strategy, total=total)
         expected = measurements.text_hashes.get(strategy)
         try:
-            program = measurements.program(strategy)
+            computation = measurements.computation(strategy)
         except jax.errors.JaxRuntimeError:
             return None
-        if program.text_hash != expected:  # the record is of another program
+        if measurements.text_hashes[strategy] != expected:  # the record is of another program
             store.forget(self.key)
             return None
-        PROGRAMS.keep(program)
-        return Decision(strategy, program, total)
+        return Decision(strategy, computation, total)
 
     def _full_batch_by_far(self) -> Decision | None:
         """The full batch, if it fits by such a margin that nothing has to be compiled to know."""
@@ -455,10 +454,7 @@ class Planner:
             strategy, total = Strategy(self.gradient.size_multiple, *self.variants[-1]), None
         else:
             strategy, total = plan.chosen.strategy, plan.chosen.total
-        program = measurements.programs.get(strategy)
-        if program is not None:
-            PROGRAMS.keep(program)
-        return Decision(strategy, program, total)
+        return Decision(strategy, measurements.computations.get(strategy), total)
 
     # The plan, for plan and explain.
 
@@ -486,8 +482,8 @@ class Planner:
         plan, measurements = self._search(budget, timed=may_time, thorough=thorough, measured=measured)
         if plan.chosen is not None:
             self.remember(plan.chosen.strategy, plan.chosen.total)
-            if plan.chosen.strategy in measurements.programs:
-                PROGRAMS.keep(measurements.programs[plan.chosen.strategy])
+            if plan.chosen.strategy in measurements.computations:
+                PROGRAMS.keep(measurements.computations[plan.chosen.strategy].compile())
         return dataclasses.replace(plan, planning_seconds=time.perf_counter() - start)
 
     @property

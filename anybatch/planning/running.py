@@ -7,7 +7,6 @@ from typing import Any
 
 import jax
 
-from anybatch.call.caches import PROGRAMS, CompiledProgram, can_run
 from anybatch.errors import TightMemoryWarning, user_stacklevel
 from anybatch.jaxprs import versions
 from anybatch.planning.measure import FAILURES
@@ -26,12 +25,13 @@ def run_as_planned(gradient: PlannableGradient) -> tuple[Strategy, list[Any]]:
         strategy = Strategy(
             gradient.max_microbatch_size, gradient.options.fixed_remat, gradient.reduce_modes[0], gradient.methods[0]
         )
-        return strategy, _ready(gradient, strategy, None)()
+        return strategy, gradient.computation(strategy).ready_to_wait()()
     planner = Planner(gradient)
     decision = planner.decide()
 
     def ready(strategy: Strategy) -> Callable[[], list[Any]]:
-        return _ready(gradient, strategy, decision.program if strategy == decision.strategy else None)
+        planned = decision.computation if strategy == decision.strategy else None
+        return (planned or gradient.computation(strategy)).ready_to_wait()
 
     # One process cannot change its program without the others.
     strategy, outputs = run_until_it_fits(gradient, decision.strategy, ready, lambda: not planner.is_multiprocess)
@@ -96,7 +96,7 @@ def run_first_that_compiles(gradient: PlannableGradient, strategies: Sequence[St
     errors: dict[Strategy, Exception] = {}
     for strategy in strategies:
         try:
-            run = _ready(gradient, strategy, None)
+            run = gradient.computation(strategy).ready_to_wait()
         except jax.errors.JaxRuntimeError as error:
             errors[strategy] = error
             continue
@@ -136,23 +136,3 @@ def halved(gradient: PlannableGradient, strategy: Strategy) -> Strategy | None:
     if size is None or size <= multiple:
         return None
     return Strategy(-(-size // (2 * multiple)) * multiple, *strategy.variant)
-
-
-def _ready(gradient: PlannableGradient, strategy: Strategy, program: CompiledProgram | None) -> Callable[[], list[Any]]:
-    """Compiles a strategy if necessary, and returns a function that runs it."""
-    computation = gradient.computation(strategy)
-    if not can_run(*computation.leaves):
-        return lambda: computation.fun(*computation.leaves)
-    if program is None:
-        program = PROGRAMS.compile(computation.fun, *computation.leaves, has_effects=computation.has_effects)
-        PROGRAMS.keep(program)
-    compiled = program
-
-    def run() -> list[Any]:
-        outputs = compiled(*computation.leaves)
-        if not compiled.has_run:  # memory may run out at any time until the program has finished
-            jax.block_until_ready(outputs)
-            compiled.has_run = True
-        return outputs
-
-    return run

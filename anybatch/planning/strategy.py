@@ -5,6 +5,10 @@ import enum
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
+import jax
+
+from anybatch.call.caches import PROGRAMS, CompiledProgram, can_run
+
 
 class Route(enum.StrEnum):
     """What a strategy does with the batch, in the words that the table of a plan shows."""
@@ -48,13 +52,44 @@ class Strategy:
         return f"microbatch_size={self.microbatch_size}{remat}{reduce}{method}"
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(eq=False)
 class Computation:
-    """A gradient, ready to compile and run: a function of flat arrays, and these arrays."""
+    """A gradient by one strategy: a function of flat arrays, these arrays, and the program that it was compiled to.
+
+    The planner compiles and measures it, and the caller runs the same object, so that nothing is compiled twice.
+    """
 
     fun: Callable[..., list[Any]]
     leaves: list[Any]
     has_effects: bool
+    program: CompiledProgram | None = None
+
+    def compile(self) -> CompiledProgram:
+        """The compiled program. It is not yet in the cache of programs."""
+        if self.program is None:
+            self.program = PROGRAMS.compile(self.fun, *self.leaves, has_effects=self.has_effects)
+        return self.program
+
+    def ready(self) -> Callable[[], list[Any]]:
+        """Compiles it, unless it is called while JAX traces a larger program. Returns a function that runs it."""
+        if not can_run(*self.leaves):
+            return lambda: self.fun(*self.leaves)
+        program = self.compile()
+        PROGRAMS.keep(program)
+        return lambda: program(*self.leaves)
+
+    def ready_to_wait(self) -> Callable[[], list[Any]]:
+        """As `ready`; the first run of a program waits for its end. Memory may run out at any time until then."""
+        run = self.ready()
+
+        def run_and_wait() -> list[Any]:
+            outputs = run()
+            if self.program is not None and not self.program.has_run:
+                jax.block_until_ready(outputs)
+                self.program.has_run = True
+            return outputs
+
+        return run_and_wait
 
 
 class PlannableGradient(Protocol):

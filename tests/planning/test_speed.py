@@ -1,5 +1,7 @@
 """`objective="speed"`: which strategy is chosen, with a clock that shows known times."""
 
+import dataclasses
+
 import jax
 import pytest
 from cases.planned import network, problem
@@ -120,19 +122,19 @@ def test_only_what_fits_is_run(clock):
 def test_a_candidate_that_runs_out_of_memory_is_out(monkeypatch):
     """It fits as XLA counts, and the device disagrees."""
     params, batch = problem(64)
-    original = Measurements.program
+    original = Measurements.computation
 
-    def program(measurements, strategy):
-        run = original(measurements, strategy)
+    def computation(measurements, strategy):
+        found = original(measurements, strategy)
         if strategy.microbatch_size > 16:
 
             def fail(*_):
                 raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 1GiB")
 
-            return fail
-        return run
+            return dataclasses.replace(found, program=fail)
+        return found
 
-    monkeypatch.setattr(Measurements, "program", program)
+    monkeypatch.setattr(Measurements, "computation", computation)
     plan = ab.plan(network, params, batch, memory="1GiB")
     assert plan.microbatch_size <= 16
     assert [each.fits for each in plan.candidates if each.microbatch_size == 64] == [False]
