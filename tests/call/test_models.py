@@ -122,6 +122,7 @@ def test_specs_for_the_parameters_of_a_model():
     assert_same(fun(model, X, Y), nnx.value_and_grad(nnx_loss)(Network(), X, Y))
 
 
+@pytest.mark.full
 def test_several_arguments_and_containers():
     def loss(x, models, scale, rngs):
         noise = jax.random.normal(rngs.params(), x.shape)
@@ -303,6 +304,7 @@ def test_a_step_of_ones_own_under_nnx_jit():
     chex.assert_trees_all_close(numbers(model), numbers(expected_model), rtol=1e-8, atol=1e-12)
 
 
+@pytest.mark.full
 def test_a_model_by_keyword_and_one_from_outside():
     """A teacher that is not differentiated; and a model that a `vmap` around the call does not map over."""
 
@@ -348,6 +350,7 @@ def test_references_that_arguments_share(by):
     assert_same(actual, reference(Network("nothing"), X))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["value_and_grad", "grad", "noise_scale"])
 @pytest.mark.parametrize("by", ["position", "keyword"])
 def test_random_streams_and_metrics_beside_a_model(name, by):

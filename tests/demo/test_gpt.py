@@ -21,6 +21,7 @@ def params():
     return SHAPE.init(jax.random.key(0))
 
 
+@pytest.mark.full
 def test_no_token_looks_ahead(params):
     before = LOGITS(params, TOKENS[:, :-1])
     changed = TOKENS[:, :-1].copy()

@@ -37,6 +37,7 @@ def test_the_same_on_1_2_and_8_devices(float64, method, devices, number):
     np.testing.assert_allclose(value, jax.vmap(dense, (None, 0))(params, batch).sum(), rtol=1e-12)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("method", METHODS)
 def test_keys_padding_and_bad_examples_on_many_devices(float64, method):
     params, batch, *_ = problem(11)

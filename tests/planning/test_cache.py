@@ -54,6 +54,7 @@ def test_another_process_plans_in_milliseconds(folder):
     assert float(seconds) < 0.1
 
 
+@pytest.mark.full
 def test_auto_follows_what_was_measured(folder, monkeypatch):
     """As in a later process: here, after the decisions of this one are cleared."""
     from anybatch.planning.measure import Measurements

@@ -47,6 +47,7 @@ def test_some_arrays_placed_and_others_traced():
     assert ab.plan(network, params, shapes, memory="1GiB").microbatch_size == 16
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("number", [1, 4])
 def test_under_jit_arrays_on_a_mesh_keep_the_budget(number):
     """Their types speak of a mesh without devices."""

@@ -152,6 +152,7 @@ def test_the_plot_is_a_picture(tmp_path):
         plan.plot(str(tmp_path / "plan.what"))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", ["png", "svg", "pdf", "jpg"])
 def test_the_plot_replaces_no_picture_but_that_of_a_plan(tmp_path, kind):
     plan = ab.explain(network, *problem(64), memory=900 * KIB, timed=False)
@@ -192,6 +193,7 @@ def test_no_prediction_is_below_what_no_size_changes(activations):
     assert search.interpolate(Strategy(1)) >= fixed.total + activations[smallest] // smallest
 
 
+@pytest.mark.full
 def test_computing_twice_is_advised_only_where_it_lets_it_fit():
     params, batch = problem(16, width=8, depth=6)
     sequences = {name: jnp.tile(leaf[:, None], (1, 4096, 1)) for name, leaf in batch.items()}
@@ -202,6 +204,7 @@ def test_computing_twice_is_advised_only_where_it_lets_it_fit():
         assert "memory=" in advice and "jax.checkpoint" not in advice
 
 
+@pytest.mark.full
 def test_what_the_whole_batch_takes_is_told_and_predicted():
     """The logits of all pairs take most of it, whatever the microbatch: no row of the table promises less."""
 
@@ -225,6 +228,7 @@ def test_what_the_whole_batch_takes_is_told_and_predicted():
         ab.plan(two_towers, params, batch, memory=300 * KIB)
 
 
+@pytest.mark.full
 def test_rematerialisation_is_a_candidate_where_it_is_allowed():
     """Where no microbatch fits, computing twice may."""
     params, batch = problem(16, width=8, depth=6)

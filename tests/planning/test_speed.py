@@ -57,6 +57,7 @@ def test_the_choice_is_within_3_percent_of_the_best_divisor(clock, milliseconds)
     assert 1e3 * plan.chosen.seconds <= 1.03 * best
 
 
+@pytest.mark.full
 def test_of_those_as_fast_the_leanest_is_taken(clock):
     clock(KNEE)
     plan = ab.plan(network, *problem(64), memory="1GiB")
@@ -67,6 +68,7 @@ def test_of_those_as_fast_the_leanest_is_taken(clock):
     assert KNEE[11] <= (1 + AS_FAST) * KNEE[16] < KNEE[8]
 
 
+@pytest.mark.full
 def test_without_timing_what_was_timed_before_is_followed(clock, kept):
     clock(VALLEY)
     timed = ab.plan(network, *problem(64), memory="1GiB")
@@ -75,6 +77,7 @@ def test_without_timing_what_was_timed_before_is_followed(clock, kept):
     assert plan.reason == timed.reason  # of those within 2% of the fastest
 
 
+@pytest.mark.full
 def test_no_time_is_claimed_for_what_was_not_chosen_by_time(clock, kept):
     """Times are known from an earlier plan, with another budget: nothing was compared under this one."""
     clock(VALLEY)
@@ -103,6 +106,7 @@ def test_the_knee_may_lie_between_two_sizes(clock):
     assert ab.plan(network, *problem(64), memory="1GiB").microbatch_size == 11
 
 
+@pytest.mark.full
 def test_the_descent_stops_at_the_knee(clock):
     raced = clock(KNEE)
     ab.plan(network, *problem(64), memory="1GiB")
@@ -110,6 +114,7 @@ def test_the_descent_stops_at_the_knee(clock):
     assert 1 not in tried and {64, 32, 16, 8, 4} <= tried
 
 
+@pytest.mark.full
 def test_only_what_fits_is_run(clock):
     raced = clock(KNEE)
     params, batch = problem(64)

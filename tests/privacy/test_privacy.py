@@ -262,6 +262,7 @@ def projections(noise_multiplier, trials=TRIALS):
     ]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("noise", [0.5, 1.0])
 def test_an_attacker_gains_what_theory_says_and_no_more(noise):
     present, absent = projections(noise)

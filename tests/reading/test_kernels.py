@@ -287,6 +287,7 @@ def test_tokens_sorted_by_expert_take_one_pass(layer, float64):
     assert_exact(loss, params, x, sizes=(1, 4))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("layer", [experts_that_overflow, experts_with_noise_by_place, experts_some_of_whom_are_nobody])
 def test_tokens_whose_place_matters_are_not_taken_apart(layer, float64):
     loss, params, x = experts_problem(layer)

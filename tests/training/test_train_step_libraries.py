@@ -244,6 +244,7 @@ def test_objects_of_nnx_beside_a_state_of_ours():
     assert int(rngs.default.count[...]) == 3
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("devices", [None, 2])
 def test_clones_of_a_model_of_nnx_stay(devices):
     """A step uses up what the model has, but not what a target network or a snapshot shares with it."""

@@ -36,6 +36,7 @@ def test_a_wrong_declaration_does_no_harm_to_one_microbatch():
     assert verify(sum_loss, PARAMS, BATCH, reduction="mean", microbatch_sizes=10).ok
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("declared", ["mean", "sum"])
 def test_a_mean_of_means(declared):
     result = verify(masked_mean, PARAMS, BATCH, reduction=declared, microbatch_sizes=4)
