@@ -279,7 +279,7 @@ class Passes:
                 grads, frontier, noise = loop.backward(seeds, mutate=mutate, keeps_outputs=keeps_frontier)
                 return [*grads, *noise, *frontier]
 
-            leaves = [jnp.asarray(leaf) for leaf in leaves]
+            leaves = list(map(_as_array, leaves))
             # The in-place primitive would hide effects. And it never has the gradient of a single microbatch, which a
             # fixed order and the squares need.
             if self.split.loss.traced.has_effects or shard.fixed_order or self.measures_noise:
@@ -386,7 +386,7 @@ class _Call:
     def __init__(self, passes: Passes, consts: Any, arrays: Arrays) -> None:
         split = self.split = passes.split
         self.passes, self.run_once = passes, passes.executor.run_once
-        self.inputs = [jnp.asarray(leaf) for leaf in split.inputs(consts, arrays)]
+        self.inputs = [_as_array(leaf) for leaf in split.inputs(consts, arrays)]
         self._first = split.num_consts
         self.wrt = self.inputs[self._first : self._first + len(split.loss.types.wrt)]
         self._in_order = list(self.inputs)
@@ -483,6 +483,11 @@ def _noise(examples: int, sums: list[Any], summed: list[Any], grads: list[Any], 
 def _plus(totals: Sequence[Any], grads: Sequence[Any]) -> list[Any]:
     """The sums of two gradients, in the dtypes of the first."""
     return [total + grad.astype(total.dtype) for total, grad in zip(totals, grads, strict=True)]
+
+
+def _as_array(leaf: Any) -> Any:
+    """The leaf as an array, unless it is a reference that the loss writes to."""
+    return leaf if avals.is_ref(leaf) else jnp.asarray(leaf)
 
 
 def _placeholder(value: Any) -> Any:
