@@ -178,6 +178,8 @@ class Accumulation:
           keeps_outputs: whether to return the outputs; otherwise the second result is empty.
         """
         variables, wide = self.program.variables, self._wide_dtypes
+        # A reference gets the gradient as it is, so one that must be scaled is added by value.
+        mutate = mutate and self.program.gradient_scale(self.microbatches.size) == 1
         written_in_place = self._written_in_place(seeds) if mutate else []
         accumulators: list[Any] | None = None
 

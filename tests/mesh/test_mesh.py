@@ -341,3 +341,16 @@ def test_results_do_not_depend_on_the_number_of_devices_beyond_rounding():
     ]
     assert max(worst(result, results[0]) for result in results) < 1e-14
     assert len({bits(result) for result in results}) > 1  # the control of those that are to have the same bits
+
+@pytest.mark.every_jax
+@pytest.mark.parametrize("microbatch_size", [3, 4, None])
+def test_a_bfloat16_mean_of_shares_of_different_size(microbatch_size):
+    """One device has four examples in a microbatch, the other three: the gradient of each counts by its share."""
+
+    def loss(w, x):
+        return jnp.mean(w * x).astype(jnp.bfloat16)
+
+    mesh = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2])
+    x = jnp.arange(1, 8, dtype=jnp.float32) ** 2
+    gradient = ab.grad(loss, microbatch_size=microbatch_size, reduction="mean", mesh=mesh)(jnp.float32(0.5), x)
+    np.testing.assert_allclose(gradient, jnp.mean(x), rtol=1e-6)
