@@ -342,6 +342,7 @@ def test_results_do_not_depend_on_the_number_of_devices_beyond_rounding():
     assert max(worst(result, results[0]) for result in results) < 1e-14
     assert len({bits(result) for result in results}) > 1  # the control of those that are to have the same bits
 
+
 @pytest.mark.every_jax
 @pytest.mark.parametrize("microbatch_size", [3, 4, None])
 def test_a_bfloat16_mean_of_shares_of_different_size(microbatch_size):
