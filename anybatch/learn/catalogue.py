@@ -14,7 +14,7 @@ import textwrap
 import tomllib
 import traceback
 import types
-from typing import Any, NoReturn
+from typing import Any
 
 from anybatch.errors import InputError
 from anybatch.learn.check import STAGES, Check
@@ -93,16 +93,8 @@ class Exercise:
     @functools.cached_property
     def hints(self) -> tuple[str, str, str]:
         """The three hints: a direction, the primitive to use, almost the code."""
-        sections: dict[str, list[str]] = {}
-        current, is_code = None, False
-        for line in self._read("hints.md").splitlines():
-            is_code ^= line.lstrip().startswith("```")
-            heading = None if is_code else re.fullmatch(r"##\s+(.*?)\s*", line)
-            if heading:
-                current = sections.setdefault(heading[1], [])
-            elif current is not None:
-                current.append(line)
-        texts = {name: "\n".join(lines).strip() for name, lines in sections.items()}
+        _, *parts = re.split(r"^##\s+(\w+)\s*$", self._read("hints.md"), flags=re.MULTILINE)
+        texts = {name: text.strip() for name, text in zip(parts[::2], parts[1::2], strict=True)}
         if list(texts) != ["1", "2", "3"] or not all(texts.values()):
             raise InputError(
                 "An exercise needs three hints, under the headings ## 1, ## 2 and ## 3",
@@ -115,7 +107,7 @@ class Exercise:
     @functools.cached_property
     def why(self) -> str:
         """The docstring of the solution, which says why it is right."""
-        return " ".join((ast.get_docstring(self._parsed("solution.py")) or "").split())
+        return " ".join((ast.get_docstring(self.parsed("solution.py")) or "").split())
 
     @functools.cached_property
     def one_line(self) -> str:
@@ -123,13 +115,15 @@ class Exercise:
 
         They are those of the checked function, or, if it has none, those of the module.
         """
-        source = self.with_anybatch
-        tree = self._parsed("with_anybatch.py")
-        functions = [node for node in tree.body if _defines(node, self.check.function)]
-        for body in (*(getattr(node, "body", []) for node in functions), tree.body):
+        tree = self.parsed("with_anybatch.py")
+        functions = [node for node in tree.body if isinstance(node, ast.FunctionDef)]
+        bodies = [node.body for node in functions if node.name == self.check.function]
+        lines = self.with_anybatch.splitlines()
+        for body in (*bodies, tree.body):
             found = [node for node in _statements(body) if _uses_anybatch(node)]
             if found:
-                return "\n".join(_source_of(source, node) for node in found)
+                parts = ("\n".join(lines[node.lineno - 1 : node.end_lineno]) for node in found)
+                return "\n".join(map(textwrap.dedent, parts))
         return ""
 
     @functools.cached_property
@@ -141,7 +135,12 @@ class Exercise:
         try:
             exec(compile(self._read("check.py"), path, "exec"), module.__dict__)
         except Exception as error:
-            self._refuse_check(path, error)
+            line = error.lineno if isinstance(error, SyntaxError) else line_of(error, path)
+            raise InputError(
+                "check.py must run, and define check",
+                given=f"{type(error).__name__}: {error} ({path}" + (f", line {line})" if line else ")"),
+                remedy=f"For the full traceback: python {path}",
+            ) from error
         found = getattr(module, "check", None)
         if not isinstance(found, Check):
             raise InputError(
@@ -156,21 +155,12 @@ class Exercise:
         """The wrong submissions in `mistakes/`, sorted by name."""
         return tuple(_known_wrong(path) for path in sorted((self.folder / "mistakes").glob("*.py")))
 
+    def parsed(self, name: str) -> ast.Module:
+        """The syntax tree of one of its files."""
+        return _parse(self.folder / name)
+
     def _read(self, name: str) -> str:
         return _read(self.folder / name)
-
-    def _parsed(self, name: str) -> ast.Module:
-        return _parse(self.folder / name, self._read(name))
-
-    @staticmethod
-    def _refuse_check(path: pathlib.Path, error: Exception) -> NoReturn:
-        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
-        line = error.lineno if isinstance(error, SyntaxError) else lines[-1] if lines else None
-        raise InputError(
-            "check.py must run, and define check",
-            given=f"{type(error).__name__}: {error} ({path}" + (f", line {line})" if line else ")"),
-            remedy=f"For the full traceback: python {path}",
-        ) from error
 
 
 @dataclasses.dataclass(frozen=True)
@@ -249,13 +239,17 @@ class Course:
 
     def after(self, exercise: Exercise) -> Exercise | None:
         """The next exercise, or None after the last."""
-        following = self.exercises[self.exercises.index(exercise) + 1 :]
-        return following[0] if following else None
+        return next((each for each in self.exercises if each.number > exercise.number), None)
 
     def before(self, exercise: Exercise) -> Exercise | None:
         """The previous exercise, or None before the first."""
-        index = self.exercises.index(exercise)
-        return self.exercises[index - 1] if index else None
+        return next((each for each in reversed(self.exercises) if each.number < exercise.number), None)
+
+
+def line_of(error: Exception, path: pathlib.Path) -> int | None:
+    """The line of a file that raised an exception; None if the file did not."""
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
+    return lines[-1] if lines else None
 
 
 def _exercise(entry: Any, index: int, folder: pathlib.Path, path: pathlib.Path) -> Exercise:
@@ -307,28 +301,24 @@ def _check_keys(given: dict[str, Any], known: dict[str, type], path: pathlib.Pat
 
 
 def _check_order(exercises: tuple[Exercise, ...], path: pathlib.Path) -> None:
-    names: set[str] = set()
-    number = 0
-    for exercise in exercises:
-        if exercise.name in names:
+    for index, exercise in enumerate(exercises):
+        earlier = exercises[:index]
+        if exercise.name in (each.name for each in earlier):
             raise InputError(
                 "Every exercise needs a different name",
                 given=f"{exercise.name!r} twice in {path}",
                 remedy="Rename one of the folders, and its entry.",
             )
-        if exercise.number <= number:
+        if earlier and exercise.number <= earlier[-1].number:
             raise InputError(
                 "Exercises must be in the order of their numbers",
-                given=f"{exercise.full_name!r} after number {number:02} in {path}",
+                given=f"{exercise.full_name!r} after number {earlier[-1].number:02} in {path}",
                 remedy="Reorder the entries, or rename the folder.",
             )
-        names.add(exercise.name)
-        number = exercise.number
 
 
 def _known_wrong(path: pathlib.Path) -> KnownWrong:
-    source = _read(path)
-    docstring = ast.get_docstring(_parse(path, source)) or ""
+    docstring = ast.get_docstring(_parse(path)) or ""
     caught_by = re.search(r"^caught by:\s*(\S+)\s*$", docstring, re.MULTILINE)
     says = re.search(r"^says:\s*(\S.*?)\s*$", docstring, re.MULTILINE)
     if caught_by is None or says is None or caught_by[1] not in STAGES:
@@ -337,11 +327,7 @@ def _known_wrong(path: pathlib.Path) -> KnownWrong:
             given=f"{path} with " + (f"caught by: {caught_by[1]}" if caught_by and says else "one of them missing"),
             remedy=f"The stages are: {', '.join(STAGES)}.",
         )
-    return KnownWrong(path.stem, source, caught_by[1], says[1])
-
-
-def _defines(node: ast.stmt, name: str) -> bool:
-    return isinstance(node, ast.FunctionDef) and node.name == name
+    return KnownWrong(path.stem, _read(path), caught_by[1], says[1])
 
 
 def _statements(body: list[ast.stmt]) -> list[ast.stmt]:
@@ -359,14 +345,9 @@ def _uses_anybatch(node: ast.stmt) -> bool:
     return any(isinstance(child, ast.Name) and child.id == "ab" for child in ast.walk(node))
 
 
-def _source_of(source: str, node: ast.stmt) -> str:
-    lines = source.splitlines()[node.lineno - 1 : node.end_lineno]
-    return textwrap.dedent("\n".join(lines))
-
-
-def _parse(path: pathlib.Path, source: str) -> ast.Module:
+def _parse(path: pathlib.Path) -> ast.Module:
     try:
-        return ast.parse(source)
+        return ast.parse(_read(path))
     except SyntaxError as error:
         raise InputError(
             "This file of a course must be valid Python",

@@ -29,23 +29,21 @@ from anybatch.errors import AnybatchError
 from anybatch.learn.catalogue import Exercise
 from anybatch.learn.check import Arguments, Case, Check, Mistake, Program, Raises, Response, Same, Verdict
 from anybatch.learn.rules import computes_elsewhere
+from anybatch.learn.runner.evidence import kind_of
 from anybatch.learn.runner.submissions import Ended, Runner, Submission
-from anybatch.learn.runner.wire import BrokenWire
 from anybatch.learn.values import (
     EPSILON,
     ROUNDINGS,
     Answer,
-    Difference,
     Expected,
     Failed,
-    Refused,
     compare,
     counted,
     expected,
     failure,
     in_double,
+    lines,
     matches,
-    read,
     title_of,
 )
 
@@ -71,11 +69,12 @@ class Prefetch:
         self._submissions = submissions
         self._pools = [concurrent.futures.ThreadPoolExecutor(1) for _ in submissions]
         self._loading = [
-            pool.submit(_loaded, submission) for pool, (_, submission) in zip(self._pools, submissions, strict=True)
+            pool.submit(getattr, submission, "loaded")
+            for pool, (_, submission) in zip(self._pools, submissions, strict=True)
         ]
         self._homes: dict[Any, int] = {}  # shapes and dtypes -> the index of the process that has compiled them
-        self._asked: dict[Any, concurrent.futures.Future[dict[str, Any]]] = {}
-        self._kept: list[Arguments] = []  # keeps arguments alive, since their id() is a key
+        # Each with its arguments, to keep them alive: their id() is part of the key.
+        self._asked: dict[Any, tuple[Arguments, concurrent.futures.Future[dict[str, Any]]]] = {}
 
     def loaded(self) -> Iterator[dict[str, Any]]:
         """Waits for each process to load the file, and yields the results."""
@@ -85,15 +84,13 @@ class Prefetch:
     def begin(self, count: int, args: Arguments, *want: str) -> None:
         """Sends a request, without waiting for the answer."""
         key = (count, id(args), want)
-        if key in self._asked:
-            return
-        self._kept.append(args)
-        self._asked[key] = self._submit(count, args, want)
+        if key not in self._asked:
+            self._asked[key] = args, self._submit(count, args, want)
 
     def answer(self, count: int, args: Arguments, *want: str) -> dict[str, Any]:
         """Waits for an answer, and sends the request first if `begin` has not. Raises what `Submission.ask` raises."""
         self.begin(count, args, *want)
-        return self._asked[count, id(args), want].result()
+        return self._asked[count, id(args), want][1].result()
 
     def respond(self, count: int, args: Arguments, more: Mapping[str, Any]) -> dict[str, Any]:
         """The answer while operations are held, or distorted. Arguments of equal shapes share one request."""
@@ -101,8 +98,8 @@ class Prefetch:
         changed = tuple(np.not_equal(one, other).tobytes() for one, other in leaves)
         key = (count, kind_of(args), repr(more["selects"]), more["distorts"], changed)
         if key not in self._asked:
-            self._asked[key] = self._submit(count, args, ("response",), more)
-        return self._asked[key].result()
+            self._asked[key] = args, self._submit(count, args, ("response",), more)
+        return self._asked[key][1].result()
 
     def _submit(
         self, count: int, args: Arguments, want: tuple[str, ...], more: Mapping[str, Any] | None = None
@@ -127,22 +124,9 @@ class Prefetch:
         return self._homes[kind]
 
 
-def _loaded(submission: Submission) -> dict[str, Any]:
-    return submission.loaded
-
-
 def call(check: Check, args: Arguments, *want: str) -> dict[str, Any]:
     """The request to call a check's function."""
-    return {"do": "call", "function": check.function, "args": args, "want": want, "compiled": check.is_compiled}
-
-
-def kind_of(args: Arguments) -> Any:
-    """A key that is equal for arguments that share one compiled program."""
-    leaves, structure = jax.tree.flatten(args)
-    return structure, tuple(
-        (leaf.shape, leaf.dtype.name) if isinstance(leaf, (np.ndarray, np.generic)) else (type(leaf), repr(leaf))
-        for leaf in leaves
-    )
+    return {"function": check.function, "args": args, "want": want, "compiled": check.is_compiled}
 
 
 def grade(
@@ -176,17 +160,10 @@ def grade(
                 submissions.append((count, stack.enter_context(submission)))
             # Closed before the submissions are used below, since only one thread at a time may use them.
             with contextlib.closing(Prefetch(check, submissions)) as prefetch:
-                for stage, seen in _Grading(check, prefetch, seed, _SolutionCosts(exercise, runner)).stages():
+                for stage, seen in _Grading(exercise, runner, prefetch, seed).stages():
                     done.append((stage, seen))
         except Failed as failed:
             result = failed.verdict
-        except BrokenWire as broken:
-            text = f"Your file must not write to that pipe. ({broken})"
-            result = {
-                "stage": "limits",
-                "title": "The grader could not read the answer from your code's process.",
-                "text": text,
-            }
         except Ended as ended:
             result = {"stage": "limits", "title": ended.message}
             if ended.where:
@@ -234,41 +211,36 @@ def examine_check(exercise: Exercise, seed: int = 0) -> list[str]:
 _MEASURED: dict[Any, int] = {}
 
 
-class _SolutionCosts:
-    """Measures the solution of an exercise in the same way as a submission."""
-
-    def __init__(self, exercise: Exercise, runner: Runner) -> None:
-        self._exercise, self._runner = exercise, runner
-
-    def measured(self, what: str, devices: int, sizes: Sequence[Arguments]) -> list[int]:
-        """The solution's temporaries, or its work, for each of several arguments."""
-        exercise = self._exercise
-        keys = [(exercise.solution, what, devices, kind_of(args)) for args in sizes]
-        if any(key not in _MEASURED for key in keys):
-            with self._runner.open(exercise.solution, exercise.file_name, devices=devices) as solution:
-                for key, args in zip(keys, sizes, strict=True):
-                    _MEASURED[key] = self._ask(solution, call(exercise.check, args, what))[what]
+def _costs_of_solution(
+    exercise: Exercise, runner: Runner, what: str, devices: int, sizes: Sequence[Arguments]
+) -> list[int]:
+    """The solution's temporaries, or its work, for each of several arguments, measured as those of a submission."""
+    keys = [(exercise.solution, what, devices, kind_of(args)) for args in sizes]
+    if all(key in _MEASURED for key in keys):
         return [_MEASURED[key] for key in keys]
-
-    def _ask(self, solution: Submission, request: Mapping[str, Any]) -> dict[str, Any]:
-        try:
-            reply = solution.ask(request)
-            problem = "{type}: {message}".format_map(reply["error"]) if "error" in reply else ""
-        except Ended as ended:
-            reply, problem = {}, ended.message
-        if problem:
-            raise AnybatchError(
-                f"The solution of the exercise {self._exercise.name} must run, since answers are compared with its "
-                f"costs; it ends with {problem}\nFor details: anybatch learn dev check"
-            )
-        return reply
+    with runner.open(exercise.solution, exercise.file_name, devices=devices) as solution:
+        for key, args in zip(keys, sizes, strict=True):
+            try:
+                reply = solution.ask(call(exercise.check, args, what))
+                problem = "{type}: {message}".format_map(reply["error"]) if "error" in reply else ""
+            except Ended as ended:
+                problem = ended.message
+            if problem:
+                raise AnybatchError(
+                    f"The solution of the exercise {exercise.name} must run, since answers are compared with its "
+                    f"costs; it ends with {problem}\nFor details: anybatch learn dev check"
+                )
+            _MEASURED[key] = reply[what]
+    return [_MEASURED[key] for key in keys]
 
 
 class _Grading:
     """One run of a check: its cases, and its stages in order."""
 
-    def __init__(self, check: Check, prefetch: Prefetch, seed: int, solution_costs: _SolutionCosts) -> None:
-        self.check, self.prefetch, self.solution_costs = check, prefetch, solution_costs
+    def __init__(self, exercise: Exercise, runner: Runner, prefetch: Prefetch, seed: int) -> None:
+        self.check = check = exercise.check
+        self.prefetch = prefetch
+        self.costs_of_solution = functools.partial(_costs_of_solution, exercise, runner)
         self.rng = np.random.default_rng(seed)
         self.cases = list(check.cases(self.rng))
         self.inputs = [case for case in self.cases if isinstance(case, Case)]
@@ -317,9 +289,8 @@ class _Grading:
             if name not in loaded["functions"]:
                 near = difflib.get_close_matches(name, list(loaded["functions"]), n=1)
                 hint = f" Was `{near[0]}` meant?" if near else ""
-                raise Failed(
-                    "signature", f"There is no function `{name}` in the file.{hint}", f"It begins with\n{wanted}"
-                )
+                title = f"There is no function `{name}` in the file.{hint}"
+                raise Failed("signature", title, f"It begins with\n{wanted}")
             arity = loaded["functions"][name]
             if arity is not None and not arity[0] <= needed <= arity[1]:
                 takes = str(arity[0]) if arity[0] == arity[1] else f"{arity[0]} to {arity[1]}"
@@ -346,7 +317,7 @@ class _Grading:
         if error := reply.get("error"):
             raise failure("run", error)
         self._untouched(reply)
-        return read(_response, reply["response"])
+        return _response(reply["response"])
 
     def _values(self) -> str:
         rights = [expected(self.check.reference, case.args, self.rng) for case in self.inputs]
@@ -356,13 +327,13 @@ class _Grading:
                     continue
                 where = f" on {counted(count, 'device', 'devices')}" if len(self.check.devices) > 1 else ""
                 reply = self._ask(count, case.args, *self.wanted, note=case.note + where)
-                answer = read(Answer.read, reply["value"])
+                answer = Answer.read(reply["value"])
                 if difference := compare(answer, right, self.check.dtypes):
                     raise self._named(difference, case, answer, right, count)
                 self.first = self.first or (case, answer, right)
                 if "program" in self.wanted:
                     respond = functools.partial(self._respond, count)
-                    self.programs.append((read(Program.read, reply["program"], count, (), respond), case.args))
+                    self.programs.append((Program.read(reply["program"], count, (), respond), case.args))
         devices = f" on {' and '.join(str(count) for count in self.check.devices)} devices"
         return counted(len(self.inputs), "case", "cases") + (devices if len(self.check.devices) > 1 else "")
 
@@ -384,7 +355,7 @@ class _Grading:
         for args in self.sizes:
             self.prefetch.begin(first, args, "temporaries", "value")
 
-    def _named(self, difference: Difference, case: Case, answer: Answer, right: Expected, count: int) -> Failed:
+    def _named(self, difference: Failed, case: Case, answer: Answer, right: Expected, count: int) -> Failed:
         """The failure for a wrong answer, with its name if it is a known mistake."""
         where = f"{case.note}\n" if case.note else ""
         if len(self.check.devices) > 1:
@@ -395,20 +366,19 @@ class _Grading:
             if wrong is None or not matches(answer, wrong, right.tolerances):
                 continue
             if not matches(right.answer, wrong, right.tolerances):
-                says = mistake.says if isinstance(mistake.says, str) else mistake.says(*case.args)
-                title, rest = title_of(says)
+                title, rest = title_of(mistake.says if isinstance(mistake.says, str) else mistake.says(*case.args))
                 # At the value stage, the table in the text says everything.
                 seen = "" if difference.stage == "value" else difference.title
-                return Failed(
-                    difference.stage, title, "\n".join(filter(None, (rest, seen, text))), mistake=mistake.name
-                )
+                return Failed(difference.stage, title, lines(rest, seen, text), mistake=mistake.name)
         return Failed(difference.stage, difference.title, text)
 
     def _refusal(self, case: Raises) -> None:
         try:
             self._ask(self.check.devices[0], case.args, *self.wanted[-1:])
-        except Refused as refused:
-            error = refused.error
+        except Failed as failed:
+            error = failed.error
+            if error is None:
+                raise
             if case.error not in error["bases"]:
                 title = f"It must raise {case.error}; it raises {error['type']}."
                 raise Failed("errors", title, f"for {case.note}\n{error['message']}") from None
@@ -422,7 +392,7 @@ class _Grading:
     def _same(self, same: Same, args: Arguments) -> None:
         assert self.first is not None
         case, answer, right = self.first
-        other = read(Answer.read, self._ask(self.check.devices[0], args, "value", note=same.what)["value"])
+        other = Answer.read(self._ask(self.check.devices[0], args, "value", note=same.what)["value"])
         wanted = answer
         if same.then:
             tree = jax.tree.unflatten(jax.tree.structure(right.tree), answer.leaves)
@@ -430,9 +400,7 @@ class _Grading:
         doubled = tuple(2 * each for each in right.tolerances)
         double = Expected(right.tree, wanted, doubled)
         if difference := compare(other, double, self.check.dtypes):
-            text = "\n".join(
-                filter(None, (same.says, "('expected' is your answer before the change)", difference.text))
-            )
+            text = lines(same.says, "('expected' is your answer before the change)", difference.text)
             raise Failed("invariance", f"The answer changes with {same.what}, and must not.", text)
 
     def _differences(self) -> None:
@@ -448,7 +416,7 @@ class _Grading:
             return (*case.args[:at], other, *case.args[at + 1 :])
 
         def value(steps: int) -> float:
-            reply = read(Answer.read, self._ask(self.check.devices[0], moved(steps), "value")["value"])
+            reply = Answer.read(self._ask(self.check.devices[0], moved(steps), "value")["value"])
             return float(rule.value(jax.tree.unflatten(structure, reply.leaves)))
 
         def exact(steps: int) -> float:
@@ -475,7 +443,7 @@ class _Grading:
             reply = self._ask(count, args, "temporaries", "value", note=f"a batch {times} times as large")
             found.append(reply["temporaries"])
         right = expected(self.check.reference, args, self.rng, draws=1)
-        answer = read(Answer.read, reply["value"])
+        answer = Answer.read(reply["value"])
         if difference := compare(answer, right, self.check.dtypes):
             note = f"a batch {slope.times} times as large"
             raise self._named(difference, Case(args, note), answer, right, count)
@@ -484,7 +452,7 @@ class _Grading:
         if large > slope.limit * small and large - small > slope.floor:
             title = f"Memory grows with the batch: {seen}."
             raise Failed("memory", title, f"With microbatches of the same size, it should not grow.\n{slope.says}")
-        for mine, solution in zip(found, self.solution_costs.measured("temporaries", count, self.sizes), strict=True):
+        for mine, solution in zip(found, self.costs_of_solution("temporaries", count, self.sizes), strict=True):
             if mine > slope.slack * solution + (slope.floor if slope.room is None else slope.room):
                 title = f"It needs {readable(mine)} for temporaries, where {readable(solution)} are enough."
                 text = f"One microbatch does not need more than {slope.slack:g} times as much.\n{slope.says}"
@@ -503,25 +471,21 @@ class _Grading:
             counts[kind] = counts.get(kind, 0) + (times if times >= 0 else 10**6)
         seen = ", ".join(counted(times, kind, kind + "s") for kind, times in sorted(counts.items())) or "none"
         total = sum(times * size for _, times, size in reply["collectives"])
-        if counts != {kind: times for kind, times in rule.exactly.items() if times}:
-            says = rule.says if isinstance(rule.says, str) else rule.says(counts)
+        is_other = counts != {kind: times for kind, times in rule.exactly.items() if times}
+        if is_other or (rule.largest is not None and total > rule.largest):
             wanted = ", ".join(counted(times, kind, kind + "s") for kind, times in rule.exactly.items()) or "none"
-            raise Failed("collectives", f"Executed on {rule.devices} devices: {seen}; it must be {wanted}.", says)
-        if rule.largest is not None and total > rule.largest:
-            says = rule.says if isinstance(rule.says, str) else rule.says(counts)
-            title = f"The collectives carry {readable(total)} on each device; {readable(rule.largest)} are enough."
-            raise Failed("collectives", title, says)
+            title = f"Executed on {rule.devices} devices: {seen}; it must be {wanted}."
+            if not is_other:
+                enough = readable(rule.largest or 0)
+                title = f"The collectives carry {readable(total)} on each device; {enough} are enough."
+            raise Failed("collectives", title, rule.says if isinstance(rule.says, str) else rule.says(counts))
         if rule.slack is not None:
-            (solution,) = self.solution_costs.measured("work", rule.devices, [args])
+            (solution,) = self.costs_of_solution("work", rule.devices, [args])
             if not 0 <= reply["work"] <= rule.slack * solution:
                 much = f"{reply['work']} multiplications" if reply["work"] >= 0 else "loops of unknown length"
                 title = f"A device does more than its share of the work: {much}, where {solution} are enough."
-                raise Failed(
-                    "collectives",
-                    title,
-                    f"The answer is right, but some of the {rule.devices} devices also do the work of others.\n"
-                    "Each device should process its own rows, once.",
-                )
+                text = f"The answer is right, but some of the {rule.devices} devices also do the work of others."
+                raise Failed("collectives", title, f"{text}\nEach device should process its own rows, once.")
         return f"{seen} executed on {rule.devices} devices"
 
 
@@ -534,10 +498,7 @@ def _response(record: Any) -> Response | None:
         return None
     if "unknown" in record:
         raise _Unknown(record["unknown"])
-    parts = [tuple(np.asarray(leaf) for leaf in record[name]) for name in ("before", "after", "held")]
-    if len({len(part) for part in parts}) != 1:
-        raise ValueError("not a response")
-    return Response(*parts)
+    return Response(*(tuple(record[name]) for name in ("before", "after", "held")))
 
 
 def _wrong(mistake: Mistake, case: Case) -> Any:

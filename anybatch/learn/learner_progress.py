@@ -10,17 +10,16 @@ import dataclasses
 import datetime
 import fcntl
 import hashlib
+import itertools
 import json
 import os
 import pathlib
 import shlex
-import shutil
-import stat
 import tempfile
-import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from anybatch.call.files import read_regular, write_atomically
 from anybatch.errors import InputError
 from anybatch.learn.catalogue import BUILTIN, Course, Exercise
 
@@ -106,13 +105,17 @@ class Progress:
     @property
     def solved(self) -> dict[str, Solved]:
         """The solved exercises, by name."""
-        fields = [field.name for field in dataclasses.fields(Solved)]
         mine = self._mine().get("solved", {})
-        return {name: Solved(*(entry[field] for field in fields)) for name, entry in mine.items()}
+        return {name: Solved(entry["hash"], entry["when"], entry["seconds"]) for name, entry in mine.items()}
 
     def hints_seen(self, exercise: Exercise) -> int:
         """How many hints the learner has seen."""
         return self._mine().get("hints", {}).get(exercise.name, 0)
+
+    def next_hints(self, exercise: Exercise) -> list[int]:
+        """The numbers of the hints to show: the next one, or all of them if all were seen."""
+        seen, total = self.hints_seen(exercise), len(exercise.hints)
+        return [seen + 1] if seen < total else list(range(1, total + 1))
 
     def state(self, exercise: Exercise) -> str:
         """The state of an exercise: "solved", "changed" (solved, and edited since), "begun" or "open"."""
@@ -167,7 +170,22 @@ class Progress:
         Raises:
           InputError: if it does not exist, or is not text.
         """
-        return read_source(self.path(exercise), self.command("reset", exercise.full_name))
+        path = self.path(exercise)
+
+        def refuse(reason: str, way_out: str = "") -> InputError:
+            return InputError(
+                "The file of an exercise must exist, be text in UTF-8, and have at most 1 MiB",
+                given=f"{path} ({reason})",
+                remedy=f"{way_out}To start over: {self.command('reset', exercise.full_name)}",
+            )
+
+        try:
+            return read_regular(path, LARGEST).decode("utf-8-sig")
+        except OSError as error:
+            raise refuse(error.strerror or "unreadable") from None
+        except UnicodeDecodeError as error:
+            where = f"byte {error.start} is {error.object[error.start]:#04x}"
+            raise refuse(where, "Save it as UTF-8. ") from None
 
     def reset(self, exercise: Exercise) -> pathlib.Path | None:
         """Puts the starter back, and forgets that the exercise was solved. Returns the path of the old file's copy.
@@ -175,20 +193,18 @@ class Progress:
         Raises:
           InputError: if the folder is not writable. The old file is then unchanged.
         """
-        path = self.path(exercise)
-        kept, is_moved = None, False
+        path, kept = self.path(exercise), None
+        is_changed = os.path.lexists(path) and self._source_or_none(exercise) != exercise.starter
         try:
-            if path.is_file() and os.access(path, os.R_OK):
-                old = path.read_bytes()
-                if old != exercise.starter.encode():
-                    kept = self._keep(path, lambda kept: _create(kept, old))
-            elif path.exists():  # for example a folder, which is renamed
-                kept, is_moved = self._keep(path, lambda kept: _move(path, kept)), True
+            with self._locked():
+                kept = _set_aside(path, "bak") if is_changed else None
             _replace(path, exercise.starter)
         except OSError as error:
-            if kept is not None and is_moved:
-                os.rename(kept, path)
             raise self._unwritable(error) from None
+        except InputError:
+            if kept is not None:
+                os.rename(kept, path)
+            raise
 
         def change(mine: dict[str, Any]) -> None:
             for key in ("solved", "hints"):
@@ -196,14 +212,6 @@ class Progress:
 
         self._change(change)
         return kept
-
-    def _keep(self, path: pathlib.Path, put: Callable[[pathlib.Path], None]) -> pathlib.Path:
-        for number in range(1, 10**6):
-            kept = path.with_name(f"{path.name}.bak{number}")
-            with contextlib.suppress(FileExistsError):
-                put(kept)
-                return kept
-        raise OSError(f"There are too many files {path.name}.bak*.")
 
     def _source_or_none(self, exercise: Exercise) -> str | None:
         try:
@@ -223,9 +231,9 @@ class Progress:
                 record = self._load()
                 change(record["courses"].setdefault(self.course.name, {}))
                 _replace(self.folder / RECORD, json.dumps(record, indent=1) + "\n")
-        except OSError as error:
+        except (OSError, InputError) as error:
             # A full disk should not end the session, but the learner should know.
-            self._say(f"Your progress could not be written to {self.folder / RECORD}: {error.strerror}.")
+            self._say(f"Your progress could not be written to {self.folder / RECORD}: {error}")
 
     def _load(self) -> dict[str, Any]:
         """The record; an empty one if there is none. A record that cannot be used is moved aside."""
@@ -240,20 +248,12 @@ class Progress:
             reason = _defect(record)
             if not reason:
                 return record
-        self._move_aside(path, reason or "")
-        return {"version": VERSION, "courses": {}}
-
-    def _move_aside(self, path: pathlib.Path, reason: str) -> None:
-        for number in range(1, 10**6):
-            aside = path.with_name(f"{path.name}.aside{number}")
-            if not aside.exists():
-                break
         try:
-            os.rename(path, aside)
+            aside = _set_aside(path, "aside")
+            self._say(f"{path} cannot be used ({reason}). It is kept as {aside.name}, and a new one was started.")
         except OSError:
             self._say(f"{path} cannot be used ({reason}), and cannot be moved. It is ignored for now.")
-        else:
-            self._say(f"{path} cannot be used ({reason}). It is kept as {aside.name}, and a new one was started.")
+        return {"version": VERSION, "courses": {}}
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
@@ -262,36 +262,6 @@ class Progress:
             with contextlib.suppress(OSError):
                 fcntl.flock(file, fcntl.LOCK_EX)
             yield
-
-
-def read_source(path: pathlib.Path, reset: str = "") -> str:
-    """The text of a learner's file.
-
-    Args:
-      path: the path of the file.
-      reset: the command that puts the original file back.
-
-    Raises:
-      InputError: if it does not exist, is not a file, is too large, or is not UTF-8.
-    """
-
-    def refuse(reason: str, way_out: str = "") -> InputError:
-        return InputError(
-            "The file of an exercise must exist, be text in UTF-8, and have at most 1 MiB",
-            given=f"{path} ({reason})",
-            remedy=f"{way_out}To start over: {reset or f'anybatch learn reset {path.stem}'}",
-        )
-
-    try:
-        about = path.stat()
-        if not stat.S_ISREG(about.st_mode) or about.st_size > LARGEST:
-            raise refuse(f"{about.st_size:,} bytes" if stat.S_ISREG(about.st_mode) else "not a file")
-        return path.read_bytes().decode("utf-8-sig")
-    except OSError as error:
-        raise refuse(error.strerror or "unreadable") from None
-    except UnicodeDecodeError as error:
-        where = f"byte {error.start} is {error.object[error.start]:#04x}"
-        raise refuse(where, "Save it as UTF-8. ") from None
 
 
 def _create(path: pathlib.Path, data: bytes) -> None:
@@ -305,25 +275,17 @@ def _create(path: pathlib.Path, data: bytes) -> None:
             raise
 
 
-def _move(path: pathlib.Path, target: pathlib.Path) -> None:
-    """Renames a file or a folder. Raises FileExistsError if the new name is taken."""
-    if os.path.lexists(target):
-        raise FileExistsError
-    os.rename(path, target)
+def _set_aside(path: pathlib.Path, suffix: str) -> pathlib.Path:
+    """Renames a file or a folder, and returns its new path."""
+    names = (path.with_name(f"{path.name}.{suffix}{number}") for number in itertools.count(1))
+    aside = next(name for name in names if not os.path.lexists(name))
+    os.rename(path, aside)
+    return aside
 
 
 def _replace(path: pathlib.Path, text: str) -> None:
-    """Replaces a file atomically: writes a temporary file next to it, and renames that."""
-    beside = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}.part")
-    try:
-        with open(beside, "w", encoding="utf-8") as file:
-            file.write(text)
-        if path.exists():
-            shutil.copymode(path, beside)
-        os.replace(beside, path)
-    except BaseException:
-        beside.unlink(missing_ok=True)
-        raise
+    must = "The folder for the exercises must be writable"
+    write_atomically(path, text.encode(), must=must, given=str(path))
 
 
 def _defect(record: Any) -> str | None:
@@ -332,24 +294,16 @@ def _defect(record: Any) -> str | None:
         return "it is not a record of progress"
     if record["version"] != VERSION:
         return f"it has version {record['version']}, and this anybatch reads version {VERSION}"
-
-    def are(kind: Any, mapping: Any) -> bool:
-        return isinstance(mapping, dict) and all(isinstance(value, kind) for value in mapping.values())
-
-    if not are(dict, record.get("courses")):
+    if not isinstance(record.get("courses"), dict):
         return "it has no courses"
+    kinds: dict[str, Any] = {"hash": str, "when": str, "seconds": (int, float)}
     for name, course in record["courses"].items():
-        solved = course.get("solved", {})
-        is_well = (
-            isinstance(course.get("current", ""), str)
-            and are(int, course.get("hints", {}))
-            and are(dict, solved)
-            and all(
-                isinstance(entry.get(key), kind)
-                for entry in solved.values()
-                for key, kind in (("hash", str), ("when", str), ("seconds", (int, float)))
-            )
-        )
+        try:
+            solved, hints = course.get("solved", {}), course.get("hints", {})
+            is_well = all(isinstance(entry[key], kinds[key]) for entry in solved.values() for key in kinds)
+            is_well = is_well and all(isinstance(seen, int) for seen in hints.values())
+        except (AttributeError, KeyError, TypeError):
+            is_well = False
         if not is_well:
             return f"its entry for {name} is damaged"
     return None

@@ -12,8 +12,6 @@ from typing import Any
 import jax
 import numpy as np
 
-from anybatch.learn.runner.wire import BrokenWire
-
 EPSILON = float(np.finfo(np.float32).eps)
 ROUNDINGS = 32
 
@@ -36,10 +34,7 @@ class Answer:
     @classmethod
     def read(cls, reply: Mapping[str, Any]) -> "Answer":
         """The answer in a reply of a learner's process."""
-        answer = cls(str(reply["structure"]), tuple(map(str, reply["paths"])), tuple(reply["leaves"]))
-        if len(answer.paths) != len(answer.leaves) or not all(isinstance(leaf, np.ndarray) for leaf in answer.leaves):
-            raise ValueError("not an answer")
-        return answer
+        return cls(reply["structure"], tuple(reply["paths"]), tuple(reply["leaves"]))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,13 +46,17 @@ class Expected:
     tolerances: tuple[float, ...]
 
 
-@dataclasses.dataclass(frozen=True)
-class Difference:
-    """What is wrong with an answer: the stage that found it, a title of one line, and the details."""
+class Failed(Exception):
+    """A stage failed: its name, a title of one line, the details, and further fields of the verdict.
 
-    stage: str
-    title: str
-    text: str = ""
+    `error` describes the exception that the learner's code raised, if it did: a `Raises` may require it.
+    """
+
+    def __init__(
+        self, stage: str, title: str, text: str = "", error: Mapping[str, Any] | None = None, **more: Any
+    ) -> None:
+        self.stage, self.title, self.text, self.error = stage, title, text, error
+        self.verdict = {"stage": stage, "title": title, "text": text, **more}
 
 
 def in_double(args: Any) -> Any:
@@ -84,44 +83,42 @@ def expected(reference: Callable[..., Any], args: Any, rng: np.random.Generator,
     return Expected(tree, right, tolerances)
 
 
-def compare(answer: Answer, right: Expected, dtypes: Any) -> Difference | None:
+def compare(answer: Answer, right: Expected, dtypes: Any) -> Failed | None:
     """The first difference from the right answer: structure, shape, dtype, finite numbers, value; None if none."""
     if answer.structure != right.answer.structure:
-        return Difference("structure", *_structures(answer, right.answer))
+        return Failed("structure", *_structures(answer, right.answer))
     wanted = _dtypes(dtypes, right)
     for path, leaf, other, dtype in zip(answer.paths, answer.leaves, right.answer.leaves, wanted, strict=True):
         if leaf.shape != other.shape:
-            return Difference("shape", f"The answer{path} has shape {leaf.shape}; it must have {other.shape}.")
+            return Failed("shape", f"The answer{path} has shape {leaf.shape}; it must have {other.shape}.")
         if leaf.dtype.name != dtype:
-            return Difference("shape", f"The answer{path} is {leaf.dtype.name}; it must be {dtype}.")
+            return Failed("shape", f"The answer{path} is {leaf.dtype.name}; it must be {dtype}.")
     for path, leaf in zip(answer.paths, answer.leaves, strict=True):
         if _is_floating(leaf) and not np.all(np.isfinite(leaf)):
             bad = int(np.sum(~np.isfinite(leaf)))
             kind = "NaN" if np.any(np.isnan(leaf)) else "infinite"
-            return Difference("value", f"The answer{path} is {kind} in {bad} of {leaf.size} places.")
+            return Failed("value", f"The answer{path} is {kind} in {bad} of {leaf.size} places.")
     return _values(answer, right)
 
 
 def matches(answer: Answer, tree: Any, tolerances: Sequence[float]) -> bool:
     """Whether an answer equals a tree, within the right answer's tolerances plus the tree's own rounding."""
     other = Answer.of(tree)
-    if answer.structure != other.structure or any(
-        leaf.shape != known.shape for leaf, known in zip(answer.leaves, other.leaves, strict=True)
-    ):
+    if answer.structure != other.structure:
         return False
-    allowed = list(tolerances) if len(tolerances) == len(other.leaves) else [0.0] * len(other.leaves)
-    return all(
-        np.array_equal(np.isnan(leaf), np.isnan(known))
-        and _largest(leaf, known) <= tolerance + 2 * ROUNDINGS * EPSILON * _size(known)
-        for leaf, known, tolerance in zip(
-            *(tuple(np.asarray(leaf, np.float64) for leaf in each.leaves) for each in (answer, other)),
-            allowed,
-            strict=True,
-        )
-    )
+    if len(tolerances) != len(other.leaves):
+        tolerances = [0.0] * len(other.leaves)
+    for mine, known, tolerance in zip(answer.leaves, other.leaves, tolerances, strict=True):
+        leaf, theirs = mine.astype(np.float64), known.astype(np.float64)
+        allowed = tolerance + 2 * ROUNDINGS * EPSILON * float(np.max(np.abs(theirs[np.isfinite(theirs)]), initial=0.0))
+        if leaf.shape != theirs.shape or not np.array_equal(np.isnan(leaf), np.isnan(theirs)):
+            return False
+        if _largest(leaf, theirs) > allowed:
+            return False
+    return True
 
 
-def _values(answer: Answer, right: Expected) -> Difference | None:
+def _values(answer: Answer, right: Expected) -> Failed | None:
     rows, wrong, total = [], 0, 0
     for path, leaf, other, tolerance in zip(
         answer.paths, answer.leaves, right.answer.leaves, right.tolerances, strict=True
@@ -142,9 +139,7 @@ def _values(answer: Answer, right: Expected) -> Difference | None:
             *_ratio(answer, right),
         )
     )
-    return Difference(
-        "value", "The answer is wrong." if wrong == total else f"{wrong} of {total} numbers are off.", text
-    )
+    return Failed("value", "The answer is wrong." if wrong == total else f"{wrong} of {total} numbers are off.", text)
 
 
 def _ratio(answer: Answer, right: Expected) -> list[str]:
@@ -196,26 +191,7 @@ def _largest(one: np.ndarray, other: np.ndarray) -> float:
     return float(np.max(difference[~np.isnan(difference)], initial=0.0))
 
 
-def _size(leaf: np.ndarray) -> float:
-    return float(np.max(np.abs(leaf[np.isfinite(leaf)]), initial=0.0))
-
-
 EXTRAS = ("flax", "optax")  # packages that an exercise may need and anybatch does not
-
-
-class Failed(Exception):
-    """A stage failed; has the fields of the verdict."""
-
-    def __init__(self, stage: str, title: str, text: str = "", **more: Any) -> None:
-        self.verdict = {"stage": stage, "title": title, "text": text, **more}
-
-
-class Refused(Failed):
-    """The learner's code raised an exception, which a `Raises` may require."""
-
-    def __init__(self, error: Mapping[str, Any], *rest: Any, **more: Any) -> None:
-        super().__init__(*rest, **more)
-        self.error = error
 
 
 # Part of the title of an error of JAX -> what it means and how to fix it.
@@ -232,14 +208,14 @@ _WAYS_OUT = {
 }
 
 
-def failure(stage: str, error: Mapping[str, Any], note: str = "") -> Any:
+def failure(stage: str, error: Mapping[str, Any], note: str = "") -> Failed:
     """The failure for an exception in the learner's file; `error` describes it in plain data."""
     where = {"line": error["line"], "source_line": error["source_line"]}
     if error["type"] == "NotImplementedError":
-        return Refused(error, stage, "Not written yet.", error["message"], started=False, **where)
+        return Failed(stage, "Not written yet.", error["message"], error, started=False, **where)
     if error["type"] == "SystemExit":
         text = "End a function with `return` instead; sys.exit ends the process."
-        return Refused(error, stage, f"The file calls sys.exit({error['message']}).", text, **where)
+        return Failed(stage, f"The file calls sys.exit({error['message']}).", text, error, **where)
     title, text = title_of(f"{error['type']}: {error['message']}".strip())
     if error["type"] == "ModuleNotFoundError" and any(name in error["message"] for name in EXTRAS):
         text = 'This exercise needs a package that is not installed: pip install "anybatch[learn]"'
@@ -247,24 +223,21 @@ def failure(stage: str, error: Mapping[str, Any], note: str = "") -> Any:
         text = f"{error['source_line']}\n{' ' * (error['column'] - 1)}^"
     if "MemoryError" in error["bases"] or "RESOURCE_EXHAUSTED" in error["message"]:
         limit = "A check has limited memory; `anybatch learn doctor` shows how much."
-        text = "\n".join(filter(None, (limit, text)))
+        text = lines(limit, text)
     if way_out := next((words for name, words in _WAYS_OUT.items() if name in title), None):
         text = f"{way_out}\n{text}".strip()
-    return Refused(error, stage, title, "\n".join(filter(None, (f"for {note}" if note else "", text))), **where)
-
-
-def read(reader: Callable[..., Any], *record: Any) -> Any:
-    """Reads a report of another process with `reader`. Raises `BrokenWire` if the report is malformed."""
-    try:
-        return reader(*record)
-    except (KeyError, TypeError, ValueError, AttributeError, IndexError, RecursionError) as error:
-        raise BrokenWire(f"{type(error).__name__}: {error}") from None
+    return Failed(stage, title, lines(f"for {note}" if note else "", text), error, **where)
 
 
 def title_of(text: str) -> tuple[str, str]:
     """Splits a text into its first line, the title, and the rest."""
     first, _, rest = text.strip().partition("\n")
     return first, rest.strip("\n")
+
+
+def lines(*texts: str) -> str:
+    """The texts that are not empty, each on its own lines."""
+    return "\n".join(filter(None, texts))
 
 
 def counted(number: int, one: str, many: str) -> str:

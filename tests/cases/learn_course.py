@@ -19,6 +19,8 @@ def write_course(folder):
 
 def grade(exercise, source, runner=None, *, path=None, seed=None, anybatch=False):
     """Passes a file that contains "right"; is slow if the file contains "slow"."""
+    if isinstance(runner, Runner):
+        Runner.checked += 1
     if "slow" in source:
         time.sleep(1.0)
     if "explode" in source:
@@ -31,12 +33,12 @@ def grade(exercise, source, runner=None, *, path=None, seed=None, anybatch=False
 
 
 class Runner:
-    """Runs nothing, and counts how often it was started."""
+    """Runs nothing, and counts how many files were checked."""
 
-    started = 0
+    checked = 0
 
     def __init__(self, **_):
-        type(self).started += 1
+        pass
 
     def keep_warm(self, devices):
         pass

@@ -33,7 +33,7 @@ def progress(tmp_path, course):
 @pytest.fixture
 def run(progress, monkeypatch):
     """Runs a command without another process. Returns its status, and what it printed."""
-    learn_course.Runner.started = 0
+    learn_course.Runner.checked = 0
     for module in (learner_commands, author_commands):
         monkeypatch.setattr(module, "Runner", learn_course.Runner)
         monkeypatch.setattr(module, "grade", learn_course.grade)
@@ -61,9 +61,9 @@ def test_without_a_terminal_it_shows_the_page_and_checks_once(run, progress, cou
     assert f"Stuck? {progress.command('hint', '1')}\n" in text
     assert f"The next exercise: {progress.command('--at', '2')}\n" in text
     write(progress, 1, "right")
-    assert run()[0] == 0 and learn_course.Runner.started == 2
+    assert run()[0] == 0 and learn_course.Runner.checked == 2
     status, text = run()  # solved, and not run again
-    assert status == 0 and "not run again" in text and learn_course.Runner.started == 2
+    assert status == 0 and "not run again" in text and learn_course.Runner.checked == 2
     status, text = run("--at", "third")
     assert status == 1 and "Exercise 3 of 3" in text and progress.current.name == "third"
 
@@ -127,7 +127,7 @@ def test_run(run, progress):
     write(progress, 2, "right")
     status, text = run("run", "second")
     assert status == 0 and "Passed." in text and "ab.grad(" in text and set(progress.solved) == {"second"}
-    assert run("run", "2")[0] == 0 and learn_course.Runner.started == 4  # `run` always runs
+    assert run("run", "2")[0] == 0 and learn_course.Runner.checked == 4  # `run` always runs
     status, text = run("run", "secnd")
     assert status == 2 and "Did you mean second?" in text and "Traceback" not in text
 
@@ -173,8 +173,8 @@ def test_check_runs_what_has_changed(run, progress):
     write(progress, 2, "wrong")
     status, text = run("check")
     assert status == 1 and "1 of 2 passed" in text and "Wrong: wrong" in text
-    assert run("check", "1")[0] == 0 and learn_course.Runner.started == 1  # solved before
-    assert run("check", "1", "--again")[0] == 0 and learn_course.Runner.started == 2
+    assert run("check", "1")[0] == 0 and learn_course.Runner.checked == 2  # solved before
+    assert run("check", "1", "--again")[0] == 0 and learn_course.Runner.checked == 3
     write(progress, 1, "changed")
     assert run("check", "1")[0] == 1 and "mean_gradient" in progress.solved
 
@@ -306,10 +306,21 @@ def test_the_answers_are_hidden_from_mistakes_too(proved, monkeypatch, course):
     assert proved(honest)[0] == 0 and asked and all(each == {"hidden": [course.folder]} for each in asked)
 
 
+def on_paper(exercise):
+    """The defects that are found without running anything."""
+    found = []
+    for part in (author_commands._in_words, author_commands._in_code):
+        try:
+            found.extend(part(exercise))
+        except InputError as error:
+            found.append(str(error))
+    return found
+
+
 def test_parameters_may_be_a_list(course):
     exercise = dataclasses.replace(course.exercises[0])
     exercise.__dict__["check"] = dataclasses.replace(exercise.check, parameters=list(exercise.check.parameters))
-    assert author_commands._on_paper(exercise) == []
+    assert on_paper(exercise) == []
 
 
 def test_no_line_of_the_help_is_cut_off(run):
@@ -336,7 +347,7 @@ def test_an_author_hears_of_every_defect_at_once(tmp_path):
     (home / "solution.py").write_text(
         (home / "solution.py").read_text().replace('"""The gr', '"""Short."""\n"""The gr')
     )
-    defects = author_commands._on_paper(Course.read(folder).exercises[0])
+    defects = on_paper(Course.read(folder).exercises[0])
     expected = ("sections", "begin with # The", "three hints", "no function", "(w, y)", "two sentences", "never uses")
     assert [any(words in defect for defect in defects) for words in expected] == [True] * len(expected)
     assert len(defects) == len(expected)

@@ -43,7 +43,7 @@ class Here:
 
     def __init__(self, source, path, devices, anybatch):
         self.evidence = Evidence(source, path, anybatch=True)
-        self.loaded = self.evidence.answer({"do": "load"})
+        self.loaded = self.evidence.loaded
         self.prints, self.prints_dropped = "", 0
 
     def ask(self, request):

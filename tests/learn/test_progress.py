@@ -191,7 +191,7 @@ def test_a_write_that_is_cut_off_leaves_the_old_record(progress, course, monkeyp
     monkeypatch.setattr(os, "replace", fail)
     progress.solve(course.exercises[1], "right", 0.1)
     assert set(progress.solved) == {"mean_gradient"} and "No space left on device" in said[0]
-    assert not list(progress.folder.glob("*.part")) and not list(progress.folder.glob(".*.part"))
+    assert not list(progress.folder.glob("*.new")) and not list(progress.folder.glob(".*.new"))
 
 
 def test_a_folder_that_cannot_be_written(tmp_path, course):
@@ -213,7 +213,7 @@ def test_a_folder_without_permission(tmp_path, course):
         (b"\xff", "byte 0 is 0xff"),
         (b"x" * (2**20 + 1), "1,048,577 bytes"),
         (None, "No such file"),
-        ("folder", "not a file"),
+        ("folder", "a folder"),
     ],
 )
 def test_what_is_no_text_is_refused(progress, course, contents, reason):
@@ -230,7 +230,7 @@ def test_what_is_no_text_is_refused(progress, course, contents, reason):
 
 def test_a_pipe_is_not_waited_for(progress, course):
     os.mkfifo(progress.path(course.exercises[0]))
-    with pytest.raises(InputError, match="not a file"):
+    with pytest.raises(InputError, match="not a regular file"):
         progress.read(course.exercises[0])
 
 

@@ -28,7 +28,7 @@ from anybatch.learn.learner_progress import Progress
 from anybatch.learn.terminal.watch import Checker, Watch
 progress = Progress({folder!r}, Course.read({course!r}))
 progress.prepare()
-watch = Watch(progress.course, progress, Screen(), Checker(grade), 0)
+watch = Watch(progress, Screen(), Checker(grade), 0)
 {more}
 sys.exit(watch.run(progress.current))
 """
@@ -162,7 +162,7 @@ def test_what_goes_wrong_is_shown_and_it_goes_on(session, progress, course):
         assert terminal.read(0.3) == ""  # it is empty, not gone
         path.unlink()
         path.mkdir()
-        terminal.wait("not a file", "reset 01_mean_gradient --course", "help")
+        terminal.wait("(a folder)", "reset 01_mean_gradient --course", "help")
         assert "Your file is now" in terminal.press("xy", "Your file is now", "help")
         shutil.rmtree(progress.folder)
         terminal.press("nn", "must be writable", "help")
@@ -215,7 +215,13 @@ def test_the_terminal_is_itself_while_it_is_stopped_and_after_control_c(session)
 
 def test_saves(tmp_path):
     path = tmp_path / "file.py"
-    saves = Saves(path)
+
+    def read():
+        if path.read_bytes() == b"\xff":
+            raise InputError("It must be UTF-8", given="0xff", remedy="Save it as UTF-8.")
+        return path.read_text()
+
+    saves = Saves(path, read)
     assert saves.look() is None and not saves.is_gone
     path.write_text("one")
     assert saves.look() == "one" and saves.look() is None
@@ -286,8 +292,8 @@ def test_a_verdict_in_plain_text():
     screen.verdict(VERDICT)
     assert text().splitlines() == [
         "✗ You averaged, and [bold]more[/bold].  0.21 s",
-        "  ✓ signature   f(w, x)",
-        "  ✗ value       the mean",
+        "  ✓ signature f(w, x)",
+        "  ✗ value     the mean",
         "",
         "  line 7 │ return total / n",
         "",
@@ -309,12 +315,12 @@ def test_everything_plain_has_no_escapes_and_no_boxes(progress, course):
 
 
 def everything(screen, exercise, course, progress):
-    screen.page(exercise, course, progress)
+    screen.page(exercise, progress)
     screen.verdict(VERDICT)
     screen.solved(exercise)
     screen.hint(exercise, 3)
-    screen.listing(course, progress, exercise)
-    screen.closing(course, progress)
+    screen.listing(progress, exercise)
+    screen.closing(progress)
     screen.solution(exercise)
     screen.help(KEYS)
 

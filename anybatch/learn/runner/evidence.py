@@ -25,6 +25,7 @@ from anybatch.collectives import collectives_of
 from anybatch.jaxprs import interpreter, tracing, versions
 from anybatch.jaxprs.hlo import Instruction, Program
 from anybatch.learn.runner import influence
+from anybatch.learn.values import Answer
 
 _DIMENSIONS = re.compile(r"\[([^\]]*)\]")
 _OPERANDS = re.compile(r"%?([\w.\-]+)(?:,|\)|$)")
@@ -99,7 +100,16 @@ _LEAKED = (
 
 
 class Evidence:
-    """One loaded file, and what its functions do."""
+    """One loaded file, and what its functions do.
+
+    Args:
+      source: the text of the file.
+      path: its name in messages; nothing is read from there.
+      anybatch: whether the file may import anybatch.
+
+    Attributes:
+      loaded: the functions of the file and their numbers of arguments, or the error.
+    """
 
     def __init__(self, source: str, path: str, *, anybatch: bool = False) -> None:
         self.path = path
@@ -107,12 +117,10 @@ class Evidence:
         self.module.__file__ = path
         self._programs: dict[Any, _Compiled] = {}
         self._before = [(module, dict(vars(module))) for module in _GUARDED]
-        self._loaded = self._load(source, anybatch)
+        self.loaded = self._load(source, anybatch)
 
     def answer(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        """Answers a request: "load" returns the result of loading, "call" calls a function. Errors are in `error`."""
-        if request["do"] == "load":
-            return self._loaded
+        """Calls a function, as `anybatch.learn.grading.call` requests it. An exception is described in `error`."""
         try:
             reply = self._call(request)
         except BaseException as error:
@@ -146,10 +154,10 @@ class Evidence:
         name, args = request["function"], request["args"]
         function = getattr(self.module, name)
         if not request["compiled"]:
-            return {"value": _tree(function(*jax.tree.map(_on_device, args)))}
+            given = jax.tree.map(lambda leaf: jnp.asarray(leaf) if _is_array(leaf) else leaf, args)
+            return {"value": vars(Answer.of(function(*given)))}
         leaves, structure = jax.tree.flatten(args)
-        kinds = tuple((x.shape, x.dtype.name) if _is_array(x) else (type(x).__name__, repr(x)) for x in leaves)
-        key = (name, structure, kinds)
+        key = (name, kind_of(args))
         if key not in self._programs:
             self._programs[key] = _Compiled(function, leaves, structure)
         program = self._programs[key]
@@ -167,14 +175,10 @@ class Evidence:
         return {what: makers[what]() for what in request["want"]}
 
 
-_files: list[Evidence] = []
-
-
-def answer(request: Mapping[str, Any]) -> dict[str, Any]:
-    """Answers requests about one file. The first must be "load", with `source`, `path` and `anybatch`."""
-    if request["do"] == "load" and not _files:
-        _files.append(Evidence(request["source"], request["path"], anybatch=request["anybatch"]))
-    return _files[0].answer(request)
+def kind_of(args: Any) -> Any:
+    """A key that is equal for arguments that share one compiled program."""
+    leaves, structure = jax.tree.flatten(args)
+    return structure, tuple((x.shape, x.dtype.name) if _is_array(x) else (type(x), repr(x)) for x in leaves)
 
 
 class _Compiled:
@@ -207,7 +211,7 @@ class _Compiled:
 
     def value(self, leaves: Sequence[Any]) -> dict[str, Any]:
         try:
-            return _tree(self.compiled(*self._arrays(leaves)))
+            return vars(Answer.of(self.compiled(*self._arrays(leaves))))
         except TypeError as error:
             # A leaked tracer is an additional input of the program, and the call does not provide it.
             if str(error).startswith("Computation compiled for"):
@@ -310,19 +314,6 @@ def _is_plain(value: Any) -> bool:
     if isinstance(value, (list, tuple)):
         return all(_is_plain(each) for each in value)
     return value is None or type(value) in (bool, int, float, str)
-
-
-def _tree(value: Any) -> dict[str, Any]:
-    leaves, structure = jax.tree.flatten_with_path(value)
-    return {
-        "structure": str(structure),
-        "paths": [jax.tree_util.keystr(path) for path, _ in leaves],
-        "leaves": [np.asarray(leaf) for _, leaf in leaves],
-    }
-
-
-def _on_device(leaf: Any) -> Any:
-    return jnp.asarray(leaf) if _is_array(leaf) else leaf
 
 
 def _is_array(leaf: Any) -> bool:

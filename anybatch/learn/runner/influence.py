@@ -6,7 +6,7 @@ first evaluation's result in both. If the two answers still differ, part of the 
 """
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -138,11 +138,7 @@ class _How:
         return any(_fits(select, equation, stack) for select in self._selects)
 
     def _holds_selected(self, equation: Any, stack: str) -> bool:
-        return any(
-            self._is_selected(each, within := _inner(stack, each)) or self._holds_selected(each, within)
-            for inner in interpreter.jaxprs_in(equation)
-            for each in inner.eqns
-        )
+        return any(self._is_selected(each, within) for each, within in _nested_in(equation, stack))
 
     def call(self, equation: Any, pairs: list[Pair], stack: str) -> list[Pair]:
         inner = next(equation.params[name] for name in ("jaxpr", "call_jaxpr", "fun_jaxpr") if name in equation.params)
@@ -242,30 +238,27 @@ def _fits(select: Mapping[str, Any], equation: Any, stack: str) -> bool:
     made_by = re.sub(r"/\w+:", "/", stack)
     if select.get("stack") and not re.search(select["stack"], made_by):
         return False
-    if select.get("around") and (re.search(select["around"], made_by) or not _is_around(select["around"], equation)):
+    inner = [each for each, _ in _nested_in(equation, stack)] if "around" in select or "holding" in select else []
+    if select.get("around") and (
+        re.search(select["around"], made_by)
+        or not any(re.search(select["around"], interpreter.name_stack(each)) for each in inner)
+    ):
         return False
     if select.get("inside") and f"/{select['inside']}:" not in stack.rpartition("/")[0]:
         return False
-    if select.get("holding") and not _is_in(select["holding"], equation):
+    if select.get("holding") and select["holding"] not in [each.primitive.name for each in inner]:
         return False
     arrays = (*equation.invars, *equation.outvars)
     return max((getattr(each.aval, "size", 0) for each in arrays), default=0) >= select.get("size", 0)
 
 
-def _is_around(expression: str, equation: Any) -> bool:
-    return any(
-        re.search(expression, interpreter.name_stack(each)) or _is_around(expression, each)
-        for inner in interpreter.jaxprs_in(equation)
-        for each in inner.eqns
-    )
-
-
-def _is_in(name: str, equation: Any) -> bool:
-    return any(
-        each.primitive.name == name or _is_in(name, each)
-        for inner in interpreter.jaxprs_in(equation)
-        for each in inner.eqns
-    )
+def _nested_in(equation: Any, stack: str) -> Iterator[tuple[Any, str]]:
+    """All equations inside of an equation, each with its path."""
+    for jaxpr in interpreter.jaxprs_in(equation):
+        for each in jaxpr.eqns:
+            within = _inner(stack, each)
+            yield each, within
+            yield from _nested_in(each, within)
 
 
 def _inner(stack: str, equation: Any) -> str:

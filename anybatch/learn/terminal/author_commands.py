@@ -2,19 +2,20 @@
 
 import ast
 import concurrent.futures
+import contextlib
 import dataclasses
 import json
 import keyword
 import pathlib
+import queue
 import re
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from anybatch.call.files import write_atomically
 from anybatch.errors import InputError
-from anybatch.learn.catalogue import COURSES, Course, Exercise
+from anybatch.learn.catalogue import COURSES, Course, Exercise, line_of
 from anybatch.learn.check import Verdict
 from anybatch.learn.grading import examine_check, grade
 from anybatch.learn.runner.submissions import Runner
@@ -69,88 +70,93 @@ def examine(exercise: Exercise, runner: Runner, seeds: int, tick: Callable[[], A
       tick: called after every check.
     """
     begin, found = time.perf_counter(), Examined(exercise)
-    found.defects += _on_paper(exercise)
-    try:
-        for defect in _in_practice(exercise, runner, seeds, found):
-            if defect and defect not in found.defects:
-                found.defects.append(defect)
-            tick()
-    except InputError as error:
-        found.defects += [str(error)] if str(error) not in found.defects else []
-    except Exception as error:
-        found.defects.append(f"check.py fails with {type(error).__name__}: {error}{_place(error, exercise)}")
+
+    def add(defect: str) -> None:
+        if defect not in found.defects:
+            found.defects.append(defect)
+
+    for part in (_in_words(exercise), _in_code(exercise), _in_practice(exercise, runner, seeds, found, tick)):
+        try:
+            for defect in part:
+                add(defect)
+        except InputError as error:
+            add(str(error))
+        except Exception as error:
+            line = line_of(error, exercise.folder / "check.py")
+            place = f" (line {line})" if line else ""
+            add(f"check.py fails with {type(error).__name__}: {error}{place}")
     found.seconds = time.perf_counter() - begin
     return found
 
 
-def _on_paper(exercise: Exercise) -> list[str]:  # noqa: C901 - a list of independent checks
-    """The defects that can be found without running anything."""
-    defects: list[str] = []
-
-    def attempt(part: Callable[[], Iterator[str]]) -> None:
-        try:
-            defects.extend(part())
-        except InputError as error:
-            defects.append(str(error))
-
-    def words() -> Iterator[str]:
-        headings = re.findall(r"^## +(.*?) *$", exercise.page, re.MULTILINE)
-        if [heading for heading in headings if heading in SECTIONS] != list(SECTIONS):
-            yield f"page.md needs the sections ## {', ## '.join(SECTIONS)}, in this order"
-        if not exercise.page.startswith(f"# {exercise.title}\n"):
-            yield f"page.md must begin with # {exercise.title}, the title in the catalogue"
-
-    def hints() -> Iterator[str]:
-        yield from ([] if exercise.hints else ["hints.md is empty"])
-
-    def code() -> Iterator[str]:
-        check = exercise.check
-        for name in ("exercise.py", "solution.py", "with_anybatch.py"):
-            found = _parameters(exercise._parsed(name), check.function)
-            wanted = f"{check.function}({', '.join(check.parameters)})"
-            if found is None:
-                yield f"{name} has no function {check.function}, which check.py names"
-            elif found != tuple(check.parameters):
-                yield f"{name} has {check.function}({', '.join(found)}), and check.py says {wanted}"
-        if len(re.findall(r"[.!?:](?=\s|$)", exercise.why)) < 2:
-            yield "the docstring of solution.py must say why it is right, in two sentences or more"
-        if not exercise.one_line:
-            yield "with_anybatch.py never uses ab."
-        elif len(exercise.one_line) > LONGEST:
-            yield f"the statements that use ab. in with_anybatch.py have more than {LONGEST} characters"
-
-    for part in (words, hints, code):
-        attempt(part)
-    return defects
+def _in_words(exercise: Exercise) -> Iterator[str]:
+    headings = re.findall(r"^## +(.*?) *$", exercise.page, re.MULTILINE)
+    if [heading for heading in headings if heading in SECTIONS] != list(SECTIONS):
+        yield f"page.md needs the sections ## {', ## '.join(SECTIONS)}, in this order"
+    if not exercise.page.startswith(f"# {exercise.title}\n"):
+        yield f"page.md must begin with # {exercise.title}, the title in the catalogue"
+    assert exercise.hints  # raises InputError if there are not three
 
 
-def _in_practice(exercise: Exercise, runner: Runner, seeds: int, found: Examined) -> Iterator[str]:
-    """Runs every submission; yields what is wrong, or "", after each check."""
-    made, times = set(), []
+def _in_code(exercise: Exercise) -> Iterator[str]:
+    check = exercise.check
+    for name in ("exercise.py", "solution.py", "with_anybatch.py"):
+        found = _parameters(exercise.parsed(name), check.function)
+        wanted = f"{check.function}({', '.join(check.parameters)})"
+        if found is None:
+            yield f"{name} has no function {check.function}, which check.py names"
+        elif found != tuple(check.parameters):
+            yield f"{name} has {check.function}({', '.join(found)}), and check.py says {wanted}"
+    if len(re.findall(r"[.!?:](?=\s|$)", exercise.why)) < 2:
+        yield "the docstring of solution.py must say why it is right, in two sentences or more"
+    if not exercise.one_line:
+        yield "with_anybatch.py never uses ab."
+    elif len(exercise.one_line) > LONGEST:
+        yield f"the statements that use ab. in with_anybatch.py have more than {LONGEST} characters"
+
+
+def _in_practice(
+    exercise: Exercise, runner: Runner, seeds: int, found: Examined, tick: Callable[[], Any]
+) -> Iterator[str]:
+    made: set[str | None] = set()
+    times = []
 
     def check(source: str, seed: int, *, anybatch: bool = False) -> Verdict:
+        verdict = grade(exercise, source, runner, seed=seed, anybatch=anybatch)
         found.checks += 1
-        return grade(exercise, source, runner, seed=seed, anybatch=anybatch)
+        tick()
+        return verdict
 
     runner.keep_warm(devices_of(exercise))
     first = check(exercise.starter, 0)
-    is_unwritten = not first.passed and not first.started
-    yield "" if is_unwritten else f"the starter must raise NotImplementedError; it {_said(first)}"
+    if first.passed or first.started:
+        yield f"the starter must raise NotImplementedError; it {_said(first)}"
     for seed in range(seeds):
-        found.defects += [each for each in examine_check(exercise, seed) if each not in found.defects]
+        yield from examine_check(exercise, seed)
         solved = check(exercise.solution, seed)
         times.append(solved.seconds)
-        yield "" if solved.passed else f"the solution must pass; it {_said(solved)}"
+        if not solved.passed:
+            yield f"the solution must pass; it {_said(solved)}"
         short = check(exercise.with_anybatch, seed, anybatch=True)
-        yield "" if short.passed else f"with_anybatch.py must pass; it {_said(short)}"
+        if not short.passed:
+            yield f"with_anybatch.py must pass; it {_said(short)}"
         for wrong in exercise.mistakes:
             verdict = check(wrong.source, seed)
             made.add(verdict.mistake)
             words = " ".join(f"{verdict.title} {verdict.text}".split())
-            is_caught = not verdict.passed and verdict.stage == wrong.caught_by
-            is_caught = is_caught and " ".join(wrong.says.split()) in words
-            must = f"mistakes/{wrong.name}.py must fail in {wrong.caught_by} with {wrong.says!r}"
-            yield "" if is_caught else f"{must}; it {_said(verdict)}"
+            is_named = verdict.stage == wrong.caught_by and " ".join(wrong.says.split()) in words
+            if verdict.passed or not is_named:
+                must = f"mistakes/{wrong.name}.py must fail in {wrong.caught_by} with {wrong.says!r}"
+                yield f"{must}; it {_said(verdict)}"
+    if min(times) > QUICK:
+        found.notes.append(
+            f"a check takes {min(times):.2f} s while another exercise runs; learners notice more than {QUICK} s"
+        )
+    yield from _uncaught(exercise, made, found)
+
+
+def _uncaught(exercise: Exercise, made: set[str | None], found: Examined) -> Iterator[str]:
+    """What no file in mistakes/ shows; `made` has the mistakes that they make."""
     if not exercise.mistakes:
         yield "there is no file in mistakes/: nothing shows that a wrong answer is caught"
     for mistake in exercise.check.mistakes:
@@ -159,39 +165,26 @@ def _in_practice(exercise: Exercise, runner: Runner, seeds: int, found: Examined
     for stage in ("program", "memory", "collectives"):
         if getattr(exercise.check, stage) and stage not in {wrong.caught_by for wrong in exercise.mistakes}:
             found.notes.append(f"no file in mistakes/ is caught by {stage}: nothing shows that it catches anything")
-    if min(times) > QUICK:
-        found.notes.append(
-            f"a check takes {min(times):.2f} s while another exercise runs; learners notice more than {QUICK} s"
-        )
-
-
-def checks_of(exercise: Exercise, seeds: int) -> int:
-    """How many checks `examine` will make, as far as is known beforehand."""
-    try:
-        return 1 + seeds * (2 + len(exercise.mistakes))
-    except InputError:
-        return 1
 
 
 def examine_all(exercises: Sequence[Exercise], seeds: int, tick: Callable[[], Any]) -> Iterator[Examined]:
     """Examines exercises two at a time; yields the results in order."""
-    own = threading.local()
-    runners: list[Runner] = []
+    pool = concurrent.futures.ThreadPoolExecutor(WORKERS)
+    free: queue.SimpleQueue[Runner] = queue.SimpleQueue()
 
     def work(exercise: Exercise) -> Examined:
-        if not hasattr(own, "runner"):
-            own.runner = Runner(hidden=[exercise.folder.parent])  # hidden, as for a learner
-            runners.append(own.runner)
-        return examine(exercise, own.runner, seeds, tick)
+        runner = free.get()
+        try:
+            return examine(exercise, runner, seeds, tick)
+        finally:
+            free.put(runner)
 
-    pool = concurrent.futures.ThreadPoolExecutor(min(WORKERS, len(exercises)))
-    try:
+    with contextlib.ExitStack() as stack:
+        for _ in range(WORKERS):
+            free.put(stack.enter_context(Runner(hidden=[exercises[0].folder.parent])))  # hidden, as for a learner
+        stack.callback(pool.shutdown, wait=False, cancel_futures=True)
         for running in [pool.submit(work, exercise) for exercise in exercises]:
             yield running.result()
-    finally:
-        pool.shutdown(wait=False, cancel_futures=True)
-        for runner in runners:
-            runner.close()
 
 
 def check(course: pathlib.Path | None, name: str | None, *, seeds: int, as_json: bool) -> bool:
@@ -212,11 +205,12 @@ def check(course: pathlib.Path | None, name: str | None, *, seeds: int, as_json:
     columns = (TextColumn("Checking"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     begin, found = time.perf_counter(), []
     with Progress(*columns, console=screen.console, transient=True, disable=screen.is_plain) as progress:
-        task = progress.add_task("", total=sum(checks_of(exercise, seeds) for exercise in exercises))
+        mistakes = sum(len(list(exercise.folder.glob("mistakes/*.py"))) for exercise in exercises)
+        task = progress.add_task("", total=len(exercises) * (1 + 2 * seeds) + mistakes * seeds)
         for examined in examine_all(exercises, seeds, lambda: progress.advance(task)):
             found.append(examined)
             if not as_json:
-                screen.examined(examined.exercise, examined.defects, examined.notes, examined.checks, examined.seconds)
+                screen.examined(examined)
     passed = not any(examined.defects for examined in found)
     seconds = time.perf_counter() - begin
     if as_json:
@@ -302,13 +296,3 @@ def _said(verdict: Verdict) -> str:
     words = f"{verdict.title} {text[:200] + '...' if len(text) > 200 else text}".strip()
     line = f", line {verdict.line}" if verdict.line is not None else ""
     return f"fails in {verdict.stage}{line}: {words} (seed {verdict.seed})"
-
-
-def _place(error: Exception, exercise: Exercise) -> str:
-    """The line of check.py that raised an exception, in words."""
-    line, trace = None, error.__traceback__
-    while trace is not None:
-        if trace.tb_frame.f_code.co_filename == str(exercise.folder / "check.py"):
-            line = trace.tb_lineno
-        trace = trace.tb_next
-    return f" (line {line})" if line else ""

@@ -5,15 +5,15 @@ import pathlib
 import sys
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import IO, Any
 
+from anybatch.call.checks import Finding
 from anybatch.errors import InputError
 from anybatch.learn.catalogue import COURSES, Course, Exercise
 from anybatch.learn.check import Verdict
 from anybatch.learn.grading import grade, processes_of
 from anybatch.learn.learner_progress import FOLDER, RECORD, Progress, hash_of
-from anybatch.learn.runner import isolation
-from anybatch.learn.runner.submissions import Runner
+from anybatch.learn.runner.submissions import Runner, examine
 from anybatch.learn.terminal.pages import Screen
 
 SCHEMA = 1  # of the JSON that `check` prints
@@ -21,9 +21,7 @@ SCHEMA = 1  # of the JSON that `check` prints
 
 def learn(course: pathlib.Path | None, folder: pathlib.Path | None, at: str | None) -> int | bool:
     """Starts an interactive session. Without a terminal, shows the page and checks the file once."""
-    screen = Screen()
-    progress = _progress(course, folder, screen)
-    exercise = _named(progress, at)
+    screen, progress, exercise = _start(course, folder, at)
     progress.prepare()
     if not _is_interactive():
         return _once(screen, progress, exercise)
@@ -35,13 +33,13 @@ def learn(course: pathlib.Path | None, folder: pathlib.Path | None, at: str | No
             return grade(exercise, source, runner, path=str(progress.path(exercise)))
 
         checker = Checker(check, lambda exercise: runner.keep_warm(devices_of(exercise)))
-        return Watch(progress.course, progress, screen, checker, sys.stdin.fileno()).run(exercise)
+        return Watch(progress, screen, checker, sys.stdin.fileno()).run(exercise)
 
 
 def _once(screen: Screen, progress: Progress, exercise: Exercise) -> bool:
     progress.go_to(exercise)
     progress.place(exercise)
-    screen.page(exercise, progress.course, progress)
+    screen.page(exercise, progress)
     screen.file(progress.path(exercise), where=progress.command("run", str(exercise.number)))
     screen.say(f"Stuck? {progress.command('hint', str(exercise.number))}")
     following = progress.course.after(exercise)
@@ -56,17 +54,14 @@ def _once(screen: Screen, progress: Progress, exercise: Exercise) -> bool:
 
 def listing(course: pathlib.Path | None, folder: pathlib.Path | None) -> bool:
     """Lists all exercises, and which are solved."""
-    screen = Screen()
-    progress = _progress(course, folder, screen)
-    screen.listing(progress.course, progress, progress.current)
+    screen, progress, current = _start(course, folder)
+    screen.listing(progress, current)
     return True
 
 
 def run(course: pathlib.Path | None, folder: pathlib.Path | None, name: str | None) -> bool:
     """Checks one file."""
-    screen = Screen()
-    progress = _progress(course, folder, screen)
-    exercise = _named(progress, name)
+    screen, progress, exercise = _start(course, folder, name)
     progress.prepare()
     if progress.place(exercise):
         screen.file(progress.path(exercise), where=progress.command("run", str(exercise.number)))
@@ -89,12 +84,9 @@ def _check_one(screen: Screen, progress: Progress, exercise: Exercise) -> bool:
 
 def hint(course: pathlib.Path | None, folder: pathlib.Path | None, name: str | None, level: int | None) -> bool:
     """Shows a hint: the one of this level, or the next one, or all of them if all were seen."""
-    screen = Screen()
-    progress = _progress(course, folder, screen)
-    exercise = _named(progress, name)
+    screen, progress, exercise = _start(course, folder, name)
     progress.prepare()
-    seen, total = progress.hints_seen(exercise), len(exercise.hints)
-    levels = [level] if level is not None else [seen + 1] if seen < total else range(1, total + 1)
+    levels = [level] if level is not None else progress.next_hints(exercise)
     for each in levels:
         screen.hint(exercise, each)
     progress.see_hint(exercise, max(levels))
@@ -103,9 +95,7 @@ def hint(course: pathlib.Path | None, folder: pathlib.Path | None, name: str | N
 
 def solution(course: pathlib.Path | None, folder: pathlib.Path | None, name: str | None, anyway: bool) -> bool:
     """Shows the solution of a solved exercise."""
-    screen = Screen()
-    progress = _progress(course, folder, screen)
-    exercise = _named(progress, name)
+    screen, progress, exercise = _start(course, folder, name)
     if exercise.name not in progress.solved and not anyway:
         number = str(exercise.number)
         screen.say(f"The solution of {number} is shown once you have solved it: {progress.command('--at', number)}")
@@ -118,9 +108,7 @@ def solution(course: pathlib.Path | None, folder: pathlib.Path | None, name: str
 
 def reset(course: pathlib.Path | None, folder: pathlib.Path | None, name: str, is_sure: bool) -> bool:
     """Puts the original file of an exercise back; the old one is kept."""
-    screen = Screen()
-    progress = _progress(course, folder, screen)
-    exercise = _named(progress, name)
+    screen, progress, exercise = _start(course, folder, name)
     progress.prepare()
     if not is_sure:
         if not _is_interactive():
@@ -149,18 +137,10 @@ def check(
 ) -> bool:
     """Checks the named exercises, or every file in the folder, or every exercise of the course.
 
-    A file that is solved and unchanged since is not run again, unless `again` is set. The JSON is one object:
-
-    - version: 1; the number changes if anything below changes its meaning
-    - course, folder: strings
-    - passed: whether every one of these exercises is solved; seconds: how long it took
-    - exercises: a list of objects with number, name and file; state: "passed", "failed", "missing" (there is no such
-      file) or "unreadable"; ran: whether it was run just now; solved: whether it was ever solved; message: why it is
-      unreadable, or empty; verdict: null if it was not run, else the verdict (exercise, passed, stage, title, text,
-      mistake, line, source_line, prints, prints_dropped, seconds, seed, done, started)
+    A file that is solved and unchanged since is not run again, unless `again` is set. `anybatch learn check --help`
+    describes the JSON.
     """
-    screen = Screen(sys.stderr if as_json else None)
-    progress = _progress(course, folder, screen)
+    screen, progress, _ = _start(course, folder, file=sys.stderr if as_json else None)
     exercises = [progress.course.find(name) for name in names] or [
         exercise for exercise in progress.course.exercises if every or progress.path(exercise).exists()
     ]
@@ -171,7 +151,7 @@ def check(
             remedy=f"Start with {progress.command()}, or check the whole course: {progress.command('check', '--all')}",
         )
     begin, rows = time.perf_counter(), []
-    with _LazyRunner(progress.course) as runner:
+    with Runner(hidden=[progress.course.folder]) as runner:
         for exercise in exercises:
             screen.checking()
             row = _row(runner, progress, exercise, again)
@@ -190,27 +170,7 @@ def check(
     return passed
 
 
-class _LazyRunner:
-    """A `Runner` that is started when it is first needed."""
-
-    def __init__(self, course: Course) -> None:
-        self.course = course
-        self.runner: Runner | None = None
-
-    def __enter__(self) -> "_LazyRunner":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self.runner is not None:
-            self.runner.close()
-
-    def grade(self, exercise: Exercise, source: str, path: str) -> Verdict:
-        self.runner = self.runner or Runner(hidden=[self.course.folder])
-        self.runner.keep_warm(devices_of(exercise))
-        return grade(exercise, source, self.runner, path=path)
-
-
-def _row(runner: _LazyRunner, progress: Progress, exercise: Exercise, again: bool) -> dict[str, Any]:
+def _row(runner: Runner, progress: Progress, exercise: Exercise, again: bool) -> dict[str, Any]:
     """The result of `check` for one exercise."""
     path, verdict, message = progress.path(exercise), None, ""
     solved = progress.solved.get(exercise.name)
@@ -225,7 +185,8 @@ def _row(runner: _LazyRunner, progress: Progress, exercise: Exercise, again: boo
             if solved is not None and hash_of(source) == solved.hash and not again:
                 state = "passed"
             else:
-                verdict = runner.grade(exercise, source, str(path))
+                runner.keep_warm(devices_of(exercise))
+                verdict = grade(exercise, source, runner, path=str(path))
                 state = "passed" if verdict.passed else "failed"
                 if verdict.passed:
                     progress.solve(exercise, source, verdict.seconds)
@@ -244,22 +205,22 @@ def _row(runner: _LazyRunner, progress: Progress, exercise: Exercise, again: boo
 def doctor() -> bool:
     """Shows how checks are isolated on this machine, whether they work, and how long one takes."""
     screen = Screen()
-    findings = [(each.subject, each.text, each.is_well, each.remedy) for each in isolation.examine()]
     exercise = Course.read(COURSES / "template").exercises[0]
     with Runner() as runner:
         runner.keep_warm(devices_of(exercise))
+        findings = examine(runner)
         right = [grade(exercise, exercise.solution, runner) for _ in range(3)]
         wrong = grade(exercise, exercise.mistakes[0].source, runner)
     first, *later = (verdict.seconds for verdict in right)
     failed = next((verdict for verdict in right if not verdict.passed), None)
     if failed is not None:
-        findings.append(("a check", f"a right answer fails: {failed.title} {failed.text}".strip(), False, ""))
+        findings.append(Finding("a check", f"a right answer fails: {failed.title} {failed.text}".strip(), False))
     elif wrong.passed:
-        findings.append(("a check", "a wrong answer passes", False, ""))
+        findings.append(Finding("a check", "a wrong answer passes", False))
     else:
-        findings.append(("a check", f"works: {first:.1f} s for the first, {min(later):.2f} s later on", True, ""))
+        findings.append(Finding("a check", f"works: {first:.1f} s for the first, {min(later):.2f} s later on"))
     screen.findings(findings)
-    return all(is_well for _, _, is_well, _ in findings)
+    return all(finding.is_well for finding in findings)
 
 
 def devices_of(exercise: Exercise) -> tuple[int, ...]:
@@ -268,18 +229,19 @@ def devices_of(exercise: Exercise) -> tuple[int, ...]:
     return counts if 1 in counts else (1, *counts)
 
 
-def _progress(course: pathlib.Path | None, folder: pathlib.Path | None, screen: Screen) -> Progress:
+def _start(
+    course: pathlib.Path | None, folder: pathlib.Path | None, name: str | None = None, file: IO[str] | None = None
+) -> tuple[Screen, Progress, Exercise]:
+    """The output, the learner's progress, and the named exercise, by default the current one."""
+    screen = Screen(file)
     if folder is None:
         # If the current folder is a learner's folder, use it instead of creating another one inside.
         folder = pathlib.Path(".") if pathlib.Path(RECORD).exists() else FOLDER
     chosen = Course.builtin() if course is None else Course.read(course)
-    return Progress(folder.expanduser(), chosen, say=lambda text: screen.say(text, "yellow"))
+    progress = Progress(folder.expanduser(), chosen, say=lambda text: screen.say(text, "yellow"))
+    return screen, progress, progress.current if name is None else chosen.find(name)
 
 
 def _is_interactive() -> bool:
     """Whether input and output are a terminal. A closed stream is None."""
     return all(stream is not None and stream.isatty() for stream in (sys.stdin, sys.stdout))
-
-
-def _named(progress: Progress, name: str | None) -> Exercise:
-    return progress.current if name is None else progress.course.find(name)

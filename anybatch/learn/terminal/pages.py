@@ -16,7 +16,8 @@ from rich.table import Table
 from rich.text import Text
 from rich.theme import Theme
 
-from anybatch.learn.catalogue import Course, Exercise
+from anybatch.call.checks import Finding
+from anybatch.learn.catalogue import Exercise
 from anybatch.learn.check import Verdict
 from anybatch.learn.learner_progress import Progress
 
@@ -38,8 +39,7 @@ STATES = {
     "begun": ("started", "yellow"),
     "open": ("", "dim"),
 }
-_MARKS = {"solved": "✓", "changed": "✓", "begun": "•", "open": "·", "failed": "✗", "here": "▸", "bar": "│"}
-_ASCII = {"solved": "x", "changed": "x", "begun": "~", "open": ".", "failed": "!", "here": ">", "bar": "|"}
+MARKS = {"solved": "✓", "changed": "✓", "begun": "•", "open": "·", "failed": "✗", "here": "▸", "bar": "│"}
 
 # Replacements for a terminal that has only ASCII. Other characters lose their accents, or become question marks.
 _SPELLED = str.maketrans(
@@ -99,7 +99,6 @@ class Screen:
         file = file or sys.stdout or io.StringIO()  # standard output may have been closed
         encoding = (getattr(file, "encoding", None) or "utf-8").lower().replace("-", "")
         self.is_plain = not file.isatty() if console is None else not console.is_terminal
-        self.marks = _MARKS if encoding.startswith("utf") else _ASCII
         if not encoding.startswith("utf") and hasattr(file, "reconfigure"):
             file.reconfigure(errors="anybatch_spelled")
         self.console = console or Console(file=file, force_terminal=not self.is_plain, highlight=False, theme=_STYLES)
@@ -128,12 +127,12 @@ class Screen:
         """Shows a heading."""
         self._print(Text(f"\n{text}", "bold"))
 
-    def page(self, exercise: Exercise, course: Course, progress: Progress) -> None:
+    def page(self, exercise: Exercise, progress: Progress) -> None:
         """Shows the page of an exercise, below a line with its number and the learner's progress."""
         if not self.is_plain:
             self.console.rule(style="dim")
-        position = f"Exercise {exercise.number} of {course.exercises[-1].number}"
-        self._print(Text.assemble((position, "bold"), "   ", *self._bar(course, progress)))
+        position = f"Exercise {exercise.number} of {progress.course.exercises[-1].number}"
+        self._print(Text.assemble((position, "bold"), "   ", *self._bar(progress)))
         self.say()
         self.markdown(exercise.page)
         self.say()
@@ -145,7 +144,7 @@ class Screen:
             mark, style = "open", "bold yellow"
         title = verdict.title or ("Passed." if verdict.passed else "Failed.")
         took = f"{verdict.seconds:.2f} s"
-        self._print(Text.assemble((f"{self.marks[mark]} {shown(title)}", style), (f"  {took}", "dim")))
+        self._print(Text.assemble((f"{MARKS[mark]} {shown(title)}", style), (f"  {took}", "dim")))
         self._stages(verdict)
         if verdict.line is not None:
             self._line(verdict.line, (verdict.source_line or "").strip(), verdict.text)
@@ -174,75 +173,57 @@ class Screen:
         self.heading("The same with anybatch")
         self.code(exercise.with_anybatch)
 
-    def listing(self, course: Course, progress: Progress, here: Exercise | None = None) -> None:
+    def listing(self, progress: Progress, here: Exercise | None = None) -> None:
         """Lists all exercises, and which are solved."""
-        self._print(Text.assemble((f"{course.title}\n", "bold"), *self._bar(course, progress), "\n"))
+        self._print(Text.assemble((f"{progress.course.title}\n", "bold"), *self._bar(progress), "\n"))
         is_wide = self.width >= 90 or self.is_plain
-        table = Table.grid(padding=(0, 1))
         rows = []
-        for exercise in course.exercises:
+        for exercise in progress.course.exercises:
             state = progress.state(exercise)
             about, style = STATES[state]
-            pointer = self.marks["here"] if exercise is here else " "
+            pointer = MARKS["here"] if exercise is here else " "
             names = (exercise.name,) if is_wide else ()
-            row = (pointer, self.marks[state], f"{exercise.number:02}", *names, exercise.title, about)
-            table.add_row(row[0], Text(row[1], style), row[2], *row[3:-1], Text(about, style))
-            rows.append(row)
-        if self.is_plain:
-            widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-            for row in rows:
-                self.say(" ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip())
-        else:
-            self._print(table)
+            mark = Text(MARKS[state], style)
+            rows.append((pointer, mark, f"{exercise.number:02}", *names, exercise.title, Text(about, style)))
+        self._table(rows)
 
-    def closing(self, course: Course, progress: Progress) -> None:
+    def closing(self, progress: Progress) -> None:
         """Shows the end of the course."""
-        left = [exercise for exercise in course.exercises if exercise.name not in progress.solved]
-        self._print(Text.assemble(("\nThe end of the course", "bold underline"), "\n\n", *self._bar(course, progress)))
+        left = [exercise for exercise in progress.course.exercises if exercise.name not in progress.solved]
+        self._print(Text.assemble(("\nThe end of the course", "bold underline"), "\n\n", *self._bar(progress)))
         if left:
             some = ", ".join(f"{exercise.number} ({exercise.title})" for exercise in left[:4])
             more = f" and {len(left) - 4} more" if len(left) > 4 else ""
             self.say(f"\nStill open: {some}{more}.")
             return
-        self.say(f"\nYou have solved all {len(course.exercises)} exercises. The same with anybatch:\n")
-        for exercise in course.exercises:
+        self.say(f"\nYou have solved all {len(progress.course.exercises)} exercises. The same with anybatch:\n")
+        for exercise in progress.course.exercises:
             if exercise.one_line:
                 self._print(Text(f"{exercise.number:02}  {exercise.title}", "dim"))
                 self.code(exercise.one_line)
 
     def row(self, exercise: Exercise, row: Mapping[str, Any]) -> None:
         """Shows the result of `check` for one exercise, in a line or two."""
-        style = "green" if row["state"] == "passed" else "red"
-        mark = self.marks["solved" if row["state"] == "passed" else "failed"]
-        verdict = row["verdict"]
-        seconds = f"{verdict['seconds']:.2f} s" if verdict else "solved before" if row["state"] == "passed" else ""
-        name = f"{exercise.number:02} {exercise.name:<26} "
-        self._print(Text.assemble((f"{mark} ", style), name, (f"{row['state']:<11}", style), (seconds, "dim")))
+        verdict, is_well = row["verdict"], row["state"] == "passed"
+        seconds = f"{verdict['seconds']:.2f} s" if verdict else "solved before" if is_well else ""
+        self._result(exercise, is_well, f"{row['state']:<11}", seconds)
         about = row["message"] or (verdict["title"] if verdict and not verdict["passed"] else "")
         if about:
             self._indented(Text(shown(about), "dim"))
 
-    def examined(
-        self, exercise: Exercise, defects: Sequence[str], notes: Sequence[str], checks: int, seconds: float
-    ) -> None:
-        """Shows the result of `dev check` for one exercise."""
-        mark, style = ("failed", "red") if defects else ("solved", "green")
-        took = f"{checks:>4} checks  {seconds:5.1f} s"
-        name = f"{exercise.number:02} {exercise.name:<26} "
-        self._print(Text.assemble((f"{self.marks[mark]} ", style), name, (took, "dim")))
-        for text, tone in (*((defect, "red") for defect in defects), *((note, "yellow") for note in notes)):
+    def examined(self, found: Any) -> None:
+        """Shows the result of `dev check` for one exercise, an `Examined`."""
+        self._result(found.exercise, not found.defects, "", f"{found.checks:>4} checks  {found.seconds:5.1f} s")
+        for text, tone in (*((defect, "red") for defect in found.defects), *((note, "yellow") for note in found.notes)):
             self._indented(Text(f"- {shown(text)}", tone))
 
-    def findings(self, findings: Sequence[tuple[str, str, bool, str]]) -> None:
-        """Shows the findings of the doctor: a subject, a text, whether it is well, and a remedy for each."""
-        table = Table.grid(padding=(0, 1))
-        for subject, text, is_well, remedy in findings:
-            mark, style = (self.marks["solved"], "green") if is_well else (self.marks["failed"], "red")
-            table.add_row(Text(mark, style), subject, Text(text + (f"\n{remedy}" if remedy else "")))
-            if self.is_plain:
-                self.say(f"{mark} {subject:<16} {text}" + (f"\n  {remedy}" if remedy else ""))
-        if not self.is_plain:
-            self._print(table)
+    def findings(self, findings: Sequence[Finding]) -> None:
+        """Shows the findings of the doctor."""
+        rows = []
+        for each in findings:
+            mark, style = ("solved", "green") if each.is_well else ("failed", "red")
+            rows.append((Text(MARKS[mark], style), each.subject, each.text))
+        self._table(rows)
 
     # For an interactive session.
 
@@ -263,11 +244,8 @@ class Screen:
 
     def help(self, keys: Mapping[str, str]) -> None:
         """Shows what every key does."""
-        table = Table.grid(padding=(0, 2))
-        for key, does in keys.items():
-            table.add_row(Text(f" {key}", "bold"), does)
-        self.console.print()
-        self._print(table)
+        self.say()
+        self._table([(Text(f" {key} ", "bold"), does) for key, does in keys.items()])
 
     def checking(self) -> None:
         """Shows that a check has started."""
@@ -298,9 +276,27 @@ class Screen:
         else:
             self._print(Padding(renderable, (0, 0, 0, 2)))
 
-    def _bar(self, course: Course, progress: Progress) -> Sequence[tuple[str, str]]:
-        total = len(course.exercises)
-        done = sum(exercise.name in progress.solved for exercise in course.exercises)
+    def _result(self, exercise: Exercise, is_well: bool, state: str, took: str) -> None:
+        mark, style = ("solved", "green") if is_well else ("failed", "red")
+        name = f"{exercise.number:02} {exercise.name:<26} "
+        self._print(Text.assemble((f"{MARKS[mark]} ", style), name, (state, style), (took, "dim")))
+
+    def _table(self, rows: Sequence[Sequence[str | Text]]) -> None:
+        """Shows rows in aligned columns."""
+        cells = [[Text(shown(str(cell)), cell.style if isinstance(cell, Text) else "") for cell in row] for row in rows]
+        table = Table.grid(padding=(0, 1))
+        for row in cells:
+            table.add_row(*row)
+        if not self.is_plain:
+            self._print(table)
+            return
+        widths = [max(len(cell.plain) for cell in column) for column in zip(*cells, strict=True)]
+        for row in cells:
+            self.say(" ".join(f"{cell.plain:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip())
+
+    def _bar(self, progress: Progress) -> Sequence[tuple[str, str]]:
+        total = len(progress.course.exercises)
+        done = sum(exercise.name in progress.solved for exercise in progress.course.exercises)
         words = f"{done} of {total} solved"
         if self.is_plain:
             return [(words, "")]
@@ -308,25 +304,18 @@ class Screen:
 
     def _stages(self, verdict: Verdict) -> None:
         """Shows the stages that passed, and the one that failed, with the name of the mistake if it is known."""
-        rows = [("solved", "green", stage, seen) for stage, seen in verdict.done]
+        passed, failed = Text(f"  {MARKS['solved']}", "green"), Text(f"  {MARKS['failed']}", "red")
+        rows: list[tuple[str | Text, ...]] = [(passed, stage, Text(seen, "dim")) for stage, seen in verdict.done]
         if verdict.stage and verdict.started:
-            rows.append(("failed", "red", verdict.stage, verdict.mistake or ""))
-        table = Table.grid(padding=(0, 1))
-        for mark, style, stage, seen in rows:
-            table.add_row(
-                Text(f"  {self.marks[mark]}", style), stage, Text(shown(seen), "dim" if mark == "solved" else "")
-            )
-            if self.is_plain:
-                self.say(f"  {self.marks[mark]} {stage:<11} {seen}".rstrip())
-        if rows and not self.is_plain:
-            self._print(table)
+            rows.append((failed, verdict.stage, verdict.mistake or ""))
+        self._table(rows)
 
     def _line(self, number: int, source: str, text: str) -> None:
         """Shows the line number and the source line, unless the text already shows that line."""
         source = "" if source and source in text else shown(source)
         self.say()
         self._indented(
-            Text.assemble((f"line {number}" + (f" {self.marks['bar']} " if source else ""), "dim"), (source, "bold"))
+            Text.assemble((f"line {number}" + (f" {MARKS['bar']} " if source else ""), "dim"), (source, "bold"))
         )
 
     def _prints(self, verdict: Verdict) -> None:
@@ -334,6 +323,6 @@ class Screen:
             return
         self._print(Text("\n  your prints", "dim"))
         for line in shown(verdict.prints).rstrip("\n").split("\n"):
-            self._indented(Text.assemble((f"{self.marks['bar']} ", "dim"), line))
+            self._indented(Text.assemble((f"{MARKS['bar']} ", "dim"), line))
         if verdict.prints_dropped:
             self._indented(Text(f"{verdict.prints_dropped:,} more bytes were printed and are not shown.", "dim"))

@@ -6,6 +6,7 @@ Checks run on a thread, so that keys work meanwhile. The session never moves to 
 by Ctrl-Z.
 """
 
+import concurrent.futures
 import contextlib
 import datetime
 import os
@@ -14,7 +15,6 @@ import re
 import select
 import signal
 import termios
-import threading
 import time
 import tty
 from collections import deque
@@ -22,9 +22,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from anybatch.errors import InputError
-from anybatch.learn.catalogue import Course, Exercise
+from anybatch.learn.catalogue import Exercise
 from anybatch.learn.check import Verdict
-from anybatch.learn.learner_progress import Progress, hash_of, read_source
+from anybatch.learn.learner_progress import Progress, hash_of
 from anybatch.learn.terminal.pages import Screen
 
 _SETTLE = 0.01  # seconds to wait before looking again whether a file is still being written
@@ -94,8 +94,8 @@ class Saves:
       read: reads the file; raises InputError if it is not text.
     """
 
-    def __init__(self, path: pathlib.Path, read: Callable[[], str] | None = None) -> None:
-        self.path, self._read = path, read or (lambda: read_source(path))
+    def __init__(self, path: pathlib.Path, read: Callable[[], str]) -> None:
+        self.path, self._read = path, read
         self._seen: tuple[int, ...] | None = None
         self._hash = ""
         self._gone_since: float | None = None
@@ -171,19 +171,14 @@ class Checker:
     ) -> None:
         self._grade, self._prepare = grade, prepare
         self._read, self._write = os.pipe()
-        self._changed = threading.Condition()
-        self._waiting: tuple[Exercise, str] | None = None
-        self._arriving: Exercise | None = None
+        self._pool = concurrent.futures.ThreadPoolExecutor(1)
+        self._newest: concurrent.futures.Future[Verdict] | None = None
         self._results: deque[tuple[Exercise, str, Verdict | Exception]] = deque()
-        self._is_running = self._is_over = False
-        self._thread = threading.Thread(target=self._work, name="checks", daemon=True)
-        self._thread.start()
 
     @property
     def is_busy(self) -> bool:
         """Whether a check is running or waiting."""
-        with self._changed:
-            return self._is_running or self._waiting is not None
+        return self._newest is not None and not self._newest.done()
 
     def fileno(self) -> int:
         """A descriptor that becomes readable when there is a verdict."""
@@ -191,15 +186,14 @@ class Checker:
 
     def prepare(self, exercise: Exercise) -> None:
         """Prepares for the checks of an exercise."""
-        with self._changed:
-            self._arriving = exercise
-            self._changed.notify()
+        self._pool.submit(self._prepare, exercise)
 
     def submit(self, exercise: Exercise, source: str) -> None:
         """Checks a file, once the running check has ended."""
-        with self._changed:
-            self._waiting = (exercise, source)
-            self._changed.notify()
+        if self._newest is not None:
+            self._newest.cancel()
+        self._newest = self._pool.submit(self._grade, exercise, source)
+        self._newest.add_done_callback(lambda done: self._done(exercise, source, done))
 
     def results(self) -> Iterator[tuple[Exercise, str, Verdict | Exception]]:
         """Yields the results since the last call."""
@@ -210,54 +204,32 @@ class Checker:
 
     def close(self) -> None:
         """Starts no more checks. A running one ends with its process."""
-        with self._changed:
-            self._is_over = True
-            self._changed.notify()
+        self._pool.shutdown(wait=False, cancel_futures=True)
 
-    def _work(self) -> None:
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._is_over or self._arriving or self._waiting)
-                if self._is_over:
-                    return
-                arriving, self._arriving = self._arriving, None
-                waiting, self._waiting = self._waiting, None
-                self._is_running = waiting is not None
-            try:
-                if arriving is not None:
-                    self._prepare(arriving)
-                result: Any = self._grade(*waiting) if waiting is not None else None
-            except Exception as error:
-                result = error
-            with self._changed:
-                self._is_running = False
-                if waiting is not None:
-                    self._results.append((*waiting, result))
-                    os.write(self._write, b".")
+    def _done(self, exercise: Exercise, source: str, done: concurrent.futures.Future[Verdict]) -> None:
+        if not done.cancelled():
+            error = done.exception()
+            self._results.append((exercise, source, error if isinstance(error, Exception) else done.result()))
+            os.write(self._write, b".")
 
 
 class Watch:
     """One interactive session.
 
     Args:
-      course: the course.
       progress: the learner's progress and files.
       screen: the output.
       checker: runs the checks.
       keyboard: the descriptor of the terminal.
     """
 
-    def __init__(self, course: Course, progress: Progress, screen: Screen, checker: Checker, keyboard: int) -> None:
-        self.course, self.progress, self.screen, self.checker = course, progress, screen, checker
+    def __init__(self, progress: Progress, screen: Screen, checker: Checker, keyboard: int) -> None:
+        self.course, self.progress, self.screen, self.checker = progress.course, progress, screen, checker
         self.keyboard = Keyboard(keyboard, on_return=self._keys)
         self.exercise = progress.current
-        self.saves = self._saves()
+        self.saves: Saves  # since the first `_arrive`
         self.question = ""  # the previous key, if it needs another one as confirmation
         self.is_over = self.is_at_end = self.was_gone = False
-
-    def _saves(self) -> Saves:
-        exercise = self.exercise
-        return Saves(self.progress.path(exercise), lambda: self.progress.read(exercise))
 
     def run(self, exercise: Exercise) -> int:
         """Runs the session until the learner quits. Returns the exit status."""
@@ -351,7 +323,7 @@ class Watch:
         self.exercise, self.is_at_end, self.was_gone = exercise, False, False
         self.checker.prepare(exercise)
         self.progress.go_to(exercise)
-        self.saves = self._saves()
+        self.saves = Saves(self.progress.path(exercise), lambda: self.progress.read(exercise))
         state, source = self.progress.state(exercise), None
         with contextlib.suppress(InputError):
             source = self.saves.look()
@@ -363,7 +335,7 @@ class Watch:
         solved = self.progress.solved.get(self.exercise.name)
 
         def show() -> None:
-            self.screen.page(self.exercise, self.course, self.progress)
+            self.screen.page(self.exercise, self.progress)
             self.screen.file(self.saves.path)
             if solved is not None:
                 note = f"You solved it on {solved.when[:10]}. Save a change, or press r, to check it again."
@@ -386,7 +358,7 @@ class Watch:
             "n": lambda: self._next(is_sure=question == "n"),
             "b": self._back,
             "h": self._hint,
-            "r": self._run_again,
+            "r": lambda: self._check(self.progress.read(self.exercise)),
             "l": self._list,
             "p": self._page,
             "s": self._solution,
@@ -409,12 +381,12 @@ class Watch:
         if following is not None:
             return self._arrive(following)
         self.is_at_end = True
-        self._tell(lambda: self.screen.closing(self.course, self.progress))
+        self._tell(lambda: self.screen.closing(self.progress))
 
     def _list(self) -> None:
         def show() -> None:
             self.screen.say()
-            self.screen.listing(self.course, self.progress, self.exercise)
+            self.screen.listing(self.progress, self.exercise)
 
         self._tell(show)
 
@@ -425,8 +397,7 @@ class Watch:
         self._arrive(before)
 
     def _hint(self) -> None:
-        seen, total = self.progress.hints_seen(self.exercise), len(self.exercise.hints)
-        levels = [seen + 1] if seen < total else range(1, total + 1)
+        levels = self.progress.next_hints(self.exercise)
 
         def show() -> None:
             for level in levels:
@@ -434,13 +405,6 @@ class Watch:
 
         self.progress.see_hint(self.exercise, max(levels))
         self._tell(show)
-
-    def _run_again(self) -> None:
-        try:
-            source = self.progress.read(self.exercise)
-        except InputError as error:
-            return self._say(str(error), "red")
-        self._check(source)
 
     def _solution(self) -> None:
         if self.exercise.name in self.progress.solved:
