@@ -17,6 +17,14 @@ from anybatch.errors import InputError
 
 MOST_BYTES = 2**20  # of a TOML file
 
+# The bounds of a number: the relation that must hold, and how a message says it.
+BOUNDS = {
+    "least": (operator.ge, "of at least"),
+    "above": (operator.gt, "above"),
+    "most": (operator.le, "at most"),
+    "below": (operator.lt, "below"),
+}
+
 
 def _option(default: Any, about: str, **allowed: Any) -> Any:
     """A field of `RunConfig`: its default, its comment in the example file, and which values are allowed."""
@@ -145,18 +153,10 @@ def _checked(field: "dataclasses.Field[Any]", value: Any) -> Any:
     allowed, kind = field.metadata, type(field.default)
     if kind is float and type(value) is int and abs(value) < 2**63:
         value = float(value)
-    limits = (
-        allowed.get("least") is None or _holds(value, ">=", allowed["least"]),
-        allowed.get("above") is None or _holds(value, ">", allowed["above"]),
-        allowed.get("most") is None or _holds(value, "<=", allowed["most"]),
-        allowed.get("below") is None or _holds(value, "<", allowed["below"]),
-        allowed.get("choices") is None or value in allowed["choices"],
-        not allowed.get("filled") or bool(str(value).strip()),
-    )
     must = f"{field.name} must be {_requirement(kind, allowed)}"
     if allowed.get("is_path") and "\0" in str(value):
         must = f"{field.name} must be the name of a file or a folder, without a NUL character"
-    elif type(value) is kind and all(limits):
+    elif type(value) is kind and _is_allowed(value, allowed):
         return value
     given = as_toml(value) if isinstance(value, (bool, int, float, str)) else repr(value)
     raise InputError(
@@ -166,11 +166,11 @@ def _checked(field: "dataclasses.Field[Any]", value: Any) -> Any:
     )
 
 
-def _holds(value: Any, relation: str, limit: Any) -> bool:
-    """True if the value is a finite number for which the relation holds."""
-    if not isinstance(value, (int, float)) or (isinstance(value, float) and not math.isfinite(value)):
+def _is_allowed(value: Any, allowed: Any) -> bool:
+    if isinstance(value, float) and not math.isfinite(value):
         return False
-    return bool({">=": operator.ge, ">": operator.gt, "<=": operator.le, "<": operator.lt}[relation](value, limit))
+    is_inside = all(holds(value, allowed[name]) for name, (holds, _) in BOUNDS.items() if name in allowed)
+    return is_inside and value in allowed.get("choices", (value,)) and not (allowed.get("filled") and not value.strip())
 
 
 def _requirement(kind: type, allowed: Any) -> str:
@@ -179,13 +179,9 @@ def _requirement(kind: type, allowed: Any) -> str:
     words = {int: "a whole number", float: "a number", str: "a string in quotes", bool: "true or false"}[kind]
     if allowed.get("filled"):
         return f"{words}, and not empty"
-    bounds = [("least", "of at least"), ("above", "above"), ("most", "at most"), ("below", "below")]
-    parts = [f"{text} {_number(allowed[name])}" for name, text in bounds if name in allowed]
+    limits = [(text, allowed[name]) for name, (_, text) in BOUNDS.items() if name in allowed]
+    parts = [f"{text} {limit:,}" if isinstance(limit, int) else f"{text} {limit:g}" for text, limit in limits]
     return " ".join([words, " and ".join(parts)]).strip()
-
-
-def _number(value: float) -> str:
-    return f"{value:,}" if isinstance(value, int) else f"{value:g}"
 
 
 def as_toml(value: Any) -> str:

@@ -1,8 +1,7 @@
 """The job behind `anybatch demo` and `anybatch train`: trains a GPT on a text, within a memory budget.
 
 `Job.run` goes through the stages that it prints: the loss is read, the gradient planned and verified, the model
-trained, and a report written. A `RunFolder` decides whether a run can continue in a folder, and which of its files may
-be deleted:
+trained, and a report written. A `RunFolder` decides whether a run can start or continue in a folder:
 
     checkpoints/        the checkpoints of `anybatch.fit`
     log.csv             the log of `anybatch.fit`
@@ -14,12 +13,11 @@ import contextlib
 import dataclasses
 import functools
 import hashlib
-import importlib.util
+import importlib
 import json
 import math
 import os
 import pathlib
-import re
 import shlex
 import tempfile
 import time
@@ -60,58 +58,24 @@ MOST_BYTES = 2**26
 # The files that a run writes into its folder, besides its checkpoints.
 OWN_FILES = ("log.csv", "vocabulary.json", "settings.json")
 
-# Names that `CheckpointFolder` gives to unfinished or deleted checkpoints.
-_LEFTOVER = re.compile(r"\d+\.(replaced|removed|orbax-checkpoint-tmp.*)")
-
 
 class RunFolder:
-    """The folder of a run. Creating this object checks that a run can start or continue there.
+    """The folder of a run. Creating this object checks that a run can start there, or continue if `resume`.
 
-    **Nothing is lost.** Creating it deletes nothing, and writes nothing but the empty folder. `begin` deletes only the
-    files of an earlier demo.
-
-    Args:
-      config: the options of the run.
-      text: the text it learns.
-      vocabulary: of the text.
-      name: of the text, for messages.
-      resume: True to continue a run that is in the folder.
-      is_demo: True for `anybatch demo`, which replaces an earlier demo if that is complete or `resume` is False.
-
-    Raises:
-      InputError: if the folder is not writable, or has other files in it.
+    It deletes nothing. It is an InputError if the folder is not writable, or has other files or another run in it.
     """
 
-    def __init__(
-        self,
-        config: RunConfig,
-        text: str,
-        vocabulary: Vocabulary,
-        *,
-        name: str,
-        resume: bool = True,
-        is_demo: bool = False,
-    ) -> None:
+    def __init__(self, config: RunConfig, text: str, vocabulary: Vocabulary, *, name: str, resume: bool = True) -> None:
         self.config, self.vocabulary, self.name = config, vocabulary, name
         self.path = expand_user(config.out)
         self._checkpoints = CheckpointFolder(self.path / "checkpoints")
-        self._kind = "demo" if is_demo else "train"
         self._text_hash = hashlib.sha256(text.encode("utf-8", "surrogateescape")).hexdigest()
         self._check_writable()
         self._stored = _read_object(self.path / "settings.json")
-        saved = self.steps_on_disk()
-        self.is_replaced = is_demo and saved is not None and (not resume or saved >= config.steps)
-        self.continues = saved is not None and not self.is_replaced
+        saved = self.steps_saved()
+        self.continues = saved is not None
         if saved is None:
             self._check_no_other_files()
-        elif is_demo and self._stored.get("run") != "demo":
-            raise InputError(
-                "The demo needs a folder without another run",
-                given=f"{self.path}, with a run of {saved} steps that is not a demo",
-                remedy="Name another folder, e.g. --out anybatch-demo-2",
-            )
-        elif self.is_replaced:
-            self._check_checkpoints_only()
         elif not resume:
             raise InputError(
                 "A new run needs a folder without a run",
@@ -121,13 +85,9 @@ class RunFolder:
         else:
             self._check_same_run()
 
-    def steps_on_disk(self) -> int | None:
+    def steps_saved(self) -> int | None:
         """The step of the newest checkpoint in the folder, or None."""
         return max(self._checkpoints.steps(), default=None)
-
-    def steps_saved(self) -> int | None:
-        """The step of the newest checkpoint of this run, or None. A run that will be replaced does not count."""
-        return None if self.is_replaced else self.steps_on_disk()
 
     def changes(self) -> list[str]:
         """For a run that continues: a sentence for each option that has changed since it was saved."""
@@ -140,25 +100,10 @@ class RunFolder:
             if name not in WITHOUT_EFFECT and name in self._stored and self._stored[name] != now[name]
         ]
 
-    def begin(self) -> None:
-        """Deletes the demo that this run replaces, and writes the options of a new run. Call it right before training.
-
-        Raises:
-          InputError: if another process is writing checkpoints there; its options must not be overwritten.
-        """
-        if self.is_replaced:
-            self._clear()
-        if not self.continues:
-            self._checkpoints.open()
-            try:
-                self.write_settings()
-            finally:
-                self._checkpoints.close()
-
     def write_settings(self) -> None:
         """Writes `vocabulary.json`, without which the parameters cannot be used, and `settings.json`."""
         vocabulary = {"level": self.config.level, "characters": self.vocabulary.characters}
-        settings = {"run": self._kind, "text_sha256": self._text_hash, **dataclasses.asdict(self.config)}
+        settings = {"text_sha256": self._text_hash, **dataclasses.asdict(self.config)}
         for name, content in (("vocabulary", json.dumps(vocabulary)), ("settings", json.dumps(settings, indent=2))):
             must = "The folder of a run must be writable"
             write_atomically(
@@ -179,36 +124,15 @@ class RunFolder:
 
     def _check_no_other_files(self) -> None:
         """Without a checkpoint there is no run to continue, and a new one would overwrite files with the same names."""
-        is_ours = self._stored.get("run") in ("demo", "train") and "text_sha256" in self._stored
-        names = ["log.csv"] if is_ours else ["log.csv", "settings.json", "vocabulary.json"]
+        self._checkpoints.check_ours()
+        names = ["log.csv"] if "text_sha256" in self._stored else OWN_FILES
         found = [name for name in names if (self.path / name).exists()]
-        found += [f"checkpoints/{name}" for name in self._other_files()]
         if found:
             raise InputError(
                 "The folder of a run must be new, or have a run in it",
-                given=f"{self.path} with {', '.join(found[:3])}, and without a checkpoint",
+                given=f"{self.path} with {', '.join(found)}, and without a checkpoint",
                 remedy='Name another folder, e.g. out = "runs/first", or move these files.',
             )
-
-    def _check_checkpoints_only(self) -> None:
-        found = self._other_files()
-        if found:
-            raise InputError(
-                "To start again, the demo's folder of checkpoints must have nothing else in it",
-                given=f"{self._checkpoints.path} with {', '.join(found[:3])}",
-                remedy="Move these files, or name another folder, e.g. --out anybatch-demo-2",
-            )
-
-    def _other_files(self) -> list[str]:
-        """The names in the folder of checkpoints that are not checkpoints."""
-        folder = self._checkpoints.path
-        if not folder.exists():
-            return []
-        if not folder.is_dir():
-            return ["(a file)"]
-        steps = {str(step) for step in self._checkpoints.steps()}
-        names = sorted(path.name for path in folder.iterdir() if not path.name.startswith("."))
-        return [name for name in names if name not in steps and not _LEFTOVER.fullmatch(name)]
 
     def _check_same_run(self) -> None:
         """Raises unless the run in the folder has the same model and the same text."""
@@ -224,28 +148,13 @@ class RunFolder:
                     given=f"{name} = {as_toml(now[name])}, and {name} = {as_toml(before[name])} in {self.path}",
                     remedy=f"Continue with {name} = {as_toml(before[name])}, {ways_out}",
                 )
-        stored = _stored_vocabulary(self.path / "vocabulary.json")
-        if before.get("text_sha256", self._text_hash) != self._text_hash or stored not in (None, self.vocabulary):
-            is_other = stored not in (None, self.vocabulary)
-            sizes = f" of {self.vocabulary.size} tokens, and one of {stored.size}" if stored and is_other else ""
+        if before.get("text_sha256", self._text_hash) != self._text_hash:
             named = f" (text = {as_toml(before['text'])})" if before.get("text") else ""
             raise InputError(
                 "A run that continues must have the same text as before",
-                given=f"{self.name}{sizes or ', and another text'} in {self.path}",
+                given=f"{self.name}, and another text in {self.path}",
                 remedy=f"Name the text of that run{named}, {ways_out}",
             )
-
-    def _clear(self) -> None:
-        """Deletes the files that an earlier demo wrote, and no others. Raises while another process writes there."""
-        self._checkpoints.open()
-        try:
-            self._checkpoints.tidy(keep=1)
-            self._checkpoints.remove(self._checkpoints.steps())
-            for name in OWN_FILES:
-                (self.path / name).unlink(missing_ok=True)
-        finally:
-            self._checkpoints.close()
-        self.is_replaced = False
 
 
 def expand_user(path: str) -> pathlib.Path:
@@ -254,16 +163,7 @@ def expand_user(path: str) -> pathlib.Path:
 
 
 def check_report(path: pathlib.Path, folder: pathlib.Path, text: str) -> None:
-    """Raises unless the report can be written without overwriting another file.
-
-    Args:
-      path: of the report.
-      folder: of the run.
-      text: the path of the text; empty for the text that comes with anybatch.
-
-    Raises:
-      InputError: if the path is the text, a file of the run, in a folder that does not exist, or another file.
-    """
+    """Raises an InputError unless the report can be written without overwriting the text, or any other file."""
     report, home = _comparable(path), _comparable(folder)
     is_text = bool(text) and report == _comparable(expand_user(text))
     if is_text or report in {home / name for name in OWN_FILES} or report.is_relative_to(home / "checkpoints"):
@@ -295,11 +195,6 @@ def _read_object(path: pathlib.Path) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def _stored_vocabulary(path: pathlib.Path) -> Vocabulary | None:
-    found = _read_object(path).get("characters", 0)
-    return Vocabulary(found) if found is None or isinstance(found, str) else None
-
-
 # The largest number of validation windows in an evaluation.
 MOST_VALIDATION_WINDOWS = 64
 
@@ -311,44 +206,31 @@ MEMORISING = 1.01
 
 
 def run_demo(*, gpu_size: bool = False, resume: bool = True, **changes: Any) -> int:
-    """Runs `anybatch demo`.
+    """Runs `anybatch demo`, and returns the exit code. A complete demo in the folder is shown again.
 
     Args:
       gpu_size: True for the model that needs an accelerator.
-      resume: True to continue a demo that was stopped. A complete one is always replaced.
+      resume: as for `run`.
       **changes: options of the demo to change. None leaves an option as it is.
-
-    Returns:
-      The exit code.
-
-    Raises:
-      InputError: if the folder has other files in it than those of a demo.
     """
     given = {name: value for name, value in changes.items() if value is not None}
     config = dataclasses.replace(GPU_DEMO if gpu_size else SMALL_DEMO, **given)
     words = ["anybatch demo", *(["--gpu-size"] if gpu_size else [])]
     words += [f"--{name} {shlex.quote(str(value))}" for name, value in given.items()]
-    return run(config, command=" ".join(words), resume=resume, is_demo=True)
+    return run(config, command=" ".join(words), resume=resume)
 
 
-def run(config: RunConfig, *, command: str, resume: bool = True, is_demo: bool = False, console: Any = None) -> int:
-    """Runs a job and prints its stages.
+def run(config: RunConfig, *, command: str, resume: bool = True) -> int:
+    """Runs a job, prints its stages, and returns the exit code: 0, 130 after Ctrl-C, or 143 after SIGTERM.
 
     Args:
       config: the options of the run.
       command: the shell command that continues the run, shown when it is stopped.
       resume: True to continue a run that is in the folder. If False, the folder must have none.
-      is_demo: True for `anybatch demo`: its folder is marked, and a complete demo in it is replaced.
-      console: the rich console to print to.
-
-    Returns:
-      The exit code: 0, or 130 after Ctrl-C, or 143 after SIGTERM.
-
-    Raises:
-      InputError: if an option, the text or the folder cannot be used. Nothing has been computed then.
     """
-    job = Job(config, resume=resume, is_demo=is_demo)
-    console = console or _console()
+    from rich.console import Console
+
+    job, console = Job(config, resume=resume), Console()
     try:
         return job.run(command, console)
     except KeyboardInterrupt:
@@ -361,9 +243,10 @@ def run(config: RunConfig, *, command: str, resume: bool = True, is_demo: bool =
 class Job:
     """One training run: its text, model and folder. Creating it checks all of them."""
 
-    def __init__(self, config: RunConfig, *, resume: bool = True, is_demo: bool = False) -> None:
+    def __init__(self, config: RunConfig, *, resume: bool = True) -> None:
         self.config = config
-        _check_packages()
+        for package in ("optax", "orbax.checkpoint", "rich", "jinja2"):
+            importlib.import_module(package)  # one that is missing is reported before any work is done
         name = config.text or "the fables that come with anybatch"
         text = read_text(config.text, config.level)
         self.corpus = Corpus.of(
@@ -372,7 +255,7 @@ class Job:
         self.name = name
         self.prompt = self.corpus.vocabulary.encode(config.prompt) if config.prompt else self.corpus.training[:8]
         # The folder comes first, since the report may be a file in it.
-        self.folder = RunFolder(config, text, self.corpus.vocabulary, name=name, resume=resume, is_demo=is_demo)
+        self.folder = RunFolder(config, text, self.corpus.vocabulary, name=name, resume=resume)
         self.report = expand_user(config.report) if config.report else None
         if self.report is not None:
             check_report(self.report, self.folder.path, config.text)
@@ -446,7 +329,8 @@ class Job:
             context=config.context,
             batch_size=config.batch,
             seed=config.seed,
-            # `fit` opens the windows once it has accepted the checkpoint. If it refuses, nothing has been written.
+            # `fit` opens the windows once it has the folder to itself and has accepted its checkpoint, if there is
+            # one. If it refuses, nothing has been written.
             opened=self.folder.write_settings,
         )
         first = windows.batch(0)
@@ -477,7 +361,6 @@ class Job:
 
         printer.heading("Training")
         del params  # so that training has their memory
-        self.folder.begin()
         result = self._fit(step, state, windows, plan)
         if result.stopped_by is not None and result.steps < config.steps:
             printer.text(f"To continue: {command}")
@@ -510,7 +393,8 @@ class Job:
     def _introduce(self, printer: "_Printer", params: Any) -> None:
         config, corpus, device = self.config, self.corpus, jax.local_devices()[0]
         tokens = len(corpus.training) + len(corpus.validation)
-        printer.title(f"A GPT of {count(params):,} parameters learns {self.name}: {tokens:,} {config.level}")
+        title = f"A GPT of {count(params):,} parameters learns {self.name}: {tokens:,} {config.level}"
+        printer.text(title, "bold")
         printer.text(
             f"Each step takes the exact gradient of {config.batch} windows of {config.context} {config.level}, "
             f"within {config.memory or 'the free memory'}, "
@@ -554,14 +438,11 @@ class _Printer:
     def __init__(self, console: Any) -> None:
         self._console = console
 
-    def title(self, text: str) -> None:
-        self._console.print(visible(text), style="bold", markup=False, highlight=False, soft_wrap=True)
+    def text(self, text: Any, style: str | None = None) -> None:
+        self._console.print(visible(str(text)), style=style, markup=False, highlight=False, soft_wrap=True)
 
     def heading(self, text: str) -> None:
-        self._console.print(f"\n{text}", style="bold cyan", markup=False, highlight=False)
-
-    def text(self, text: Any) -> None:
-        self._console.print(visible(str(text)), markup=False, highlight=False, soft_wrap=True)
+        self.text(f"\n{text}", "bold cyan")
 
     def section(self, heading: str, text: str) -> None:
         self.heading(heading)
@@ -625,12 +506,8 @@ def _loss_notes(result: Fitted) -> list[str]:
 def _loss_change(losses: list[tuple[int, float]]) -> str:
     """How the training loss changed from the first step to the last, as a clause."""
     if not math.isfinite(losses[-1][1]):
-        since = losses[-1][0]
-        for step, loss in reversed(losses):
-            if math.isfinite(loss):
-                break
-            since = step
-        return f"the loss is not finite since step {since}"
+        since = max((place for place, (_, loss) in enumerate(losses, 1) if math.isfinite(loss)), default=0)
+        return f"the loss is not finite since step {losses[since][0]}"
     first, last = next(loss for _, loss in losses if math.isfinite(loss)), losses[-1][1]
     if f"{first:.2f}" == f"{last:.2f}":
         return f"the loss did not change, and is {last:.2f}"
@@ -650,19 +527,3 @@ def _noise_notes(result: Fitted, batch: int) -> list[str]:
         f"The gradient noise scale at the end is {scale:.3g} windows: to first order, a step of {batch} makes "
         f"{share:.0%} of the progress of one without noise."
     ]
-
-
-def _check_packages() -> None:
-    missing = [name for name in ("optax", "orbax", "rich", "jinja2") if importlib.util.find_spec(name) is None]
-    if missing:
-        raise InputError(
-            "Training a GPT needs optax, orbax-checkpoint, rich and jinja2",
-            given=f"a Python without {' and '.join(missing)}",
-            remedy='pip install "anybatch[cli,train]"',
-        )
-
-
-def _console() -> Any:
-    from rich.console import Console
-
-    return Console()

@@ -43,11 +43,7 @@ class Vocabulary:
         return 256 if self.characters is None else len(self.characters)
 
     def encode(self, text: str) -> np.ndarray:
-        """The token ids of a text.
-
-        Raises:
-          InputError: for characters that are not in the vocabulary.
-        """
+        """The token ids of a text. Raises an InputError for characters that are not in the vocabulary."""
         if self.characters is None:
             return np.frombuffer(text.encode("utf-8", "surrogateescape"), np.uint8)
         known, codes = _codes(self.characters), _codes(text)
@@ -79,17 +75,10 @@ class Corpus:
 
     @classmethod
     def of(cls, text: str, *, level: str, context: int, validation: float, name: str = "text") -> "Corpus":
-        """Splits a text. The validation part is its end.
+        """Splits a text. The validation part is its end: this share of it, or 0 for none.
 
-        Args:
-          text: the complete text.
-          level: one of `LEVELS`.
-          context: the number of tokens in a window, not counting the token to predict after the last one.
-          validation: the share of the text that becomes the validation part; 0 for none.
-          name: of the text, for messages.
-
-        Raises:
-          InputError: if one of the parts is shorter than a window.
+        A window has `context` tokens, not counting the token to predict after the last one. It is an InputError if one
+        of the parts is shorter.
         """
         vocabulary = Vocabulary.of(text, level)
         ids = vocabulary.encode(text)
@@ -97,10 +86,12 @@ class Corpus:
         least = len(ids) - held_out if not held_out else min(held_out, len(ids) - held_out)
         if least < context + 1:
             part = "" if not held_out else f" ({held_out:,} of them for validation)"
+            shorter = f", a shorter context: context = {least - 1}" if least >= 2 else ""
+            whole = ", or all of it for training: validation = 0.0" if held_out and len(ids) > context else ""
             raise InputError(
                 f"Each part of a text must have more {level} than the context",
                 given=f"{name} with {len(ids):,} {level}{part}, and context = {context}",
-                remedy=_ways_out(len(ids), context, least),
+                remedy=f"Use a longer text{shorter}{whole}.",
             )
         return cls(vocabulary, ids[: len(ids) - held_out], ids[len(ids) - held_out :])
 
@@ -125,13 +116,7 @@ class Windows:
     """
 
     def __init__(
-        self,
-        ids: np.ndarray,
-        *,
-        context: int,
-        batch_size: int,
-        seed: int,
-        opened: Callable[[], None] | None = None,
+        self, ids: np.ndarray, *, context: int, batch_size: int, seed: int, opened: Callable[[], None] = lambda: None
     ) -> None:
         self._ids, self._context, self._batch_size, self._seed = ids, context, batch_size, seed
         self._opened = opened  # called when an iteration starts
@@ -144,8 +129,7 @@ class Windows:
         return {"tokens": _windows(self._ids, starts, self._context)}
 
     def __iter__(self) -> "_WindowsIterator":
-        if self._opened is not None:
-            self._opened()
+        self._opened()
         return _WindowsIterator(self)
 
 
@@ -194,19 +178,6 @@ def read_text(path: str, level: str = "characters") -> str:
             remedy=f'Convert it: iconv -f {_encoding(data)} -t utf-8 "{path}" > text.txt. '
             'Or learn its bytes: level = "bytes".',
         ) from None
-
-
-def _ways_out(length: int, context: int, least: int) -> str:
-    """Options with which a text of this length is long enough, as a sentence."""
-    ways = ["Use a longer text"]
-    if least >= 2:
-        ways.append(f"or a shorter context: context = {least - 1}")
-    for share in (0.1, 0.25, 0.5, 0.0):
-        held_out = round(length * share)
-        if min(held_out or length, length - held_out) > context:
-            ways.append(f"or another share for validation: validation = {share}")
-            break
-    return ", ".join(ways) + "."
 
 
 def _encoding(data: bytes) -> str:

@@ -48,15 +48,7 @@ def merge_arrays(arrays: Sequence[Any], constants: Constants) -> Any:
 
 
 def refuse_deleted(arrays: Iterable[Any], call: str) -> None:
-    """Refuses a state whose arrays were donated to an earlier step.
-
-    Args:
-      arrays: the arrays of the state.
-      call: the call that was given the state, as code.
-
-    Raises:
-      InputError: if one of the arrays was deleted.
-    """
+    """Refuses a state whose arrays were donated to an earlier step. `call` is the call that was given it, as code."""
     for array in arrays:
         if isinstance(array, jax.Array) and not isinstance(array, jax.core.Tracer) and array.is_deleted():
             raise InputError(
@@ -73,11 +65,8 @@ def ready_to_donate(arrays: Sequence[Any], over: MeshOptions | None, *, copy: bo
 
     They are JAX arrays without weak types, on the mesh if there is one, and all committed if one of them is.
 
-    Args:
-      arrays: the arrays of the state.
-      over: the mesh, if there is one.
-      copy: whether to copy arrays that share memory with others in the list, so that each can be donated. Arrays of
-        numpy are always copied.
+    If `copy`, arrays that share memory with others in the list are copied, so that each can be donated. Arrays of numpy
+    are always copied.
     """
     seen: set[int] = set()
     ready = []
@@ -105,10 +94,8 @@ def unshared(arrays: Sequence[Any]) -> list[Any]:
     """The arrays of NNX objects, with copies of those that are also referenced elsewhere, e.g. by a clone of a model.
 
     A step donates the arrays that it is given. The NNX objects of its state get new ones. Clones of these objects, and
-    variables that an array was assigned to, would be left with deleted arrays.
-
-    Args:
-      arrays: each of them referenced by this list and by one NNX variable.
+    variables that an array was assigned to, would be left with deleted arrays. So each array must be referenced by this
+    list and by one NNX variable only.
     """
     return [
         array.copy() if isinstance(array, jax.Array) and count > _TWO_REFERENCES else array
@@ -124,17 +111,16 @@ _TWO_REFERENCES = _references([object()])[0] + 1  # measured, since Python holds
 
 
 def put_batch(rows: Sequence[Any], over: MeshOptions | None, *, copy: bool = False) -> list[Any]:
-    """The arrays of a batch, on the device or sharded over the mesh axes that have different examples.
+    """The arrays of a batch, sharded over the mesh axes that have different examples. Each process passes its own.
 
-    Args:
-      rows: arrays with the examples along axis 0. Each process passes its own.
-      over: the mesh, if there is one.
-      copy: whether to copy arrays on the host, even if the device could use them in place.
+    On a mesh of several processes, a device on the host uses arrays of numpy in place, unless `copy` is True.
     """
     if over is None:
-        return to_device(list(rows)) if copy else list(rows)  # jit transfers them
+        return list(rows)  # jit transfers them
     if jax.process_count() == 1:
         return [_sharded(row, over) for row in rows]
+    if copy:
+        rows = [np.array(row) if isinstance(row, np.ndarray) else row for row in rows]
     local = [row for row in rows if not (isinstance(row, jax.Array) and not row.is_fully_addressable)]
     if not local:
         return list(rows)

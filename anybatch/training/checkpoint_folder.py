@@ -20,20 +20,20 @@ import tempfile
 import threading
 import time
 import zlib
-from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, ClassVar
 
 import jax
-import numpy as np
-from jax.experimental import multihost_utils
 
+from anybatch.distributed import gather_json
 from anybatch.errors import InputError
 
 _MARKER, _LOCK = ".anybatch-checkpoints", ".lock"
 _SEAL = "record/files.json"  # in each checkpoint: file name -> [bytes, CRC-32]
 _LEFTOVER = re.compile(r"\d+\.(removed|orbax-checkpoint-tmp.*)")
 _REPLACED = re.compile(r"\d+\.replaced")
+
+_TWICE = "this process has open already"
 
 # Seconds that a writer waits for another one to finish, such as the previous job that was told to end.
 _PATIENCE = 5.0
@@ -43,10 +43,7 @@ class WriterLock:
     """A file lock for one writer at a time. It belongs to this process, not to its children.
 
     The system releases it when the process ends, however it ends. On a file system without locks, everybody gets it.
-
-    Args:
-      path: of the lock file, which is created if necessary. Its content is not changed.
-      is_removed: whether to delete the file on release.
+    The file is created if necessary, and deleted on release if `is_removed`. Its content is not changed.
     """
 
     _held: ClassVar[set[tuple[int, int] | None]] = set()  # by this process, which the system would let in twice
@@ -58,32 +55,22 @@ class WriterLock:
         self._key: tuple[int, int] | None = None
 
     def acquire(self, what: str, path: Path, *, remedy: str) -> None:
-        """Acquires the lock, and waits a few seconds for it if necessary.
+        """Acquires the lock of `what`, which is at `path`, and waits a few seconds for it if necessary.
 
-        Args:
-          what: the thing that is written, in words, for the error.
-          path: of the thing that is written.
-          remedy: for the error.
-
-        Raises:
-          OSError: if the file cannot be created.
-          InputError: if another process holds the lock, or this one already does.
+        It is an OSError if the file cannot be created, and an InputError if somebody holds the lock.
         """
-
-        def refusal(why: str) -> InputError:
-            return InputError(f"{what} must have one writer only", given=f"{path}, {why}", remedy=remedy)
-
         end = time.monotonic() + _PATIENCE
-        while not self._is_acquired(refusal):
-            if time.monotonic() > end:
-                raise refusal("which another process has open")
+        while why := self._why_refused():
+            if why == _TWICE or time.monotonic() > end:
+                raise InputError(f"{what} must have one writer only", given=f"{path}, which {why}", remedy=remedy)
             time.sleep(0.05)
 
-    def _is_acquired(self, refusal: Callable[[str], Exception]) -> bool:
+    def _why_refused(self) -> str | None:
+        """Tries to acquire the lock. Returns None, or why that failed, in words."""
         with self._changing:
             # Checked before opening: closing a second handle would release the lock of the whole process.
             if _identity(self._path) in self._held:
-                raise refusal("which this process has open already")
+                return _TWICE
             file = open(self._path, "ab")
             try:
                 import fcntl
@@ -91,16 +78,16 @@ class WriterLock:
                 fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except (BlockingIOError, PermissionError):
                 file.close()
-                return False
+                return "another process has open"
             except (ImportError, OSError):  # Windows; a file system without locks
                 pass
             key = _identity(self._path)
             if key is None or key != _identity(file.fileno()):  # the previous holder has deleted the file
                 file.close()
-                return False
+                return "another process has open"
             self._file, self._key = file, key
             self._held.add(key)
-            return True
+            return None
 
     def release(self) -> None:
         """Releases the lock."""
@@ -126,19 +113,14 @@ class CheckpointFolder:
         self._lock = WriterLock(path / _LOCK)
 
     def open(self) -> None:
-        """Creates the folder if necessary, and locks it for this process.
-
-        Raises:
-          InputError: if it cannot be written to, holds other files, or is locked.
-        """
+        """Creates the folder if necessary, and locks it for this process."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryFile(dir=self.path) as file:
                 file.write(b"can be written to")
                 file.flush()
-            if not (self.path / _MARKER).exists():
-                self._check_empty()
-                (self.path / _MARKER).touch()
+            self.check_ours()
+            (self.path / _MARKER).touch()
             remedy = "Wait for it to end, end it, or use another folder."
             self._lock.acquire("A folder of checkpoints", self.path, remedy=remedy)
         except OSError as error:
@@ -148,33 +130,40 @@ class CheckpointFolder:
                 remedy="Name another folder, or check its permissions and the space on its disk.",
             ) from error
 
-    def check_shared(self) -> None:
-        """Checks that all processes see the same folder. If one does not, all of them raise.
+    def check_ours(self) -> None:
+        """Raises an InputError if this is a folder of other files. Logs may be in it."""
+        names = sorted(path.name for path in self._entries())
+        others = [name for name in names if not name.startswith(".") and name != "lost+found" and name[-4:] != ".csv"]
+        others = [] if _MARKER in names else others
+        if others:
+            raise InputError(
+                "The folder for checkpoints must be new, empty, or one of checkpoints that anybatch wrote",
+                given=f"{self.path} with {', '.join(others[:3])}" + (", ..." if len(others) > 3 else ""),
+                remedy=f"Name a new folder, e.g. {str(self.path / 'checkpoints')!r}.",
+            )
 
-        Raises:
-          InputError: if a process sees another folder. Orbax would wait for it forever.
-        """
+    def check_shared(self) -> None:
+        """Raises in all processes if one of them sees another folder. Orbax would wait for it forever."""
         if jax.process_count() == 1:
             return
-        mark = int(multihost_utils.broadcast_one_to_all(np.asarray(time.time_ns() % 2**31, np.int32)))
+        mark = str(gather_json(time.time_ns())[0])
         if jax.process_index() == 0:
             with contextlib.suppress(OSError):  # then no process sees the mark, and all raise
-                (self.path / _MARKER).write_text(str(mark))
+                (self.path / _MARKER).write_text(mark)
         end, sees = time.monotonic() + _PATIENCE, False
         while not sees and time.monotonic() < end:  # a network file system may show the mark late
             with contextlib.suppress(OSError):
-                sees = (self.path / _MARKER).read_text() == str(mark)
+                sees = (self.path / _MARKER).read_text() == mark
             time.sleep(0 if sees else 0.05)
-        everyone = np.asarray(multihost_utils.process_allgather(np.asarray(sees, np.int32))).reshape(-1)
-        if not everyone.all():
+        others = [str(process) for process, each in enumerate(gather_json(sees)) if not each]
+        if others:
             raise InputError(
                 "All processes must see the same folder for checkpoints",
-                given=f"{self.path}, which process {', '.join(map(str, np.flatnonzero(everyone == 0)))} does not share",
+                given=f"{self.path}, which process {', '.join(others)} does not share",
                 remedy="Name a folder on a file system that all machines share, by its full path.",
             )
 
     def close(self) -> None:
-        """Unlocks the folder."""
         self._lock.release()
 
     def of(self, step: int) -> Path:
@@ -204,14 +193,6 @@ class CheckpointFolder:
             names = (f"{step}.kept{number or ''}" for number in itertools.count())
             self.of(step).rename(next(self.path / name for name in names if not os.path.lexists(self.path / name)))
 
-    def remove(self, steps: Iterable[int]) -> None:
-        """Deletes the checkpoints of these steps, and what earlier deletions and failed saves have left."""
-        for step in list(steps):
-            _rename(self.of(step), "removed")
-        for path in self._entries():
-            if _LEFTOVER.fullmatch(path.name):
-                shutil.rmtree(path, ignore_errors=True)
-
     def tidy(self, keep: int | None = None) -> None:
         """Deletes leftovers, and all checkpoints but the newest `keep`. Only called while nothing is being written."""
         for path in [path for path in self._entries() if _REPLACED.fullmatch(path.name)]:
@@ -219,7 +200,11 @@ class CheckpointFolder:
                 _rename(path, "removed")
             else:
                 path.rename(path.with_suffix(""))
-        self.remove([] if keep is None else self.steps()[:-keep])
+        for step in [] if keep is None else self.steps()[:-keep]:
+            _rename(self.of(step), "removed")
+        for path in self._entries():
+            if _LEFTOVER.fullmatch(path.name):
+                shutil.rmtree(path, ignore_errors=True)
 
     def free_bytes(self) -> int:
         """The free space on the disk."""
@@ -233,19 +218,16 @@ class CheckpointFolder:
         """
         for unfinished in self.path.glob("*.orbax-checkpoint-tmp*"):
             with_sum = jax.process_count() == 1
-            content = {name: _measured(unfinished / name, with_sum) for name in sorted(_files_in(unfinished))}
+            # Orbax's own metadata beside these two parts is not included.
+            found = [path for part in ("arrays", "record") for path in (unfinished / part).rglob("*") if path.is_file()]
+            content = {str(path.relative_to(unfinished)): _measured(path, with_sum) for path in sorted(found)}
             (unfinished / _SEAL).write_text(json.dumps(content))
-            for path, _, files in os.walk(unfinished):
+            for folder, _, files in os.walk(unfinished):
                 for name in [*files, "."]:
-                    _flush(os.path.join(path, name))
+                    flush(os.path.join(folder, name))
 
     def damage(self, step: int, part: str) -> str | None:
-        """A description of the first difference from the sealed files, or None.
-
-        Args:
-          step: of the checkpoint.
-          part: the subfolder to check: "record" or "arrays".
-        """
+        """The first difference from the sealed files in a part, "record" or "arrays", in words; or None."""
         folder = self.of(step)
         try:
             content = json.loads((folder / _SEAL).read_text())
@@ -263,22 +245,8 @@ class CheckpointFolder:
             return f"{_SEAL} cannot be read, {error}"
         return None
 
-    def flush_names(self) -> None:
-        """Flushes the names in the folder to disk: after a checkpoint got its name, and before older ones go."""
-        _flush(self.path)
-
     def _entries(self) -> list[Path]:
         return list(self.path.iterdir()) if self.path.is_dir() else []  # somebody may have deleted it
-
-    def _check_empty(self) -> None:
-        others = [path.name for path in sorted(self.path.iterdir()) if path.suffix not in (".csv", ".jsonl")]
-        others = [name for name in others if not name.startswith(".") and name != "lost+found"]
-        if others:
-            raise InputError(
-                "The folder for checkpoints must be new, empty, or one of checkpoints that anybatch wrote",
-                given=f"{self.path} with {', '.join(others[:3])}" + (", ..." if len(others) > 3 else ""),
-                remedy=f"Name a new folder, e.g. {str(self.path / 'checkpoints')!r}.",
-            )
 
 
 def _identity(file: Path | int) -> tuple[int, int] | None:
@@ -296,12 +264,6 @@ def _rename(path: Path, suffix: str) -> None:
     path.rename(target)
 
 
-def _files_in(folder: Path) -> list[str]:
-    """The files of arrays and record. Orbax's own metadata beside them is not included."""
-    files = [path for part in ("arrays", "record") for path in (folder / part).rglob("*") if path.is_file()]
-    return [str(path.relative_to(folder)) for path in files]
-
-
 def _measured(path: Path, with_sum: bool) -> list[int | None]:
     if not with_sum:
         return [path.stat().st_size, None]
@@ -312,7 +274,8 @@ def _measured(path: Path, with_sum: bool) -> list[int | None]:
     return [size, total]
 
 
-def _flush(path: str | Path) -> None:
+def flush(path: str | Path) -> None:
+    """Flushes a file to disk, or the names in a folder."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -8,16 +8,17 @@ copies that donation cannot touch, checks of what is saved and restored, and err
 import asyncio
 import atexit
 import contextlib
+import functools
 import importlib
 import json
 import logging
+import math
 import os
 import sys
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import jax
@@ -26,9 +27,10 @@ import numpy as np
 from anybatch import __version__
 from anybatch.call.checks import must_be_path, whole_number
 from anybatch.call.memory import readable
+from anybatch.distributed import gather_json
 from anybatch.errors import AnybatchError, InputError
 from anybatch.jaxprs import avals, versions
-from anybatch.training.checkpoint_folder import CheckpointFolder
+from anybatch.training.checkpoint_folder import CheckpointFolder, flush
 
 # Bytes of a checkpoint beside its arrays: names, shapes, and the disk blocks that small files fill.
 _OVERHEAD = 256 * 1024
@@ -79,7 +81,7 @@ class Checkpoints:
     (3, [3, 3], {'loss': 0.3333333333333333})
 
     Args:
-      folder: created if it does not exist. A new one may hold logs (.csv, .jsonl), and nothing else.
+      folder: created if it does not exist. A new one may hold logs (.csv), and nothing else.
       keep: how many checkpoints to keep. There is one more while the next is being written.
 
     Raises:
@@ -95,12 +97,13 @@ class Checkpoints:
         if _is_primary():
             self._files.open()
             self._files.tidy()
-        self._broadcast(0)
         self._files.check_shared()
-        self._log_filter = _DropOrbaxLogs()
+        # Log messages of Orbax are dropped. Its failures are raised as errors.
+        self._log_filter = lambda record: f"{os.sep}orbax{os.sep}" not in record.pathname
         logging.getLogger("absl").addFilter(self._log_filter)
         self._writer: Any = self._new_writer()
-        _close_at_exit(self)
+        _OPEN.add(self)
+        _register()
 
     @property
     def folder(self) -> Path:
@@ -108,8 +111,8 @@ class Checkpoints:
 
     def latest(self) -> int | None:
         """The step of the newest complete checkpoint, or None. One that is being written is not complete."""
-        newest = self._broadcast(max(self._files.steps(), default=-1))
-        return None if newest < 0 else newest
+        newest: int | None = gather_json(max(self._files.steps(), default=None))[0]
+        return newest
 
     def save(self, step: int, arrays: Mapping[str, Any], record: Mapping[str, Any]) -> None:
         """Copies the arrays and starts to write them. Waits first if the save before is not complete.
@@ -123,24 +126,24 @@ class Checkpoints:
 
         Raises:
           CheckpointError: if the save before failed in the background, or there is not enough space for this one.
-          InputError: for arrays or a record that cannot be saved.
         """
         step = whole_number("step", step, 0)
         descriptions = _described(arrays)
         header = {"anybatch": 1, "step": step, "versions": self.versions()}
-        text = _as_json(header | {"arrays": descriptions, "record": record})
+        text = json.dumps(header | {"arrays": descriptions, "record": record})  # a copy
         self.wait()
         self._check_order(step)
-        size = sum(_num_bytes(value) for value in arrays.values()) + _OVERHEAD
-        self._check_space(step, size)
-        nonempty = [name for name in arrays if not _is_empty(descriptions[name])]
-        stored = {name: _copied(arrays[name]) for name in nonempty}
+        types = map(_stored_type, arrays.values())
+        size = sum(math.prod(shape) * dtype.itemsize for shape, dtype in types) + _OVERHEAD  # before compression
+        stored = {name: _copied(value) for name, value in arrays.items() if 0 not in descriptions[name]["shape"]}
         args = self._orbax.args
         self._saving = step, size
         try:
+            if not gather_json(self._files.free_bytes() >= size)[0]:
+                raise OSError("the disk has too little space for it")
             if _is_primary():
                 self._files.set_aside(step)
-            # Orbax does not accept a tree without arrays.
+            # Orbax stores neither arrays without elements nor a tree without arrays.
             values = args.PyTreeSave(stored or {"nothing": np.zeros(1, np.int8)})
             both = args.Composite(arrays=values, record=args.JsonSave(json.loads(text)))
             _outside_event_loop(lambda: self._writer.save(self._files.of(step), args=both))
@@ -148,17 +151,13 @@ class Checkpoints:
             raise self._failed(error) from error
 
     def wait(self) -> None:
-        """Waits until the last save is complete and on disk, then deletes all but the newest `keep` checkpoints.
-
-        Raises:
-          CheckpointError: if the save failed.
-        """
+        """Waits until the last save is complete and on disk, then deletes all but the newest `keep` checkpoints."""
         if self._saving is None:
             return
         try:
             self._writer.wait_until_finished()
             if _is_primary():
-                self._files.flush_names()
+                flush(self.folder)  # the new name, before older ones go
         except Exception as error:
             raise self._failed(error) from error
         self._saving = None
@@ -166,29 +165,26 @@ class Checkpoints:
             self._files.tidy(self._keep)
 
     def restore(self, like: Mapping[str, Any], step: int | None = None) -> tuple[int, dict[str, Any], dict[str, Any]]:
-        """Reads a checkpoint.
+        """Reads a checkpoint: returns its step, the arrays by name, and the record.
 
         Args:
           like: name -> array or `jax.ShapeDtypeStruct` with the expected shape and dtype, and the sharding to restore
             to, which need not be the saved one. Where it is a numpy array, a numpy array is returned.
           step: the step to restore; by default the newest.
 
-        Returns:
-          Its step, the arrays by name, and the record.
-
         Raises:
-          InputError: if there is no checkpoint, or it has other arrays. Raised before any array is read.
+          InputError: if it has other arrays. Raised before any array is read.
           CheckpointError: if a file is missing or damaged, or the checkpoint is of another step than its name says.
         """
         self.wait()
         wanted = _described(like)
-        step = self._chosen(step)
+        step = whole_number("step", self.latest() if step is None else step, 0)
         path = self._files.of(step)
         content = self._content(step)
         _compare(content["arrays"], wanted, path)
         self._check_damage(step, "arrays")
-        nonempty = [name for name in like if not _is_empty(wanted[name])]
-        restore_args = {name: _restore_args(self._orbax, like[name]) for name in nonempty}
+        nonempty = {name: value for name, value in like.items() if 0 not in wanted[name]["shape"]}
+        restore_args = {name: _restore_args(self._orbax, value) for name, value in nonempty.items()}
         args = self._orbax.args
         chosen = args.Composite(arrays=args.PyTreeRestore(item=dict.fromkeys(nonempty, 0), restore_args=restore_args))
         try:
@@ -207,13 +203,6 @@ class Checkpoints:
             return {"anybatch": __version__, "jax": versions.versions()[0], "orbax": self._orbax.__version__}
         return dict(self._content(step).get("versions", {}))
 
-    def drop_after(self, step: int) -> None:
-        """Deletes the checkpoints of later steps than this one; `drop_after(-1)` deletes all."""
-        self.wait()
-        if _is_primary():
-            self._files.remove(later for later in self._files.steps() if later > step)
-        self._broadcast(0)
-
     def close(self) -> None:
         """Waits as `wait` does, and unlocks the folder."""
         if self._writer is None:
@@ -230,9 +219,7 @@ class Checkpoints:
     def __enter__(self) -> "Checkpoints":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         try:
             self.close()
         except CheckpointError as failure:
@@ -253,32 +240,6 @@ class Checkpoints:
         )
         return ocp.AsyncCheckpointer(handler, async_options=options)
 
-    def _broadcast(self, number: int) -> int:
-        """The number that the first process passes, in all processes."""
-        if jax.process_count() == 1:
-            return number
-        from jax.experimental import multihost_utils
-
-        return int(multihost_utils.broadcast_one_to_all(np.int32(number)))
-
-    def _chosen(self, step: int | None) -> int:
-        newest = self.latest()
-        if newest is None:
-            raise InputError(
-                "There must be a checkpoint to restore",
-                given=f"none in {self.folder}",
-                remedy="Save one first, or name the folder that has one.",
-            )
-        if step is None:
-            return newest
-        if not self._files.is_complete(step):
-            raise InputError(
-                "step must be that of a checkpoint in the folder",
-                given=f"step={step!r}, and {self.folder} has {', '.join(map(str, self._files.steps()))}",
-                remedy=f"Pass one of these, or step=None for the newest, {newest}.",
-            )
-        return whole_number("step", step, 0)
-
     def _check_order(self, step: int) -> None:
         newest = self.latest()
         if newest is not None and step < newest:
@@ -286,13 +247,8 @@ class Checkpoints:
                 "A checkpoint must not be of an earlier step than the newest in its folder, which would be restored "
                 "instead",
                 given=f"step={step} after {newest} in {self.folder}",
-                remedy=f"Use another folder for another run, or delete the later ones: checkpoints.drop_after({step}).",
+                remedy="Use another folder for another run, or delete the later ones.",
             )
-
-    def _check_space(self, step: int, size: int) -> None:
-        if not self._broadcast(int(self._files.free_bytes() >= size)):
-            self._saving = step, size
-            raise self._failed(OSError("the disk has too little space for it"))
 
     def _failed(self, error: Exception) -> CheckpointError:
         step, size = self._saving or (-1, 0)
@@ -302,14 +258,16 @@ class Checkpoints:
                 self._files.tidy(self._keep)  # the half-written checkpoint takes up space
         good = max(self._files.steps(), default=None)
         last = "There is no other in its folder." if good is None else f"The one of step {good} is complete and good."
-        return CheckpointError(
+        return self._error(
+            step,
+            good,
             f"The checkpoint of step {step} could not be written to {self.folder}: {_reason(error)}.\n"
             f"It needs about {readable(size)}, and {readable(self._files.free_bytes())} are free. {last}\n"
             "Make space, keep fewer, e.g. keep=1, or use a folder on another disk.",
-            folder=self.folder,
-            step=step,
-            last_good=good,
         )
+
+    def _error(self, step: int, last_good: int | None, message: str) -> CheckpointError:
+        return CheckpointError(message, folder=self.folder, step=step, last_good=last_good)
 
     def _content(self, step: int) -> dict[str, Any]:
         """The JSON part of a checkpoint, checked."""
@@ -320,12 +278,11 @@ class Checkpoints:
         if saved != step:
             home = self._files.of(saved)
             remedy = f"Delete the copy: rm -r {path}" if home.exists() else f"Move it back: mv {path} {home}"
-            raise CheckpointError(
+            raise self._error(
+                step,
+                self._newest_other(step),
                 f"The checkpoint {path} must be of step {step}, and is of step {saved}: it was moved or copied to this "
                 f"name.\n{remedy}",
-                folder=self.folder,
-                step=step,
-                last_good=self._newest_other(step),
             )
         return content
 
@@ -340,32 +297,28 @@ class Checkpoints:
     def _damaged(self, step: int, reason: str) -> CheckpointError:
         other = self._newest_other(step)
         rest = "there is no other" if other is None else f"the newest other one is of step {other}"
-        return CheckpointError(
+        return self._error(
+            step,
+            other,
             f"The checkpoint of step {step} in {self.folder} is damaged: {reason}.\n"
             f"Delete {self._files.of(step)} to continue without it; {rest}.",
-            folder=self.folder,
-            step=step,
-            last_good=other,
         )
 
 
 # A program that ends without `close` must not lose its last save, or at least not silently.
 
 _OPEN: set[Checkpoints] = set()
-_IS_REGISTERED: list[bool] = []
 
 
-def _close_at_exit(checkpoints: Checkpoints) -> None:
+@functools.cache
+def _register() -> None:
     """Closes open checkpoints at interpreter exit.
 
     Orbax writes in threads of an executor, which takes no more work once the interpreter ends; `atexit` runs after
     that, so the private hook of `threading` is used where there is one. From Python 3.12 on, no threads can be started
     even then, and `_close_all` can only print the error.
     """
-    _OPEN.add(checkpoints)
-    if not _IS_REGISTERED:
-        getattr(threading, "_register_atexit", atexit.register)(_close_all)
-        _IS_REGISTERED.append(True)
+    getattr(threading, "_register_atexit", atexit.register)(_close_all)
 
 
 def _close_all() -> None:
@@ -380,17 +333,6 @@ def _is_primary() -> bool:
     return jax.process_index() == 0
 
 
-def _as_json(content: Any) -> str:
-    try:
-        return json.dumps(content)
-    except (TypeError, ValueError) as error:
-        raise InputError(
-            "The record of a checkpoint must consist of JSON values",
-            given=f"one that does not: {error}",
-            remedy="Use numbers, strings, lists and dictionaries; arrays go into arrays=.",
-        ) from error
-
-
 def _reason(error: Exception) -> str:
     text = str(error)
     if "No space left" in text or "RESOURCE_EXHAUSTED" in text:
@@ -402,13 +344,10 @@ def _reason(error: Exception) -> str:
 
 
 def _described(arrays: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """The shape and dtype of each array, as JSON values.
+    """The shape and dtype of each array, as JSON values. Raises an InputError if one cannot be stored.
 
     >>> _described({"w": np.zeros((2, 3), np.float32)})
     {'w': {'shape': [2, 3], 'dtype': 'float32'}}
-
-    Raises:
-      InputError: if it is not a mapping of names to arrays that can be stored.
     """
     if not isinstance(arrays, Mapping) or not arrays:
         raise InputError(
@@ -419,13 +358,7 @@ def _described(arrays: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     return {name: _description(name, value) for name, value in arrays.items()}
 
 
-def _description(name: Any, value: Any) -> dict[str, Any]:
-    if not isinstance(name, str) or not name:
-        raise InputError(
-            "The name of an array must be a string, and not empty",
-            given=f"{name!r}",
-            remedy=f'Name it, e.g. {{"{name or "w"}": ...}}.',
-        )
+def _description(name: str, value: Any) -> dict[str, Any]:
     value = np.asarray(value) if isinstance(value, (bool, int, float, complex)) else value
     shape: Any = getattr(value, "shape", None)
     dtype: Any = getattr(value, "dtype", None)
@@ -443,22 +376,17 @@ def _is_storable(dtype: Any) -> bool:
     return bool(is_number) and str(dtype) not in _NOT_STORABLE
 
 
-def _is_empty(description: Mapping[str, Any]) -> bool:
-    """Whether an array has no elements. Such arrays are not stored."""
-    return 0 in description["shape"]
-
-
-def _compare(saved: Mapping[str, Any], wanted: Mapping[str, Any], path: os.PathLike[str]) -> None:
+def _compare(saved: dict[str, Any], wanted: dict[str, Any], path: os.PathLike[str]) -> None:
     """Raises an InputError that lists the differences between two results of `_described`, if there are any."""
     lines = []
-    for name in [*wanted, *(name for name in saved if name not in wanted)]:
-        there, here = saved.get(name), wanted.get(name)
+    for name in wanted | saved:
+        there, here = (_type(each[name]) if name in each else None for each in (saved, wanted))
         if there is None:
-            lines.append(f"{name}: {_type(here)}, which the checkpoint does not have")
+            lines.append(f"{name}: {here}, which the checkpoint does not have")
         elif here is None:
-            lines.append(f"{name}: {_type(there)} in the checkpoint, and not in the state")
+            lines.append(f"{name}: {there} in the checkpoint, and not in the state")
         elif there != here:
-            lines.append(f"{name}: {_type(there)} in the checkpoint, {_type(here)} in the state")
+            lines.append(f"{name}: {there} in the checkpoint, {here} in the state")
     if not lines:
         return
     if len(lines) > _MOST_LINES:
@@ -473,12 +401,6 @@ def _compare(saved: Mapping[str, Any], wanted: Mapping[str, Any], path: os.PathL
 
 def _type(description: Any) -> str:
     return f"{description['dtype']}[{','.join(map(str, description['shape']))}]"
-
-
-def _num_bytes(value: Any) -> int:
-    """The bytes of an array on disk before compression."""
-    shape, dtype = _stored_type(value)
-    return int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
 
 
 def _stored_type(value: Any) -> tuple[tuple[int, ...], Any]:
@@ -528,7 +450,10 @@ def _placed(array: Any, like: Any) -> Any:
     if not isinstance(array, jax.Array):
         # An uncommitted array must stay uncommitted: else programs would recompile for it, and refuse to combine it
         # with arrays on other devices.
-        array = jax.device_put(array, may_alias=False) if sharding is None else _sharded(array, sharding)
+        if sharding is None:
+            array = jax.device_put(array, may_alias=False)
+        else:
+            array = jax.make_array_from_callback(array.shape, sharding, array.__getitem__)
     if avals.has_keys(like):
         return jax.random.wrap_key_data(array, impl=avals.key_impl(like.dtype))
     return avals.as_weak(array, like)
@@ -539,10 +464,6 @@ def _sharding(like: Any) -> Any:
     if isinstance(like, jax.Array):
         return like.sharding if like.committed else None
     return getattr(like, "sharding", None)
-
-
-def _sharded(array: Any, sharding: Any) -> Any:
-    return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
 
 
 # Orbax.
@@ -568,10 +489,3 @@ def _outside_event_loop(fun: Callable[[], Any]) -> Any:
         return fun()
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(fun).result()
-
-
-class _DropOrbaxLogs(logging.Filter):
-    """Drops log messages of Orbax. Its failures are raised as errors."""
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        return f"{os.sep}orbax{os.sep}" not in record.pathname

@@ -1,29 +1,26 @@
-"""The log of a run: one row per step, as CSV or JSON lines, in files that stay readable if the process is killed.
+"""The log of a run: one row per step, in a CSV file that stays readable if the process is killed.
 
-`LogRows` turns the metrics of each step into a row, some steps later, with throughput. `Log` writes rows to one or
-several files, and `read_log` reads them. The two formats, `_Csv` and `_JsonLines`, share `_File`, which appends
-complete lines or replaces the complete file.
+`LogRows` turns the metrics of each step into a row, some steps later, with throughput. `Log` writes rows to a file: it
+appends complete lines or replaces the complete file. `read_log` reads them.
 """
 
-import abc
 import collections
+import contextlib
 import csv
 import io
-import json
 import math
 import os
 import time
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
 
 from anybatch.call.checks import is_array, must_be_path, named_leaves
 from anybatch.call.files import read_regular
-from anybatch.errors import AnybatchError, InputError, user_stacklevel
+from anybatch.errors import AnybatchError, InputError, warn
 from anybatch.gradient_noise.noise_scale import NoiseScale
 from anybatch.training.checkpoint_folder import WriterLock
 from anybatch.training.step import Metrics
@@ -54,26 +51,21 @@ class LogRows:
         saved = saved or {}
         self._in_flight: collections.deque[tuple[int, Any, int]] = collections.deque()
         self._skipped, self._seconds_before = int(saved.get("skipped", 0)), float(saved.get("seconds", 0.0))
-        self._noise = NoiseScale(*saved["noise"]) if saved.get("noise") else None
+        self.noise = NoiseScale(*saved["noise"]) if saved.get("noise") else None  # averaged over recent steps
         self._start = time.perf_counter()
-        self._throughput, self._has_started = Throughput(), False
-        self._skipped_in_a_row = 0
+        self.throughput, self._has_started = Throughput(), False
+        self._skipped_in_a_row, self._has_tokens = 0, False
 
     @property
     def saved(self) -> dict[str, Any]:
         """The part of this object that goes into a checkpoint, as JSON values."""
-        noise = None if self._noise is None else [float(leaf) for leaf in jax.tree.leaves(self._noise)]
+        noise = None if self.noise is None else [float(leaf) for leaf in jax.tree.leaves(self.noise)]
         return {"skipped": self._skipped, "seconds": self.seconds, "noise": noise}
 
     @property
     def seconds(self) -> float:
         """The duration of the run so far, including earlier processes."""
         return self._seconds_before + time.perf_counter() - self._start
-
-    @property
-    def noise(self) -> NoiseScale | None:
-        """The gradient noise, averaged over recent steps."""
-        return self._noise
 
     def add(self, step: int, metrics: Any, batch: Any) -> None:
         """Adds a step whose metrics may still be computing."""
@@ -85,71 +77,59 @@ class LogRows:
         self._in_flight.append((step, scalars, examples))
         if not self._has_started:  # the first step includes compilation, which must not count
             self._has_started = True
-            self._throughput.restart(examples=examples, tokens=_num_tokens(metrics))
-
-    def restart_clock(self) -> None:
-        """Called when steps continue after a pause for an evaluation or a checkpoint, which must not count."""
-        self._throughput.restart()
+            tokens = metrics.tokens if isinstance(metrics, Metrics) else None
+            self.throughput.restart(examples=examples, tokens=tokens if isinstance(tokens, int) else 0)
 
     def ready(self) -> Iterator[dict[str, Any]]:
         """The rows of all steps but the last two. Waits for these steps."""
         while len(self._in_flight) > IN_FLIGHT:
-            row, has_tokens = self._row(*self._in_flight.popleft())
-            yield row | self._rates(self._throughput.since_last_reads(), has_tokens)
+            yield self._row(*self._in_flight.popleft()) | self._rates(*self.throughput.since_last_reads())
 
     def flush(self) -> list[dict[str, Any]]:
         """The rows of all steps. Waits for the last of them."""
         rows = [self._row(*each) for each in self._in_flight]
         self._in_flight.clear()
-        rates = self._throughput.since_restart()
-        return [row | self._rates(rates, has_tokens) for row, has_tokens in rows]
+        rates = self._rates(*self.throughput.since_restart())
+        return [row | rates for row in rows]
 
-    def _row(self, step: int, scalars: dict[str, Any], examples: int) -> tuple[dict[str, Any], bool]:
-        """The row of a step without its rates, and whether its metrics count tokens."""
+    def _row(self, step: int, scalars: dict[str, Any], examples: int) -> dict[str, Any]:
+        """The row of a step without its rates."""
         fetched = jax.device_get(scalars)
         values = {name: fetched[name] for name in scalars}  # device_get sorts the names
         tokens, noise, skipped = values.pop("tokens", None), values.pop("noise", None), values.pop("skipped", None)
-        row: dict[str, Any] = {"step": step} | {name: _as_python_number(value) for name, value in values.items()}
+        row: dict[str, Any] = {"step": step} | {name: _python_number(value) for name, value in values.items()}
         if skipped is not None:
             self._count_skipped(bool(skipped))
             row["skipped"] = self._skipped
         if noise is not None:
             row["noise_scale"] = self._add_noise(noise)
-        self._throughput.add(examples, int(tokens or 0))
-        return row, tokens is not None
+        self.throughput.add(examples, int(tokens or 0))
+        self._has_tokens = tokens is not None
+        return row
 
-    def _rates(self, rates: tuple[float, float], has_tokens: bool) -> dict[str, float]:
-        named = {"examples_per_second": rates[0]} | ({"tokens_per_second": rates[1]} if has_tokens else {})
+    def _rates(self, examples: float, tokens: float) -> dict[str, float]:
+        named = {"examples_per_second": examples} | ({"tokens_per_second": tokens} if self._has_tokens else {})
         return named | {"seconds": round(self.seconds, 3)}
 
     def _add_noise(self, noise: NoiseScale) -> float:
         """The averaged noise scale. Computed on the host: on the device it would take a dozen tiny operations."""
         noise = NoiseScale(*(float(leaf) for leaf in jax.tree.leaves(noise)))
         if all(map(math.isfinite, jax.tree.leaves(noise))):
-            self._noise = noise if self._noise is None else DECAY * self._noise + noise
-        if self._noise is None or not self._noise.steps:
+            self.noise = noise if self.noise is None else DECAY * self.noise + noise
+        if self.noise is None or not self.noise.steps:
             return math.nan
-        if self._noise.gradient_square_sum <= 0:
-            return math.inf if self._noise.trace_sum > 0 else math.nan
-        return self._noise.trace_sum / self._noise.gradient_square_sum
+        if self.noise.gradient_square_sum <= 0:
+            return math.inf if self.noise.trace_sum > 0 else math.nan
+        return self.noise.trace_sum / self.noise.gradient_square_sum
 
     def _count_skipped(self, skipped: bool) -> None:
         self._skipped += skipped
         self._skipped_in_a_row = self._skipped_in_a_row + 1 if skipped else 0
         if self._skipped_in_a_row == MANY_SKIPPED:
-            warnings.warn(
+            warn(
                 f"The gradients of {MANY_SKIPPED} steps in a row were not finite: nothing is being learned. Try a "
-                "smaller learning rate or a smaller loss scale, and check the batches for NaN.",
-                RuntimeWarning,
-                stacklevel=user_stacklevel(),
+                "smaller learning rate or a smaller loss scale, and check the batches for NaN."
             )
-
-
-class Amount(NamedTuple):
-    """Numbers of examples and tokens."""
-
-    examples: int
-    tokens: int
 
 
 class Throughput:
@@ -161,25 +141,19 @@ class Throughput:
     """
 
     def __init__(self) -> None:
-        self._total = Amount(0, 0)
-        self._reads: collections.deque[tuple[float, Amount]] = collections.deque()  # those within the window
-        self._restarted: tuple[float, Amount] | None = None
+        self._total = np.zeros(2, np.int64)  # examples and tokens
+        self._reads: collections.deque[tuple[float, np.ndarray]] = collections.deque()  # those within the window
+        self._restarted: tuple[float, np.ndarray] | None = None
         self._last = (math.nan, math.nan)
 
     def restart(self, *, examples: int = 0, tokens: int = 0) -> None:
-        """Starts the clock, when all steps so far are done.
-
-        Args:
-          examples: examples in flight that must not count: those of the first step, which includes compilation.
-          tokens: tokens in flight that must not count.
-        """
-        in_flight = Amount(self._total.examples + examples, self._total.tokens + tokens)
-        self._restarted = (time.perf_counter(), in_flight)
+        """Starts the clock, when all steps so far are done, except for these examples, which must not count."""
+        self._restarted = (time.perf_counter(), self._total + np.asarray((examples, tokens)))
         self._reads.clear()
 
     def add(self, examples: int, tokens: int) -> None:
         """Adds a step that is done."""
-        self._total = Amount(self._total.examples + examples, self._total.tokens + tokens)
+        self._total = self._total + np.asarray((examples, tokens))
 
     def since_last_reads(self) -> tuple[float, float]:
         """The rates over the window, after the metrics of one step were read."""
@@ -187,19 +161,19 @@ class Throughput:
         while len(self._reads) > 1 and now - self._reads[1][0] > WINDOW:
             self._reads.popleft()
         if self._reads:
-            self._last = self._between(self._reads[0], (now, self._total))
+            self._last = self._since(*self._reads[0], now)
         self._reads.append((now, self._total))
         return self._last
 
     def since_restart(self) -> tuple[float, float]:
         """The rates since the last restart, when all steps are done."""
-        if self._restarted is not None and self._total.examples > self._restarted[1].examples:
-            self._last = self._between(self._restarted, (time.perf_counter(), self._total))
+        if self._restarted is not None and self._total[0] > self._restarted[1][0]:
+            self._last = self._since(*self._restarted, time.perf_counter())
         return self._last
 
-    def _between(self, then: tuple[float, Amount], now: tuple[float, Amount]) -> tuple[float, float]:
-        seconds = max(now[0] - then[0], 1e-9)
-        return (now[1].examples - then[1].examples) / seconds, (now[1].tokens - then[1].tokens) / seconds
+    def _since(self, then: float, total: np.ndarray, now: float) -> tuple[float, float]:
+        examples, tokens = (self._total - total) / max(now - then, 1e-9)
+        return float(examples), float(tokens)
 
 
 def evaluation_columns(result: Any) -> dict[str, float]:
@@ -207,13 +181,10 @@ def evaluation_columns(result: Any) -> dict[str, float]:
 
     >>> evaluation_columns({"accuracy": 0.5}), evaluation_columns(2)
     ({'eval.accuracy': 0.5}, {'eval': 2.0})
-
-    Raises:
-      InputError: if it is neither a number nor a mapping of numbers.
     """
-    named = (
-        {f"eval.{name}": value for name, value in result.items()} if isinstance(result, Mapping) else {"eval": result}
-    )
+    named = {"eval": result}
+    if isinstance(result, Mapping):
+        named = {f"eval.{name}": value for name, value in result.items()}
     try:
         return {name: float(value) for name, value in named.items()}
     except (TypeError, ValueError):
@@ -244,11 +215,11 @@ def _named_scalars(metrics: Any) -> dict[str, Any]:
 def _scalars(name: str, tree: Any) -> dict[str, Any]:
     found = {}
     for path, leaf in named_leaves(name, tree):
+        is_scalar = is_array(leaf) and leaf.ndim == 0
         families = (np.bool_, np.integer, np.floating)
-        is_number = (
-            is_array(leaf) and leaf.ndim == 0 and any(jax.dtypes.issubdtype(leaf.dtype, each) for each in families)
-        )
-        if is_number or isinstance(leaf, (int, float)):
+        if isinstance(leaf, (int, float)) or (
+            is_scalar and any(jax.dtypes.issubdtype(leaf.dtype, each) for each in families)
+        ):
             found[path.replace("['", ".").replace("']", "").replace("[", ".").replace("]", "")] = leaf
     return found
 
@@ -258,15 +229,6 @@ def _num_examples(metrics: Any, batch: Any) -> int:
         return metrics.examples
     shapes = [np.shape(leaf) for leaf in jax.tree.leaves(batch) if is_array(leaf)]
     return next((shape[0] for shape in shapes if shape), 0)
-
-
-def _num_tokens(metrics: Any) -> int:
-    return metrics.tokens if isinstance(metrics, Metrics) and isinstance(metrics.tokens, int) else 0
-
-
-def _as_python_number(value: Any) -> Any:
-    value = np.asarray(value)
-    return int(value) if value.dtype.kind in "biu" else float(value)
 
 
 Row = dict[str, int | float]
@@ -286,7 +248,9 @@ class LogError(AnybatchError, OSError):
 
 
 class Log:
-    """Writes rows to files, each row at once.
+    """Writes rows to a CSV file, each row at once.
+
+    The file has a line of column names, and one line per row. A row with a new name rewrites it with one more column.
 
     - **Complete rows.** If the process is killed in the middle of a row, earlier rows are not affected, and the next
       process drops the incomplete one.
@@ -295,8 +259,7 @@ class Log:
     - **As if never interrupted.** With `after`, the log of a resumed run equals, byte for byte, that of a run that was
       never interrupted, if it writes the same rows.
 
-    `read_log` returns the same numbers. JSON has no infinities: JSON lines store infinities and NaN as null, which is
-    read as NaN.
+    `read_log` returns the same numbers.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -309,10 +272,9 @@ class Log:
     [{'step': 1, 'loss': 0.5}, {'step': 2, 'loss': 0.125}]
 
     Args:
-      paths: one file, or several that get the same rows; .csv or .jsonl. Missing folders are created.
-      after: the step after which to continue existing files: later rows are dropped. None starts new files.
-      overwrite: whether new files may replace existing ones.
-      check: called with the path and all rows of each file to continue, before any row is dropped.
+      path: of the file, which ends in .csv. Missing folders are created.
+      after: the step after which to continue an existing file: later rows are dropped. None starts a new file.
+      check: called with the path and all rows of a file to continue, before any row is dropped.
 
     Raises:
       InputError: for a path that cannot be written to, an existing file that is not a log or must not be replaced, or a
@@ -320,74 +282,54 @@ class Log:
     """
 
     def __init__(
-        self,
-        paths: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
-        *,
-        after: int | None = None,
-        overwrite: bool = False,
-        check: CheckRows | None = None,
+        self, path: str | os.PathLike[str], *, after: int | None = None, check: CheckRows | None = None
     ) -> None:
-        resolved = check_log(paths)
-        formats = [_format(path) for path in resolved]
-        self._files: list[_File] = []
-        self._locks: list[WriterLock] = []
+        self.path = check_log(path)
+        self.first_row: Row | None = None
+        self._file: Any = None
+        self._columns: list[str] = []
+        self._lock = WriterLock(self.path.with_name(f".{self.path.name}.lock"), is_removed=True)
+        another = str(self.path.with_stem(self.path.stem + "-2"))
         try:
-            self._locks += map(_locked, resolved)
-            # All files are checked before the first is changed.
-            kept = [_kept_rows(path, after, overwrite, check) for path in resolved]
-            self._files += (
-                file_type(path, rows) for file_type, path, rows in zip(formats, resolved, kept, strict=True)
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._lock.acquire(
+                "A log", self.path, remedy=f"Wait for it to end, or name another log, e.g. log={another!r}."
             )
-        except BaseException:
-            self.close()
-            raise
-        self._first = kept[0][0] if kept[0] else None
-
-    @property
-    def first_rows(self) -> dict[str, Row | None]:
-        """The finite numbers of the first row, by which a log is recognized, or None without rows; for each path."""
-        return {str(file.path): self._first and finite_numbers(self._first) for file in self._files}
+            self._replace(_kept_rows(self.path, after, check))
+        except BaseException as error:
+            self._lock.release()
+            if not isinstance(error, OSError):
+                raise
+            raise InputError(
+                "A log must be a file that can be written to",
+                given=f"{self.path} ({error.strerror})",
+                remedy="Name another one, or check its permissions and the space on its disk.",
+            ) from error
 
     def write(self, row: Mapping[str, Any]) -> None:
-        """Appends a row, and passes it to the operating system. Entries that are None are left out.
+        """Appends a row, and passes it to the operating system. Raises a LogError if it could not be written.
 
         Args:
-          row: name -> number, with a "step".
-
-        Raises:
-          LogError: if it could not be written.
+          row: name -> number, with a "step". Entries that are None are left out.
         """
-        checked = self._for_each_file(row, lambda file, checked: file.append(checked))
-        self._first = self._first or checked
+        checked = _checked(row)
+        with self._as_log_error():
+            if self._is_ours() and all(name in self._columns for name in checked):
+                self._append(checked)
+            else:
+                self._replace([*self._rows(), checked])
 
     def amend(self, row: Mapping[str, Any]) -> None:
-        """Replaces the last row, e.g. to add an evaluation of the same step.
-
-        Args:
-          row: as for `write`.
-
-        Raises:
-          LogError: if it could not be written.
-        """
-        checked = self._for_each_file(row, lambda file, checked: file.amend(checked))
-        if self._first is None or self._first["step"] == checked["step"]:
-            self._first = checked
-
-    def _for_each_file(self, row: Mapping[str, Any], write: Callable[["_File", Row], None]) -> Row:
+        """Replaces the last row, e.g. to add an evaluation of the same step. Otherwise like `write`."""
         checked = _checked(row)
-        for file in self._files:
-            try:
-                write(file, checked)
-            except (OSError, InputError) as error:
-                raise LogError(file.path, error) from error
-        return checked
+        with self._as_log_error():
+            self._replace([*self._rows()[:-1], checked])
 
     def close(self) -> None:
-        """Closes the files, and releases their locks."""
-        for file in self._files:
-            file.close()
-        for lock in self._locks:
-            lock.release()
+        """Closes the file, and releases its lock."""
+        if self._file is not None:
+            self._file.close()
+        self._lock.release()
 
     def __enter__(self) -> "Log":
         return self
@@ -395,25 +337,60 @@ class Log:
     def __exit__(self, *error: Any) -> None:
         self.close()
 
+    @contextlib.contextmanager
+    def _as_log_error(self) -> Iterator[None]:
+        try:
+            yield
+        except (OSError, InputError) as error:
+            raise LogError(self.path, error) from error
 
-def check_log(paths: Any) -> list[Path]:
-    """The files of `fit(log=...)`, with links resolved.
+    def _rows(self) -> list[Row]:
+        """The rows in the file now; none if somebody has moved it away."""
+        return read_log(self.path) if self.path.exists() else []
 
-    Raises:
-      InputError: if it is neither a path nor several different ones, or a name ends neither in .csv nor in .jsonl.
-    """
-    several = list(paths) if isinstance(paths, (list, tuple, set, frozenset)) else [paths]
-    for each in several:
-        must_be_path("log", each, "run.csv")
-    resolved = [Path(os.path.realpath(each)) for each in several]
-    if not resolved or len(set(resolved)) < len(resolved):
+    def _is_ours(self) -> bool:
+        """Whether the path still leads to the file that was opened. An editor may have replaced it."""
+        return self.path.exists() and os.path.samestat(os.stat(self.path), os.fstat(self._file.fileno()))
+
+    def _append(self, row: Row) -> None:
+        size = os.fstat(self._file.fileno()).st_size
+        try:
+            _write_all(self._file, _as_csv(self._columns, [row]))
+        except OSError:
+            os.ftruncate(self._file.fileno(), size)  # an incomplete row would spoil the next
+            raise
+        self.first_row = self.first_row or row
+
+    def _replace(self, rows: list[Row]) -> None:
+        """Replaces the content of the file atomically."""
+        # In order of first use, which is also their order in a run that was never interrupted.
+        columns = list(dict.fromkeys(name for row in rows for name in row))
+        partial = self.path.with_name(f".{self.path.name}.partial")
+        try:
+            with open(partial, "wb", buffering=0) as file:
+                _write_all(file, _as_csv(columns, rows, has_header=bool(rows)))
+                os.fsync(file.fileno())
+            os.replace(partial, self.path)
+        except OSError:
+            partial.unlink(missing_ok=True)
+            raise
+        if self._file is not None:
+            self._file.close()
+        self._file = open(self.path, "ab", buffering=0)
+        # Set last: if the disk is full, the old columns stay.
+        self._columns, self.first_row = columns, rows[0] if rows else None
+
+
+def check_log(path: Any) -> Path:
+    """The file of `fit(log=...)`, with links resolved."""
+    must_be_path("log", path, "run.csv")
+    resolved = Path(os.path.realpath(path))
+    if resolved.suffix != ".csv":
         raise InputError(
-            "A log must be one file, or several different ones",
-            given=f"{[os.fspath(each) for each in several]}",
-            remedy='Name them, e.g. log="run.csv" or log=["run.csv", "run.jsonl"].',
+            "The name of a log must end in .csv",
+            given=f"{resolved.name!r}",
+            remedy=f"Name it {resolved.stem + '.csv'!r}.",
         )
-    for each in resolved:
-        _format(each)
     return resolved
 
 
@@ -425,8 +402,6 @@ def read_log(path: str | os.PathLike[str]) -> list[Row]:
     Raises:
       InputError: if the file does not exist, or is not a log.
     """
-    path = Path(path)
-    file_format = _format(path)
     try:
         content = read_regular(path, None)
     except OSError as error:
@@ -437,43 +412,29 @@ def read_log(path: str | os.PathLike[str]) -> list[Row]:
     text = content[: content.rfind(b"\n") + 1].decode(errors="replace")
     rows: list[Row] = []
     try:
-        for row in file_format.parsed(text):
-            rows.append(_checked(row))
-    except (ValueError, AttributeError, TypeError, csv.Error) as error:
-        line = len(rows) + file_format.first_line
+        lines = csv.reader(io.StringIO(text), strict=True)
+        columns = next(lines, [])
+        for cells in lines:
+            if len(cells) != len(columns):
+                raise ValueError(f"{len(cells)} cells, and {len(columns)} columns")
+            rows.append(
+                _checked({name: _parsed_number(cell) for name, cell in zip(columns, cells, strict=True) if cell})
+            )
+    except (ValueError, TypeError, csv.Error) as error:  # an InputError is a TypeError
         raise InputError(
-            f"A log must be one that anybatch wrote: rows of numbers, in {file_format.name}",
-            given=f"{path}, whose line {line} is something else: {str(error).splitlines()[0]}",
+            "A log must be one that anybatch wrote: rows of numbers, in CSV",
+            given=f"{path}, whose line {len(rows) + 2} is something else: {str(error).splitlines()[0]}",
             remedy="Name another file, or correct that line.",
         ) from error
     return rows
 
 
 def finite_numbers(row: Row) -> Row:
-    """The numbers of a row that come back from a log of either format."""
+    """The numbers of a row that equal themselves after they were stored."""
     return {name: value for name, value in row.items() if math.isfinite(value)}
 
 
-def _locked(path: Path) -> WriterLock:
-    lock, another = WriterLock(path.with_name(f".{path.name}.lock"), is_removed=True), path.with_stem(path.stem + "-2")
-    try:
-        if not path.parent.exists():
-            path.parent.mkdir(parents=True, exist_ok=True)
-        lock.acquire("A log", path, remedy=f"Wait for it to end, or name another log, e.g. log={str(another)!r}.")
-    except OSError as error:
-        raise _not_writable(path, error) from error
-    return lock
-
-
-def _not_writable(path: Path, error: OSError) -> InputError:
-    return InputError(
-        "A log must be a file that can be written to",
-        given=f"{path} ({error.strerror})",
-        remedy="Name another one, or check its permissions and the space on its disk.",
-    )
-
-
-def _kept_rows(path: Path, after: int | None, overwrite: bool, check: CheckRows | None) -> list[Row]:
+def _kept_rows(path: Path, after: int | None, check: CheckRows | None) -> list[Row]:
     """The rows that a file starts with: those up to step `after`, or none."""
     if not path.exists():
         return []
@@ -482,7 +443,7 @@ def _kept_rows(path: Path, after: int | None, overwrite: bool, check: CheckRows 
         if check is not None:
             check(path, rows)
         return [row for row in rows if row["step"] <= after]
-    if not path.is_file() or (not overwrite and path.stat().st_size):
+    if not path.is_file() or path.stat().st_size:
         raise InputError(
             "A new log must not replace an existing file",
             given=f"{path}",
@@ -493,7 +454,16 @@ def _kept_rows(path: Path, after: int | None, overwrite: bool, check: CheckRows 
 
 def _checked(row: Mapping[str, Any]) -> Row:
     """A row with Python numbers."""
-    numbers = {name: _python_number(name, value) for name, value in row.items() if value is not None}
+    arrays = {name: np.asarray(value) for name, value in row.items() if value is not None}
+    for name, array in arrays.items():
+        is_name = isinstance(name, str) and name and "\n" not in name and "\r" not in name
+        if not is_name or array.ndim or array.dtype.kind in "cOSUMmT" or array.dtype.names:
+            raise InputError(
+                "A row must consist of names and numbers",
+                given=f"{name!r}: {row[name]!r}",
+                remedy="Leave it out, or pass one number, e.g. float(array.mean()).",
+            )
+    numbers = {name: _python_number(array) for name, array in arrays.items()}
     if not isinstance(numbers.get("step"), int):
         raise InputError(
             'A row must have a "step", a whole number',
@@ -503,82 +473,8 @@ def _checked(row: Mapping[str, Any]) -> Row:
     return numbers
 
 
-def _python_number(name: Any, value: Any) -> int | float:
-    is_name = isinstance(name, str) and name and "\n" not in name and "\r" not in name
-    array = np.asarray(value)
-    if not is_name or array.ndim or array.dtype.kind in "cOSUMmT" or array.dtype.names:
-        raise InputError(
-            "A row must consist of names and numbers",
-            given=f"{name!r}: {value!r}",
-            remedy="Leave it out, or pass one number, e.g. float(array.mean()).",
-        )
-    return int(array) if array.dtype.kind in "biu" else float(array)
-
-
-class _File(abc.ABC):
-    """A log file: complete lines are appended, or the complete file is replaced."""
-
-    name = ""  # of the format
-    first_line = 1  # the line of the first row
-    _file: Any = None
-
-    def __init__(self, path: Path, rows: list[Row]) -> None:
-        self.path = path
-        try:
-            self._replace(rows)
-        except OSError as error:
-            raise _not_writable(path, error) from error
-
-    @staticmethod
-    @abc.abstractmethod
-    def parsed(text: str) -> Iterator[dict[str, Any]]:
-        """The rows in complete lines, not checked."""
-
-    @abc.abstractmethod
-    def append(self, row: Row) -> None:
-        """Adds a complete row, or raises an OSError and adds nothing."""
-
-    def amend(self, row: Row) -> None:
-        """Replaces the last row."""
-        self._replace([*self._rows()[:-1], row])
-
-    def close(self) -> None:
-        self._file.close()
-
-    @abc.abstractmethod
-    def _text(self, rows: list[Row]) -> str:
-        """The content of a file with these rows."""
-
-    def _rows(self) -> list[Row]:
-        """The rows in the file now; none if somebody has moved it away."""
-        return read_log(self.path) if self.path.exists() else []
-
-    def _is_ours(self) -> bool:
-        """Whether the path still leads to the file that was opened. An editor may have replaced it."""
-        return self.path.exists() and os.path.samestat(os.stat(self.path), os.fstat(self._file.fileno()))
-
-    def _write(self, text: str) -> None:
-        size = os.fstat(self._file.fileno()).st_size
-        try:
-            _write_all(self._file, text.encode())
-        except OSError:
-            os.ftruncate(self._file.fileno(), size)  # an incomplete row would spoil the next
-            raise
-
-    def _replace(self, rows: list[Row]) -> None:
-        """Replaces the content of the file atomically."""
-        partial = self.path.with_name(f".{self.path.name}.partial")
-        try:
-            with open(partial, "wb", buffering=0) as file:
-                _write_all(file, self._text(rows).encode())
-                os.fsync(file.fileno())
-            os.replace(partial, self.path)
-        except OSError:
-            partial.unlink(missing_ok=True)
-            raise
-        if self._file is not None:
-            self._file.close()
-        self._file = open(self.path, "ab", buffering=0)
+def _python_number(value: Any) -> int | float:
+    return int(value) if np.asarray(value).dtype.kind in "biu" else float(value)
 
 
 def _write_all(file: Any, content: bytes) -> None:
@@ -587,71 +483,13 @@ def _write_all(file: Any, content: bytes) -> None:
         view = view[file.write(view) :]
 
 
-class _JsonLines(_File):
-    """One JSON object per line."""
-
-    name = "JSON lines"
-
-    def append(self, row: Row) -> None:
-        if self._is_ours():
-            self._write(self._text([row]))
-        else:
-            self._replace([*self._rows(), row])
-
-    def _text(self, rows: list[Row]) -> str:
-        lines = [{name: value if math.isfinite(value) else None for name, value in row.items()} for row in rows]
-        return "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
-
-    @staticmethod
-    def parsed(text: str) -> Iterator[dict[str, Any]]:
-        for line in text.split("\n")[:-1]:
-            yield {name: math.nan if value is None else value for name, value in json.loads(line).items()}
-
-
-class _Csv(_File):
-    """A line of column names, and one line per row. A row with a new name rewrites the file with one more column."""
-
-    name = "CSV"
-    first_line = 2
-
-    def append(self, row: Row) -> None:
-        if self._is_ours() and all(name in self._columns for name in row):
-            self._write(_csv_line([_cell(row, name) for name in self._columns]))
-        else:
-            self._replace([*self._rows(), row])
-
-    def _text(self, rows: list[Row]) -> str:
-        columns = _columns(rows)
-        lines = [columns, *([_cell(row, name) for name in columns] for row in rows)]
-        return "".join(map(_csv_line, lines)) if rows else ""
-
-    def _replace(self, rows: list[Row]) -> None:
-        super()._replace(rows)
-        self._columns = _columns(rows)  # set last: if the disk is full, the old columns stay
-
-    @staticmethod
-    def parsed(text: str) -> Iterator[dict[str, Any]]:
-        lines = csv.reader(io.StringIO(text), strict=True)
-        columns = next(lines, [])
-        for cells in lines:
-            if len(cells) != len(columns):
-                raise ValueError(f"{len(cells)} cells, and {len(columns)} columns")
-            yield {name: _parsed_number(cell) for name, cell in zip(columns, cells, strict=True) if cell}
-
-
-def _columns(rows: list[Row]) -> list[str]:
-    """The column names in order of first use, which is also their order in a run that was never interrupted."""
-    return list(dict.fromkeys(name for row in rows for name in row))
-
-
-def _cell(row: Row, name: str) -> str:
-    return repr(row[name]) if name in row else ""
-
-
-def _csv_line(cells: Sequence[str]) -> str:
-    line = io.StringIO()
-    csv.writer(line, lineterminator="\n").writerow(cells)
-    return line.getvalue()
+def _as_csv(columns: Sequence[str], rows: Sequence[Mapping[str, Any]], *, has_header: bool = False) -> bytes:
+    text = io.StringIO()
+    writer = csv.DictWriter(text, columns, lineterminator="\n")
+    if has_header:
+        writer.writeheader()
+    writer.writerows(rows)
+    return text.getvalue().encode()
 
 
 def _parsed_number(cell: str) -> int | float:
@@ -659,16 +497,3 @@ def _parsed_number(cell: str) -> int | float:
         return int(cell)
     except ValueError:
         return float(cell)
-
-
-_FORMATS: dict[str, type[_File]] = {".csv": _Csv, ".jsonl": _JsonLines}
-
-
-def _format(path: Path) -> type[_File]:
-    if path.suffix not in _FORMATS:
-        raise InputError(
-            "The name of a log must end in .csv, or in .jsonl for JSON lines",
-            given=f"{path.name!r}",
-            remedy=f"Name it {path.stem + '.csv'!r} or {path.stem + '.jsonl'!r}.",
-        )
-    return _FORMATS[path.suffix]

@@ -10,25 +10,24 @@ import dataclasses
 import datetime
 import importlib.util
 import itertools
-import json
 import math
 import os
 import signal
 import sys
 import threading
 import time
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from anybatch.call.checks import must_be_path, whole_number
-from anybatch.errors import InputError, user_stacklevel
+from anybatch.call.checks import whole_number
+from anybatch.distributed import gather_json
+from anybatch.errors import InputError, warn
 from anybatch.gradient_noise.noise_scale import NoiseScale
 from anybatch.training.arrays import refuse_deleted
 from anybatch.training.checkpoints import CheckpointError, Checkpoints
@@ -53,19 +52,14 @@ class StopSignals:
 
     def __init__(self, *, prints: bool = False) -> None:
         self._prints = prints
-        self._received: str | None = None
+        self.received: str | None = None  # the name of the signal that this process received
         self._agreed: str | None = None
         self._handlers: dict[int, Any] = {}  # those from before
 
     @property
-    def received(self) -> str | None:
-        """The name of the signal that this process received, or None."""
-        return self._received
-
-    @property
     def agreed(self) -> str | None:
         """The name of a signal that any process received and that all processes know of, or None."""
-        return self._received if jax.process_count() == 1 else self._agreed
+        return self.received if jax.process_count() == 1 else self._agreed
 
     def in_lockstep(self, items: Iterator[Any]) -> Iterator[Any]:
         """The items of each process, as long as every process has one and none received a signal.
@@ -75,7 +69,7 @@ class StopSignals:
         """
         while True:
             item = next(items, _END)
-            own = 1 + SIGNALS.index(signal.Signals[self._received]) if self._received else 0
+            own = 1 + SIGNALS.index(signal.Signals[self.received]) if self.received else 0
             everyone = np.asarray(multihost_utils.process_allgather(np.asarray([own, item is _END], np.int32)))
             signals, ended = everyone.reshape(-1, 2).T
             if signals.any():
@@ -83,12 +77,10 @@ class StopSignals:
                 return
             if ended.any():
                 if not ended.all():
-                    warnings.warn(
+                    warn(
                         f"The batches of process {', '.join(map(str, np.flatnonzero(ended)))} have ended, and the "
                         "others have more: the run ends here. Give every process equally many batches, or pass steps= "
-                        "and batches that can be iterated over again.",
-                        RuntimeWarning,
-                        stacklevel=user_stacklevel(),
+                        "and batches that can be iterated over again."
                     )
                 return
             yield item
@@ -102,10 +94,10 @@ class StopSignals:
         return self
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
-        if self._received is None:
-            self._received = signal.Signals(number).name
+        if self.received is None:
+            self.received = signal.Signals(number).name
             if self._prints:  # now, since a step may take long; with os.write, since print() is not reentrant
-                text = f"\n{self._received}: stopping after this step. A second one stops at once.\n"
+                text = f"\n{self.received}: stopping after this step. A second one stops at once.\n"
                 os.write(2, text.encode())
             return
         handler = self._handlers[number]
@@ -115,27 +107,13 @@ class StopSignals:
         elif handler != signal.SIG_IGN:
             os.kill(os.getpid(), number)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: Any) -> None:
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
             outer = getattr(handler, "__self__", None)
-            if isinstance(outer, StopSignals) and self._received == signal.Signals(number).name:
-                outer._received = outer._received or self._received  # a run inside a run: both stop
+            if isinstance(outer, StopSignals) and self.received == signal.Signals(number).name:
+                outer.received = outer.received or self.received  # a run inside a run: both stop
         self._handlers.clear()
-
-
-def gather_json(value: Any) -> list[Any]:
-    """The JSON values of all processes, in their order. All processes must call it."""
-    if jax.process_count() == 1:
-        return [value]
-    text = np.frombuffer(json.dumps(value).encode(), np.uint8)
-    lengths = np.asarray(multihost_utils.process_allgather(np.asarray(len(text), np.int32))).reshape(-1)
-    padded = np.zeros(lengths.max(), np.uint8)
-    padded[: len(text)] = text
-    rows = np.asarray(multihost_utils.process_allgather(padded)).reshape(len(lengths), -1)
-    return [json.loads(row[:length].tobytes()) for row, length in zip(rows, lengths, strict=True)]
 
 
 # Seconds between two lines, where there is no bar.
@@ -143,15 +121,7 @@ BETWEEN_LINES = 10.0
 
 
 def display_for(progress: Any, *, is_first: bool) -> "Display":
-    """The display for `fit(progress=...)`.
-
-    Args:
-      progress: True for a bar in a terminal and lines elsewhere, "bar" or "lines" for one of them, False for nothing.
-      is_first: whether this is the first process: the others show nothing.
-
-    Raises:
-      InputError: for anything else.
-    """
+    """The display for `fit(progress=...)`. Only the first process shows something."""
     if progress not in (True, False, "bar", "lines"):
         raise InputError(
             'progress must be True, False, "bar" or "lines"',
@@ -170,14 +140,6 @@ def display_for(progress: Any, *, is_first: bool) -> "Display":
 class Display:
     """A display that shows nothing, and the base of the others."""
 
-    def __enter__(self) -> "Display":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        pass
-
     def begin(self, done: int, total: int | None) -> None:
         """Called before the first step, with the number of steps done, and in all if that is known."""
 
@@ -186,6 +148,9 @@ class Display:
 
     def say(self, text: str) -> None:
         """Shows a message."""
+
+    def close(self) -> None:
+        """Called after the last step."""
 
 
 class LineDisplay(Display):
@@ -206,17 +171,15 @@ class LineDisplay(Display):
             return
         self._last = now
         total = "" if self._total is None else f"/{self._total}"
-        parts = [f"step {row['step']}{total}", summary(row), self._time_left(row["step"], now)]
+        then, first = self._first
+        done, left = row["step"] - first, 0 if self._total is None else self._total - row["step"]
+        parts = [f"step {row['step']}{total}", summary(row)]
+        if done >= 2 and left > 0:
+            parts.append(f"{datetime.timedelta(seconds=round((now - then) / done * left))} left")
         self.say("  ".join(filter(None, parts)))
 
     def say(self, text: str) -> None:
         print(text, file=sys.stderr, flush=True)
-
-    def _time_left(self, step: int, now: float) -> str:
-        then, first = self._first or (now, step)
-        if self._total is None or step - first < 2 or step >= self._total:
-            return ""
-        return f"{_clock((now - then) / (step - first) * (self._total - step))} left"
 
 
 class BarDisplay(Display):
@@ -226,28 +189,19 @@ class BarDisplay(Display):
         from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-        self._console = Console(stderr=True)
         self._progress = Progress(
             TextColumn("{task.description}"),
             BarColumn(bar_width=None),
             MofNCompleteColumn(),
             TextColumn("{task.fields[text]}", markup=False),
             TimeRemainingColumn(elapsed_when_finished=True),
-            console=self._console,
+            console=Console(stderr=True),
             expand=True,
         )
         self._task: Any = None
 
-    def __enter__(self) -> "BarDisplay":
-        self._progress.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self._progress.stop()
-
     def begin(self, done: int, total: int | None) -> None:
+        self._progress.start()
         self._task = self._progress.add_task("Training", completed=done, total=total, text="compiling")
 
     def show(self, row: Mapping[str, Any], *, is_notable: bool = False) -> None:
@@ -255,6 +209,9 @@ class BarDisplay(Display):
 
     def say(self, text: str) -> None:
         self._progress.console.print(text, highlight=False, markup=False)
+
+    def close(self) -> None:
+        self._progress.stop()
 
 
 def summary(row: Mapping[str, Any]) -> str:
@@ -275,17 +232,6 @@ def summary(row: Mapping[str, Any]) -> str:
 
 def _is_known(value: Any) -> bool:
     return isinstance(value, (int, float)) and not math.isnan(value)
-
-
-def _clock(seconds: float) -> str:
-    """A duration as hours, minutes and seconds.
-
-    >>> _clock(3725.2)
-    '1:02:05'
-    """
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
 # The most rows in `Fitted.history`. Of longer runs, every second, fourth, ... row is kept.
@@ -383,7 +329,7 @@ def fit(
       epochs: instead of `steps`, the number of passes over the batches. One by default.
       evaluate: a function of the state that returns a number, or a mapping of numbers, for the log.
       evaluate_every: the number of steps between evaluations. There is always one after the last step.
-      log: a file, "run.csv" or "run.jsonl", or a list of files, with one row per step. A resumed run continues it.
+      log: a CSV file, e.g. "run.csv", with one row per step. A resumed run continues it.
       log_every: the number of steps between rows.
       checkpoints: a folder. If it holds checkpoints, the run is resumed from the newest.
       checkpoint_every: the number of steps, or the `datetime.timedelta`, between checkpoints. Ten minutes by default.
@@ -403,17 +349,24 @@ def fit(
       CheckpointError: if the last state could not be saved (it is in `error.state`), or if the checkpoint to resume
         from is damaged or of another step than its name says.
     """
-    _check_functions(step, evaluate)
-    schedule = Schedule(
-        log_every=_check_every("log_every", log_every),
-        evaluate_every=_check_every("evaluate_every", evaluate_every, needs=("evaluate", evaluate)),
-        checkpoint_every=_check_every("checkpoint_every", checkpoint_every, needs=("checkpoints", checkpoints)),
-    )
+    if not callable(step):
+        raise InputError(
+            "A step must be a function of a state and a batch",
+            given=f"step={step!r}",
+            remedy="step = ab.train_step(loss, optimizer), then ab.fit(step, step.init(params), batches).",
+        )
+    if evaluate is not None and not callable(evaluate):
+        raise InputError(
+            "evaluate must be a function of the state",
+            given=f"evaluate={evaluate!r}",
+            remedy='For example evaluate=lambda state: {"accuracy": accuracy(state.params)}.',
+        )
+    whole_number("log_every", log_every, 1)
+    _check_every("evaluate_every", evaluate_every, "evaluate", evaluate)
+    _check_every("checkpoint_every", checkpoint_every, "checkpoints", checkpoints)
     steps, epochs = _check_length(steps, epochs)
     check_passes(batches, steps, epochs)
     whole_number("prefetch", prefetch, 0)
-    if checkpoints is not None:
-        must_be_path("checkpoints", checkpoints, "checkpoints")
     if log is not None:
         check_log(log)
     refuse_deleted(named_arrays(state).values(), "ab.fit(step, state, batches)")
@@ -421,8 +374,18 @@ def fit(
     with contextlib.ExitStack() as stack:
         folder = None if checkpoints is None else stack.enter_context(Checkpoints(checkpoints, keep=keep))
         total = _total_steps(batches, steps, epochs)
-        run = Run(step, state, evaluate, schedule, folder, display, last_step=total)
-        run.position = start_position(batches)
+        run = Run(
+            step,
+            state,
+            evaluate,
+            evaluate_every,
+            log_every,
+            folder,
+            BETWEEN_CHECKPOINTS if checkpoint_every is None else checkpoint_every,
+            display,
+            last_step=total,
+            position=start_position(batches),
+        )
         del state  # the run holds it, and replaces it
         stack.callback(run.close)
         run.start(log, resume=resume)
@@ -438,15 +401,13 @@ def fit(
         if jax.process_count() > 1:
             pairs = stop_signals.in_lockstep(pairs)
         prefetcher = stack.enter_context(Prefetcher(pairs, getattr(step, "put", to_device), ahead=ahead))
-        stack.enter_context(display)
+        stack.callback(display.close)
         display.begin(run.steps, total)
         stopped_by = run.take_steps(prefetcher, stop_signals)
         if stopped_by is None and steps is not None and run.steps < steps:
-            warnings.warn(
+            warn(
                 f"The batches ended after {run.steps} of {steps} steps. Pass batches that can be iterated over again "
-                "(a list, anybatch.Batches, a dataset), or fewer steps.",
-                RuntimeWarning,
-                stacklevel=user_stacklevel(),
+                "(a list, anybatch.Batches, a dataset), or fewer steps."
             )
         return _fitted(run, stopped_by)
 
@@ -455,48 +416,16 @@ def _fitted(run: "Run", stopped_by: str | None) -> Fitted:
     return Fitted(run.state, run.steps, run.history, stopped_by, run.resumed_from, run.rows.noise, run.rows.seconds)
 
 
-@dataclasses.dataclass(frozen=True)
-class Schedule:
-    """The number of steps between rows of the log, evaluations and checkpoints; for the latter also a timedelta."""
-
-    log_every: Any
-    evaluate_every: Any
-    checkpoint_every: Any
-
-
-def _check_every(name: str, given: Any, needs: tuple[str, Any] | None = None) -> Any:
-    """Checks an option of the `Schedule`, and that the option that it needs is given, too."""
+def _check_every(name: str, given: Any, needs: str, needed: Any) -> None:
+    """Checks a number of steps or a timedelta, and that the option that it needs is given, too."""
     if given is None:
-        return None
-    if needs is not None and needs[1] is None:
+        return
+    if needed is None:
         raise InputError(
-            f"{name} goes with {needs[0]}",
-            given=f"{name}={given!r} and {needs[0]}=None",
-            remedy=f"Pass {needs[0]}, too.",
+            f"{name} goes with {needs}", given=f"{name}={given!r} and {needs}=None", remedy=f"Pass {needs}, too."
         )
-    is_count = isinstance(given, int) and not isinstance(given, bool) and given > 0
-    is_time = name == "checkpoint_every" and isinstance(given, datetime.timedelta) and given.total_seconds() >= 0
-    if not is_count and not is_time:
-        times = ", or a datetime.timedelta" if name == "checkpoint_every" else ""
-        raise InputError(
-            f"{name} must be a number of steps{times}", given=f"{name}={given!r}", remedy=f"For example {name}=100."
-        )
-    return given
-
-
-def _check_functions(step: Any, evaluate: Any) -> None:
-    if not callable(step):
-        raise InputError(
-            "A step must be a function of a state and a batch",
-            given=f"step={step!r}",
-            remedy="step = ab.train_step(loss, optimizer), then ab.fit(step, step.init(params), batches).",
-        )
-    if evaluate is not None and not callable(evaluate):
-        raise InputError(
-            "evaluate must be a function of the state",
-            given=f"evaluate={evaluate!r}",
-            remedy='For example evaluate=lambda state: {"accuracy": accuracy(state.params)}.',
-        )
+    if not (name == "checkpoint_every" and isinstance(given, datetime.timedelta) and given.total_seconds() >= 0):
+        whole_number(name, given, 1, example="100")
 
 
 def _check_length(steps: Any, epochs: Any) -> tuple[int | None, int | None]:
@@ -532,51 +461,35 @@ def _skip_messages(display: Display) -> Callable[[int, int], None]:
     return notify
 
 
+@dataclasses.dataclass(eq=False)
 class Run:
-    """One training run, new or resumed.
+    """One training run, new or resumed."""
 
-    Args:
-      step: the step function.
-      state: the initial state.
-      evaluate: a function of the state, or None.
-      schedule: when to log, evaluate and save.
-      checkpoints: where to save, or None.
-      display: shows rows and messages.
-      last_step: the last step of the run, if it is known.
-    """
-
-    def __init__(
-        self,
-        step: Callable[[Any, Any], tuple[Any, Any]],
-        state: Any,
-        evaluate: Callable[[Any], Any] | None,
-        schedule: Schedule,
-        checkpoints: Checkpoints | None,
-        display: Display,
-        last_step: int | None = None,
-    ) -> None:
-        self.step, self.state, self.evaluate, self.schedule = step, state, evaluate, schedule
-        self.checkpoints, self.display, self.last_step = checkpoints, display, last_step
-        self.steps, self.resumed_from = 0, None  # type: int, int | None
-        self.position: SourcePosition | None = None
-        self.rows = LogRows()
-        self.history: list[dict[str, Any]] = []  # rows of the log
-        self._log: Log | None = None
-        self._earlier_logs: dict[str, Any] | None = None  # of a resumed run: path -> first row
-        self._keep_every = 1  # every how many rows the history keeps one
-        self._last_row: dict[str, Any] = {}
-        self._evaluated_step: int | None = None
-        self._logged_step: int | None = None
-        self._saved_step: int | None = None
-        self._saved_time = time.monotonic()
+    step: Callable[[Any, Any], tuple[Any, Any]]
+    state: Any
+    evaluate: Callable[[Any], Any] | None
+    evaluate_every: int | None
+    log_every: int
+    checkpoints: Checkpoints | None
+    checkpoint_every: int | datetime.timedelta
+    display: Display
+    last_step: int | None  # of the run, if it is known
+    position: SourcePosition | None
+    steps: int = 0
+    resumed_from: int | None = None
+    rows: LogRows = dataclasses.field(default_factory=LogRows)
+    history: list[dict[str, Any]] = dataclasses.field(default_factory=list)  # rows of the log
+    _log: Log | None = None
+    _earlier_logs: dict[str, Any] | None = None  # of a resumed run: path -> first row
+    _keep_every: int = 1  # every how many rows the history keeps one
+    _last_row: dict[str, Any] = dataclasses.field(default_factory=dict)
+    _evaluated_step: int | None = None
+    _logged_step: int | None = None
+    _saved_step: int | None = None
+    _saved_time: float = dataclasses.field(default_factory=time.monotonic)
 
     def start(self, log: Any, *, resume: bool) -> None:
-        """Resumes from the newest checkpoint if there is one, else saves the first; opens the log.
-
-        Raises:
-          InputError: if there are checkpoints and `resume` is False, or they are of another run.
-          CheckpointError: if the state cannot be saved in the folder.
-        """
+        """Resumes from the newest checkpoint if there is one, else saves the first; opens the log."""
         newest = None if self.checkpoints is None else self.checkpoints.latest()
         given: dict[str, Any] = {}
         if newest is not None:
@@ -584,8 +497,8 @@ class Run:
         if log is not None and jax.process_index() == 0:
             self._log = Log(log, after=self.resumed_from, check=self._check_log)
             if self.resumed_from is not None:
-                self.history = read_log(log if isinstance(log, (str, os.PathLike)) else log[0])
-        if self.checkpoints is not None and newest is None:
+                self.history = read_log(log)
+        if newest is None:
             # It shows at once whether the folder can hold the state, and fixes where the run started.
             self._save(is_last=True)
         if getattr(self.step, "donates", False):  # the first step would delete them; memory must not hold two states
@@ -653,8 +566,7 @@ class Run:
             stopped_by = self._take_steps(prefetcher, stop_signals)
             is_new = self.steps != (self.resumed_from or 0) and self._evaluated_step != self.steps
             self._flush_rows(evaluate=is_new and not stopped_by)
-            if self.checkpoints is not None:
-                self._save(is_last=True)
+            self._save(is_last=True)
             stopped_by = stopped_by or stop_signals.received  # it may have come in the meantime
         except BaseException as error:
             self._rescue(error)
@@ -683,41 +595,39 @@ class Run:
 
     def _after_step(self) -> None:
         """Evaluates and saves if it is time, and logs the steps whose metrics are ready."""
-        every = self.schedule.evaluate_every
+        every = self.evaluate_every
         evaluates = self.steps == self.last_step or (every is not None and self.steps % every == 0)
         saves = self._is_checkpoint_due()
         if evaluates or saves:
             self._flush_rows(evaluate=evaluates)
             if saves:
                 self._save(is_last=False)
-            self.rows.restart_clock()
+            self.rows.throughput.restart()  # the pause must not count
         for row in self.rows.ready():
             self._write_row(row)
 
     def _is_checkpoint_due(self) -> bool:
         if self.checkpoints is None:
             return False
-        every = BETWEEN_CHECKPOINTS if self.schedule.checkpoint_every is None else self.schedule.checkpoint_every
-        if not isinstance(every, datetime.timedelta):
-            return self.steps % every == 0
-        is_due = time.monotonic() - self._saved_time >= every.total_seconds()
+        if not isinstance(self.checkpoint_every, datetime.timedelta):
+            return self.steps % self.checkpoint_every == 0
+        is_due = time.monotonic() - self._saved_time >= self.checkpoint_every.total_seconds()
         if jax.process_count() == 1:
             return is_due
         # The clocks of the processes differ, so the first one decides.
-        from jax.experimental import multihost_utils
-
         return self.steps % STEPS_BETWEEN_QUESTIONS == 0 and bool(multihost_utils.broadcast_one_to_all(is_due))
 
     def _save(self, *, is_last: bool) -> None:
         """Saves the state. A failure is a warning, and saving is tried again later; at the end it is an error."""
-        assert self.checkpoints is not None
+        if self.checkpoints is None:
+            return
         try:
             if self._saved_step != self.steps:
                 record = {
                     "positions": gather_json(self.position),
                     "rows": self.rows.saved,
                     "decisions": getattr(self.step, "decisions", {}),
-                    "logs": (self._earlier_logs or {}) | (self._log.first_rows if self._log else {}),
+                    "logs": self._logs(),
                 }
                 self.checkpoints.save(self.steps, named_arrays(self.state), record)
                 self._saved_step, self._saved_time = self.steps, time.monotonic()
@@ -727,11 +637,15 @@ class Run:
             self._saved_step, self._saved_time = None, time.monotonic()
             if is_last:
                 raise
-            warnings.warn(
-                f"{error}\nThe run continues without it, and tries again at the next checkpoint.",
-                RuntimeWarning,
-                stacklevel=user_stacklevel(),
-            )
+            warn(f"{error}\nThe run continues without it, and tries again at the next checkpoint.")
+
+    def _logs(self) -> dict[str, Any]:
+        """The first rows of this run's logs by path, by which `_check_log` recognizes them; None without rows."""
+        logs = dict(self._earlier_logs or {})
+        if self._log is not None:
+            first = self._log.first_row
+            logs[str(self._log.path)] = first and finite_numbers(first)
+        return logs
 
     def _flush_rows(self, *, evaluate: bool) -> None:
         """Writes the rows of all steps, the last one with an evaluation if there is one."""
@@ -752,7 +666,7 @@ class Run:
     def _write_row(self, row: dict[str, Any], *, is_notable: bool = False) -> None:
         self._last_row = row
         self.display.show(row, is_notable=is_notable)
-        if not is_notable and row["step"] != 1 and row["step"] % self.schedule.log_every:
+        if not is_notable and row["step"] != 1 and row["step"] % self.log_every:
             return
         if self._log is not None:
             write = self._log.amend if row["step"] == self._logged_step else self._log.write

@@ -1,12 +1,9 @@
 """Prefetching: a thread draws batches, checks them and copies them to the device while the step computes."""
 
 import collections
-import contextlib
-import dataclasses
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from types import TracebackType
 from typing import Any
 
 import jax
@@ -35,11 +32,8 @@ def to_device(batch: Any, sharding: Any = None) -> Any:
     (Array([1., 1., 1.], dtype=float32), 'train')
 
     Args:
-      batch: a pytree.
+      batch: a pytree. It is an InputError if a dtype is one that JAX does not have.
       sharding: a device or a sharding for all its numpy arrays; by default, JAX's choice.
-
-    Raises:
-      InputError: for an array of a dtype that JAX does not have.
     """
     leaves, structure = jax.tree.flatten(batch)
     leaves = [np.asarray(leaf) if _is_for_numpy(leaf) else leaf for leaf in leaves]
@@ -58,46 +52,31 @@ def _copy(leaf: Any, sharding: Any) -> Any:
     return jax.device_put(np.array(leaf, copy=True), sharding) if isinstance(leaf, np.ndarray) else leaf
 
 
-@dataclasses.dataclass(frozen=True)
-class BatchSpec:
-    """What all batches of a source must share: the pytree structure, and dtype and rank of each leaf.
-
-    >>> BatchSpec.of({"x": np.zeros((4, 2))}).check({"x": np.zeros((3, 2))}, number=2)
-    """
-
-    structure: Any
-    leaves: dict[str, str]
-
-    @classmethod
-    def of(cls, batch: Any) -> "BatchSpec":
-        """The specification of a batch."""
-        return cls(jax.tree.structure(batch), {name: _leaf_type(leaf) for name, leaf in named_leaves("batch", batch)})
-
-    def check(self, batch: Any, number: int) -> None:
-        """Checks batch number `number` against this one. Sizes may differ.
-
-        Raises:
-          InputError: with the leaves that differ.
-        """
-        actual = BatchSpec.of(batch)
-        if actual == self:
-            return
-        names = [*self.leaves, *(name for name in actual.leaves if name not in self.leaves)]
-        pairs = [(name, self.leaves.get(name, "absent"), actual.leaves.get(name, "absent")) for name in names]
-        lines = [
-            f"{name}: {first} in the first batch, {here} in this one" for name, first, here in pairs if first != here
-        ]
-        lines = lines or [f"batch: {self.structure} in the first batch, {actual.structure} in this one"]
-        more = [f"and {len(lines) - 10} more"] if len(lines) > 10 else []
-        raise InputError(
-            "Every batch must have the leaves of the first one, with the same dtypes and ranks",
-            given=f"batch {number}, with\n" + "\n".join([*lines[:10], *more]),
-            remedy="Make all batches of the source alike, e.g. batch['x'].astype(np.float32).",
-        )
+BatchSpec = tuple[Any, dict[str, str]]
 
 
-def _leaf_type(leaf: Any) -> str:
-    return f"{leaf.dtype} of rank {leaf.ndim}" if is_array(leaf) else type(leaf).__name__
+def batch_spec(batch: Any) -> BatchSpec:
+    """What all batches of a source must share: the pytree structure, and dtype and rank of each leaf."""
+    leaves = {
+        name: f"{leaf.dtype} of rank {leaf.ndim}" if is_array(leaf) else type(leaf).__name__
+        for name, leaf in named_leaves("batch", batch)
+    }
+    return jax.tree.structure(batch), leaves
+
+
+def check_spec(first: BatchSpec, actual: BatchSpec, number: int) -> None:
+    """Raises an InputError if batch number `number` differs from the first one. Sizes may differ."""
+    if actual == first:
+        return
+    pairs = [(name, first[1].get(name, "absent"), actual[1].get(name, "absent")) for name in first[1] | actual[1]]
+    lines = [f"{name}: {there} in the first batch, {here} in this one" for name, there, here in pairs if there != here]
+    lines = lines or [f"batch: {first[0]} in the first batch, {actual[0]} in this one"]
+    more = [f"and {len(lines) - 10} more"] if len(lines) > 10 else []
+    raise InputError(
+        "Every batch must have the leaves of the first one, with the same dtypes and ranks",
+        given=f"batch {number}, with\n" + "\n".join([*lines[:10], *more]),
+        remedy="Make all batches of the source alike, e.g. batch['x'].astype(np.float32).",
+    )
 
 
 class Prefetcher:
@@ -120,17 +99,10 @@ class Prefetcher:
         the transfer is done.
       ahead: the most batches on the device, or on their way, beside the one in use. With 0 there is no thread, and a
         batch is drawn by `next`: for a source that must run in the thread that made it.
-
-    Raises:
-      InputError: if a batch does not have the structure, dtypes and ranks of the first.
     """
 
     def __init__(
-        self,
-        pairs: Iterator[tuple[Any, SourcePosition]],
-        put: Callable[[Any], Any] = to_device,
-        *,
-        ahead: int = 2,
+        self, pairs: Iterator[tuple[Any, SourcePosition]], put: Callable[[Any], Any] = to_device, *, ahead: int = 2
     ) -> None:
         self._queue = _BatchQueue(pairs, put, whole_number("ahead", ahead, 0))
         self._thread: threading.Thread | None = None
@@ -161,23 +133,8 @@ class Prefetcher:
     def __enter__(self) -> "Prefetcher":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: Any) -> None:
         self.close()
-
-
-def _current_config() -> Callable[[], contextlib.AbstractContextManager[Any]]:
-    """A context manager for another thread that sets this thread's JAX options for new arrays: x64 and the device."""
-    config: Any = jax.config
-    x64, device = bool(config.jax_enable_x64), versions.default_device()
-
-    @contextlib.contextmanager
-    def same_config() -> Iterator[None]:
-        with jax.enable_x64(x64), jax.default_device(device):
-            yield
-
-    return same_config
 
 
 class _BatchQueue:
@@ -185,7 +142,8 @@ class _BatchQueue:
 
     def __init__(self, pairs: Iterator[tuple[Any, SourcePosition]], put: Callable[[Any], Any], ahead: int) -> None:
         self.pairs, self.put, self.ahead = pairs, put, ahead
-        self.config = _current_config()
+        # The consumer's JAX options for new arrays. The thread has options of its own.
+        self.x64, self.device = bool(jax.config.jax_enable_x64), versions.default_device()  # type: ignore[attr-defined]
         self.spec: BatchSpec | None = None  # of the first batch
         self.drawn = 0
         self.is_over = self.is_closed = False
@@ -201,10 +159,9 @@ class _BatchQueue:
             if self.is_closed:  # closed while the source was working
                 raise StopIteration
             self.drawn += 1
-            if self.spec is None:
-                self.spec = BatchSpec.of(batch)
-            else:
-                self.spec.check(batch, self.drawn)
+            spec = batch_spec(batch)
+            self.spec = self.spec or spec
+            check_spec(self.spec, spec, self.drawn)
             return jax.block_until_ready(self.put(batch)), position
         except BaseException:
             self.is_over = True
@@ -243,7 +200,7 @@ class _BatchQueue:
 
 
 def _fill(queue: _BatchQueue) -> None:
-    with queue.config():
+    with jax.enable_x64(queue.x64), jax.default_device(queue.device):
         # Waits for room before it draws, so that no batch is held outside of the queue.
         while queue.has_room():
             try:

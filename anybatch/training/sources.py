@@ -6,9 +6,9 @@ on a seed and the epoch alone.
 """
 
 import base64
-import contextlib
 import dataclasses
 import importlib
+import json
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -140,11 +140,9 @@ def _jax_has(dtype: Any) -> bool:
 def _common_length(named: list[tuple[str, Any]]) -> int:
     remedy = "Pass numpy or JAX arrays, e.g. Batches({'x': np.asarray(x), 'y': np.asarray(y)}, batch_size=32)."
     must = "Batches needs a tree of arrays with the examples along axis 0"
-    if not named:
-        raise InputError(must, given="a tree without leaves", remedy=remedy)
     bad = [f"{name}: {describe(leaf)}" for name, leaf in named if not (is_array(leaf) and leaf.ndim)]
-    if bad:
-        raise InputError(must, given="\n".join(bad[:10]), remedy=remedy)
+    if bad or not named:
+        raise InputError(must, given="\n".join(bad[:10]) or "a tree without leaves", remedy=remedy)
     not_addressable = [f"{name}: {describe(leaf)}" for name, leaf in named if not _can_be_fetched(leaf)]
     if not_addressable:
         raise InputError(
@@ -206,14 +204,10 @@ def open_source(
       epochs: the number of passes; None for no limit.
       position: where to continue, or None for the first batch.
       notify: called as `notify(done, total)` after each batch that is drawn again and dropped.
-
-    Raises:
-      InputError: for an object that is not a source, a position of another source, or a pass without batches.
     """
     source = _check_source(batches)
     epochs = None if epochs is None else whole_number("epochs", epochs, 1)
-    once = isinstance(source, Iterator)
-    if once and epochs is not None and epochs > 1:
+    if isinstance(source, Iterator) and epochs is not None and epochs > 1:
         raise InputError(
             "epochs must be 1 for an iterator or a generator, which can be iterated over once",
             given=f"epochs={epochs} and {_name(source)}",
@@ -223,19 +217,14 @@ def open_source(
     if getattr(source, "single_pass", False):
         check_passes(source, None, epochs)
         epochs = 1
-    count = _BatchCount() if position is None else _BatchCount.read(position)
     if isinstance(source, Batches):
         _check_position(position, "batches", source)
-        return _iterate_batches(source, count, epochs)
-    return _LoaderIteration(source, once, epochs, count, position, notify).iterate()
+        return _iterate_batches(source, _BatchCount.of(position), epochs)
+    return _LoaderIteration(source, epochs, position, notify).iterate()
 
 
 def check_passes(batches: Any, steps: int | None, epochs: int | None) -> None:
-    """Refuses a second pass over `privacy.poisson_batches`, each of which must be used for one step only.
-
-    Raises:
-      InputError: for more than one epoch, or more steps than there are batches.
-    """
+    """Refuses a second pass over `privacy.poisson_batches`, each of which must be used for one step only."""
     if not getattr(batches, "single_pass", False):
         return
     if (epochs or 1) > 1 or (steps or 0) > len(batches):
@@ -251,7 +240,7 @@ def start_position(batches: Any) -> SourcePosition | None:
     """The position before the first batch of `privacy.poisson_batches`, which has a seed to save; None for others."""
     if not getattr(batches, "single_pass", False):
         return None
-    return _BatchCount().position("get_state", state=_encode(batches.get_state()))
+    return _BatchCount().position("get_state", state=batches.get_state())
 
 
 @dataclasses.dataclass
@@ -263,18 +252,8 @@ class _BatchCount:
     total: int = 0
 
     @classmethod
-    def read(cls, position: Any) -> "_BatchCount":
-        try:
-            count = cls(*(whole_number(name, position[name], 0) for name in ("pass", "batch", "total")))
-            if position["kind"] in _SOURCE_KINDS:
-                return count
-        except (KeyError, TypeError):  # an InputError is a TypeError
-            pass
-        raise InputError(
-            "position must be one that open_source returned with a batch",
-            given=f"{position!r}",
-            remedy="Pass position=None to start at the first batch.",
-        )
+    def of(cls, position: SourcePosition | None) -> "_BatchCount":
+        return cls() if position is None else cls(position["pass"], position["batch"], position["total"])
 
     def add_batch(self) -> None:
         self.batch, self.total = self.batch + 1, self.total + 1
@@ -297,18 +276,10 @@ def _iterate_batches(batches: Batches, count: _BatchCount, epochs: int | None) -
 class _LoaderIteration:
     """The passes over a source other than `Batches`, with the loader's own state if it has one."""
 
-    def __init__(
-        self,
-        source: Any,
-        once: bool,
-        epochs: int | None,
-        start: _BatchCount,
-        position: SourcePosition | None,
-        notify: Notify | None,
-    ) -> None:
-        self.source, self.once, self.notify = source, once, notify
-        self.epochs = 1 if once else epochs
-        self.count, self.start = _BatchCount(), start
+    def __init__(self, source: Any, epochs: int | None, position: SourcePosition | None, notify: Notify | None) -> None:
+        self.source, self.once, self.notify = source, isinstance(source, Iterator), notify
+        self.epochs = 1 if self.once else epochs
+        self.count, self.start = _BatchCount(), _BatchCount.of(position)
         self.iterator = iter(source)
         self.stateful = self.iterator  # the object with the state: the iterator, or the source
         # torchdata's loader loads a state itself, and then makes an iterator from it. Some datasets have these methods
@@ -381,14 +352,16 @@ class _LoaderIteration:
 
     def _position(self) -> SourcePosition:
         if self.get is not None:
-            # Without a state that JSON can hold, resuming draws the earlier batches again.
-            with contextlib.suppress(_NotForJson):
-                return self.count.position(self.kind, state=_encode(self.get()))
-        return self.count.position(self.kind)
+            state = _as_json(self.get())
+            if state is not None:
+                return self.count.position(self.kind, state=state)
+        return self.count.position(self.kind)  # resuming draws the earlier batches again
 
     def _load(self, position: Any) -> None:
         try:
-            self.set(_decode(position["state"]))
+            state = position["state"]
+            is_bytes = isinstance(state, dict) and list(state) == [_BYTES]
+            self.set(base64.b64decode(state[_BYTES]) if is_bytes else state)
         except InputError:  # its message is more precise
             raise
         except Exception as error:
@@ -469,47 +442,15 @@ def _name(source: Any) -> str:
     return f"a {type(source).__name__}"
 
 
-# The state of a loader as JSON. Loaders keep bytes (grain's DataLoader), tuples and arrays (the states of `random` and
-# `np.random`) and dictionaries with integer keys (workers) in it. All of them are restored with their types.
-
-_BYTES, _ARRAY, _TUPLE, _ITEMS = "__bytes__", "__array__", "__tuple__", "__items__"
+_BYTES = "__bytes__"
 
 
-class _NotForJson(Exception):
-    pass
-
-
-def _encode(state: Any) -> Any:
-    if state is None or type(state) in (bool, int, float, str):
-        return state
-    if isinstance(state, bytes):
+def _as_json(state: Any) -> Any:
+    """A copy of the state of a loader as JSON values, with bytes in base64; None if it would not come back the same."""
+    if isinstance(state, bytes):  # grain's DataLoader
         return {_BYTES: base64.b64encode(state).decode()}
-    if isinstance(state, (np.ndarray, np.generic)) and state.dtype.kind in "biufc":
-        data = base64.b64encode(state.tobytes()).decode()
-        return {_ARRAY: data, "dtype": state.dtype.str, "shape": list(state.shape), "scalar": np.isscalar(state)}
-    if type(state) in (list, tuple):
-        values = [_encode(value) for value in state]
-        return values if type(state) is list else {_TUPLE: values}
-    if isinstance(state, dict):
-        plain = all(type(key) is str for key in state) and not {_BYTES, _ARRAY, _TUPLE, _ITEMS} & state.keys()
-        if plain:
-            return {key: _encode(value) for key, value in state.items()}
-        return {_ITEMS: [[_encode(key), _encode(value)] for key, value in state.items()]}
-    raise _NotForJson
-
-
-def _decode(state: Any) -> Any:
-    if isinstance(state, list):
-        return [_decode(value) for value in state]
-    if not isinstance(state, dict):
-        return state
-    if _BYTES in state:
-        return base64.b64decode(state[_BYTES])
-    if _ARRAY in state:
-        array = np.frombuffer(base64.b64decode(state[_ARRAY]), state["dtype"]).reshape(state["shape"]).copy()
-        return array[()] if state["scalar"] else array
-    if _TUPLE in state:
-        return tuple(_decode(value) for value in state[_TUPLE])
-    if _ITEMS in state:
-        return {_decode(key): _decode(value) for key, value in state[_ITEMS]}
-    return {key: _decode(value) for key, value in state.items()}
+    try:
+        copy = json.loads(json.dumps(state))
+    except (TypeError, ValueError):
+        return None
+    return copy if copy == state else None

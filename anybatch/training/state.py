@@ -110,15 +110,38 @@ def add_updates(params: Any, updates: Any) -> Any:
     return jax.tree.map(plus, params, updates, is_leaf=lambda leaf: leaf is None)
 
 
-class LossModel(NamedTuple):
-    """The part of a state that the loss is called with."""
+class NewGradient(NamedTuple):
+    """What a state is updated with."""
 
-    model: Any  # the first argument of the loss
-    key: Any = None  # the PRNG key of this step, or None
-    wrt: Any = None  # an NNX filter: which variables of an NNX model are trained
+    grads: Any
+    is_finite: Any  # whether the update is applied
+    changes: dict[str, Any]  # new values of other fields of the state, by name
+    optimizer: Any  # that of `train_step`
+    extra: dict[str, Any]  # keyword arguments for optimizers that take more than the gradient, such as `optax.lbfgs`
 
 
-class StateAdapter(abc.ABC):
+class PytreeAdapter:
+    """How the arrays of a state are taken out and put back: as here for any pytree, e.g. of a user's own step."""
+
+    def array_tree(self, state: Any) -> Any:
+        """The state as a pytree, with Python numbers that change from step to step as arrays: here, all of them."""
+        return jax.tree.map(lambda leaf: np.asarray(leaf) if _is_number(leaf) else leaf, state)
+
+    def split(self, state: Any) -> tuple[list[Any], Any]:
+        """The arrays of a state, and hashable constants that a program is compiled for."""
+        return split_arrays(self.array_tree(state))
+
+    def merge(self, arrays: list[Any], constants: Any) -> Any:
+        """The state that was split, with these arrays. Called inside the compiled program."""
+        return merge_arrays(arrays, constants)
+
+    def replace_arrays(self, state: Any, arrays: list[Any], constants: Any) -> Any:
+        """The state with new arrays: a new one, whose numbers are Python numbers again, or one changed in place."""
+        new = merge_arrays(arrays, constants)
+        return jax.tree.map(lambda old, new: type(old)(new.item()) if _is_number(old) else new, state, new)
+
+
+class StateAdapter(PytreeAdapter, abc.ABC):
     """How a step uses states of one type.
 
     Attributes:
@@ -132,20 +155,8 @@ class StateAdapter(abc.ABC):
     mutates = False
 
     @abc.abstractmethod
-    def split(self, state: Any) -> tuple[list[Any], Any]:
-        """The arrays of a state, and hashable constants that a program is compiled for."""
-
-    @abc.abstractmethod
-    def merge(self, arrays: list[Any], constants: Any) -> Any:
-        """The state that was split, with these arrays. Called inside the compiled program."""
-
-    @abc.abstractmethod
-    def replace_arrays(self, state: Any, arrays: list[Any], constants: Any) -> Any:
-        """The state that a step returns: a new one, or `state` itself, changed in place."""
-
-    @abc.abstractmethod
-    def model_of(self, state: Any) -> LossModel:
-        """What the loss is called with."""
+    def model_of(self, state: Any) -> tuple[Any, Any, Any]:
+        """The model that the loss is called with; the key of this step, or None; an NNX filter of what is trained."""
 
     def objects_of(self, state: Any) -> list[Any]:
         """The NNX objects that the loss is passed by keyword."""
@@ -153,65 +164,32 @@ class StateAdapter(abc.ABC):
 
     @abc.abstractmethod
     def model_state_of(self, state: Any) -> tuple[str, Any]:
-        """The field of the state that holds the state of the model, and its value, for `has_state=True`.
-
-        Raises:
-          InputError: if there is none.
-        """
+        """The field that holds the state of the model, and its value, for `has_state=True`; an InputError without."""
 
     @abc.abstractmethod
-    def updated(
-        self,
-        state: Any,
-        arrays: list[Any],
-        optimizer: Any,
-        grads: Any,
-        changes: dict[str, Any],
-        is_finite: Any,
-        extra: Any,
-    ) -> list[Any]:
+    def updated(self, state: Any, arrays: list[Any], new: NewGradient) -> list[Any]:
         """The arrays of the state after the update, or those before it if the gradient is not finite.
 
-        An `anybatch.TrainState` counts the step in either case.
-
-        Args:
-          state: the state as `merge` returned it.
-          arrays: its arrays.
-          optimizer: the optimizer of `train_step`.
-          grads: the gradient.
-          changes: new values of other fields, by name.
-          is_finite: whether the update is applied.
-          extra: keyword arguments for optimizers that take more than the gradient.
+        An `anybatch.TrainState` counts the step in either case. `state` is what `merge` made of `arrays`.
         """
 
 
 class AnybatchAdapter(StateAdapter):
     """For `anybatch.TrainState`."""
 
-    name = "anybatch.TrainState"
-
-    def split(self, state: Any) -> tuple[list[Any], Any]:
-        return split_arrays(self.array_tree(state))
-
-    def merge(self, arrays: list[Any], constants: Any) -> Any:
-        return merge_arrays(arrays, constants)
-
-    def replace_arrays(self, state: Any, arrays: list[Any], constants: Any) -> Any:
-        return merge_arrays(arrays, constants)
-
     def array_tree(self, state: Any) -> Any:
-        """The state, with Python numbers outside of `params` as arrays, since they change from step to step.
-
-        Flax's step count is one of these. Numbers in `params` are constants of the model.
-        """
+        """The state. Numbers outside of `params` change, e.g. Flax's step; in `params` they are constants."""
         rest = state.replace(params=None)
         if any(map(_is_number, jax.tree.leaves(rest))):
             state = _numbers_as_arrays(rest).replace(params=state.params)
         return state
 
-    def model_of(self, state: Any) -> LossModel:
+    def replace_arrays(self, state: Any, arrays: list[Any], constants: Any) -> Any:
+        return merge_arrays(arrays, constants)
+
+    def model_of(self, state: Any) -> tuple[Any, Any, Any]:
         key = getattr(state, "key", None)
-        return LossModel(state.params, None if key is None else jax.random.fold_in(key, state.step))
+        return state.params, None if key is None else jax.random.fold_in(key, state.step), None
 
     def model_state_of(self, state: Any) -> tuple[str, Any]:
         if state.model_state is None:
@@ -222,24 +200,18 @@ class AnybatchAdapter(StateAdapter):
             )
         return "model_state", state.model_state
 
-    def updated(
-        self,
-        state: Any,
-        arrays: list[Any],
-        optimizer: Any,
-        grads: Any,
-        changes: dict[str, Any],
-        is_finite: Any,
-        extra: Any,
-    ) -> list[Any]:
+    def updated(self, state: Any, arrays: list[Any], new: NewGradient) -> list[Any]:
         trained = trainable(state.params)
-        updates, opt_state = _optimizer_update(optimizer, grads, state.opt_state, trained, extra)
+        optax = sys.modules.get("optax")
+        takes_extra = optax is not None and isinstance(new.optimizer, optax.GradientTransformationExtraArgs)
+        extra = new.extra if takes_extra else {}
+        updates, opt_state = new.optimizer.update(new.grads, state.opt_state, trained, **extra)
         params = combined(add_updates(trained, updates), frozen(state.params))
-        new = state.replace(params=params, opt_state=opt_state, **changes)
-        chosen = merge_arrays(_select(is_finite, split_arrays(new)[0], arrays), split_arrays(state)[1])
         one = jnp.ones((), jnp.int32)
-        skipped = state.skipped + jnp.where(is_finite, one - 1, one).astype(state.skipped.dtype)
-        return split_arrays(chosen.replace(step=state.step + one.astype(state.step.dtype), skipped=skipped))[0]
+        skipped = state.skipped + jnp.where(new.is_finite, one - 1, one).astype(state.skipped.dtype)
+        counted = state.replace(step=state.step + one.astype(state.step.dtype), skipped=skipped)
+        changed = counted.replace(params=params, opt_state=opt_state, **new.changes)
+        return _select(new.is_finite, split_arrays(changed)[0], split_arrays(counted)[0])
 
 
 class FlaxAdapter(AnybatchAdapter):
@@ -250,7 +222,7 @@ class FlaxAdapter(AnybatchAdapter):
 
     name = "flax.training.train_state.TrainState"
 
-    def model_of(self, state: Any) -> LossModel:
+    def model_of(self, state: Any) -> tuple[Any, Any, Any]:
         others = [f"{name} = {describe(leaf)}" for name, leaf in named_leaves("state.params", frozen(state.params))]
         if others:
             raise InputError(
@@ -271,18 +243,9 @@ class FlaxAdapter(AnybatchAdapter):
             'batch_stats=variables["batch_stats"]).',
         )
 
-    def updated(
-        self,
-        state: Any,
-        arrays: list[Any],
-        optimizer: Any,
-        grads: Any,
-        changes: dict[str, Any],
-        is_finite: Any,
-        extra: Any,
-    ) -> list[Any]:
-        new = state.apply_gradients(grads=grads).replace(**changes)
-        return _select(is_finite, split_arrays(new)[0], arrays)
+    def updated(self, state: Any, arrays: list[Any], new: NewGradient) -> list[Any]:
+        changed = state.apply_gradients(grads=new.grads).replace(**new.changes)
+        return _select(new.is_finite, split_arrays(changed)[0], arrays)
 
 
 class NnxAdapter(StateAdapter):
@@ -309,9 +272,9 @@ class NnxAdapter(StateAdapter):
         """The variables. Any number in a variable may change, so all of them are arrays, as under `nnx.jit`."""
         return _numbers_as_arrays(_nnx().split(state)[1])
 
-    def model_of(self, state: Any) -> LossModel:
+    def model_of(self, state: Any) -> tuple[Any, Any, Any]:
         model, optimizer = state
-        return LossModel(model, None, optimizer.wrt)
+        return model, None, optimizer.wrt
 
     def model_state_of(self, state: Any) -> tuple[str, Any]:
         raise InputError(
@@ -320,19 +283,10 @@ class NnxAdapter(StateAdapter):
             remedy="Leave has_state out: the running averages inside the model are updated without it.",
         )
 
-    def updated(
-        self,
-        state: Any,
-        arrays: list[Any],
-        optimizer: Any,
-        grads: Any,
-        changes: dict[str, Any],
-        is_finite: Any,
-        extra: Any,
-    ) -> list[Any]:
+    def updated(self, state: Any, arrays: list[Any], new: NewGradient) -> list[Any]:
         model, nnx_optimizer, *_ = state
-        nnx_optimizer.update(model, grads)
-        return self.select(is_finite, state, arrays)
+        nnx_optimizer.update(model, new.grads)
+        return self.select(new.is_finite, state, arrays)
 
     def select(self, is_finite: Any, state: Any, arrays: list[Any]) -> list[Any]:
         """The arrays of a state that the loss has changed; those before if the gradient is not finite."""
@@ -352,17 +306,10 @@ class WithObjects(StateAdapter):
     """For a pair of a state and a list of NNX objects that the step is passed by keyword, such as `nnx.Rngs`.
 
     The changes that the loss makes to the objects are kept after the step, as under `nnx.jit`.
-
-    Args:
-      adapter: for the state.
     """
 
-    adapter: StateAdapter
+    adapter: StateAdapter  # for the state
     mutates = True
-
-    @property
-    def name(self) -> str:  # type: ignore[override]
-        return self.adapter.name
 
     @property
     def is_nnx(self) -> bool:  # type: ignore[override]
@@ -393,7 +340,7 @@ class WithObjects(StateAdapter):
         NNX.replace_arrays(objects, arrays[count:], object_constants)
         return self.adapter.replace_arrays(inner, arrays[:count], inner_constants)
 
-    def model_of(self, state: Any) -> LossModel:
+    def model_of(self, state: Any) -> tuple[Any, Any, Any]:
         return self.adapter.model_of(state[0])
 
     def objects_of(self, state: Any) -> list[Any]:
@@ -402,50 +349,20 @@ class WithObjects(StateAdapter):
     def model_state_of(self, state: Any) -> tuple[str, Any]:
         return self.adapter.model_state_of(state[0])
 
-    def updated(
-        self,
-        state: Any,
-        arrays: list[Any],
-        optimizer: Any,
-        grads: Any,
-        changes: dict[str, Any],
-        is_finite: Any,
-        extra: Any,
-    ) -> list[Any]:
+    def updated(self, state: Any, arrays: list[Any], new: NewGradient) -> list[Any]:
         inner, objects = state
         if self.is_nnx:
-            return NNX.updated((*inner, objects), arrays, optimizer, grads, changes, is_finite, extra)
+            return NNX.updated((*inner, objects), arrays, new)
         count = len(arrays) - len(jax.tree.leaves(_nnx().state(objects)))
-        new = self.adapter.updated(inner, arrays[:count], optimizer, grads, changes, is_finite, extra)
-        return new + NNX.select(is_finite, objects, arrays[count:])
-
-
-class PytreeAdapter:
-    """For the state of a user's own step, which is any pytree. It is only saved and restored here."""
-
-    def array_tree(self, state: Any) -> Any:
-        """The state, with all its Python numbers as arrays."""
-        return jax.tree.map(lambda leaf: np.asarray(leaf) if _is_number(leaf) else leaf, state)
-
-    def split(self, state: Any) -> tuple[list[Any], Any]:
-        """The arrays and numbers of a state, and its constants."""
-        return split_arrays(self.array_tree(state))
-
-    def replace_arrays(self, state: Any, arrays: list[Any], constants: Any) -> Any:
-        """A new state, whose numbers are Python numbers again."""
-        new = merge_arrays(arrays, constants)
-        return jax.tree.map(lambda old, new: type(old)(new.item()) if _is_number(old) else new, state, new)
+        inner_arrays = self.adapter.updated(inner, arrays[:count], new)
+        return inner_arrays + NNX.select(new.is_finite, objects, arrays[count:])
 
 
 ANYBATCH, FLAX, NNX = AnybatchAdapter(), FlaxAdapter(), NnxAdapter()
 
 
 def adapter_for(state: Any, optimizer: Any) -> StateAdapter:
-    """The adapter for a state.
-
-    Raises:
-      InputError: if a step cannot update such a state, or it does not go with `train_step`'s optimizer.
-    """
+    """The adapter for a state. Raises an InputError if a step with this optimizer cannot update it."""
     if isinstance(state, TrainState):
         if optimizer is None:
             raise InputError(
@@ -503,7 +420,7 @@ def with_arrays(state: Any, arrays: Mapping[str, Any]) -> Any:
     return adapter.replace_arrays(state, [arrays[name] for name in named_arrays(state)], adapter.split(state)[1])
 
 
-def _saving_adapter(state: Any) -> AnybatchAdapter | NnxAdapter | PytreeAdapter:
+def _saving_adapter(state: Any) -> PytreeAdapter:
     if _is_nnx(state):
         return NNX
     return ANYBATCH if isinstance(state, TrainState) or _is_flax(state) else PytreeAdapter()
@@ -542,11 +459,3 @@ def _select(is_finite: Any, new: list[Any], old: list[Any]) -> list[Any]:
         return jnp.where(is_finite, new, old)
 
     return [select(*pair) for pair in zip(new, old, strict=True)]
-
-
-def _optimizer_update(optimizer: Any, grads: Any, opt_state: Any, params: Any, extra: dict[str, Any]) -> Any:
-    """`optimizer.update`, with the extra arguments for optimizers that take them, such as `optax.lbfgs`."""
-    optax = sys.modules.get("optax")
-    if optax is not None and isinstance(optimizer, optax.GradientTransformationExtraArgs):
-        return optimizer.update(grads, opt_state, params, **extra)
-    return optimizer.update(grads, opt_state, params)

@@ -6,13 +6,13 @@ microbatches are made smaller until the complete step fits in memory. Each call 
 """
 
 import dataclasses
+import functools
 import inspect
 import math
 import threading
 import time
-import warnings
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -22,7 +22,7 @@ from anybatch.call.caches import Cache
 from anybatch.call.memory import memory_budget, readable
 from anybatch.call.models import has_nnx, without_objects
 from anybatch.call.options import Options
-from anybatch.errors import InputError, NothingFitsError, TightMemoryWarning, user_stacklevel
+from anybatch.errors import InputError, NothingFitsError, TightMemoryWarning, warn
 from anybatch.gradient_noise.noise_scale import NoiseScale
 from anybatch.gradients.computation import Gradient
 from anybatch.jaxprs import versions
@@ -111,9 +111,8 @@ class RateMeter:
         self._tokens += tokens or 0
         return RateSnapshot(self, self._examples, self._tokens, tokens is not None)
 
-    def rates(self, examples: int, tokens: int, result: Any) -> tuple[float, float]:
-        """Waits for `result`, then returns examples and tokens per second up to these counts."""
-        jax.block_until_ready(result)
+    def rates(self, examples: int, tokens: int) -> tuple[float, float]:
+        """Examples and tokens per second up to these counts, which have just been reached."""
         now = time.perf_counter()
         with self._lock:
             if self._since is None or examples <= self._since[1]:
@@ -124,18 +123,22 @@ class RateMeter:
         return (examples - examples_then) / seconds, (tokens - tokens_then) / seconds
 
 
+@dataclasses.dataclass
 class RateSnapshot:
     """The counts of a `RateMeter` after one step."""
 
-    def __init__(self, meter: RateMeter, examples: int, tokens: int, has_tokens: bool) -> None:
-        self._meter, self._counts, self._has_tokens = meter, (examples, tokens), has_tokens
-        self._read: tuple[float, float] | None = None
+    meter: RateMeter
+    examples: int
+    tokens: int
+    has_tokens: bool
+    _read: tuple[float, float] | None = None
 
     def read(self, result: Any) -> tuple[float, float]:
-        """Examples and tokens per second. A second call returns the same numbers."""
+        """Waits for `result`. Returns examples and tokens per second; a second call returns the same numbers."""
         if self._read is None:
-            examples, tokens = self._meter.rates(*self._counts, result)
-            self._read = examples, tokens if self._has_tokens else math.nan
+            jax.block_until_ready(result)
+            examples, tokens = self.meter.rates(self.examples, self.tokens)
+            self._read = examples, tokens if self.has_tokens else math.nan
         return self._read
 
 
@@ -434,11 +437,9 @@ class TrainStep:
         found = self._compiled(inputs)
         self._programs.put(key, found)
         if len(self._programs) == MANY_PROGRAMS:
-            warnings.warn(
+            warn(
                 f"This step was compiled {MANY_PROGRAMS} times, for as many shapes of batches or values of constants. "
-                "Pass numbers that change as arrays, e.g. jnp.asarray(0.1), and pad batches to a few sizes.",
-                RuntimeWarning,
-                stacklevel=user_stacklevel(),
+                "Pass numbers that change as arrays, e.g. jnp.asarray(0.1), and pad batches to a few sizes."
             )
         return found
 
@@ -449,22 +450,21 @@ class TrainStep:
     def _compiled(self, inputs: StepInputs) -> tuple[Callable[..., Any], int]:
         gradient = self._update.gradient(inputs)
         strategy = self._strategy(inputs, gradient)
+        make = functools.partial(self._jitted, inputs, gradient.options)
         if not self._is_planned:
-            return self._jitted(inputs, gradient.options, strategy), gradient.examples
-
-        def make(strategy: Strategy) -> Any:
-            return self._jitted(inputs, gradient.options, strategy)
+            return make(strategy), gradient.examples
+        name = inputs.name
 
         def record(strategy: Strategy) -> None:
             self._strategies[name] = strategy
 
-        name = inputs.name
         program = FittingProgram(make, strategy, gradient, self._update.options.memory, record)
         program.compile(inputs.state_arrays, inputs.batch_arrays, is_adopted=name in self._adopted)
         return program, gradient.examples
 
     def _jitted(self, inputs: StepInputs, options: Options, strategy: Strategy) -> Any:
-        options = dataclasses.replace(options, microbatch_size=strategy.microbatch_size, remat=strategy.remat)
+        size, remat, block_size = strategy.microbatch_size, strategy.remat, strategy.block_size
+        options = dataclasses.replace(options, microbatch_size=size, remat=remat, block_size=block_size)
         if options.mesh is not None:
             options = dataclasses.replace(options, reduce=strategy.reduce)
         no_arrays = inputs.with_arrays([], [])  # the program must not keep the arrays of the first call alive
@@ -482,7 +482,7 @@ class TrainStep:
     def _strategy(self, inputs: StepInputs, gradient: Gradient) -> Strategy:
         options = gradient.options
         if not isinstance(options.microbatch_size, str):
-            return Strategy(options.microbatch_size, options.fixed_remat, options.fixed_reduce)
+            return Strategy.of_options(options)
         strategy = self._strategies.get(inputs.name)
         if strategy is None:
             with gradient.context():
@@ -491,7 +491,7 @@ class TrainStep:
 
     def _with_noise(self, strategy: Strategy, gradient: Gradient) -> Strategy:
         """A strategy with enough microbatches to estimate the noise, if that was asked for."""
-        if not self._update.noise_scale:
+        if not self._update.options.noise:
             return strategy
         unit, count = gradient.size_multiple, -(-MICROBATCHES_FOR_NOISE // gradient.num_batch_shards)
         size = (
@@ -517,8 +517,7 @@ class TrainStep:
         with gradient.context():
             plan = self._planner(gradient, progress).plan(timed=timed, thorough=thorough)
         if plan.chosen is not None and self._is_planned:
-            strategy = Strategy(plan.chosen.microbatch_size, plan.chosen.remat, plan.chosen.reduce, plan.chosen.method)
-            strategy, before = self._with_noise(strategy, gradient), self._strategies.get(inputs.name)
+            strategy, before = self._with_noise(plan.chosen.strategy, gradient), self._strategies.get(inputs.name)
             self._strategies[inputs.name] = strategy
             if before not in (None, strategy):
                 self._forget_programs()  # the next step follows the new plan
@@ -587,17 +586,11 @@ class FittingProgram:
     """
 
     def __init__(
-        self,
-        make: Callable[[Strategy], Any],
-        strategy: Strategy,
-        gradient: Gradient,
-        memory: Any,
-        record: Callable[[Strategy], None] = lambda strategy: None,
+        self, make: Any, strategy: Strategy, gradient: Any, memory: Any, record: Callable[[Strategy], None]
     ) -> None:
         self.strategy = strategy
-        self._memory, self._record = memory, record
-        self._make: Any = make
-        self._gradient: Any = gradient
+        self._memory, self._has_budget = memory, is_explicit(memory)
+        self._make, self._gradient, self._record = make, gradient, record
         self._program: Any = None
         self._has_run = False
 
@@ -607,15 +600,9 @@ class FittingProgram:
         return self._program(state_arrays, batch_arrays)
 
     def compile(self, state_arrays: list[Any], batch_arrays: list[Any], *, is_adopted: bool = False) -> None:
-        """Compiles the step, with smaller and smaller microbatches until it fits.
+        """Compiles the step, with smaller and smaller microbatches until it fits, or raises a NothingFitsError.
 
-        Args:
-          state_arrays: the arrays of the state.
-          batch_arrays: the arrays of the batch.
-          is_adopted: whether the strategy comes from another process, so that another one gives other bits.
-
-        Raises:
-          NothingFitsError: if not even the smallest microbatch fits the user's budget.
+        If `is_adopted`, the strategy comes from another process, and another one gives other bits.
         """
         failures = 0
         while True:
@@ -635,14 +622,13 @@ class FittingProgram:
             if smaller is None:
                 if self._has_budget:
                     raise NothingFitsError(f"{excess}\n{self._remedies(state_arrays, batch_arrays, stats)}")
-                warnings.warn(excess, TightMemoryWarning, stacklevel=user_stacklevel())
+                warn(excess, TightMemoryWarning)
                 break
             if is_adopted:
-                warnings.warn(
+                warn(
                     f"{excess}\nThe run that is resumed here had more memory. Continuing with {smaller}: the gradient "
                     "is the same up to rounding.",
                     TightMemoryWarning,
-                    stacklevel=user_stacklevel(),
                 )
             self.strategy = smaller
         self._record(self.strategy)
@@ -655,11 +641,6 @@ class FittingProgram:
             if self._excess(with_remat.lower(state_arrays, batch_arrays).compile().memory_analysis()) is None:
                 remedies.append('pass remat="auto", which computes activations twice instead of keeping them, and fits')
         return f"{', or '.join(remedies)}."
-
-    @property
-    def _has_budget(self) -> bool:
-        """Whether the user named a budget in bytes."""
-        return is_explicit(self._memory)
 
     def _excess(self, stats: Any) -> str | None:
         """A sentence if the step needs more memory than it may take; else None."""
@@ -685,15 +666,11 @@ class FittingProgram:
             return lambda: jax.block_until_ready(self._program(state_arrays, batch_arrays))
 
         def may_change() -> bool:
-            return jax.process_count() == 1 and not _any_deleted(state_arrays)
+            # A program that failed may already have deleted the arrays that were donated to it.
+            return jax.process_count() == 1 and not any(array.is_deleted() for array in state_arrays)
 
         self.strategy, results = run_until_it_fits(self._gradient, planned, ready, may_change)
         self._has_run = True
         self._record(self.strategy)
         self._make = self._gradient = None  # they hold the arrays of the first call
         return results
-
-
-def _any_deleted(arrays: Sequence[Any]) -> bool:
-    """Whether a program that failed has already deleted the arrays that were donated to it."""
-    return any(array.is_deleted() for array in arrays)

@@ -3,7 +3,6 @@
 import dataclasses
 import hashlib
 import inspect
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -20,34 +19,23 @@ from anybatch.call.memory import memory_budget
 from anybatch.call.models import PartitionedCall, partition_models, with_objects
 from anybatch.call.options import Options
 from anybatch.call.placement import local_bytes
-from anybatch.errors import InputError, user_stacklevel
+from anybatch.errors import InputError, warn
 from anybatch.gradient_noise.noise_scale import NoiseScale
 from anybatch.gradients import squared_norms
 from anybatch.gradients.computation import Gradient
 from anybatch.gradients.value_and_grad import compute, compute_gradient
 from anybatch.training.arrays import Constants, merge_arrays
-from anybatch.training.state import StateAdapter
-
-# The most arrays of a batch that an error lists.
-MOST_LINES = 10
+from anybatch.training.state import NewGradient, StateAdapter
 
 
 @dataclasses.dataclass(frozen=True)
 class StepInputs:
-    """The state and the batch of one step, with arrays separated from constants.
+    """The state and the batch of one step, with arrays separated from constants."""
 
-    Args:
-      adapter: for the type of the state.
-      state_arrays: the arrays of the state.
-      state_constants: the rest of the state.
-      batch_arrays: the arrays of the batch and of the keyword arguments.
-      batch_constants: the rest of the batch and of the keyword arguments.
-    """
-
-    adapter: StateAdapter
+    adapter: StateAdapter  # for the type of the state
     state_arrays: list[Any]
     state_constants: Any
-    batch_arrays: list[Any]
+    batch_arrays: list[Any]  # of the batch and of the keyword arguments
     batch_constants: Constants
 
     def with_arrays(self, state_arrays: list[Any], batch_arrays: list[Any]) -> "StepInputs":
@@ -71,31 +59,13 @@ class StepInputs:
 
 @dataclasses.dataclass(frozen=True)
 class Update:
-    """The computation of a step.
-
-    Args:
-      loss: the loss of the full batch.
-      optimizer: an optax optimizer; None for states that have their own.
-      has_state: whether the loss takes and returns the state of a model.
-      skip_nonfinite: whether a gradient that is not finite leaves the state unchanged.
-      options: the options of the gradient.
-    """
+    """The computation of a step, with arguments of `train_step`, and the options of the gradient."""
 
     loss: Callable[..., Any]
     optimizer: Any
     has_state: bool
     skip_nonfinite: bool
     options: Options
-
-    @property
-    def has_aux(self) -> bool:
-        """Whether the loss returns aux."""
-        return self.options.has_aux
-
-    @property
-    def noise_scale(self) -> bool:
-        """Whether the metrics include the gradient noise."""
-        return self.options.noise
 
     def call(self, inputs: StepInputs) -> tuple[Any, PartitionedCall]:
         """The merged state, and the call of the loss: with the model, the batch, the key and the model's state."""
@@ -116,7 +86,7 @@ class Update:
             *keys, before = others
             return self._with_new_state(self.loss(params, before, batch, *keys, **kwargs), before)
 
-        has_aux = self.has_aux or self.has_state
+        has_aux = self.options.has_aux or self.has_state
         roles = Roles.of(argnums=0, batch_argnums=1, rng_argnums=())
         roles = dataclasses.replace(roles, filters=() if wrt is None else (wrt,))
         return state, partition_models(fun, roles, has_aux, (model, batch, *others), kwargs, filters=True)
@@ -141,15 +111,15 @@ class Update:
 
     def _with_new_state(self, result: Any, before: Any) -> tuple[Any, Any]:
         """The result of the loss with the new state of the model checked, and marked as such."""
-        must = "(loss, (aux, model_state))" if self.has_aux else "(loss, model_state)"
-        if not is_pair(result) or (self.has_aux and not is_pair(result[1])):
+        must = "(loss, (aux, model_state))" if self.options.has_aux else "(loss, model_state)"
+        if not is_pair(result) or (self.options.has_aux and not is_pair(result[1])):
             raise InputError(
-                f"With has_state=True{' and has_aux=True' if self.has_aux else ''} the loss must return {must}",
+                f"With has_state=True{' and has_aux=True' if self.options.has_aux else ''} the loss must return {must}",
                 given=shown(result),
                 remedy=f"Return {must}, or leave has_state out.",
             )
         value, after = result
-        aux, after = after if self.has_aux else (None, after)
+        aux, after = after if self.options.has_aux else (None, after)
         _check_model_state(before, after)
         return value, (aux, NewState(after))
 
@@ -167,7 +137,10 @@ class Update:
         changes: dict[str, Any] = {}
         memory = self.options.memory
         if memory is not None and not (isinstance(memory, str) and "%" in memory):
-            changes["memory"] = max(1, (memory_budget(memory) or 0) - _optimizer_bytes(inputs, call))
+            # Less the bytes on one device of arrays that the loss is not called with: the optimizer state.
+            seen = {id(leaf) for leaf in jax.tree.leaves((call.args[0], call.args[2:], call.kwargs))}
+            kept = sum(local_bytes(array) for array in inputs.state_arrays if id(array) not in seen)
+            changes["memory"] = max(1, (memory_budget(memory) or 0) - kept)
         if self.options.mesh is not None and self.options.param_specs is None:
             changes["param_specs"] = jax.tree.map(_spec, call.args[0].trained)
         options = self.options_of(call, **changes)
@@ -179,25 +152,21 @@ class Update:
         gradient = Gradient(call.fun, options, sorted_arguments(call, options))
         value, aux, grads, sums = compute_gradient(gradient)
         if gradient.ignores_batch:
-            warnings.warn(
+            warn(
                 "The loss does not depend on the batch: every step computes the same. If the loss closes over its "
-                "data, make the data an argument: def loss(params, batch): ..., called by step(state, batch).",
-                RuntimeWarning,
-                stacklevel=user_stacklevel(),
+                "data, make the data an argument: def loss(params, batch): ..., called by step(state, batch)."
             )
         if call.changes_attributes(aux):
-            warnings.warn(
+            warn(
                 "The loss changes attributes of an NNX model that are not variables, and a step does not keep these "
-                "changes. Set them before the step, e.g. model.train(), or keep them in an nnx.Variable.",
-                RuntimeWarning,
-                stacklevel=user_stacklevel(),
+                "changes. Set them before the step, e.g. model.train(), or keep them in an nnx.Variable."
             )
         aux = call.close(aux, options)
         changes = {}
         if self.has_state:
             aux, new = aux
             changes[inputs.adapter.model_state_of(state)[0]] = new.values
-        noise = NoiseScale.of_step(*sums) if self.noise_scale else None
+        noise = NoiseScale.of_step(*sums) if self.options.noise else None
         leaves = jax.tree.leaves(grads)
         norm = jnp.sqrt(squared_norms.square(leaves))
         # JAX returns the conjugate of the ascent direction for complex parameters.
@@ -208,24 +177,19 @@ class Update:
                 is_finite &= jnp.all(jnp.isfinite(leaf))
         extra = {"value": value, "grad": grads, "value_fn": _value_fn(call, options)}
         with jax.named_scope("anybatch.update"):
-            new_arrays = inputs.adapter.updated(
-                state, inputs.state_arrays, self.optimizer, grads, changes, is_finite, extra
-            )
+            new = NewGradient(grads, is_finite, changes, self.optimizer, extra)
+            new_arrays = inputs.adapter.updated(state, inputs.state_arrays, new)
         return new_arrays, {"loss": value, "aux": aux, "gradient_norm": norm, "skipped": ~is_finite, "noise": noise}
 
 
 def sorted_arguments(call: PartitionedCall, options: Options) -> Arguments:
-    """The arguments of the loss, sorted by role. The batch is the second.
-
-    Raises:
-      InputError: for a batch without examples.
-    """
+    """The arguments of the loss, sorted by role. Raises an InputError for a batch without examples."""
     arguments = options.roles.sort(call.fun, call.args, call.kwargs)
     if not arguments.num_examples:
         named = named_leaves("batch", call.args[1])
         raise InputError(
             "A step needs at least one example: its optimizer would move the parameters even without a gradient",
-            given="\n".join([f"{name}: {describe(leaf)}" for name, leaf in named[:MOST_LINES]] + [""]),
+            given="\n".join([f"{name}: {describe(leaf)}" for name, leaf in named[:10]] + [""]),
             remedy=f"Skip such a batch: if len({named[0][0]}): state, metrics = step(state, batch)",
         )
     return arguments
@@ -263,8 +227,7 @@ def _how_to_call(signature: inspect.Signature, passed: list[str], kwargs: dict[s
         if each.default is each.empty and each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)
     ]
     place = passed.index("batch")
-    more = [name for name in names if name in required and name not in kwargs][len(passed) :]
-    more += [name for name in required if name not in names and name not in kwargs]
+    more = [name for name in required if name not in kwargs and name not in names[: len(passed)]]
     if "batch" in names[place + 1 :]:  # the batch is at another position
         ordered = [*names[:place], "batch", *(name for name in names[place:] if name != "batch")]
         others = [f"{name}={name}" for name in ordered[len(passed) :]]
@@ -314,12 +277,6 @@ def _value_fn(call: PartitionedCall, options: Options) -> Callable[[Any], Any]:
 
     value_fn.defvjp(value_and_gradient, backward)
     return value_fn
-
-
-def _optimizer_bytes(inputs: StepInputs, call: PartitionedCall) -> int:
-    """The bytes on one device of the state's arrays that the loss is not called with: the optimizer state."""
-    seen = {id(leaf) for leaf in jax.tree.leaves((call.args[0], call.args[2:], call.kwargs))}
-    return sum(local_bytes(array) for array in inputs.state_arrays if id(array) not in seen)
 
 
 def _spec(leaf: Any) -> Any:

@@ -3,10 +3,12 @@
 import dataclasses
 import json
 import os
+import re
 import types
 
 import jax
 import pytest
+from rich.console import Console
 
 import anybatch as ab
 from anybatch.demo import job
@@ -44,7 +46,7 @@ def config(tmp_path, monkeypatch):
 
 def test_control_characters_are_printed_as_escapes(capsys):
     assert visible("a\r\nb\tc\x1b[2J\x07\x9b") == "a\nb\tc\\x1b[2J\\x07\\x9b"
-    job._Printer(job._console()).text("a\x1b[2Jb")
+    job._Printer(Console()).text("a\x1b[2Jb")
     assert capsys.readouterr().out == "a\\x1b[2Jb\n"
 
 
@@ -66,7 +68,7 @@ def test_a_run_from_start_to_report(config, tmp_path, capsys):
     assert json.loads((out / "vocabulary.json").read_text()) == {"level": "characters", "characters": " abc"}
     assert len((out / "log.csv").read_text().splitlines()) == 5
     settings = (out / "settings.json").read_bytes()
-    assert json.loads(settings)["run"] == "train"
+    assert json.loads(settings)["text"] == "text.txt"
 
     # A run in the folder is not overwritten, and continues only with the same model and the same text.
     with pytest.raises(ab.InputError, match=r"with a run of 4 steps\.\nLeave out --no-resume"):
@@ -82,10 +84,6 @@ def test_a_run_from_start_to_report(config, tmp_path, capsys):
         (tmp_path / "other.txt").write_text(text)
         with pytest.raises(ab.InputError, match="must have the same text as before"):
             job.Job(dataclasses.replace(config, text="other.txt"))
-    # The demo does not start there, whether the run is complete or not.
-    for steps, resume in ((4, True), (9, True), (9, False)):
-        with pytest.raises(ab.InputError, match="a run of 4 steps that is not a demo"):
-            job.Job(dataclasses.replace(config, steps=steps), resume=resume, is_demo=True)
     # The control: other options may change, and the changes are reported.
     (tmp_path / "text.txt").rename(tmp_path / "moved.txt")
     moved = dataclasses.replace(config, text="moved.txt", batch=32, seed=1, sample=5)
@@ -99,47 +97,13 @@ def run_folder(config, **options):
     return RunFolder(config, "abc", Vocabulary("abc"), name="it", **options)
 
 
-def checkpoint(folder, step):
-    """Creates what `CheckpointFolder` takes for a checkpoint."""
-    (folder / str(step) / "record").mkdir(parents=True)
-    (folder / str(step) / "record" / "metadata").touch()
-    (folder / ".anybatch-checkpoints").touch()
-
-
-def test_the_demo_deletes_an_earlier_demo_and_nothing_else(tmp_path):
-    config = RunConfig(out=str(tmp_path / "run"), steps=5)
-    run_folder(config, is_demo=True).begin()
-    out, checkpoints = tmp_path / "run", tmp_path / "run" / "checkpoints"
-    checkpoint(checkpoints, 3)
-    checkpoint(checkpoints, 5)
-    (out / "log.csv").touch()
-    (out / "notes.txt").touch()
-    assert not run_folder(dataclasses.replace(config, steps=6), is_demo=True).is_replaced  # it continues
-    (checkpoints / "thesis.tex").touch()
-    for resume in (True, False):
-        with pytest.raises(ab.InputError, match=r"must have nothing else in it, got .* with thesis.tex"):
-            run_folder(config, is_demo=True, resume=resume)
-    (checkpoints / "thesis.tex").unlink()
-    again = run_folder(config, is_demo=True)
-    assert again.steps_saved() is None and again.steps_on_disk() == 5 and (out / "log.csv").exists()
-    again.begin()
-    assert again.steps_on_disk() is None and not again.is_replaced
-    assert sorted(path.name for path in out.iterdir()) == [
-        "checkpoints",
-        "notes.txt",
-        "settings.json",
-        "vocabulary.json",
-    ]
-
-
 @pytest.mark.parametrize("name", ["log.csv", "settings.json", "vocabulary.json", "checkpoints/model.pt"])
 @pytest.mark.parametrize("resume", [True, False])
 def test_other_files_are_never_overwritten(tmp_path, name, resume):
     (tmp_path / name).parent.mkdir(exist_ok=True)
     (tmp_path / name).write_text("{}")
-    for is_demo in (True, False):
-        with pytest.raises(ab.InputError, match=f"must be new, or have a run in it, got .* with {name}"):
-            run_folder(RunConfig(out=str(tmp_path)), resume=resume, is_demo=is_demo)
+    with pytest.raises(ab.InputError, match=rf"must be new, .*, got .* with {os.path.basename(name)}"):
+        run_folder(RunConfig(out=str(tmp_path)), resume=resume)
     assert (tmp_path / name).read_text() == "{}" and len(list(tmp_path.iterdir())) == 1
 
 
@@ -229,16 +193,26 @@ def test_a_file_created_during_the_run_is_not_overwritten_by_the_report(config, 
     assert (tmp_path / "r.html").exists()
 
 
-def test_a_second_run_does_not_overwrite_the_options_of_the_first(tmp_path, monkeypatch):
+def test_a_second_run_does_not_overwrite_the_options_of_the_first(config, tmp_path, monkeypatch):
     """Both runs started in a new folder, and the first one has the checkpoints open."""
     monkeypatch.setattr(checkpoint_folder, "_PATIENCE", 0.1)
-    config = RunConfig(out=str(tmp_path / "run"), steps=5)
-    first, second = run_folder(config), run_folder(dataclasses.replace(config, width=256))
-    first.begin()
-    told = (tmp_path / "run" / "settings.json").read_bytes()
-    with Checkpoints(tmp_path / "run" / "checkpoints"), pytest.raises(ab.InputError, match="must have one writer only"):
-        second.begin()
-    assert (tmp_path / "run" / "settings.json").read_bytes() == told
+    second = job.Job(dataclasses.replace(config, width=16))
+    job.Job(config).folder.write_settings()
+    told = (tmp_path / "anybatch-run" / "settings.json").read_bytes()
+    with Checkpoints(tmp_path / "anybatch-run" / "checkpoints"):
+        with pytest.raises(ab.InputError, match="must have one writer only"):
+            second.run("again", Console())
+    assert (tmp_path / "anybatch-run" / "settings.json").read_bytes() == told
+
+
+def test_a_complete_run_is_shown_again(config, tmp_path, capsys):
+    assert job.run(config, command="again") == 0
+    log = (tmp_path / "anybatch-run" / "log.csv").read_bytes()
+    assert job.run(config, command="again") == 0
+    printed = capsys.readouterr()
+    assert "There is nothing left to do" in printed.err
+    first, second = re.findall(r"After 4 steps\n(.*)", printed.out)
+    assert first == second and (tmp_path / "anybatch-run" / "log.csv").read_bytes() == log
 
 
 def test_paths_that_cannot_be_written_are_refused_at_once(config, tmp_path):

@@ -599,7 +599,7 @@ def test_what_has_the_name_of_a_checkpoint_and_is_none_is_kept(tmp_path):
             checkpoints.save(2, {"x": number}, {})
             checkpoints.wait()
             assert checkpoints.restore({"x": 0})[:2] == (2, {"x": number})
-            checkpoints.drop_after(1)
+        shutil.rmtree(tmp_path / "2")
     assert [(path / "notes.txt").read_text() for path in sorted(tmp_path.glob("2.kept*"))] == ["mine 1", "mine 2"]
     assert (tmp_path / "best.replaced").is_dir()
 
@@ -608,16 +608,15 @@ def test_a_step_before_the_newest_would_be_lost(tmp_path):
     with Checkpoints(tmp_path) as checkpoints:
         for step in (1, 2, 5):
             checkpoints.save(step, {"x": step}, {})
-        with pytest.raises(InputError, match=r"got step=3 after 5 in .*\n.*checkpoints.drop_after\(3\)"):
+        with pytest.raises(InputError, match=r"got step=3 after 5 in .*\n.*or delete the later ones"):
             checkpoints.save(3, {"x": 3}, {})
-        checkpoints.drop_after(3)
+        shutil.rmtree(tmp_path / "5")
         assert checkpoints._files.steps() == [1, 2]
         checkpoints.save(3, {"x": 3}, {})
         assert checkpoints.restore({"x": 0})[0] == 3
-        checkpoints.drop_after(-1)
+        for step in (1, 2, 3):
+            shutil.rmtree(tmp_path / str(step))
         assert checkpoints.latest() is None
-        with pytest.raises(InputError, match="There must be a checkpoint to restore, got none in"):
-            checkpoints.restore({"x": 0})
 
 
 def test_input_that_cannot_be(tmp_path, monkeypatch):
@@ -629,18 +628,12 @@ def test_input_that_cannot_be(tmp_path, monkeypatch):
             ((1.5, {"x": 1}, {}), "got step=1.5"),
             ((2, {}, {}), "must be a dictionary of at least one, got arrays={}"),
             ((2, [1], {}), "must be a dictionary of at least one, got a list"),
-            ((2, {1: 1}, {}), "The name of an array must be a string, and not empty, got 1"),
             ((2, {"x": "text"}, {}), "of a dtype that can be stored, got x: str"),
             ((2, {"x": np.array(["text"])}, {}), "got x: ndarray of dtype <U4"),
             ((2, {"x": jnp.zeros(2, jnp.uint4)}, {}), r"of dtype uint4.\n.*array.astype\(jnp.uint8\)"),
-            ((2, {"x": 1}, {"y": jnp.zeros(2)}), "The record of a checkpoint must consist of JSON values, got"),
         ]:
             with pytest.raises(InputError, match=message):
                 checkpoints.save(*arguments)
-        with pytest.raises(
-            InputError, match=r"a checkpoint in the folder, got step=3, and .* has 1\.\n.*the newest, 1"
-        ):
-            checkpoints.restore({"x": 1}, 3)
     with pytest.raises(InputError, match="keep must be a whole number of at least 1, got keep=0"):
         Checkpoints(tmp_path, keep=0)
     monkeypatch.setitem(sys.modules, "orbax.checkpoint", None)
@@ -743,8 +736,6 @@ def test_several_processes(tmp_path):
             for shard in restored["x"].addressable_shards:
                 assert np.array_equal(np.asarray(shard.data), x[shard.index] + 3)
             assert restored["x"].sharding == sharding
-        checkpoints.drop_after(2)
-        assert checkpoints.latest() == 2
     print("good")
     """
     ended = processes.run(body, tmp_path, count=2, devices=2)

@@ -31,7 +31,7 @@ def interrupted(folder, number, delay):
     """Starts it, and sends a signal some time after it has begun to train. Returns how it ended, and what it said."""
     process = start(folder, 0.02)
     said = [process.stderr.readline()]
-    while process.poll() is None and ("step" not in said[-1] or said[-1].startswith("Going on")):
+    while process.poll() is None and ("step" not in said[-1] or said[-1].startswith("Resuming")):
         said.append(process.stderr.readline())
     time.sleep(delay)
     process.send_signal(number)

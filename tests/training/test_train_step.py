@@ -293,6 +293,18 @@ def test_memory_that_runs_out_is_met_with_smaller_microbatches(monkeypatch):
     np.testing.assert_allclose(metrics.loss, loss(params, batch), rtol=1e-6)
 
 
+def test_several_processes_copy_a_batch_that_its_loader_may_overwrite(monkeypatch):
+    from anybatch.training import arrays
+
+    mesh = jax.make_mesh((8,), ("data",), (jax.sharding.AxisType.Auto,))
+    step, rows, seen = ab.train_step(loss, optax.sgd(0.1), mesh=mesh), np.ones((8, 4)), []
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    monkeypatch.setattr(arrays, "global_batch", lambda rows, mesh, axis: seen.extend(rows) or rows)
+    step.put({"x": rows})
+    arrays.put_batch([rows], step._over)  # the control
+    assert [np.shares_memory(each, rows) for each in seen] == [False, True]
+
+
 @pytest.mark.parametrize("devices", [1, 2, 8])
 def test_the_same_on_many_devices(float64, devices):
     mesh = jax.make_mesh((devices,), ("data",), devices=jax.devices()[:devices])
