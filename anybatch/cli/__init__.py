@@ -11,3 +11,15 @@ import jax.numpy as jnp
 def problem():
     loss = lambda w, batch: jnp.mean(jnp.tanh(batch @ w) ** 2)
     return loss, jnp.ones((256, 1024)), jnp.ones((4096, 256))"""
+
+# package -> (the extra that installs it, what it is for)
+EXTRAS = {
+    "optax": ("train", "optimizers"),
+    "flax": ("train", "models"),
+    "orbax-checkpoint": ("train", "checkpoints"),
+    "dp-accounting": ("privacy", "privacy accounting"),
+    "typer": ("cli", "the command line"),
+    "rich": ("cli", "tables and progress bars"),
+    "matplotlib": ("cli", "plots"),
+    "jinja2": ("cli", "reports"),
+}

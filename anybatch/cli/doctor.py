@@ -15,21 +15,10 @@ from rich.table import Table
 from anybatch import __version__
 from anybatch.call.checks import Finding
 from anybatch.call.memory import memory_left, memory_limit, readable
+from anybatch.cli import EXTRAS
 from anybatch.gradients.value_and_grad import value_and_grad
 from anybatch.jaxprs import versions
 from anybatch.planning import store
-
-# package -> (the extra that installs it, what it is for)
-EXTRAS = {
-    "optax": ("train", "optimizers"),
-    "flax": ("train", "models"),
-    "orbax-checkpoint": ("train", "checkpoints"),
-    "dp-accounting": ("privacy", "privacy accounting"),
-    "typer": ("cli", "the command line"),
-    "rich": ("cli", "tables and progress bars"),
-    "matplotlib": ("cli", "plots"),
-    "jinja2": ("cli", "reports"),
-}
 
 
 def print_findings() -> bool:
@@ -51,12 +40,11 @@ def examine() -> list[Finding]:
 
 def _versions() -> list[Finding]:
     jax_version, runtime = versions.versions()
-    is_known = versions.is_supported()
-    remedy = "" if is_known else 'pip install "jax>=0.10,<0.13"'
+    remedy = "" if versions.is_supported() else 'pip install "jax>=0.10,<0.13"'
     return [
         Finding("anybatch", __version__),
         Finding("Python", platform.python_version()),
-        Finding("JAX", f"{jax_version}, jaxlib {runtime}", is_known, remedy),
+        Finding("JAX", f"{jax_version}, jaxlib {runtime}", not remedy, remedy),
     ]
 
 
@@ -70,9 +58,8 @@ def _devices() -> list[Finding]:
         findings.append(Finding("device", f"{number}{device.device_kind} ({device.platform}{memory})"))
     has_gpu = any(pathlib.Path("/dev").glob("nvidia[0-9]*"))
     if has_gpu and all(device.platform == "cpu" for device in devices):
-        findings.append(
-            Finding("device", "JAX does not see the NVIDIA GPU of this machine", False, 'pip install "jax[cuda12]"')
-        )
+        text = "JAX does not see the NVIDIA GPU of this machine"
+        findings.append(Finding("device", text, False, 'pip install "jax[cuda12]"'))
     if os.environ.get("JAX_PLATFORMS"):
         findings.append(Finding("device", f"restricted by JAX_PLATFORMS={os.environ['JAX_PLATFORMS']}"))
     return findings
@@ -110,7 +97,6 @@ def _packages() -> list[Finding]:
         try:
             findings.append(Finding(package, importlib.metadata.version(package)))
         except importlib.metadata.PackageNotFoundError:
-            findings.append(
-                Finding(package, f"missing; needed for {purpose}", False, f'pip install "anybatch[{extra}]"')
-            )
+            remedy = f'pip install "anybatch[{extra}]"'
+            findings.append(Finding(package, f"missing; needed for {purpose}", False, remedy))
     return findings

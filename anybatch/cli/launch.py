@@ -1,7 +1,7 @@
 """`anybatch launch`: runs a script in several processes on this machine, as a cluster would.
 
-One thread per stream copies what the processes print, one thread per process waits for its end, and signals become
-events. The main thread reads all of these from one queue (`_watch`).
+Two threads per process copy what it prints. The main thread looks every few milliseconds whether a process has ended
+or a signal has come (`_watch`).
 """
 
 import contextlib
@@ -9,7 +9,6 @@ import ctypes
 import importlib.metadata
 import os
 import pathlib
-import queue
 import random
 import re
 import signal
@@ -20,50 +19,32 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import IO, Any
+from typing import IO
 
 from anybatch import distributed
-from anybatch.call.checks import whole_number
 from anybatch.errors import InputError, NotAvailableError
 
 # Seconds between SIGTERM and SIGKILL. JAX treats SIGTERM as a notice of preemption and keeps running. If the user asked
 # for the end there is more time, so that a run can save its state.
 _GRACE, _GRACE_WHEN_ASKED = 3.0, 10.0
-_TIMED_OUT, _NO_READER = 124, 128 + signal.SIGPIPE  # the statuses that `timeout` and the shell use
+_PAUSE = 0.02  # seconds between two looks at the processes
 _PARENT_DEATH = 1  # PR_SET_PDEATHSIG
-
-# Each process loads JAX: a few hundred MiB and many threads. Even a small machine can run 16 of them.
-_FEWEST_ALLOWED, _MOST_ALLOWED = 16, 1024
-_MOST_SIMULATED = 1024  # simulated devices of all processes together
 
 
 def launch(
-    script: str | os.PathLike,
-    arguments: Sequence[str] = (),
-    *,
-    processes: int,
-    devices_per_process: int | None = None,
-    timeout: float | None = None,
-    max_processes: int | None = None,
+    script: str | os.PathLike, arguments: Sequence[str] = (), *, processes: int, devices_per_process: int | None = None
 ) -> int:
     """Runs a script in several processes that can find each other. Each line they print is shown with their number.
 
-    When one process fails, the others get SIGTERM, and SIGKILL three seconds later. The same happens after `timeout`,
-    and when nobody reads the output any more. After Ctrl-C or SIGTERM the processes have ten seconds to save their
-    state; a second signal kills them at once. On Linux they also end when this process is killed.
+    When one process fails, the others get SIGTERM, and SIGKILL three seconds later. After Ctrl-C or SIGTERM, or when
+    nobody reads the output any more, the processes have ten seconds to save their state; a second signal kills them at
+    once. On Linux they also end when this process is killed.
 
-    Args:
-      script: the file to run with this Python.
-      arguments: the script's `sys.argv[1:]`.
-      processes: the number of processes.
-      devices_per_process: GPUs for each process. On a machine without GPUs: simulated CPU devices. By default the GPUs
-        are divided among the processes, and on the CPU each process has one device.
-      timeout: end all processes after this many seconds.
-      max_processes: refuse more processes than this. By default four for each CPU, at least 16 and at most 1,024.
+    By default the GPUs are divided among the processes, and on the CPU each process has one device.
 
     Returns:
       The exit status: 0 if all processes succeeded, else that of the first one that failed (128 + signal if a signal
-      killed it); 130 after Ctrl-C, 143 after SIGTERM, 124 after the timeout.
+      killed it); 130 after Ctrl-C, 143 after SIGTERM.
 
     Raises:
       InputError: before anything starts: if the script does not exist, there are too few GPUs, or `processes` is larger
@@ -77,49 +58,38 @@ def launch(
             given=repr(os.fspath(script)),
             remedy=f"anybatch launch --processes {processes} path/to/script.py, with the script's arguments after it.",
         )
-    _check_counts(processes, devices_per_process, max_processes)
+    cpus = os.cpu_count() or 1
+    allowed = max(4 * cpus, 16)  # each process loads JAX: a few hundred MiB and many threads
+    if processes > allowed:
+        raise InputError(
+            f"processes must be at most {allowed}: each process loads JAX, and this machine has {cpus} CPUs",
+            given=f"processes={processes}",
+            remedy="Start fewer. With --devices-per-process, one process has several simulated devices.",
+        )
     command = [sys.executable, os.fspath(script), *arguments]
     environments = _environments(os.environ, processes, devices_per_process)
-    # Events: ("ended", index of the process), ("signal", its number), or ("unread", index) if stdout was closed.
-    events: queue.SimpleQueue[tuple[str, int]] = queue.SimpleQueue()
     children: list[subprocess.Popen] = []
-    readers: list[threading.Thread] = []
-    status = 0
-    with _signals(events):
+    with _signals() as received:
         try:
             # Start all processes before the first thread: `preexec_fn` runs Python between fork and exec, which could
             # deadlock on a lock held by another thread.
             for environment in environments:
-                children.append(_started(command, environment, len(children), processes))
-            readers += _forward(children, events)
-            status = _watch(children, events, timeout)
-            return status
+                children.append(_start(command, environment))
+            readers = _forward(children, received)
+            status = _watch(children, received)
+        except OSError as error:
+            started = len(children)
+            raise InputError(
+                "The operating system must be able to start all processes",
+                given=f"process {started} of {processes} ({error.strerror or error})",
+                remedy=f"Start fewer, e.g. anybatch launch --processes {max(started, 1)} ..., or raise the system's "
+                "limits: ulimit -n, ulimit -u.",
+            ) from error
         finally:
-            was_asked = status in (128 + signal.SIGINT, 128 + signal.SIGTERM)
-            _end(children, events, _GRACE_WHEN_ASKED if was_asked else _GRACE)
-            for reader in readers:
-                reader.join(timeout=1.0)  # a grandchild may keep the pipe open
-
-
-def _check_counts(processes: int, devices_per_process: int | None, max_processes: int | None) -> None:
-    whole_number("processes", processes, 1, example="2")
-    allowed = min(max(4 * _cpus(), _FEWEST_ALLOWED), _MOST_ALLOWED)
-    if max_processes is not None:
-        allowed = whole_number("max_processes", max_processes, 1)
-    if processes > allowed:
-        raise InputError(
-            f"processes must be at most {allowed}, unless you allow more: each process loads JAX, and this machine has "
-            f"{_cpus()} CPUs",
-            given=f"processes={processes}",
-            remedy=f"Start fewer, or raise the limit: anybatch launch --max-processes {processes} ...",
-        )
-    if devices_per_process is not None:
-        whole_number("devices_per_process", devices_per_process, 1)
-
-
-def _cpus() -> int:
-    """The number of CPUs this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+            _end(children, received)
+        for reader in readers:
+            reader.join(timeout=1.0)  # a grandchild may keep the pipe open
+    return status
 
 
 def free_port() -> int:
@@ -139,6 +109,7 @@ def _environments(outer: Mapping[str, str], processes: int, devices_per_process:
         distributed.COORDINATOR: f"127.0.0.1:{free_port()}",
         distributed.NUM_PROCESSES: str(processes),
     }
+    each = [shared | {distributed.PROCESS_ID: str(index)} for index in range(processes)]
     gpus = visible_gpus(outer)
     share = len(gpus) // processes if devices_per_process is None else devices_per_process
     if gpus and (share == 0 or share * processes > len(gpus)):
@@ -148,19 +119,11 @@ def _environments(outer: Mapping[str, str], processes: int, devices_per_process:
             + (f" with {devices_per_process} devices each" if devices_per_process else ""),
             remedy="Start fewer processes, or try it on simulated devices: JAX_PLATFORMS=cpu anybatch launch ...",
         )
-    if not gpus and devices_per_process is not None:
-        if devices_per_process * processes > _MOST_SIMULATED:
-            raise InputError(
-                f"The simulated devices of all processes together must be at most {_MOST_SIMULATED}",
-                given=f"devices_per_process={devices_per_process} in {processes} processes",
-                remedy="Use fewer, or set the variable of JAX, which has no limit: "
-                f"JAX_NUM_CPU_DEVICES={devices_per_process} anybatch launch ...",
-            )
-        shared["JAX_NUM_CPU_DEVICES"] = str(devices_per_process)  # takes precedence over the flag in XLA_FLAGS
-    each = [shared | {distributed.PROCESS_ID: str(index)} for index in range(processes)]
     for index, environment in enumerate(each):
         if gpus:
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpus[index * share : (index + 1) * share])
+        elif share:
+            environment["JAX_NUM_CPU_DEVICES"] = str(share)  # takes precedence over the flag in XLA_FLAGS
     return each
 
 
@@ -179,18 +142,6 @@ def visible_gpus(environment: Mapping[str, str]) -> list[str]:
     except (OSError, subprocess.SubprocessError):
         return []
     return re.findall(r"^GPU (\d+):", listed, re.MULTILINE)
-
-
-def _started(command: Sequence[str], environment: dict[str, str], index: int, processes: int) -> subprocess.Popen:
-    try:
-        return _start(command, environment)
-    except OSError as error:
-        raise InputError(
-            "The operating system must be able to start all processes",
-            given=f"process {index} of {processes} ({error.strerror or error})",
-            remedy=f"Start fewer, e.g. anybatch launch --processes {max(index, 1)} ..., or raise the system's limits: "
-            "ulimit -n, ulimit -u.",
-        ) from error
 
 
 def _start(command: Sequence[str], environment: dict[str, str]) -> subprocess.Popen:
@@ -212,10 +163,7 @@ def _die_with(parent: int) -> Callable[[], None] | None:
     """A function that makes the kernel kill the calling process when its parent dies. None if this is not Linux."""
     if not sys.platform.startswith("linux"):
         return None
-    try:
-        prctl = ctypes.CDLL(None).prctl
-    except (OSError, AttributeError):
-        return None
+    prctl = ctypes.CDLL(None).prctl
 
     def request_signal() -> None:
         prctl(_PARENT_DEATH, signal.SIGKILL)
@@ -225,73 +173,58 @@ def _die_with(parent: int) -> Callable[[], None] | None:
     return request_signal
 
 
-def _forward(children: Sequence[subprocess.Popen], events: queue.SimpleQueue) -> list[threading.Thread]:
-    """Starts the threads that copy the children's output, and those that wait for their end. Returns the former."""
+def _forward(children: Sequence[subprocess.Popen], received: list[int]) -> list[threading.Thread]:
+    """Starts the threads that copy the children's output."""
     readers = []
     for index, child in enumerate(children):
         for source, target in ((child.stdout, sys.stdout.buffer), (child.stderr, sys.stderr.buffer)):
-            readers.append(threading.Thread(target=_copy, args=(index, source, target, events), daemon=True))
-
-        def wait(index: int = index, child: subprocess.Popen = child) -> None:
-            child.wait()
-            events.put(("ended", index))
-
-        threading.Thread(target=wait, daemon=True).start()
-    for reader in readers:
-        reader.start()
+            readers.append(threading.Thread(target=_copy, args=(index, source, target, received), daemon=True))
+            readers[-1].start()
     return readers
 
 
 _writing = threading.Lock()
 
 
-def _copy(index: int, source: IO[bytes], target: IO[bytes], events: queue.SimpleQueue) -> None:
+def _copy(index: int, source: IO[bytes], target: IO[bytes], received: list[int]) -> None:
     with source:
         for line in source:
             try:
                 with _writing:
                     target.write(b"[%d] %s\n" % (index, line.removesuffix(b"\n")))
                     target.flush()
-            except OSError:
-                events.put(("unread", index))
+            except OSError:  # nobody reads the output any more
+                if not received:
+                    received.append(signal.SIGPIPE)
                 return
 
 
-def _watch(children: Sequence[subprocess.Popen], events: queue.SimpleQueue, timeout: float | None) -> int:
+def _watch(children: Sequence[subprocess.Popen], received: Sequence[int]) -> int:
     """Waits until all children have ended, or must be ended. Returns the exit status."""
-    deadline = None if timeout is None else time.monotonic() + timeout
-    running = len(children)
-    while running:
-        try:
-            kind, number = events.get(timeout=None if deadline is None else max(0.0, deadline - time.monotonic()))
-        except queue.Empty:
-            _say(f"not done after {timeout:g} seconds; ending the {running} still running")
-            return _TIMED_OUT
-        if kind == "unread":
-            return _NO_READER
-        if kind == "signal":
-            _say(f"{signal.Signals(number).name}; ending the {running} still running")
-            return 128 + number
-        code = children[number].returncode
-        if code:
-            how = f"was killed by {_name(-code)}" if code < 0 else f"ended with status {code}"
-            _say(f"process {number} {how}" + ("; ending the others" if running > 1 else ""))
-            _signal_group(children[number], signal.SIGKILL)  # its own children, which may still run
-            return 128 - code if code < 0 else code
-        running -= 1
-    return 0
+    while not received:
+        codes = [child.poll() for child in children]
+        for number, code in enumerate(codes):
+            if code:
+                names = {each.value: each.name for each in signal.Signals}
+                how = f"ended with status {code}" if code > 0 else f"was killed by {names.get(-code, -code)}"
+                _say(f"process {number} {how}" + ("; ending the others" if None in codes else ""))
+                _signal_group(children[number], signal.SIGKILL)  # its own children, which may still run
+                return code if code > 0 else 128 - code
+        if None not in codes:
+            return 0
+        time.sleep(_PAUSE)
+    _say(f"{signal.Signals(received[0]).name}; ending all processes")
+    return 128 + received[0]
 
 
-def _end(children: Sequence[subprocess.Popen], events: queue.SimpleQueue, grace: float) -> None:
-    """Ends all children: SIGTERM, then SIGKILL after `grace` seconds or at the next signal. Returns when all ended."""
+def _end(children: Sequence[subprocess.Popen], received: Sequence[int]) -> None:
+    """Ends all children: SIGTERM, then SIGKILL after some seconds or at the next signal. Returns when all ended."""
     running = [child for child in children if child.poll() is None]
     for child in running:
         _signal_group(child, signal.SIGTERM)
-    deadline = time.monotonic() + grace
-    while time.monotonic() < deadline and any(child.poll() is None for child in running):
-        with contextlib.suppress(queue.Empty):
-            if events.get(timeout=0.02)[0] == "signal":
-                break
+    earlier, deadline = len(received), time.monotonic() + (_GRACE_WHEN_ASKED if received else _GRACE)
+    while time.monotonic() < deadline and len(received) == earlier and any(child.poll() is None for child in running):
+        time.sleep(_PAUSE)
     for child in running:
         _signal_group(child, signal.SIGKILL)
     for child in children:
@@ -304,25 +237,16 @@ def _signal_group(child: subprocess.Popen, number: int) -> None:
 
 
 @contextlib.contextmanager
-def _signals(events: queue.SimpleQueue) -> Iterator[None]:
-    """Turns Ctrl-C and SIGTERM into events, so that neither can interrupt the code between a start and its cleanup."""
-
-    def note(number: int, _: Any) -> None:
-        events.put(("signal", number))
-
-    earlier = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+def _signals() -> Iterator[list[int]]:
+    """Collects Ctrl-C and SIGTERM, so that neither can interrupt the code between a start and its cleanup."""
+    received: list[int] = []
+    both = (signal.SIGINT, signal.SIGTERM)
+    earlier = {number: signal.signal(number, lambda number, _: received.append(number)) for number in both}
     try:
-        yield
+        yield received
     finally:
         for number, handler in earlier.items():
             signal.signal(number, handler)
-
-
-def _name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
 
 
 def _say(text: str) -> None:

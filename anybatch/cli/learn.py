@@ -4,6 +4,7 @@ The commands themselves are in `anybatch.learn.terminal`. Importing that imports
 command runs, and `--help` stays quick.
 """
 
+import importlib
 import os
 import pathlib
 from typing import Annotated, Any
@@ -46,28 +47,15 @@ def learn(
     context.obj = {"course": course, "folder": folder}
     if context.invoked_subcommand is not None:
         return True
-    return _learner_commands().learn(course, folder, at)
+    return _commands("learner").learn(course, folder, at)
 
 
-def _learner_commands() -> Any:
-    _use_cpu()
-    from anybatch.learn.terminal import learner_commands
-
-    return learner_commands
-
-
-def _author_commands() -> Any:
-    _use_cpu()
-    from anybatch.learn.terminal import author_commands
-
-    return author_commands
-
-
-def _use_cpu() -> None:
-    """Keeps JAX on the CPU in this process: a course's references may use it, and checks run on the CPU."""
+def _commands(whose: str) -> Any:
     import jax
 
+    # A course's references may use JAX in this process, and checks run on the CPU.
     jax.config.update("jax_platforms", "cpu")
+    return importlib.import_module(f"anybatch.learn.terminal.{whose}_commands")
 
 
 def _places(context: typer.Context, course: pathlib.Path | None, folder: pathlib.Path | None = None) -> tuple[Any, Any]:
@@ -79,13 +67,13 @@ def _places(context: typer.Context, course: pathlib.Path | None, folder: pathlib
 @app.command("list")
 def show_all(context: typer.Context, course: CourseOption = None, folder: FolderOption = None) -> Any:
     """List all exercises, and which are solved."""
-    return _learner_commands().listing(*_places(context, course, folder))
+    return _commands("learner").listing(*_places(context, course, folder))
 
 
 @app.command()
 def run(context: typer.Context, name: Name = None, course: CourseOption = None, folder: FolderOption = None) -> Any:
     """Check one file; the exit status is 0 if it passes."""
-    return _learner_commands().run(*_places(context, course, folder), name)
+    return _commands("learner").run(*_places(context, course, folder), name)
 
 
 @app.command()
@@ -97,7 +85,7 @@ def hint(
     folder: FolderOption = None,
 ) -> Any:
     """Show a hint: a direction, the primitive to use, almost the code."""
-    return _learner_commands().hint(*_places(context, course, folder), name, level)
+    return _commands("learner").hint(*_places(context, course, folder), name, level)
 
 
 @app.command(short_help="Show a solution of an exercise you have solved.")
@@ -109,7 +97,7 @@ def solution(
     folder: FolderOption = None,
 ) -> Any:
     """Show a solution of an exercise you have solved, and the same with anybatch."""
-    return _learner_commands().solution(*_places(context, course, folder), name, anyway)
+    return _commands("learner").solution(*_places(context, course, folder), name, anyway)
 
 
 @app.command(short_help="Put back the original file of an exercise.")
@@ -121,13 +109,13 @@ def reset(
     folder: FolderOption = None,
 ) -> Any:
     """Put back the original file of an exercise; yours is kept under another name."""
-    return _learner_commands().reset(*_places(context, course, folder), name, yes)
+    return _commands("learner").reset(*_places(context, course, folder), name, yes)
 
 
 @app.command(short_help="Show how checks are isolated on this machine.")
 def doctor() -> Any:
     """Show how checks are isolated on this machine, whether they work, and how long one takes."""
-    return _learner_commands().doctor()
+    return _commands("learner").doctor()
 
 
 @app.command(
@@ -157,7 +145,7 @@ def check(
 ) -> Any:
     """Check several files."""
     places = _places(context, course, folder)
-    return _learner_commands().check(*places, names or [], every=every, as_json=as_json, again=again)
+    return _commands("learner").check(*places, names or [], every=every, as_json=as_json, again=again)
 
 
 @development.command("check", short_help="Test a course.")
@@ -169,7 +157,7 @@ def prove(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for other programs.")] = False,
 ) -> Any:
     """Test a course: starters fail, solutions pass, and every mistake is caught and named."""
-    return _author_commands().check(_places(context, course)[0], exercise, seeds=seeds, as_json=as_json)
+    return _commands("author").check(_places(context, course)[0], exercise, seeds=seeds, as_json=as_json)
 
 
 @development.command("new", short_help="Start a course, or add an exercise.")
@@ -180,4 +168,4 @@ def begin(
     ] = None,
 ) -> Any:
     """Write a course with one small, complete exercise to edit, or add such an exercise to a course."""
-    return _author_commands().new(folder, exercise)
+    return _commands("author").new(folder, exercise)

@@ -4,7 +4,6 @@ The work is done by the modules beside this one and by `anybatch.demo`. Each is 
 nearly all of them import JAX, which takes over a second: `anybatch --help` must be quick.
 """
 
-import enum
 import pathlib
 import shlex
 from collections.abc import Callable
@@ -14,11 +13,20 @@ import typer
 import typer.core
 
 import anybatch
-from anybatch.cli import EXAMPLE
+from anybatch.cli import EXAMPLE, EXTRAS
 from anybatch.cli import learn as learning
+
+
+class _Commands(typer.core.TyperGroup):
+    """The commands. They return their result, and `_run` turns it into an exit status."""
+
+    def invoke(self, context: Any) -> None:
+        _run(lambda: typer.core.TyperGroup.invoke(self, context))
+
 
 # Plain help, so that an example in it can be pasted as it is shown.
 app = typer.Typer(
+    cls=_Commands,
     help="The exact gradient of any batch, on the memory you have.",
     no_args_is_help=True,
     add_completion=False,
@@ -35,18 +43,7 @@ import anybatch as ab
 print(ab.distributed.initialize())
 print(jax.local_device_count(), "of", jax.device_count(), "devices")"""
 
-# module -> the extra that installs it
-_EXTRAS = {"optax": "train", "flax": "train", "orbax": "train", "dp_accounting": "privacy"}
-_EXTRAS |= dict.fromkeys(("typer", "rich", "matplotlib", "jinja2"), "cli")
-
 Target = Annotated[str, typer.Argument(help="package.module:function, or path/to/file.py:function.")]
-
-
-class Objective(enum.StrEnum):
-    """What a plan minimises: time or memory."""
-
-    speed = "speed"
-    memory = "memory"
 
 
 def _print_version(wanted: bool) -> None:
@@ -78,9 +75,10 @@ def _run(command: Callable[[], bool | int]) -> None:
 def _way_out(error: ImportError) -> str:
     """The command that installs the missing package, if one of the extras has it."""
     module = (error.name or "").partition(".")[0]
-    if not isinstance(error, ModuleNotFoundError) or module not in _EXTRAS:
-        return ""
-    return f'\nThis command needs the package {module}: pip install "anybatch[{_EXTRAS[module]}]"'
+    for package, (extra, _) in EXTRAS.items():
+        if isinstance(error, ModuleNotFoundError) and module == package.removesuffix("-checkpoint").replace("-", "_"):
+            return f'\nThis command needs the package {module}: pip install "anybatch[{extra}]"'
+    return ""
 
 
 @app.command()
@@ -90,16 +88,12 @@ def demo(
     steps: Annotated[int | None, typer.Option(min=1, help="The number of steps.")] = None,
     out: Annotated[str | None, typer.Option(help="The folder for checkpoints and the log.")] = None,
     report: Annotated[str | None, typer.Option(help="The file for the report.")] = None,
-    resume: Annotated[bool, typer.Option(help="Continue a demo that was stopped, or start again.")] = True,
-) -> None:
+    resume: Annotated[bool, typer.Option(help="Continue the demo in its folder, or require a new one.")] = True,
+) -> int:
     """Train a small GPT with a batch many times larger than fits the memory budget. Takes a minute on two cores."""
+    from anybatch.demo.job import run_demo
 
-    def command() -> int:
-        from anybatch.demo.job import run_demo
-
-        return run_demo(gpu_size=gpu_size, memory=memory, steps=steps, out=out, report=report, resume=resume)
-
-    _run(command)
+    return run_demo(gpu_size=gpu_size, memory=memory, steps=steps, out=out, report=report, resume=resume)
 
 
 @app.command(
@@ -110,27 +104,23 @@ def train(
     config: Annotated[pathlib.Path | None, typer.Option(help="A TOML file with the options of the run.")] = None,
     resume: Annotated[bool, typer.Option(help="Continue the run in its folder, or require a new one.")] = True,
     example: Annotated[bool, typer.Option("--example", help="Print a TOML file to start from, and exit.")] = False,
-) -> None:
+) -> int:
     """Train a GPT on your own text."""
+    from anybatch.demo.config import RunConfig, example_config
 
-    def command() -> int:
-        from anybatch.demo.config import RunConfig, example_config
+    if example:
+        typer.echo(example_config(), nl=False)
+        return 0
+    if config is None:
+        raise anybatch.InputError(
+            "A run needs a file with its options",
+            given="no --config",
+            remedy="anybatch train --example > run.toml, then: anybatch train --config run.toml",
+        )
+    run_config = RunConfig.read(config)
+    from anybatch.demo import job
 
-        if example:
-            typer.echo(example_config(), nl=False)
-            return 0
-        if config is None:
-            raise anybatch.InputError(
-                "A run needs a file with its options",
-                given="no --config",
-                remedy="anybatch train --example > run.toml, then: anybatch train --config run.toml",
-            )
-        run_config = RunConfig.read(config)
-        from anybatch.demo import job
-
-        return job.run(run_config, command=f"anybatch train --config {shlex.quote(str(config))}", resume=resume)
-
-    _run(command)
+    return job.run(run_config, command=f"anybatch train --config {shlex.quote(str(config))}", resume=resume)
 
 
 @app.command(
@@ -140,30 +130,18 @@ def train(
 )
 def explain(
     problem: Target,
-    memory: Annotated[
-        str | None, typer.Option(help='The memory for the gradient: "16GiB", or "80%" of the free memory.')
-    ] = None,
-    objective: Annotated[Objective, typer.Option(help="What to minimise: time or memory.")] = Objective.speed,
-    remat: Annotated[
-        str | None, typer.Option(help='"auto" also tries jax.checkpoint. Or name one of its policies.')
-    ] = None,
+    memory: Annotated[str | None, typer.Option(help='The memory: "16GiB", or "80%" of the free memory.')] = None,
+    objective: Annotated[str, typer.Option(help='"speed" takes the least time, "memory" the least memory.')] = "speed",
+    remat: Annotated[str | None, typer.Option(help='"auto" tries jax.checkpoint. Or name one of its policies.')] = None,
     time: Annotated[bool, typer.Option(help="Time the candidates on the device, or only compile them.")] = True,
-    html: Annotated[
-        pathlib.Path | None, typer.Option(help="Also write the table and the plot to this HTML file.")
-    ] = None,
-    plot: Annotated[
-        pathlib.Path | None, typer.Option(help="Also write the plot to this file: .png, .svg, .pdf.")
-    ] = None,
-) -> None:
+    html: Annotated[pathlib.Path | None, typer.Option(help="Write the table and the plot to this HTML file.")] = None,
+    plot: Annotated[pathlib.Path | None, typer.Option(help="Write the plot to this file: .png, .svg, .pdf.")] = None,
+) -> bool:
     """Show the plan for a problem."""
+    from anybatch.cli.problem import explain_problem
 
-    def command() -> bool:
-        from anybatch.cli.problem import explain_problem
-
-        options = {"memory": memory, "objective": objective.value, "remat": remat, "timed": time}
-        return explain_problem(problem, html=html, plot=plot, **options)
-
-    _run(command)
+    options = {"memory": memory, "objective": objective, "remat": remat, "timed": time}
+    return explain_problem(problem, html=html, plot=plot, **options)
 
 
 @app.command(
@@ -175,27 +153,19 @@ def verify(
     problem: Target,
     size: Annotated[list[int] | None, typer.Option(min=1, help="A microbatch size to try. Can be repeated.")] = None,
     sample: Annotated[int | None, typer.Option(min=1, help="Use only this many of the examples.")] = None,
-) -> None:
+) -> bool:
     """Compare the gradient in microbatches with that of the full batch."""
+    from anybatch.cli.problem import verify_problem
 
-    def command() -> bool:
-        from anybatch.cli.problem import verify_problem
-
-        return verify_problem(problem, microbatch_sizes=size or None, sample=sample)
-
-    _run(command)
+    return verify_problem(problem, microbatch_sizes=size or None, sample=sample)
 
 
 @app.command()
-def doctor() -> None:
+def doctor() -> bool:
     """Show versions, devices and memory, and which packages are missing."""
+    from anybatch.cli.doctor import print_findings
 
-    def command() -> bool:
-        from anybatch.cli.doctor import print_findings
-
-        return print_findings()
-
-    _run(command)
+    return print_findings()
 
 
 @app.command(
@@ -207,40 +177,16 @@ def doctor() -> None:
 )
 def launch(
     script: Annotated[str, typer.Argument(help="path/to/script.py, which calls anybatch.distributed.initialize().")],
-    arguments: Annotated[
-        list[str] | None, typer.Argument(help="The arguments of the script, its sys.argv[1:].")
-    ] = None,
+    arguments: Annotated[list[str] | None, typer.Argument(help="The script's arguments, its sys.argv[1:].")] = None,
     processes: Annotated[int, typer.Option(min=1, help="The number of processes.")] = 2,
     devices_per_process: Annotated[
         int | None, typer.Option(min=1, help="GPUs for each process. On a machine without GPUs: simulated CPU devices.")
     ] = None,
-    timeout: Annotated[float | None, typer.Option(min=0, help="End all processes after this many seconds.")] = None,
-    max_processes: Annotated[
-        int | None, typer.Option(min=1, help="Refuse more processes than this. Default: 4 for each CPU, at least 16.")
-    ] = None,
-) -> None:
+) -> int:
     """Run a script in several processes."""
+    from anybatch.cli.launch import launch as launch_script
 
-    def command() -> int:
-        from anybatch.cli.launch import launch as launch_script
-
-        return launch_script(
-            script,
-            arguments or [],
-            processes=processes,
-            devices_per_process=devices_per_process,
-            timeout=timeout,
-            max_processes=max_processes,
-        )
-
-    _run(command)
+    return launch_script(script, arguments or [], processes=processes, devices_per_process=devices_per_process)
 
 
-class _Learning(typer.core.TyperGroup):
-    """The commands of `anybatch learn`. They return their result, and `_run` turns it into an exit status."""
-
-    def invoke(self, context: Any) -> None:
-        _run(lambda: typer.core.TyperGroup.invoke(self, context))
-
-
-app.add_typer(learning.app, name="learn", cls=_Learning)
+app.add_typer(learning.app, name="learn")

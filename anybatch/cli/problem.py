@@ -4,7 +4,6 @@ A user names the problem as `package.module:function`. `explain` prints its plan
 `verify` prints how every strategy's gradient compares with that of the full batch.
 """
 
-import contextlib
 import importlib
 import importlib.util
 import operator
@@ -12,13 +11,12 @@ import os
 import pathlib
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from html import escape
 from types import ModuleType
 from typing import Any
 
 from rich.console import Console
-from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from anybatch import __version__
 from anybatch.call.files import check_target, write_atomically
@@ -27,20 +25,6 @@ from anybatch.errors import InputError
 from anybatch.gradients.plan import explain
 from anybatch.planning.plan import check_plot_path
 from anybatch.verification.verify import verify
-
-
-@contextlib.contextmanager
-def spinner(text: str) -> Iterator[Callable[[str], None]]:
-    """Shows a text with the elapsed time on stderr. Yields a function that replaces the text.
-
-    It shows nothing if stderr is not a terminal.
-    """
-    console = Console(stderr=True)
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task(text, total=None)
-        yield lambda text: progress.update(task, description=text)
-
 
 _REMEDY = "Write a function that returns (loss, params, batch), and name it as package.module:function:\n\n" + EXAMPLE
 
@@ -64,7 +48,7 @@ def load_problem(target: str) -> tuple[Callable[..., Any], Any, Any]:
     function = getattr(module, name, None)
     if not callable(function):
         functions = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
-        found = f"It has {', '.join(sorted(functions)[:8])}." if functions else "It has no functions."
+        found = f"It has {', '.join(sorted(functions)[:8]) or 'no functions'}."
         given = "no such name" if not hasattr(module, name) else f"{name} = {function!r}"
         raise InputError(f"{place} must have a function {name}", given=given, remedy=f"{found} {_REMEDY}")
     try:
@@ -79,41 +63,35 @@ def load_problem(target: str) -> tuple[Callable[..., Any], Any, Any]:
 
 
 def _checked(target: str, result: Any) -> tuple[Callable[..., Any], Any, Any]:
-    must = f"{target} must return (loss, params, batch)"
+    must, given = f"{target} must return (loss, params, batch)", ""
     if not isinstance(result, (tuple, list)):
-        raise InputError(must, given=f"a {type(result).__name__}", remedy=_REMEDY)
-    if len(result) != 3:
-        kinds = ", ".join(type(each).__name__ for each in result)
-        raise InputError(must, given=f"{len(result)} values ({kinds})", remedy=_REMEDY)
-    loss, params, batch = result
-    if not callable(loss):
-        raise InputError(
-            f"{must}, and the loss must be a function", given=f"a {type(loss).__name__} as the loss", remedy=_REMEDY
-        )
-    return loss, params, batch
+        given = f"a {type(result).__name__}"
+    elif len(result) != 3:
+        given = f"{len(result)} values ({', '.join(type(each).__name__ for each in result)})"
+    elif not callable(result[0]):
+        must, given = f"{must}, and the loss must be a function", f"a {type(result[0]).__name__} as the loss"
+    if given:
+        raise InputError(must, given=given, remedy=_REMEDY)
+    return result[0], result[1], result[2]
 
 
 def _module(place: str) -> ModuleType:
     sys.path.insert(0, os.getcwd())  # as `python -m` does
     try:
-        if place.endswith(".py"):
-            return _from_file(pathlib.Path(place))
-        return importlib.import_module(place)
-    except ModuleNotFoundError as error:
-        if error.name is not None and (place == error.name or place.startswith(f"{error.name}.")):
-            raise InputError(
-                "The module of a problem must be in this folder, or installed",
-                given=place if place == error.name else f"{place}, but there is no {error.name}",
-                remedy=f"Run the command in the folder of {error.name.split('.')[0]}, or pass the path: "
-                "path/to/file.py:function.",
-            ) from None
-        raise InputError(
-            f"{place} must import", given=_last_line(error), remedy="Install the missing module."
-        ) from error
+        return _from_file(pathlib.Path(place)) if place.endswith(".py") else importlib.import_module(place)
     except InputError:
         raise
     except Exception as error:
-        raise InputError(f"{place} must import", given=_last_line(error), remedy="Correct the module there.") from error
+        missing = error.name if isinstance(error, ModuleNotFoundError) else None
+        if missing is not None and f"{place}.".startswith(f"{missing}."):
+            raise InputError(
+                "The module of a problem must be in this folder, or installed",
+                given=place if place == missing else f"{place}, but there is no {missing}",
+                remedy=f"Run the command in the folder of {missing.split('.')[0]}, or pass the path: "
+                "path/to/file.py:function.",
+            ) from None
+        remedy = "Correct the module there." if missing is None else "Install the missing module."
+        raise InputError(f"{place} must import", given=_last_line(error), remedy=remedy) from error
 
 
 def _from_file(path: pathlib.Path) -> ModuleType:
@@ -156,21 +134,15 @@ svg { max-width: 100%; height: auto; }
 
 
 def explain_problem(target: str, *, html: pathlib.Path | None, plot: pathlib.Path | None, **options: Any) -> bool:
-    """Prints the plan for a problem. Returns True if a candidate fits the memory.
-
-    Args:
-      target: the problem, as `load_problem` takes it.
-      html: the file for a page with the table and the plot, or None.
-      plot: the file for the plot alone, or None.
-      **options: of `anybatch.explain`.
+    """Prints the plan for a problem, and writes a page and a plot of it. Returns True if a candidate fits the memory.
 
     Raises:
       InputError: if the problem cannot be loaded, or a file must not be written. The files are checked first.
     """
     _check_files(html, plot)
     loss, params, batch = load_problem(target)
-    with spinner("Planning") as update:
-        plan = explain(loss, params, batch, progress=update, **options)
+    with Console(stderr=True).status("Planning") as status:
+        plan = explain(loss, params, batch, progress=status.update, **options)
     print(plan)
     if plot is not None:
         plan.plot(str(plot))
@@ -184,12 +156,8 @@ def explain_problem(target: str, *, html: pathlib.Path | None, plot: pathlib.Pat
 
 def _check_files(html: pathlib.Path | None, plot: pathlib.Path | None) -> None:
     for path in (html, plot):
-        if path is not None and not path.absolute().parent.is_dir():
-            raise InputError(
-                "A file must be in a folder that exists",
-                given=str(path),
-                remedy=f"mkdir -p {path.absolute().parent}",
-            )
+        if path is not None and not (folder := path.absolute().parent).is_dir():
+            raise InputError("A file must be in a folder that exists", given=str(path), remedy=f"mkdir -p {folder}")
     if html is not None and plot is not None and os.path.realpath(html) == os.path.realpath(plot):
         raise InputError(
             "The page and the plot must be two files",
@@ -210,14 +178,9 @@ def _check_page(path: pathlib.Path) -> pathlib.Path:
 
 
 def verify_problem(target: str, **options: Any) -> bool:
-    """Prints the comparison for a problem. Returns True if all gradients agree.
-
-    Args:
-      target: the problem, as `load_problem` takes it.
-      **options: of `anybatch.verify`.
-    """
+    """Prints the comparison for a problem. Returns True if all gradients agree."""
     loss, params, batch = load_problem(target)
-    with spinner("Comparing"):
+    with Console(stderr=True).status("Comparing"):
         verification = verify(loss, params, batch, **options)
     print(verification)
     return verification.ok

@@ -1,15 +1,14 @@
 """The figures of a report: the loss, other columns of the history, the noise scale, and the candidates of a plan.
 
-They are plots in SVG without ids, scripts, fonts or colours. Their elements have classes, and the style sheet of the
-page (`page.html.jinja`) gives them the colours of the light or dark scheme. The text is text, so it can be selected and
-read aloud.
+The template of the page (`page.html.jinja`) draws them in SVG without ids, scripts or fonts. Their elements have
+classes, to which the style sheet gives the colours of the light or dark scheme. The text is text, so it can be selected
+and read aloud.
 """
 
 import dataclasses
-import html
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,12 +16,10 @@ import numpy as np
 from anybatch.call.memory import readable
 from anybatch.planning.plan import Candidate, Plan
 
-MOST_POINTS = 1000
 LARGEST = 1e100  # values beyond it, or below its inverse, would overflow in differences and ratios
 
 CHARACTER = 6.8  # the width of a digit on an axis, in pixels; see `svg text` in the style sheet
 RIGHT, BOTTOM = 16, 42  # margins, in pixels
-TIMES = "\u00d7"
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -55,7 +52,7 @@ def drawable(values: np.ndarray) -> np.ndarray:
     return np.where(np.abs(values) < 1 / LARGEST, 0.0, np.clip(values, -LARGEST, LARGEST))
 
 
-def thinned(series: Series, most: int = MOST_POINTS) -> Series:
+def thinned(series: Series, most: int = 1000) -> Series:
     """The series with about `most` points at most: the lowest and the highest of each interval, so that spikes stay.
 
     The first interval is divided further, into intervals that double in length. A loss falls most steeply there, and
@@ -63,7 +60,7 @@ def thinned(series: Series, most: int = MOST_POINTS) -> Series:
 
     >>> long = Series(np.arange(100_000.0), np.zeros(100_000))
     >>> long.values[777] = 5.0
-    >>> len(thinned(long)) <= MOST_POINTS + 2, float(thinned(long).values.max())
+    >>> len(thinned(long)) <= 1002, float(thinned(long).values.max())
     (True, 5.0)
     """
     if len(series) <= most:
@@ -96,19 +93,10 @@ def short(value: float) -> str:
         return "not finite"
     if value == 0 or 1e-3 <= abs(value) < 1e7:
         return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
-    mantissa, _, power = scientific(value, 2).partition(TIMES)
+    mantissa, _, exponent = f"{value:.2e}".partition("e")
     mantissa = mantissa.rstrip("0").rstrip(".")
-    return power if mantissa == "1" else f"{mantissa}{TIMES}{power}"
-
-
-def scientific(value: float, decimals: int) -> str:
-    r"""A number with a power of ten, always with the same number of digits, for a column of a table.
-
-    >>> scientific(1e-14, 1) == "1.0\u00d710⁻¹⁴"
-    True
-    """
-    mantissa, _, exponent = f"{value:.{decimals}e}".partition("e")
-    return f"{mantissa}{TIMES}10{str(int(exponent)).translate(_SUPERSCRIPTS)}"
+    power = f"10{str(int(exponent)).translate(_SUPERSCRIPTS)}"
+    return power if mantissa == "1" else f"{mantissa}\N{MULTIPLICATION SIGN}{power}"
 
 
 _SUPERSCRIPTS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
@@ -143,11 +131,10 @@ class Axis:
 
     def place(self, values: np.ndarray) -> np.ndarray:
         """The positions of values on the axis: 0 at `low`, 1 at `high`."""
-        values = drawable(values)
+        values, low, high = drawable(values), self.low, self.high
         if self.is_log:
-            low, high = math.log(self.low), math.log(self.high)
-            return (np.log(np.maximum(values, self.low)) - low) / (high - low)
-        return (values - self.low) / (self.high - self.low)
+            values, low, high = np.log(np.maximum(values, low)), math.log(low), math.log(high)
+        return (values - low) / (high - low)
 
 
 def axis_of(
@@ -163,12 +150,10 @@ def axis_of(
     if from_zero:
         low, high = min(low, 0.0), max(high, 0.0)
     # A flat line needs a range too, in which the ticks have different names.
-    if high - low <= 1e-6 * max(abs(low), abs(high)):
-        margin = 0.1 * max(abs(low), abs(high)) or 1.0
-        low, high = low - margin, high + margin
-    else:
-        margin = padding * (high - low)
-        low, high = low if from_zero and low == 0 else low - margin, high + margin
+    largest = max(abs(low), abs(high))
+    is_flat = high - low <= 1e-6 * largest
+    margin = 0.1 * largest or 1.0 if is_flat else padding * (high - low)
+    low, high = low if from_zero and low == 0 and not is_flat else low - margin, high + margin
     return Axis(low, high, label, _linear_ticks(low, high))
 
 
@@ -190,11 +175,9 @@ def _linear_ticks(low: float, high: float, most: int = 6) -> tuple[tuple[float, 
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(nice * power for nice in (1, 2, 2.5, 5, 10) if nice * power >= 0.999 * rough)
     numbers = [index * step for index in range(math.ceil(low / step), math.floor(high / step) + 1)]
-    decimals = max(0, -math.floor(math.log10(step) + 1e-9)) + (1 if abs(step / power - 2.5) < 1e-6 else 0)
-    decimals = 0 if step >= 10 else decimals
-    if decimals > 4 or max(abs(low), abs(high)) >= 1e7:
-        return tuple((number, short(number)) for number in numbers)
-    return tuple((number, f"{number:,.{decimals}f}") for number in numbers)
+    decimals = len(f"{step:.12f}".rstrip("0").partition(".")[2])
+    is_short = step < 1e-4 or decimals > 4 or max(abs(low), abs(high)) >= 1e7
+    return tuple((number, short(number) if is_short else f"{number:,.{decimals}f}") for number in numbers)
 
 
 def _log_ticks(low: float, high: float) -> tuple[tuple[float, str], ...]:
@@ -209,102 +192,74 @@ def _log_ticks(low: float, high: float) -> tuple[tuple[float, str], ...]:
 
 
 class Plot:
-    """One plot: curves, points and levels over two axes.
+    """One plot: curves, points and levels over two axes, in pixels. The template draws it.
 
-    Args:
-      x: the horizontal axis.
-      y: the vertical axis.
-      width: in pixels.
-      height: in pixels.
-      text: what the plot shows, in words, for screen readers.
+    `text` is what it shows in words, for screen readers. If `screen` is "wide" or "narrow", only those screens show it.
     """
 
-    def __init__(self, x: Axis, y: Axis, *, width: int, height: int, text: str) -> None:
-        self.x, self.y, self.width, self.height, self.text = x, y, width, height, text
-        self.left = 14 + CHARACTER * max((len(name) for _, name in y.ticks), default=1)
-        self.top = 28 if y.label else 12
-        self._parts: list[str] = []
+    def __init__(self, x: Axis, y: Axis, size: tuple[int, int], text: str, screen: str = "") -> None:
+        self.x, self.y, self.text, self.screen = x, y, text, screen
+        self.width, self.height = size
+        self.left = round(14 + CHARACTER * max((len(name) for _, name in y.ticks), default=1), 1)
+        self.right, self.top, self.bottom = self.width - RIGHT, 28 if y.label else 12, self.height - BOTTOM
+        self.x_ticks = [(self.across(value), name) for value, name in x.ticks]
+        self.y_ticks = [(self.down(value), name) for value, name in y.ticks]
+        self.bands: list[tuple[float, str, str]] = []  # (x, label, anchor of the label)
+        self.levels: list[tuple[float, str, str, float, float]] = []  # (y, label, its anchor, its x, its y)
+        self.curves: list[tuple[str, str]] = []  # (style, path)
+        self.hovers: list[tuple[float, float, str]] = []  # (x, width, title)
+        self.points: list[tuple[float, float, float, str, str]] = []  # (x, y, radius, style, title)
 
-    def _across(self, values: np.ndarray | float) -> np.ndarray:
-        return self.left + self.x.place(np.asarray(values)) * (self.width - self.left - RIGHT)
+    def across(self, values: Any) -> Any:
+        return (self.left + self.x.place(np.asarray(values)) * (self.right - self.left)).round(1).tolist()
 
-    def _down(self, values: np.ndarray | float) -> np.ndarray:
-        return self.height - BOTTOM - self.y.place(np.asarray(values)) * (self.height - self.top - BOTTOM)
+    def down(self, values: Any) -> Any:
+        return (self.bottom - self.y.place(np.asarray(values)) * (self.bottom - self.top)).round(1).tolist()
 
     def curve(self, series: Series, style: str) -> None:
         """Draws a line through the values, interrupted at gaps. A value between two gaps is a dot."""
         path, is_down = [], False
         known = series.is_known
-        across, down = self._across(series.steps), self._down(series.values)
+        across, down = self.across(series.steps), self.down(series.values)
         for place in range(len(series)):
             if known[place]:
                 # A line of length 0 is drawn as a dot, since lines have round ends.
                 alone = not is_down and (place + 1 == len(series) or not known[place + 1])
-                path.append(f"{'L' if is_down else 'M'}{across[place]:.1f} {down[place]:.1f}{'h0' if alone else ''}")
+                path.append(f"{'L' if is_down else 'M'}{across[place]} {down[place]}{'h0' if alone else ''}")
             is_down = bool(known[place])
-        self._parts.append(f'<path class="curve {style}" d="{"".join(path)}"/>')
+        self.curves.append((style, "".join(path)))
 
     def point(self, x: float, y: float, style: str, title: str, radius: float = 4) -> None:
         """Draws a disc, with a title that is shown when the pointer is on it."""
-        place = f'cx="{self._across(x):.1f}" cy="{self._down(y):.1f}" r="{radius}"'
-        self._parts.append(f'<circle class="point {style}" {place}><title>{html.escape(title)}</title></circle>')
+        self.points.append((self.across(x), self.down(y), radius, style, title))
 
     def level(self, y: float, label: str, curve: Series) -> None:
         """Draws a horizontal line. Its label goes to the one of its four corners that is farthest from the curve."""
-        down, right = float(self._down(y)), self.width - RIGHT
-        known = curve.known
-        places, heights = self.x.place(known.steps), self._down(known.values)
+        known, down = curve.known, self.down(y)
+        places, heights = self.x.place(known.steps), np.array(self.down(known.values))
         corners = []
-        for side, is_near in (("start", places < 0.35), ("end", places > 0.65)):
+        for side, across, is_near in (("start", self.left + 4, places < 0.35), ("end", self.right - 4, places > 0.65)):
             for below in (-7, 16):
                 free = np.abs(heights[is_near] - (down + below - 4)).min(initial=self.height)
-                corners.append((self.top + 10 < down + below < self.height - BOTTOM, free, side, below))
-        *_, side, below = max(corners)
-        across = self.left + 4 if side == "start" else right - 4
-        self._parts.append(f'<path class="level" d="M{self.left:.1f} {down:.1f}H{right}"/>')
-        place = f'text-anchor="{side}" x="{across:.1f}" y="{down + below:.1f}"'
-        self._parts.append(f'<text class="name" {place}>{html.escape(label)}</text>')
+                corners.append((self.top + 10 < down + below < self.bottom, free, side, across, down + below))
+        self.levels.append((down, label, *max(corners)[2:]))
 
-    def mark(self, x: float, label: str) -> None:
+    def band(self, x: float, label: str) -> None:
         """Draws a vertical band behind everything else, with its label at the top."""
-        across = float(self._across(x))
-        anchor = "start" if across < self.left + 60 else "end" if across > self.width - RIGHT - 60 else "middle"
-        band = f'<path class="band" d="M{across:.1f} {self.top}V{self.height - BOTTOM}"/>'
-        name = (
-            f'<text class="tick" text-anchor="{anchor}" x="{across:.1f}" y="{self.top - 8}">{html.escape(label)}</text>'
-        )
-        self._parts[:0] = [band, name]
+        across = self.across(x)
+        anchor = "start" if across < self.left + 60 else "end" if across > self.right - 60 else "middle"
+        self.bands.append((across, label, anchor))
 
-    def hover(self, steps: np.ndarray, titles: Sequence[str]) -> None:
-        """Adds an invisible column around each step, whose title is shown when the pointer is on it."""
-        across = self._across(steps)
-        edges = [self.left, *((across[:-1] + across[1:]) / 2), self.width - RIGHT]
-        height = self.height - self.top - BOTTOM
-        for start, stop, title in zip(edges[:-1], edges[1:], titles, strict=True):
-            place = f'x="{start:.1f}" y="{self.top}" width="{max(stop - start, 0):.1f}" height="{height}"'
-            self._parts.append(f'<rect class="hover" {place}><title>{html.escape(title)}</title></rect>')
-
-    def svg(self, style: str = "") -> str:
-        """The plot as an SVG element."""
-        right, floor = self.width - RIGHT, self.height - BOTTOM
-        frame = []
-        for value, name in self.y.ticks:
-            down = float(self._down(value))
-            frame.append(f'<path class="grid" d="M{self.left:.1f} {down:.1f}H{right}"/>')
-            frame.append(
-                f'<text class="tick" text-anchor="end" x="{self.left - 7:.1f}" y="{down + 4:.1f}">{name}</text>'
-            )
-        for value, name in self.x.ticks:
-            across = float(self._across(value))
-            frame.append(f'<path class="notch" d="M{across:.1f} {floor}v5"/>')
-            frame.append(f'<text class="tick" text-anchor="middle" x="{across:.1f}" y="{floor + 18}">{name}</text>')
-        frame.append(f'<path class="base" d="M{self.left:.1f} {floor}H{right}"/>')
-        frame.append(f'<text class="tick" x="0" y="{self.top - 12}">{html.escape(self.y.label)}</text>')
-        frame.append(
-            f'<text class="tick" text-anchor="end" x="{right}" y="{floor + 36}">{html.escape(self.x.label)}</text>'
-        )
-        head = f'<svg class="plot {style}" viewBox="0 0 {self.width} {self.height}" role="img"'
-        return visible(f'{head} aria-label="{html.escape(self.text)}">{"".join(frame)}{"".join(self._parts)}</svg>')
+    def hover(self, series: Series, smooth: Series | None, name: str) -> None:
+        """Adds invisible columns around some steps, whose values are shown when the pointer is on them."""
+        places = np.unique(np.linspace(0, len(series) - 1, min(HOVERS, len(series))).round().astype(int))
+        across = np.array(self.across(series.steps[places]))
+        edges = [self.left, *((across[:-1] + across[1:]) / 2).round(1).tolist(), self.right]
+        for place, (start, stop) in zip(places, itertools.pairwise(edges), strict=True):
+            title = f"step {series.steps[place]:,.0f}\n{name} {short(series.values[place])}"
+            if smooth is not None and smooth.is_known[place]:
+                title += f"\nsmoothed {short(smooth.values[place])}"
+            self.hovers.append((start, round(max(stop - start, 0.0), 1), title))
 
 
 WIDE, NARROW = (940, 320), (450, 260)  # width and height in pixels
@@ -315,7 +270,7 @@ FAR = 4.0  # a budget or batch this many times above the curve is not drawn: it 
 
 # The styles of evaluations that are drawn with the loss.
 _COLORS, _DASHES = ("orange", "green", "purple"), ("", "dashed", "dotted", "mixed")
-_STYLES = tuple(f"{color} {dash}".strip() for dash in _DASHES for color in _COLORS)
+STYLES = tuple(f"{color} {dash}".strip() for dash in _DASHES for color in _COLORS)
 
 History = Sequence[Mapping[str, Any]]
 
@@ -323,12 +278,7 @@ History = Sequence[Mapping[str, Any]]
 # Columns of a history.
 
 
-def number(value: Any) -> float:
-    """A cell of a history as a float. NaN if it is not a number.
-
-    >>> number("1.5"), number(None)
-    (1.5, nan)
-    """
+def _number(value: Any) -> float:
     try:
         return float(value)
     except (TypeError, ValueError, OverflowError):
@@ -347,33 +297,24 @@ def column(history: Sequence[Mapping[str, Any]], name: str) -> Series:
     steps, values = [], []
     for place, row in enumerate(history, start=1):
         if name in row:
-            step = number(row.get("step"))
+            step = _number(row.get("step"))
             steps.append(step if math.isfinite(step) else float(place))
-            values.append(number(row[name]))
+            values.append(_number(row[name]))
     order = np.argsort(steps, kind="stable")
     array = np.array(values, float)[order]
     return Series(np.array(steps, float)[order], np.where(np.isfinite(array), array, np.nan))
 
 
-def is_rate(name: str) -> bool:
-    """True for a column like `examples_per_second`, which has no value at the first step."""
-    return name.endswith("_per_second")
-
-
-def smoothed(series: Series, share: float = 0.02) -> Series:
+def smoothed(series: Series) -> Series:
     """Smooths a series without a lag, by three moving averages, which are nearly a Gaussian filter. Gaps stay gaps.
 
     The windows are symmetric and grow with the distance from the first value. A window that reached farther to the
     right would make the curve start too low. One that reached back to the first values, where a loss falls most
     steeply, would keep the curve above the values for long.
-
-    Args:
-      series: the curve.
-      share: the radius of a window, as a share of the length of the series.
     """
     length = len(series)
     places = np.arange(length)
-    radius = np.minimum(places // 4, max(1, round(share * length)))
+    radius = np.minimum(places // 4, max(1, round(0.02 * length)))
     first, last = places - radius, np.minimum(places + radius, length - 1)
     values, known = drawable(series.values), series.is_known
     for _ in range(3):
@@ -384,23 +325,16 @@ def smoothed(series: Series, share: float = 0.02) -> Series:
     return Series(series.steps, np.where(known, values, np.nan))
 
 
-def _evaluated_losses(history: History) -> list[str]:
-    """The evaluations that are drawn with the loss: `eval`, and those whose names end in "loss"."""
-    names = dict.fromkeys(name for row in history for name in row if name.split(".")[0] == "eval")
-    return [name for name in names if name == "eval" or name.endswith("loss")]
+def is_evaluation(name: str) -> bool:
+    """True for `eval` and `eval.*`."""
+    return name.split(".")[0] == "eval"
 
 
-def drawn_losses(history: History) -> tuple[list[str], list[str]]:
-    """The evaluations that are drawn with the loss, and those left over when all colours and dashes are used."""
-    names = _evaluated_losses(history)
-    return names[: len(_STYLES)], names[len(_STYLES) :]
-
-
-def other_columns(history: History) -> list[str]:
-    """The evaluations and auxiliary scalars that are not drawn with the loss."""
-    with_loss = _evaluated_losses(history)
+def scalar_columns(history: History) -> tuple[list[str], list[str]]:
+    """The evaluations that belong to the loss (`eval`, and those that end in "loss"); all others, and `aux.*`."""
     names = dict.fromkeys(name for row in history for name in row if name.split(".")[0] in ("eval", "aux"))
-    return [name for name in names if name not in with_loss]
+    losses = [name for name in names if is_evaluation(name) and (name == "eval" or name.endswith("loss"))]
+    return losses, [name for name in names if name not in losses]
 
 
 # Figures.
@@ -412,64 +346,19 @@ class Figure:
 
     name: str
     title: str
-    drawings: tuple[str, ...]  # SVG: one for all screens, or one for wide and one for narrow screens
+    plots: tuple[Plot, ...]  # one for all screens, or one for wide and one for narrow screens
     legend: tuple[tuple[str, str], ...] = ()  # (style, label)
     caption: str = ""
 
 
-@dataclasses.dataclass(frozen=True)
-class _Curves:
-    """The curves of a column: all rows, and the smoothed rows if there are enough of them."""
-
-    each: Series
-    smooth: Series | None
-
-    @classmethod
-    def of(cls, series: Series) -> "_Curves":
-        return cls(series, smoothed(series) if len(series.known) >= WORTH_SMOOTHING else None)
-
-    def draw(self, plot: Plot, most: int, color: str) -> None:
-        plot.curve(thinned(self.each, most), f"{color} faint" if self.smooth is not None else color)
-        if self.smooth is not None:
-            plot.curve(thinned(self.smooth, most // 3), color)
-
-    def hover(self, plot: Plot, name: str) -> None:
-        places = np.unique(np.linspace(0, len(self.each) - 1, min(HOVERS, len(self.each))).round().astype(int))
-        titles = []
-        for place in places:
-            title = f"step {self.each.steps[place]:,.0f}\n{name} {short(self.each.values[place])}"
-            if self.smooth is not None and self.smooth.is_known[place]:
-                title += f"\nsmoothed {short(self.smooth.values[place])}"
-            titles.append(title)
-        plot.hover(self.each.steps[places], titles)
-
-
 def loss_figure(history: History) -> Figure | None:
     """The training loss over the steps, with the losses of evaluations. None with fewer than two points."""
+    found = [(name, column(history, name).known) for name in scalar_columns(history)[0][: len(STYLES)]]
+    known = [(name, series) for name, series in found if len(series)]
+    evaluations = [(name, series, style) for (name, series), style in zip(known, STYLES, strict=False)]
+    screens = (("wide", WIDE), ("narrow", NARROW))
     series = column(history, "loss")
-    evaluations = {name: column(history, name).known for name in drawn_losses(history)[0]}
-    evaluations = {name: found for name, found in evaluations.items() if len(found)}
-    styles = dict(zip(evaluations, _STYLES, strict=False))
-    if not _is_curve(series):
-        return None
-    curves = _Curves.of(series)
-    everything = np.concatenate([series.known.values, *(found.values for found in evaluations.values())])
-    steps = np.concatenate([series.steps, *(found.steps for found in evaluations.values())])
-    x, y = axis_of(steps, "step", padding=0), axis_of(everything, "loss", log_from=LOG_FROM)
-    drawings = []
-    for style, (width, height), most in (("wide", WIDE, MOST_POINTS), ("narrow", NARROW, MOST_POINTS // 2)):
-        plot = Plot(x, y, width=width, height=height, text=_in_words("Loss", series))
-        curves.draw(plot, most, "blue")
-        curves.hover(plot, "loss")
-        for name, found in evaluations.items():
-            plot.curve(thinned(found, most), styles[name])
-            _draw_points(plot, found, name, styles[name].split()[0])
-        drawings.append(plot.svg(style))
-    # The legend shows discs as long as colours are different, and else lines, to show their dashes.
-    look = " disc" if len(evaluations) <= len(_COLORS) else ""
-    named = [(styles[name] + look, name) for name in evaluations]
-    own = _legend(curves, "blue") or ((("blue", "training loss"),) if named else ())
-    return Figure("loss", "Loss", tuple(drawings), (*own, *named), _gaps(series))
+    return _curve_figure("loss", "Loss", series, "blue", unit="loss", evaluations=evaluations, screens=screens)
 
 
 def column_figure(
@@ -477,118 +366,127 @@ def column_figure(
 ) -> Figure | None:
     """One column over the steps. None with fewer than two points."""
     series = column(history, name)
-    is_evaluation = name.split(".")[0] == "eval"
-    series = series.known if is_evaluation else series  # rows without an evaluation are not gaps
-    if is_rate(name) and not series.is_known[:1].all():
-        series = Series(series.steps[1:], series.values[1:])  # nor is the first step, which has no rate
-    if not _is_curve(series):
-        return None
-    curves = _Curves(series, None) if is_evaluation else _Curves.of(series)
-    y = axis_of(series.known.values, "", from_zero=from_zero, log_from=LOG_FROM if not from_zero else float("inf"))
-    plot = _small(axis_of(series.steps, "step", padding=0), y, _in_words(title, series))
-    curves.draw(plot, MOST_POINTS // 2, color)
-    curves.hover(plot, name)
-    if is_evaluation:
-        _draw_points(plot, series, name, color)
-    return Figure(name, title, (plot.svg(),), _legend(curves, color), _gaps(series))
+    if name.endswith("_per_second") and not series.is_known[:1].all():
+        series = Series(series.steps[1:], series.values[1:])  # the first step, which has no rate, is not a gap
+    if is_evaluation(name):
+        series = series.known  # nor are rows without an evaluation
+    log_from = math.inf if from_zero else LOG_FROM
+    return _curve_figure(name, title, series, color, from_zero=from_zero, log_from=log_from)
 
 
 def noise_figure(history: History, batch: float | None, unit: str) -> Figure | None:
     """The noise scale over the steps, with the size of the batch. None with fewer than two points."""
     series = column(history, "noise_scale")
-    if not _is_curve(series):
+    values, level = drawable(series.known.values), None
+    if batch is not None and len(values):
+        is_near = values[values > 0].min(initial=1) / FAR**2 <= batch <= FAR**2 * values.max()
+        level = batch if is_near else None
+    title = "Gradient noise scale"
+    return _curve_figure("noise_scale", title, series, "purple", unit=unit, level=level, log_from=LOG_FROM / 3)
+
+
+def _curve_figure(
+    name: str,
+    title: str,
+    series: Series,
+    color: str,
+    *,
+    unit: str = "",
+    from_zero: bool = False,
+    log_from: float = LOG_FROM,
+    evaluations: Sequence[tuple[str, Series, str]] = (),  # (name, values, style)
+    level: float | None = None,
+    screens: Sequence[tuple[str, tuple[int, int]]] = (("", NARROW),),  # names, and sizes of the plot on them
+) -> Figure | None:
+    if len(np.unique(series.known.steps)) < 2:
         return None
-    curves, values = _Curves(series, None), drawable(series.known.values)  # the logged noise scale is smoothed already
-    shown = batch is not None and batch <= FAR**2 * values.max() and batch >= values[values > 0].min(initial=1) / FAR**2
-    y = axis_of(np.append(values, batch) if shown and batch is not None else values, unit, log_from=LOG_FROM / 3)
-    text = _in_words("Gradient noise scale", series) + ("" if batch is None else f" The batch has {batch:,.0f} {unit}.")
-    plot = _small(axis_of(series.steps, "step", padding=0), y, text)
-    if shown and batch is not None:
-        plot.level(batch, f"batch {batch:,.0f}", series)
-    curves.draw(plot, MOST_POINTS // 2, "purple")
-    curves.hover(plot, "noise scale")
-    return Figure("noise_scale", "Gradient noise scale", (plot.svg(),), (), _gaps(series))
+    # Evaluations are few, and the logged noise scale is smoothed already.
+    is_noisy = name != "noise_scale" and not is_evaluation(name) and len(series.known) >= WORTH_SMOOTHING
+    smooth = smoothed(series) if is_noisy else None
+    others = [values for _, values, _ in evaluations]
+    levels = [] if level is None else [level]
+    x = axis_of(np.concatenate([each.steps for each in (series, *others)]), "step", padding=0)
+    values = np.concatenate([*(each.known.values for each in (series, *others)), levels])
+    y = axis_of(values, unit, from_zero=from_zero, log_from=log_from)
+    text = _in_words(title, series) + ("" if level is None else f" The batch has {level:,.0f} {unit}.")
+    plots = []
+    for screen, size in screens:
+        plot, width = Plot(x, y, size, text, screen), size[0]
+        if level is not None:
+            plot.level(level, f"batch {level:,.0f}", series)
+        plot.curve(thinned(series, width), color if smooth is None else f"{color} faint")
+        if smooth is not None:
+            plot.curve(thinned(smooth, width // 3), color)
+        plot.hover(series, smooth, name.replace("_", " "))
+        if is_evaluation(name):
+            _draw_points(plot, series, name, color)
+        for other, found, style in evaluations:
+            plot.curve(thinned(found, width), style)
+            _draw_points(plot, found, other, style.split()[0])
+        plots.append(plot)
+    return Figure(name, title, tuple(plots), _legend(color, smooth is not None, evaluations), _gaps(series))
 
 
 def memory_figure(plan: Plan) -> Figure | None:
     """The memory of each candidate against its microbatch size. None if it is known for fewer than two."""
-    known = [each for each in plan.candidates if each.total is not None]
-    highest = max((each.total or 0 for each in known), default=0)
-    unit, name = next(
-        ((2**power, name) for power, name in ((30, "GiB"), (20, "MiB"), (10, "KiB")) if highest >= 2**power), (1, "B")
-    )
-    is_near = plan.budget is not None and plan.budget <= FAR * highest
-    top = [plan.budget / unit] if is_near and plan.budget is not None else []
-    figure = _candidates_figure(
-        plan,
-        known,
-        "Memory",
-        name,
-        "blue",
-        lambda each: (each.total or 0) / unit,
-        lambda each: readable(each.total or 0),
-        top,
-    )
-    if figure is None or plan.budget is None or is_near:
-        return figure
-    return dataclasses.replace(
-        figure, caption=f"{figure.caption} The budget, {readable(plan.budget)}, is far above the plot.".strip()
-    )
+    totals = {each: each.total for each in plan.candidates if each.total is not None}
+    highest = max(totals.values(), default=0)
+    unit = readable(highest).split()[1]
+    factor = 1024 ** ("B", "KiB", "MiB", "GiB", "TiB").index(unit)
+    heights = {each: total / factor for each, total in totals.items()}
+    words = {each: readable(total) for each, total in totals.items()}
+    level, caption = None, ""
+    if plan.budget is not None and plan.budget <= FAR * highest:
+        level = plan.budget / factor
+    elif plan.budget is not None:
+        caption = f"The budget, {readable(plan.budget)}, is far above the plot."
+    return _candidates_figure(plan, "Memory", unit, "blue", heights, words, level, caption)
 
 
 def time_figure(plan: Plan) -> Figure | None:
     """The time of each candidate against its microbatch size. None if fewer than two were timed."""
-    timed = [each for each in plan.candidates if each.seconds is not None]
-
-    def milliseconds(each: Candidate) -> float:
-        return 1e3 * (each.seconds or 0.0)
-
-    return _candidates_figure(
-        plan, timed, "Time", "ms", "orange", milliseconds, lambda each: f"{short(milliseconds(each))} ms"
-    )
+    heights = {each: 1e3 * each.seconds for each in plan.candidates if each.seconds is not None}
+    words = {each: f"{short(height)} ms" for each, height in heights.items()}
+    return _candidates_figure(plan, "Time", "ms", "orange", heights, words)
 
 
 def _candidates_figure(
     plan: Plan,
-    candidates: Sequence[Candidate],
     title: str,
     unit: str,
     color: str,
-    height: Callable[[Candidate], float],
-    words: Callable[[Candidate], str],
-    levels: Sequence[float] = (),
+    heights: Mapping[Candidate, float],
+    words: Mapping[Candidate, str],
+    level: float | None = None,
+    caption: str = "",
 ) -> Figure | None:
-    if len(candidates) < 2:
+    if len(heights) < 2:
         return None
-    heights = np.array([*map(height, candidates), *levels])
     # The sizes of all candidates, so that the plots of memory and time have the same axis.
     x = size_axis([each.microbatch_size for each in plan.candidates], plan.microbatch_size, "microbatch size")
-    text = f"{title} against microbatch size: " + "; ".join(
-        f"{each.microbatch_size}: {words(each)}" for each in candidates
-    )
-    plot = _small(x, axis_of(heights, unit, from_zero=True, padding=0.1), text)
-    variants = list(dict.fromkeys(each.variant for each in candidates))
-    styles = [f"{color} {dash}".strip() for _, dash in zip(variants, itertools.cycle(_DASHES), strict=False)]
-    for variant, style in zip(variants, styles, strict=True):
-        same = sorted((each for each in candidates if each.variant == variant), key=lambda each: each.microbatch_size)
-        sizes = np.array([each.microbatch_size for each in same], float)
-        plot.curve(Series(sizes, np.array(list(map(height, same)), float)), style)
-    for level in levels:
-        sizes = np.array([each.microbatch_size for each in candidates], float)
-        plot.level(level, f"budget {short(level)} {unit}", Series(sizes, heights[: len(candidates)]))
-    is_predicted = {each: each.bytes is None and each.seconds is None for each in candidates}
-    for each in candidates:
+    y = axis_of(np.array([*heights.values(), level or 0.0]), unit, from_zero=True, padding=0.1)
+    spoken = "; ".join(f"{each.microbatch_size}: {text}" for each, text in words.items())
+    plot = Plot(x, y, NARROW, f"{title} against microbatch size: {spoken}")
+    styles: dict[str, str] = {}
+    for variant, dash in zip(dict.fromkeys(each.variant for each in heights), itertools.cycle(_DASHES), strict=False):
+        styles[variant] = f"{color} {dash}".strip()
+        same = sorted((each.microbatch_size, height) for each, height in heights.items() if each.variant == variant)
+        plot.curve(Series(*np.array(same, float).T), styles[variant])
+    if level is not None:
+        everything = np.array([(each.microbatch_size, height) for each, height in heights.items()], float)
+        plot.level(level, f"budget {short(level)} {unit}", Series(*everything.T))
+    predicted = [each for each in heights if each.bytes is None and each.seconds is None]
+    for each, height in heights.items():
         is_chosen = each == plan.chosen
-        look = f"{color} {'hollow' if is_predicted[each] else ''} {'chosen' if is_chosen else ''}".strip()
-        note = f"{each.route}, {each.name}\n{words(each)}" + (", predicted" if is_predicted[each] else "")
-        plot.point(each.microbatch_size, height(each), look, note, radius=6 if is_chosen else 4)
-    if plan.chosen in candidates and plan.chosen is not None:
-        plot.mark(plan.chosen.microbatch_size, "chosen")
-    legend = [(style, variant or "plain") for style, variant in zip(styles, variants, strict=True)]
-    legend = legend if len(variants) > 1 else []
-    if any(is_predicted.values()):
+        look = f"{color} {'hollow' if each in predicted else ''} {'chosen' if is_chosen else ''}".strip()
+        note = f"{each.route}, {each.name}\n{words[each]}" + (", predicted" if each in predicted else "")
+        plot.point(each.microbatch_size, height, look, note, radius=6 if is_chosen else 4)
+        if is_chosen:
+            plot.band(each.microbatch_size, "chosen")
+    legend = [(style, variant or "plain") for variant, style in styles.items()] if len(styles) > 1 else []
+    if predicted:
         legend += [(f"{color} disc", "compiled"), (f"{color} disc hollow", "predicted")]
-    return Figure(title.lower(), title, (plot.svg(),), tuple(legend))
+    return Figure(title.lower(), title, (plot,), tuple(legend), caption)
 
 
 def _draw_points(plot: Plot, series: Series, name: str, color: str) -> None:
@@ -598,16 +496,12 @@ def _draw_points(plot: Plot, series: Series, name: str, color: str) -> None:
             plot.point(step, value, color, f"step {step:,.0f}\n{name} {short(value)}", radius=3.5)
 
 
-def _is_curve(series: Series) -> bool:
-    return len(np.unique(series.known.steps)) > 1
-
-
-def _small(x: Axis, y: Axis, text: str) -> Plot:
-    return Plot(x, y, width=NARROW[0], height=NARROW[1], text=text)
-
-
-def _legend(curves: _Curves, color: str) -> tuple[tuple[str, str], ...]:
-    return () if curves.smooth is None else ((f"{color} faint", "each row"), (color, "smoothed"))
+def _legend(color: str, is_smoothed: bool, evaluations: Sequence[tuple[str, Series, str]]) -> tuple[Any, ...]:
+    own = [(f"{color} faint", "each row"), (color, "smoothed")] if is_smoothed else [(color, "training loss")]
+    # Discs as long as colours are different, and else lines, to show their dashes.
+    look = " disc" if len(evaluations) <= len(_COLORS) else ""
+    named = [(style + look, name) for name, _, style in evaluations]
+    return (*own, *named) if is_smoothed or named else ()
 
 
 def _gaps(series: Series) -> str:

@@ -22,28 +22,22 @@ from anybatch.jaxprs import versions
 from anybatch.planning.plan import Candidate, Plan
 from anybatch.reading.report import Reading
 from anybatch.report.figures import (
+    STYLES,
     Figure,
     History,
     Series,
     column,
     column_figure,
     drawable,
-    drawn_losses,
-    is_rate,
     loss_figure,
     memory_figure,
     noise_figure,
-    number,
-    other_columns,
-    scientific,
+    scalar_columns,
     short,
     time_figure,
     visible,
 )
-from anybatch.verification.verify import RouteCheck, Verification
-
-MOST_ROWS = 12  # of the table of the history
-MOST_EVALUATIONS = 3  # columns of that table
+from anybatch.verification.verify import Verification
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,58 +52,15 @@ class KeyFigure:
 
 @dataclasses.dataclass(frozen=True)
 class Table:
-    """A table of texts. Columns named in `left` are aligned to the left, all others to the right."""
+    """A table of texts. The template knows which columns are aligned to the left, by their names."""
 
     caption: str
-    header: tuple[str, ...]
-    rows: tuple[tuple[str, ...], ...]
-    styles: tuple[str, ...]  # of each row: "", "chosen", "muted" or "bad"
-    left: frozenset[str] = frozenset()
-
-    def without_empty_columns(self) -> "Table":
-        """The table without columns that are empty in every row."""
-        kept = [place for place in range(len(self.header)) if any(row[place] for row in self.rows)]
-        rows = tuple(tuple(row[place] for place in kept) for row in self.rows)
-        return dataclasses.replace(self, header=tuple(self.header[place] for place in kept), rows=rows)
+    rows: Sequence[Sequence[str]]  # the header first
+    styles: Sequence[str]  # of each row after the header: "", "chosen", "muted" or "bad"
 
 
-def key_figures(
-    history: History, plan: Plan | None, verification: Verification | None, batch: int | None
-) -> list[KeyFigure]:
-    """The key figures at the head of the page. Unknown ones are left out."""
-    figures = [*_of_history(history)]
-    if batch is not None:
-        figures.append(KeyFigure("Effective batch", f"{batch:,}", "examples in a step"))
-    if plan is not None:
-        figures += _of_plan(plan)
-    figures += _throughput(history)
-    if verification is not None:
-        figures.append(_of_verification(verification))
-    return figures
-
-
-def alarm(found: Verification) -> str:
-    """A warning for the head of the page if gradients differ, else an empty string."""
-    if found.ok:
-        return ""
-    count, many = sum(not route.ok for route in found.routes), len(found.routes)
-    text = f"Routes differ: {count:,} of {many:,} do not give the gradient of the full batch."
-    worst = _worst(found)
-    if worst is None:
-        return text
-    name, place, difference = worst
-    return f"{text} The worst, {name}, {_differs(difference)} {place}."
-
-
-def _of_verification(found: Verification) -> KeyFigure:
-    worst = _worst(found)
-    if not found.ok:
-        return KeyFigure("Gradient", "different", "" if worst is None else _differs(worst[2]), "wrong")
-    return KeyFigure("Gradient", "verified", "" if worst is None else f"{_differs(worst[2])} at most")
-
-
-def _worst(found: Verification) -> tuple[str, str, float] | None:
-    """The largest difference, as (name of the route, place, difference). NaN counts as larger than any number.
+def worst_difference(found: Verification) -> tuple[str, str, str]:
+    """The largest difference: the name of the route, by how much it differs, and where. NaN is larger than any number.
 
     If routes fail, only those are compared.
     """
@@ -120,23 +71,21 @@ def _worst(found: Verification) -> tuple[str, str, float] | None:
         places += [(route.name, f"at {leaf.name}", leaf.difference) for leaf in route.leaves if not leaf.ok]
         if route.rounding is not None and not route.rounding <= (route.expected_rounding or 0.0):
             places.append((route.name, f"in {found.given_dtype}", route.rounding))
-    return max(places, key=lambda place: (math.isnan(place[2]), place[2]), default=None)
+    name, place, difference = max(places, key=lambda place: (math.isnan(place[2]), place[2]))
+    return name, f"differs by {_two_digits(difference)}" if math.isfinite(difference) else "is not finite", place
 
 
-def _differs(difference: float) -> str:
-    return f"differs by {_difference(difference)}" if math.isfinite(difference) else "is not finite"
+def _two_digits(value: float) -> str:
+    return short(float(f"{value:.2g}"))
 
 
 def _of_history(history: History) -> list[KeyFigure]:
     figures = []
-    steps = [number(row.get("step")) for row in history]
-    if steps:
-        last = max((step for step in steps if math.isfinite(step)), default=float(len(steps)))
-        skipped = max((count for row in history if math.isfinite(count := number(row.get("skipped")))), default=0.0)
-        seconds = drawable(column(history, "seconds").known.values)
-        took = f"in {duration(seconds[-1])}" if len(seconds) else ""
-        notes = [took, f"{skipped:,.0f} skipped" if skipped else ""]
-        figures.append(KeyFigure("Steps", f"{last:,.0f}", ", ".join(filter(None, notes))))
+    if history:
+        steps, skipped, seconds = (column(history, name).known.values for name in ("step", "skipped", "seconds"))
+        notes = [f"in {duration(float(drawable(seconds)[-1]))}"] if len(seconds) else []
+        notes += [f"{skipped.max():,.0f} skipped"] if skipped.any() else []
+        figures.append(KeyFigure("Steps", f"{steps[-1] if len(steps) else len(history):,.0f}", ", ".join(notes)))
     figures += _of_loss(column(history, "loss"))
     for name in ("eval.loss", "eval"):
         found = column(history, name).known
@@ -164,135 +113,68 @@ def _of_plan(plan: Plan) -> list[KeyFigure]:
         return [KeyFigure("Microbatch", "none", "nothing fits")]
     figures = [KeyFigure("Microbatch", f"{plan.chosen.microbatch_size:,}", plan.chosen.route)]
     total = plan.chosen.total
-    full_batch = [each for each in plan.candidates if each.is_full_batch and each.method is None]
-    full_total = next((each.total for each in full_batch if each.total), None)
+    full_batch = [each.total for each in plan.candidates if each.is_full_batch and each.method is None and each.total]
     if total is not None:
         note = "" if plan.budget is None else f"of {readable(plan.budget)} allowed"
-        if full_total is not None and full_total != total:
-            note = f"{readable(full_total)} for the full batch"
+        if full_batch and full_batch[0] != total:
+            note = f"{readable(full_batch[0])} for the full batch"
         figures.append(KeyFigure("Memory", readable(total), note))
     return figures
 
 
 def _throughput(history: History) -> list[KeyFigure]:
     """The median throughput, which ignores the slow steps that compile."""
-    rates = {
-        unit: np.median(drawable(found.values))
-        for unit in ("examples", "tokens")
-        if len(found := column(history, f"{unit}_per_second").known)
-    }
+    found = {unit: column(history, f"{unit}_per_second").known.values for unit in ("examples", "tokens")}
+    rates = [(short(float(np.median(drawable(rates)))), unit) for unit, rates in found.items() if len(rates)]
     if not rates:
         return []
-    (unit, rate), *others = rates.items()
-    note = f"{unit} per second" + "".join(f", {short(float(more))} {name}" for name, more in others)
-    return [KeyFigure("Throughput", short(float(rate)), note)]
+    (rate, unit), *others = rates
+    note = f"{unit} per second" + "".join(f", {more} {name}" for more, name in others)
+    return [KeyFigure("Throughput", rate, note)]
 
 
-def history_table(history: History) -> Table | None:
-    """Some rows of the history, evenly apart, with the first and the last. None if there is nothing to show."""
-    names = [
-        name
-        for name in ("loss", "gradient_norm", "noise_scale", "examples_per_second", "tokens_per_second")
-        if any(name in row for row in history)
-    ]
-    evaluated = list(dict.fromkeys(name for row in history for name in row if name.split(".")[0] == "eval"))
-    evaluations = evaluated[:MOST_EVALUATIONS]
-    names += evaluations
-    if not history or not names:
-        return None
-    # Prefer rows with an evaluation.
-    places = [place for place, row in enumerate(history) if any(math.isfinite(number(row.get(e))) for e in evaluations)]
-    places = sorted({0, *places, len(history) - 1}) if len(places) > 1 else list(range(len(history)))
-    chosen = np.unique(np.linspace(0, len(places) - 1, min(MOST_ROWS, len(places))).round().astype(int))
-    rows = []
-    for place in (places[int(each)] for each in chosen):
-        row, step = history[place], number(history[place].get("step"))
-        # A log that was read from its file has NaN where there was no evaluation. The first step has no rate.
-        may_miss = [*evaluations, *filter(is_rate, names)]
-        missing = {name for name in may_miss if not math.isfinite(number(row.get(name)))}
-        cells = [_cell(row[name]) if name in row and name not in missing else "" for name in names]
-        rows.append((f"{step:,.0f}" if math.isfinite(step) else str(place + 1), *cells))
-    caption = f"{len(rows)} of {len(history):,} rows" if len(rows) < len(history) else "All rows"
-    caption += f", {len(evaluations)} of {len(evaluated)} evaluations" if len(evaluations) < len(evaluated) else ""
-    header = ("step", *(name.replace("_", " ") for name in names))
-    return Table(caption, header, tuple(rows), ("",) * len(rows)).without_empty_columns()
-
-
-def _cell(value: Any) -> str:
-    """A number with exactly four digits where possible, so that the numbers of a column are aligned."""
-    found = number(value)
-    return f"{found:#.4g}" if 1e-3 <= abs(found) < 1000 else "" if value is None else short(found)
+def _filled(rows: Sequence[Sequence[str]]) -> list[list[str]]:
+    """The rows of a table, the header first, without the columns that have nothing but a header."""
+    return [list(row) for row in zip(*(column for column in zip(*rows, strict=True) if any(column[1:])), strict=True)]
 
 
 def plan_table(plan: Plan) -> Table:
     """All candidates of a plan. The chosen one is marked."""
-    header = (
-        *("route", "microbatch", "method", "remat", "reduce", "total", "arguments", "gradients", "results"),
-        *("activations", "time", "fits"),
-    )
-    styles = tuple(
-        "chosen" if each == plan.chosen else "muted" if each.fits is False else "" for each in plan.candidates
-    )
-    rows = tuple(_plan_cells(each) for each in plan.candidates)
-    left = frozenset({"route", "method", "remat", "reduce", "fits"})
-    return Table("Candidates", header, rows, styles, left).without_empty_columns()
+    header = "route microbatch method remat reduce total arguments gradients results activations time fits".split()
+    rows = _filled([header, *map(_plan_cells, plan.candidates)])
+    styles = ["chosen" if each == plan.chosen else "muted" if each.fits is False else "" for each in plan.candidates]
+    return Table("Candidates", rows, styles)
 
 
-def _plan_cells(each: Candidate) -> tuple[str, ...]:
+def _plan_cells(each: Candidate) -> list[str]:
     found = each.bytes
     total = "" if each.total is None else ("~" if found is None else "") + readable(each.total)
-    kinds = (
-        ("", "", "", "")
-        if found is None
-        else tuple(map(readable, (found.arguments, found.gradients, found.results, found.activations)))
-    )
-    return (
-        *(each.route, f"{each.microbatch_size:,}", each.method or "", each.remat or ""),
-        *("" if each.reduce == "once" else each.reduce, total, *kinds),
-        "" if each.seconds is None else f"{1e3 * each.seconds:.{1 if each.seconds >= 1e-3 else 3}f} ms",
-        {True: "yes", False: "no", None: ""}[each.fits],
-    )
+    kinds = [""] * 4
+    if found is not None:
+        kinds = list(map(readable, (found.arguments, found.gradients, found.results, found.activations)))
+    time = "" if each.seconds is None else f"{1e3 * each.seconds:.{1 if each.seconds >= 1e-3 else 3}f} ms"
+    reduce = "" if each.reduce == "once" else each.reduce
+    fits = {True: "yes", False: "no", None: ""}[each.fits]
+    method, remat = each.method or "", each.remat or ""
+    return [each.route, f"{each.microbatch_size:,}", method, remat, reduce, total, *kinds, time, fits]
 
 
 def reading_table(reading: Reading) -> Table | None:
     """The values that are summed over the microbatches or gathered from them. None if there are none."""
     if not reading.frontier:
         return None
-    rows = tuple(
-        (
-            "summed" if item.how == "sum" else "gathered",
-            f"{item.dtype}[{','.join(map(str, item.shape))}]",
-            readable(item.bytes),
-            f"{item.file}:{item.line}" if item.file else "",
-        )
-        for item in reading.frontier
-    )
-    header, left = ("how", "array", "size", "where"), frozenset({"how", "array", "where"})
-    return Table("What is kept of each microbatch", header, rows, ("",) * len(rows), left).without_empty_columns()
+    rows = [["how", "array", "size", "where"]]
+    for item in reading.frontier:
+        array = f"{item.dtype}[{','.join(map(str, item.shape))}]"
+        where = f"{item.file}:{item.line}" if item.file else ""
+        rows.append(["summed" if item.how == "sum" else "gathered", array, readable(item.bytes), where])
+    return Table("What is kept of each microbatch", _filled(rows), [""] * len(reading.frontier))
 
 
 def verification_table(found: Verification) -> Table:
     """Every route with its differences, and the differences that rounding explains."""
-    given = f"in {found.given_dtype}" if found.given_dtype is not None else ""
-    header = ("route", "gradient", "allowed", "worst at", "value", "aux", given, "allowed there", "")
-
-    def cells(route: RouteCheck) -> tuple[str, ...]:
-        numbers = [route.gradient, route.tolerance, route.value, route.aux, route.rounding, route.expected_rounding]
-        gradient, allowed, value, aux, rounding, allowed_there = map(_difference, numbers)
-        verdict = "same" if route.ok else "different"
-        return (route.name, gradient, allowed, route.leaf, value, aux, rounding, allowed_there, verdict)
-
-    rows, styles = tuple(map(cells, found.routes)), tuple("" if route.ok else "bad" for route in found.routes)
-    caption = f"Relative differences in {found.dtype}"
-    return Table(caption, header, rows, styles, frozenset({"route", "worst at", ""})).without_empty_columns()
-
-
-def _difference(value: float | None) -> str:
-    if value is None or value == 0:
-        return "" if value is None else "0"
-    if not math.isfinite(value) or 0.01 <= value < 1000:
-        return short(float(f"{value:.2g}"))
-    return scientific(value, 1)
+    styles = ["" if route.ok else "bad" for route in found.routes]
+    return Table(f"Relative differences in {found.dtype}", found.table(_two_digits), styles)
 
 
 def duration(seconds: float) -> str:
@@ -311,18 +193,17 @@ def found_environment() -> dict[str, str]:
     """The software and hardware of this process, by name."""
     version, runtime = versions.versions()
     devices = jax.local_devices()
-    found = {
+    limit = memory_limit(devices)
+    each = " each" if len(devices) > 1 and devices[0].platform != "cpu" else ""
+    return {
         "anybatch": __version__,
         "Python": platform.python_version(),
         "JAX": version,
         "jaxlib": runtime,
         "Devices": f"{jax.device_count()} x {devices[0].device_kind} ({devices[0].platform})",
         "Platform": platform.platform(),
+        **({} if limit is None else {"Memory": readable(limit) + each}),
     }
-    limit = memory_limit(devices)
-    if limit is not None:
-        found["Memory"] = readable(limit) + (" each" if len(devices) > 1 and devices[0].platform != "cpu" else "")
-    return found
 
 
 # A report is recognised by the start of the page. A file that does not match is never overwritten.
@@ -330,7 +211,6 @@ _OURS = re.compile(rb'<!DOCTYPE html>.*<meta name="generator" content="anybatch 
 
 MOST_CHARACTERS = 20_000  # of a sample
 MOST_COLUMNS = 12  # plots of evaluations and auxiliary scalars
-MOST_NAMES = 24  # of columns without a plot
 
 
 @dataclasses.dataclass(frozen=True)
@@ -382,8 +262,9 @@ class Report:
         Raises:
           InputError: if jinja2 is not installed.
         """
-        numbers = key_figures(self.history, self.plan, self.verification, self._examples)
-        training, more_columns = self._training_figures()
+        numbers = self._key_figures()
+        batch, unit = self._batch_in_units()
+        training, more_columns = self._training_figures(batch, unit)
         return _template().render(
             report=self,
             version=__version__,
@@ -393,10 +274,13 @@ class Report:
             loss=loss_figure(self.history),
             training=training,
             more_columns=more_columns,
-            alarm=alarm(self.verification) if self.verification else "",
-            history_table=history_table(self.history),
-            noise_words=self._noise_words(),
-            plan=_plan_section(self.plan) if self.plan else None,
+            readable=readable,
+            worst=worst_difference(self.verification) if self.verification else None,
+            batch=batch,
+            unit=unit,
+            short=short,
+            plan_figures=_known(memory_figure(self.plan), time_figure(self.plan)) if self.plan else [],
+            plan_table=plan_table(self.plan) if self.plan else None,
             reading_table=reading_table(self.reading) if self.reading else None,
             verification_table=verification_table(self.verification) if self.verification else None,
             samples=[(caption, _cut(text)) for caption, text in self.samples],
@@ -427,6 +311,19 @@ class Report:
         write_atomically(check_path(path), content, **options)
         return pathlib.Path(os.path.expanduser(path))
 
+    def _key_figures(self) -> list[KeyFigure]:
+        """The key figures at the head of the page. Unknown ones are left out."""
+        figures = _of_history(self.history)
+        if self._examples is not None:
+            figures.append(KeyFigure("Effective batch", f"{self._examples:,}", "examples in a step"))
+        figures += _of_plan(self.plan) if self.plan else []
+        figures += _throughput(self.history)
+        if self.verification is not None:
+            _, differs, _ = worst_difference(self.verification)
+            right, wrong = ("verified", f"{differs} at most"), ("different", differs, "wrong")
+            figures.append(KeyFigure("Gradient", *(right if self.verification.ok else wrong)))
+        return figures
+
     @property
     def _examples(self) -> int | None:
         """The number of examples in a step. None if no part of the report says it."""
@@ -443,11 +340,10 @@ class Report:
             return units, "examples" if self._examples == units else "units"
         return (None, "units") if self._examples is None else (float(self._examples), "examples")
 
-    def _training_figures(self) -> tuple[list[Figure], str]:
-        """The plots below the loss, and a sentence that names the columns without a plot."""
-        batch, unit = self._batch_in_units()
+    def _training_figures(self, batch: float | None, unit: str) -> tuple[list[Figure], list[str]]:
+        """The plots below the loss, and the names of columns without a plot."""
         others: list[Figure] = []
-        left = other_columns(self.history)
+        losses, left = scalar_columns(self.history)
         while left and len(others) < MOST_COLUMNS:
             name = left.pop(0)
             others += _known(column_figure(self.history, name, name, color="orange"))
@@ -458,23 +354,7 @@ class Report:
             column_figure(self.history, "tokens_per_second", "Tokens per second", from_zero=True)
             or column_figure(self.history, "examples_per_second", "Examples per second", from_zero=True),
         )
-        return figures, _more(drawn_losses(self.history)[1] + left)
-
-    def _noise_words(self) -> str:
-        """Sentences that compare the noise scale with the size of the batch."""
-        if self.noise is None:
-            return ""
-        if not bool(self.noise.is_defined):
-            return f"The noise scale is undefined: {self.noise.why_undefined}."
-        scale, (batch, unit) = float(self.noise.value), self._batch_in_units()
-        text = f"The gradient noise scale of the run is {short(scale)}"
-        if batch is None or not batch > 0:
-            return text + "."
-        now, twice = (size / (size + scale) for size in (batch, 2 * batch))
-        return (
-            f"{text}; a step has {batch:,.0f} {unit}. To first order, a step makes {now:.0%} of the progress of one "
-            f"without noise, and with twice the batch it would make {twice:.0%}."
-        )
+        return figures, losses[len(STYLES) :] + left
 
 
 def check_path(path: str | os.PathLike[str], given: str | None = None) -> pathlib.Path:
@@ -496,32 +376,6 @@ def check_path(path: str | os.PathLike[str], given: str | None = None) -> pathli
         )
     must = "A report replaces no file but a report of anybatch"
     return check_target(path, must=must, given=given, is_ours=lambda content: bool(_OURS.match(content[:2048])))
-
-
-def _plan_section(plan: Plan) -> dict[str, Any]:
-    """What the template needs for the section about a plan."""
-    each = " each" if plan.devices.count > 1 else ""
-    within = "" if plan.budget is None else f", within {readable(plan.budget)}{each} ({plan.budget_source})"
-    predicts = any(candidate.bytes is None and candidate.predicted is not None for candidate in plan.candidates)
-    remarks = [
-        "~ predicted from the sizes that were compiled." if predicts else "",
-        plan.note,
-        plan.limits,
-        plan.advice,
-    ]
-    return {
-        "text": f"The {plan.noun} of {plan.num_examples:,} examples on {plan.device}{within}. {plan.reason}",
-        "figures": _known(memory_figure(plan), time_figure(plan)),
-        "table": plan_table(plan),
-        "remarks": [remark for remark in remarks if remark],
-    }
-
-
-def _more(names: Sequence[str]) -> str:
-    if not names:
-        return ""
-    listed = ", ".join(names[:MOST_NAMES]) + (", and so on" if len(names) > MOST_NAMES else "")
-    return f"{len(names):,} more {'column is' if len(names) == 1 else 'columns are'} in the log: {listed}."
 
 
 def _known(*found: Figure | None) -> list[Figure]:

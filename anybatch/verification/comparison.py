@@ -18,7 +18,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -35,14 +35,8 @@ from anybatch.jaxprs.primitives import CALLS, REMAT, called_jaxpr
 # are recognised by the functions in their parameters.
 IN_OWN_DTYPE = frozenset(["bitcast_convert_type", "ffi_call", "nextafter", "reduce_precision"])
 
-SCATTERS: dict[str, Callable[..., Any]] = {
-    "scatter": lax.scatter,
-    "scatter-add": lax.scatter_add,
-    "scatter-sub": lax.scatter_sub,
-    "scatter-mul": lax.scatter_mul,
-    "scatter-min": lax.scatter_min,
-    "scatter-max": lax.scatter_max,
-}
+# Primitives with a jaxpr of a narrow dtype inside, which the function of that name in `lax` makes anew.
+SCATTERS = frozenset(["scatter", "scatter_add", "scatter_sub", "scatter_mul", "scatter_min", "scatter_max"])
 
 
 class WideLoss:
@@ -54,13 +48,7 @@ class WideLoss:
     """
 
     def __init__(self, fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Traces `fun` to see whether it uses narrower dtypes.
-
-        Args:
-          fun: the loss.
-          args: its arguments, in the given dtypes.
-          kwargs: its keyword arguments, in the given dtypes.
-        """
+        """Traces `fun` with its arguments, in the given dtypes, to see whether it uses narrower dtypes."""
         config: Any = jax.config
         functools.update_wrapper(self, fun)
         self.fun, self.narrow = fun, set[str]()
@@ -120,9 +108,9 @@ class WideLoss:
             return self._compute(called_jaxpr(equation), operands)
         if name in NESTED:
             return list(NESTED[name](self, equation, operands))
-        if name in SCATTERS:
+        if name.replace("-", "_") in SCATTERS:
             options = {key: params[key] for key in ("indices_are_sorted", "unique_indices", "mode")}
-            return [SCATTERS[name](*operands, params["dimension_numbers"], **options)]
+            return [getattr(lax, name.replace("-", "_"))(*operands, params["dimension_numbers"], **options)]
         if name not in IN_OWN_DTYPE and not interpreter.jaxprs_in(equation):
             try:
                 results = interpreter.evaluate(equation, operands, _wide_params(params))
@@ -152,8 +140,9 @@ class WideLoss:
             results = self._compute(params["jaxpr"], [*consts, *carry, *slices])
             return results[:num_carried], results[num_carried:]
 
-        options = {"length": params["length"], "reverse": params["reverse"]}
-        carry, stacked = lax.scan(step, operands[num_consts:first], operands[first:], **options)
+        carry, stacked = lax.scan(
+            step, operands[num_consts:first], operands[first:], params["length"], params["reverse"]
+        )
         return [*carry, *stacked]
 
     def _while(self, equation: Any, operands: list[Any]) -> list[Any]:
@@ -167,11 +156,8 @@ class WideLoss:
 
     def _cond(self, equation: Any, operands: list[Any]) -> list[Any]:
         index, *rest = operands
-        branches = [functools.partial(self._branch, jaxpr) for jaxpr in equation.params["branches"]]
-        return lax.switch(lax.convert_element_type(index, np.int32), branches, *rest)
-
-    def _branch(self, jaxpr: Any, *operands: Any) -> list[Any]:
-        return self._compute(jaxpr, operands)
+        branches = [functools.partial(self._compute, jaxpr) for jaxpr in equation.params["branches"]]
+        return lax.switch(lax.convert_element_type(index, np.int32), branches, rest)
 
     def _custom_jvp(self, equation: Any, operands: list[Any]) -> list[Any]:
         """A `custom_jvp` whose function and rule are both computed in double precision."""
@@ -268,7 +254,7 @@ def _types(tree: Any) -> list[Any]:
 
 def _is_narrow(aval: Any) -> bool:
     dtype = getattr(aval, "dtype", np.dtype(bool))
-    return jax.dtypes.issubdtype(dtype, np.inexact) and wide(dtype) != dtype
+    return wide(dtype) != dtype
 
 
 def _inexact(variables: Sequence[Any]) -> list[int]:
@@ -299,38 +285,23 @@ NEGLIGIBLE = 1e-3  # leaves below this share of the largest leaf are compared re
 RANDOM_PRIMITIVES = frozenset(["random_bits", "threefry2x32", "rng_bit_generator", "rng_uniform"])
 
 
-class Outcome(NamedTuple):
-    """The result of one computation, as flat lists of NumPy arrays in double precision."""
-
-    gradient: list[np.ndarray]
-    value: np.ndarray
-    aux: list[np.ndarray]
-
-    @property
-    def entries(self) -> list[np.ndarray]:
-        """All arrays to compare, in the order of `Trial.names`."""
-        return [*self.gradient, self.value, *self.aux]
+# The result of one computation: arrays in double precision, in the order of `Trial.names`.
+Outcome: TypeAlias = list[np.ndarray]
 
 
 @dataclasses.dataclass(frozen=True)
 class RouteOptions:
-    """A route to compare: a microbatch size, on one device or over a mesh."""
+    """A route to compare: a microbatch size, on one device or over a mesh, perhaps with big values in blocks."""
 
     size: int
     mesh: Any = None
     axis_name: Any = "data"
-
-    @property
-    def keywords(self) -> dict[str, Any]:
-        """The keyword arguments of `value_and_grad` that choose this route."""
-        over = {} if self.mesh is None else {"mesh": self.mesh, "axis_name": self.axis_name}
-        return {"microbatch_size": self.size, **over}
+    block_size: int | None = None
 
     def __str__(self) -> str:
-        if self.mesh is None:
-            return f"microbatch_size={self.size}"
-        axes = ", ".join(f"{name}={size}" for name, size in self.mesh.shape.items())
-        return f"microbatch_size={self.size}, mesh({axes})"
+        axes = [] if self.mesh is None else [f"{name}={size}" for name, size in self.mesh.shape.items()]
+        blocks = "" if self.block_size is None else f", block_size={self.block_size}"
+        return f"microbatch_size={self.size}{blocks}" + (f", mesh({', '.join(axes)})" if axes else "")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -364,6 +335,10 @@ class Trial:
             args, kwargs = jax.tree.map(widened, (self.args, self.kwargs))
         return Trial(fun, args, kwargs, self.options, in_float64=True)
 
+    def with_options(self, **changes: Any) -> "Trial":
+        """The same trial with other options of `value_and_grad`."""
+        return dataclasses.replace(self, options={**self.options, **changes})
+
     # The loss and its arguments.
 
     @property
@@ -377,13 +352,11 @@ class Trial:
 
     @functools.cached_property
     def arguments(self) -> Arguments:
-        """The arguments, sorted by role."""
         roles = Roles.of(**{name: self.options[name] for name in ROLES})
         return roles.sort(self.fun, self.args, self.kwargs)
 
     @functools.cached_property
     def arrays(self) -> Arrays:
-        """The arrays among the arguments."""
         return self.arguments.arrays
 
     def examples(self, start: int, stop: int) -> Arrays:
@@ -467,51 +440,46 @@ class Trial:
         """The result of `jax.value_and_grad` for other arrays, such as fewer examples or another key."""
         return self._outcome(self._full_batch(arrays))
 
-    def route(self, route: RouteOptions | int, reduction: str | None = None) -> Outcome:
-        """The result of `anybatch.value_and_grad` by a route, by default with the declared reduction."""
+    def route(self, route: RouteOptions | int) -> Outcome:
+        """The result of `anybatch.value_and_grad` by a route."""
         route = RouteOptions(route) if isinstance(route, int) else route
-        options = {**self.options, "reduction": reduction or self.options["reduction"], **route.keywords}
-        return self._outcome(self.compiled(value_and_grad(self.fun, **options))(self.arrays))
+        over = {"microbatch_size": route.size, "mesh": route.mesh, "axis_name": route.axis_name}
+        over["block_size"] = route.block_size
+        return self._outcome(self.compiled(value_and_grad(self.fun, **self.options, **over))(self.arrays))
 
     def _outcome(self, result: Any) -> Outcome:
         value, gradient = result
-        value, aux = value if self.options["has_aux"] else (value, None)
-        return Outcome(_all_numbers(jax.tree.leaves(gradient)), _numbers(value), _all_numbers(jax.tree.leaves(aux)))
+        return list(map(_numbers, jax.tree.leaves((gradient, value))))  # aux is beside the value
 
     # Their differences.
 
     @functools.cached_property
-    def _aux_types(self) -> Any:
+    def aux_types(self) -> Any:
+        """The types of aux; None without aux."""
         if not self.options["has_aux"]:
             return None
         with self.precision():
             return jax.eval_shape(functools.partial(self.arguments.call, self.loss), self.arrays)[1]
-
-    @property
-    def aux_tree(self) -> Any:
-        return jax.tree.structure(self._aux_types)
 
     @functools.cached_property
     def declared_aux(self) -> list[str]:
         """The aux_reduction of each leaf of aux; empty where none is declared."""
         declared = self.options["aux_reduction"]
         if declared is None:
-            return [""] * self.aux_tree.num_leaves
+            return [""] * len(jax.tree.leaves(self.aux_types))
         names = jax.tree.map(lambda name: name or "", declared, is_leaf=lambda name: name is None)
-        return jax.tree.leaves(jax.tree.broadcast(names, self._aux_types))
+        return jax.tree.leaves(jax.tree.broadcast(names, self.aux_types))
 
     @functools.cached_property
     def names(self) -> list[str]:
         """The names of all leaves compared: of the gradient, then the value, then of aux."""
         wrt = [leaf.name for leaf in self.arguments.leaves if leaf.role == "wrt"]
-        return [*wrt, "value", *(name for name, _ in named_leaves("aux", self._aux_types))]
+        return [*wrt, "value", *(name for name, _ in named_leaves("aux", self.aux_types))]
 
-    def compare(
-        self, route: RouteOptions | int, reduction: str | None = None, *, capped: bool = True
-    ) -> tuple[LeafDifference, ...]:
+    def compare(self, route: RouteOptions | int, *, capped: bool = True) -> tuple[LeafDifference, ...]:
         """The differences of a route from the full batch, leaf by leaf, without aux declared "stack" or "last"."""
         route = RouteOptions(route) if isinstance(route, int) else route
-        differences = self.differences(self.route(route, reduction), self.expected)
+        differences = self.differences(self.route(route), self.expected)
         kinds = [""] * (self.num_gradients + 1) + self.declared_aux
         return tuple(
             LeafDifference(name, difference, self.tolerance(index, route.size, capped=capped))
@@ -521,18 +489,15 @@ class Trial:
 
     def differences(self, actual: Outcome, expected: Outcome) -> list[float]:
         """The largest difference in each of `names`, relative to the largest entry."""
-        largest = [_largest(leaf) for leaf in expected.gradient]
+        largest = [_largest(leaf) for leaf in expected[: self.num_gradients]]
         # A gradient that is zero up to rounding, such as that of a bias before a softmax, may differ in every digit.
         negligible = max(NEGLIGIBLE, math.sqrt(self.eps))
         floors = [negligible * max(largest, default=0.0)] * len(largest)
         # A value may be 0 by chance. Its natural scale is its change if the parameters change by their own size.
-        floors.append(negligible * sum(map(math.prod, zip(self._largest_parameters, largest, strict=True))))
-        floors += [0.0] * len(expected.aux)
-        return [difference(*three) for three in zip(actual.entries, expected.entries, floors, strict=True)]
-
-    @functools.cached_property
-    def _largest_parameters(self) -> list[float]:
-        return [_largest(_numbers(leaf)) for leaf in self.arrays.wrt]
+        parameters = [_largest(_numbers(leaf)) for leaf in self.arrays.wrt]
+        floors.append(negligible * float(np.dot(parameters, largest)))
+        floors += [0.0] * (len(expected) - len(floors))  # of aux
+        return [difference(*three) for three in zip(actual, expected, floors, strict=True)]
 
     def tolerance(self, index: int, size: int, *, capped: bool = True) -> float:
         """The rounding allowed in the leaf `names[index]`. If `capped`, never as much as half of the digits."""
@@ -588,10 +553,6 @@ def _ratio(fun: Callable[..., Any], has_aux: bool) -> Callable[..., Any]:
     return ratio
 
 
-def _all_numbers(leaves: Sequence[Any]) -> list[np.ndarray]:
-    return [_numbers(leaf) for leaf in leaves]
-
-
 def _numbers(leaf: Any) -> np.ndarray:
     if is_array(leaf) and jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         leaf = jax.random.key_data(leaf)
@@ -604,8 +565,6 @@ def _largest(array: np.ndarray) -> float:
 
 
 def _holds_integers(leaf: Any) -> bool:
-    if not jax.dtypes.issubdtype(leaf.dtype, np.inexact):
-        return True
     numbers = _numbers(leaf)
     return bool(np.all((numbers == np.round(numbers)) | ~np.isfinite(numbers)))
 

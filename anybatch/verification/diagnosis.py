@@ -19,7 +19,7 @@ from anybatch.call.arguments import ROLES, Arrays
 from anybatch.call.checks import is_array, is_key
 from anybatch.reading.read import read
 from anybatch.reading.report import LossKind, Reading
-from anybatch.verification.comparison import LeafDifference, Outcome, Trial, difference
+from anybatch.verification.comparison import LeafDifference, Outcome, RouteOptions, Trial, difference
 
 Differences = Mapping[int, Sequence[LeafDifference]]  # for each microbatch size that failed, leaf by leaf
 
@@ -30,16 +30,13 @@ FULL_BATCH = "pass microbatch_size=None, which computes the full batch without m
 def diagnose(trial: Trial, failed: Differences, given: Trial) -> str:
     """Why the routes differ from the full batch, and what to type instead.
 
-    Args:
-      trial: the loss and its arguments, in the precision in which the routes were compared.
-      failed: for each microbatch size that failed, the differences leaf by leaf.
-      given: the loss and its arguments, in the given dtypes.
+    `trial` is in the precision in which the routes were compared, `given` in the given dtypes.
     """
     case = _Case(trial, failed, given)
-    for test in TESTS:
+    for test, reductions in TESTS.items():
         # A test may not apply to this loss or batch, and fail. Then the next one is asked.
         with contextlib.suppress(Exception):
-            if (found := test(case)) is not None:
+            if case.declared in reductions and (found := test(case)) is not None:
                 return found
     return (
         "No known cause explains the difference. If the loss gives the same result twice, this is a bug in anybatch: "
@@ -47,17 +44,17 @@ def diagnose(trial: Trial, failed: Differences, given: Trial) -> str:
     )
 
 
-def diagnose_rounding(trial: Trial, failed: Differences) -> str:
+def diagnose_rounding(trial: Trial, failed: Mapping[RouteOptions, Sequence[LeafDifference]]) -> str:
     """The same for routes that agree in float64 and differ in the given dtypes."""
-    size, worst = max(
-        ((size, leaf) for size, leaves in failed.items() for leaf in leaves), key=lambda pair: pair[1].difference
+    route, worst = max(
+        ((route, leaf) for route, leaves in failed.items() for leaf in leaves), key=lambda pair: pair[1].difference
     )
     text = (
         f"Rounding: in float64 the gradients agree. In {trial.dtype.name}, {worst.name} is off by "
-        f"{_shown(worst.difference)}, and {_shown(worst.tolerance)} is expected."
+        f"{worst.difference:.1e}, and {worst.tolerance:.1e} is expected."
     )
-    in_float32 = dataclasses.replace(trial, options={**trial.options, "accumulator_dtype": jnp.float32})
-    if trial.options["accumulator_dtype"] != jnp.float32 and all(leaf.ok for leaf in in_float32.compare(size)):
+    in_float32 = trial.with_options(accumulator_dtype=jnp.float32)
+    if trial.options["accumulator_dtype"] != jnp.float32 and all(leaf.ok for leaf in in_float32.compare(route)):
         return f"{text}\nThe cause is the sum over the microbatches: with accumulator_dtype=jnp.float32 it agrees."
     return f"{text}\nCompute the loss in a wider dtype, or take larger microbatches."
 
@@ -85,21 +82,16 @@ class _Case:
         return set(self.failed_names).isdisjoint(self.trial.names[:first_aux])
 
     @property
-    def size(self) -> int:
-        """The largest microbatch size that failed."""
-        return max(self.failed)
-
-    @property
     def third(self) -> int:
         """A microbatch size that gives three microbatches, or two for few examples."""
         return math.ceil(self.trial.num_examples / 3)
 
     def agrees(self, reduction: str) -> bool:
         """True if the failed sizes agree once this reduction is declared. Only such a reduction is advised."""
+        aux_reduction = None if reduction == "infer" else self.trial.options["aux_reduction"]
+        trial = self.trial.with_options(reduction=reduction, aux_reduction=aux_reduction)
         try:
-            options = {**self.trial.options, **({"aux_reduction": None} if reduction == "infer" else {})}
-            trial = dataclasses.replace(self.trial, options=options)
-            return all(leaf.ok for size in self.failed for leaf in trial.compare(size, reduction))
+            return all(leaf.ok for size in self.failed for leaf in trial.compare(size))
         except Exception:  # the loss cannot be computed with this reduction
             return False
 
@@ -115,20 +107,22 @@ class _Case:
     @property
     def across(self) -> str:
         """The advice for a loss that looks across examples."""
-        if self.reading_agrees:
-            return ACROSS
-        return (
-            f"Without reduction it differs, too, which is a bug in anybatch: please report it. Until then {FULL_BATCH}."
-        )
+        differs = "Without reduction it differs, too, which is a bug in anybatch: please report it."
+        return ACROSS if self.reading_agrees else f"{differs} Until then {FULL_BATCH}."
 
     def differs_with(self, arrays: Arrays) -> str | None:
         """The name of a failed leaf that changes in the full batch itself with these arrays; None if none does."""
         trial = self.trial
         moved = trial.differences(trial.full_batch(arrays), trial.expected)
         for index, name in enumerate(trial.names):
-            if name in self.failed_names and moved[index] > trial.tolerance(index, self.size):
+            if name in self.failed_names and moved[index] > trial.tolerance(index, max(self.failed)):
                 return name
         return None
+
+    def flat(self, outcome: Outcome) -> np.ndarray:
+        """The gradient and the value in one vector. Of very large leaves only some entries are taken."""
+        leaves = outcome[: self.trial.num_gradients + 1]
+        return np.concatenate([leaf.reshape(-1)[:: math.ceil(leaf.size / 2**16) or 1] for leaf in leaves])
 
     @functools.cached_property
     def reading(self) -> Reading:
@@ -141,15 +135,14 @@ def _ill_conditioned(case: _Case) -> str | None:
     """Tests whether a change of the inputs in their last digit changes the full batch as much."""
     trial = case.trial
     indices = {name: index for index, name in enumerate(trial.names)}
-    for size, leaves in case.failed.items():
-        for leaf in leaves:
-            if leaf.difference > trial.tolerance(indices[leaf.name], size, capped=False):
-                return None
+    pairs = [(size, leaf) for size, leaves in case.failed.items() for leaf in leaves]
+    if any(leaf.difference > trial.tolerance(indices[leaf.name], size, capped=False) for size, leaf in pairs):
+        return None
     name = max(case.failed_names, key=lambda name: trial.condition[indices[name]])
-    moves = _shown(trial.condition[indices[name]] * trial.eps)
+    moves = trial.condition[indices[name]] * trial.eps
     return (
         f"Rounding: this gradient is not determined in {trial.dtype.name}. If the inputs change in their last digit, "
-        f"{name} of the full batch changes by {moves} of its size, without any microbatches.\n"
+        f"{name} of the full batch changes by {moves:.1e} of its size, without any microbatches.\n"
         "Look for a difference of large numbers in the loss, or verify at other parameters."
     )
 
@@ -157,16 +150,16 @@ def _ill_conditioned(case: _Case) -> str | None:
 def _only_aux(case: _Case) -> str | None:
     """Tests whether only aux differs, and agrees with another aux_reduction."""
     trial, name = case.trial, case.failed_names[0]
-    if case.declared == "infer" or not case.only_aux_failed:
+    if not case.only_aux_failed:
         return None
     declared = list(trial.declared_aux)
     position = trial.names.index(name) - trial.num_gradients - 1
     for candidate in ("mean", "sum"):
         names = [*declared[:position], candidate, *declared[position + 1 :]]
-        aux_reduction = jax.tree.unflatten(trial.aux_tree, [other or None for other in names])
-        other = dataclasses.replace(trial, options={**trial.options, "aux_reduction": aux_reduction})
+        aux_reduction = jax.tree.unflatten(jax.tree.structure(trial.aux_types), [other or None for other in names])
+        other = trial.with_options(aux_reduction=aux_reduction)
         with contextlib.suppress(Exception):  # integers have no mean
-            if next(leaf for leaf in other.compare(case.size) if leaf.name == name).ok:
+            if next(leaf for leaf in other.compare(max(case.failed)) if leaf.name == name).ok:
                 return (
                     f"The gradient is right, and {name} is not: it is a {candidate} over the examples, and "
                     f'aux_reduction="{declared[position]}" was declared. With aux_reduction="{candidate}" it agrees.\n'
@@ -178,8 +171,6 @@ def _only_aux(case: _Case) -> str | None:
 def _total_or_weight_is_no_sum(case: _Case) -> str | None:
     """Tests whether the totals and weights of the microbatches add up to those of the batch."""
     trial = case.trial
-    if not trial.weighted:
-        return None
     run = trial.compiled(trial.fun)
 
     def outputs(start: int, stop: int) -> np.ndarray:
@@ -201,18 +192,15 @@ def _total_or_weight_is_no_sum(case: _Case) -> str | None:
 
 def _another_reduction(case: _Case) -> str | None:
     """Tests whether it agrees as a sum instead of a mean, or as a mean instead of a sum."""
-    other = {"mean": "sum", "sum": "mean"}.get(case.declared)
-    if other is None or not case.agrees(other):
+    other = {"mean": "sum", "sum": "mean"}[case.declared]
+    if not case.agrees(other):
         return None
-    factor = ""
+    factor, large = "", "large" if other == "mean" else "small"
     for size in case.failed:
-        microbatches = math.ceil(case.trial.num_examples / size)
-        scale = microbatches if other == "mean" else 1 / microbatches
-        if _is_multiple(case, size, scale):
-            large = "large" if other == "mean" else "small"
+        number = math.ceil(case.trial.num_examples / size)  # of microbatches
+        if _is_multiple(case, size, number if other == "mean" else 1 / number):
             factor = (
-                f"With microbatch_size={size} the gradient is {microbatches} times too {large}, for {microbatches} "
-                "microbatches. "
+                f"With microbatch_size={size} the gradient is {number} times too {large}, for {number} microbatches. "
             )
             break
     return (
@@ -223,9 +211,8 @@ def _another_reduction(case: _Case) -> str | None:
 
 def _randomness(case: _Case) -> str | None:
     """Tests whether the full batch itself changes with the key."""
-    trial = case.trial
-    arrays = trial.arrays
-    if not trial.is_random:
+    arrays = case.trial.arrays
+    if not case.trial.is_random:
         return None
     other_keys = [jax.random.fold_in(key, 1) for key in arrays.keys]
     if other_keys and (name := case.differs_with(arrays._replace(keys=other_keys))):
@@ -250,11 +237,9 @@ def _randomness(case: _Case) -> str | None:
 def _counted_for_each_microbatch(case: _Case) -> str | None:
     """Tests whether each additional microbatch adds the same to a declared sum."""
     trial, examples = case.trial, case.trial.num_examples
-    if case.declared != "sum" or examples < 3:
+    if examples < 3:
         return None
-    one, two, three = (
-        _flat(o) for o in (trial.expected, trial.route(math.ceil(examples / 2)), trial.route(case.third))
-    )
+    one, two, three = map(case.flat, (trial.expected, trial.route(math.ceil(examples / 2)), trial.route(case.third)))
     if not np.any(two != one) or difference(three - two, two - one) > math.sqrt(trial.eps):
         return None
     return (
@@ -266,8 +251,6 @@ def _counted_for_each_microbatch(case: _Case) -> str | None:
 
 def _unequal_weights(case: _Case) -> str | None:
     """Tests whether the full batch is a mean of its microbatches with weights other than their numbers of examples."""
-    if case.declared not in ("mean", "sum"):
-        return None
     trial, size = case.trial, case.third
     weights = _weights_of_microbatches(case)
     if weights is None:
@@ -288,8 +271,8 @@ def _hidden_key(case: _Case) -> str | None:
     """Tests whether a declared loss draws random numbers, and no argument is a key."""
     arrays = case.trial.arrays
     leaves = [*arrays.keys, *arrays.rest, *arrays.batch]
-    keys = [leaf for leaf in leaves if is_key(leaf) or jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)]
-    if not case.trial.is_random or keys or case.declared == "infer":
+    has_key = any(is_key(leaf) or jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key) for leaf in leaves)
+    if has_key or not case.trial.is_random:
         return None
     return (
         "Randomness: the loss draws random numbers from a key that is not among its arguments, so that every "
@@ -303,13 +286,11 @@ def _as_read(case: _Case) -> str | None:
     reading = case.reading
     if case.declared == "infer":
         # Wrong advice would be worse than none, so each declaration is tried before it is advised.
-        declared = next(
-            (f'declare reduction="{other}", with which it agrees' for other in _sums_of(reading) if case.agrees(other)),
-            None,
-        )
+        agrees = [other for other in ("mean", "sum") if reading.separable and case.agrees(other)]
+        until = f'declare reduction="{agrees[0]}", with which it agrees' if agrees else FULL_BATCH
         return (
             f"anybatch reads this loss as: {reading.kind}. Its gradient should agree with the full batch, so this is a "
-            f"bug in anybatch: please report it. Until then {declared or FULL_BATCH}."
+            f"bug in anybatch: please report it. Until then {until}."
         )
     if reading.blame:
         lines = [f"    {blame.place} ({blame.primitive}): {blame.why}" for blame in reading.blame]
@@ -327,27 +308,22 @@ def _as_read(case: _Case) -> str | None:
 
 def _constant_factor(case: _Case) -> str | None:
     """Tests whether the gradient is a multiple of that of the full batch."""
-    factors = {}
-    expected = _flat(case.trial.expected)
+    factors, expected = [], case.flat(case.trial.expected)
     for size in case.failed:
-        factors[size] = float(np.vdot(expected, _flat(case.trial.route(size))).real / np.vdot(expected, expected).real)
-        if abs(factors[size] - 1) < math.sqrt(case.trial.eps) or not _is_multiple(case, size, factors[size]):
+        factor = float(np.vdot(expected, case.flat(case.trial.route(size))).real / np.vdot(expected, expected).real)
+        if abs(factor - 1) < math.sqrt(case.trial.eps) or not _is_multiple(case, size, factor):
             return None
-    shown = ", ".join(f"{factor:.6g} with microbatch_size={size}" for size, factor in factors.items())
+        factors.append(f"{factor:.6g} with microbatch_size={size}")
+    advice = "Leave reduction out: then anybatch reads the loss" if case.reading_agrees else FULL_BATCH.capitalize()
     return (
-        f"The gradient is that of the full batch times {shown}. The loss divides or multiplies by a number of "
-        f"examples, other than reduction={case.declared!r} declares.\n"
-        + (
-            "Leave reduction out: then anybatch reads the loss."
-            if case.reading_agrees
-            else f"{FULL_BATCH.capitalize()}."
-        )
+        f"The gradient is that of the full batch times {', '.join(factors)}. The loss divides or multiplies by a "
+        f"number of examples, other than reduction={case.declared!r} declares.\n{advice}."
     )
 
 
 def _no_combination(case: _Case) -> str | None:
     """Tests whether the gradient of the full batch is no linear combination of those of its microbatches."""
-    if case.declared not in ("mean", "sum") or _weights_of_microbatches(case) is not None:
+    if _weights_of_microbatches(case) is not None:
         return None
     return (
         "The loss looks across examples: no weights combine the gradients of its microbatches to that of the full "
@@ -357,35 +333,34 @@ def _no_combination(case: _Case) -> str | None:
 
 def _aux_of_another_kind(case: _Case) -> str | None:
     """Tests whether only aux differs, after no aux_reduction made it agree."""
-    name = case.failed_names[0]
-    if case.declared == "infer" or not case.only_aux_failed:
+    if not case.only_aux_failed:
         return None
     return (
-        f"The gradient is right, and {name} is not: over the examples it is neither a mean nor a sum.\n"
+        f"The gradient is right, and {case.failed_names[0]} is not: over the examples it is neither a mean nor a sum.\n"
         f"Return the sums that it is computed from, and compute it outside{case.or_read}."
     )
 
 
-# The order matters: a later test may take an earlier cause for its own.
-TESTS = (
-    _ill_conditioned,
-    _only_aux,
-    _total_or_weight_is_no_sum,
-    _another_reduction,
-    _randomness,
-    _aux_of_another_kind,
-    _counted_for_each_microbatch,
-    _unequal_weights,
-    _hidden_key,
-    _as_read,
-    _constant_factor,
-    _no_combination,
-)
+PLAIN = ("mean", "sum")
+DECLARED = (*PLAIN, "weighted")
+ANY = (*DECLARED, "infer")
 
-
-def _sums_of(reading: Reading) -> list[str]:
-    """The reductions to try as a declaration; none for a loss that couples examples."""
-    return ["mean", "sum"] if reading.separable else []
+# For each test, the reductions that it applies to. The order matters: a later test may take an earlier cause for its
+# own.
+TESTS = {
+    _ill_conditioned: ANY,
+    _only_aux: DECLARED,
+    _total_or_weight_is_no_sum: ("weighted",),
+    _another_reduction: PLAIN,
+    _randomness: ANY,
+    _aux_of_another_kind: DECLARED,
+    _counted_for_each_microbatch: ("sum",),
+    _unequal_weights: PLAIN,
+    _hidden_key: DECLARED,
+    _as_read: ANY,
+    _constant_factor: ANY,
+    _no_combination: PLAIN,
+}
 
 
 def _mean_of_means(case: _Case, evidence: str) -> str:
@@ -401,15 +376,16 @@ def _weights_of_microbatches(case: _Case) -> np.ndarray | None:
     trial, examples = case.trial, case.trial.num_examples
     random = np.random.default_rng(0)
     pieces = [trial.examples(start, min(start + case.third, examples)) for start in range(0, examples, case.third)]
-    equations = max(1, _flat(trial.expected).size)
+    equations = max(1, case.flat(trial.expected).size)
     # The weights do not depend on the parameters. So with few parameters, several points give enough equations.
     points = [trial.arrays.wrt]
     while len(points) * equations < 4 * len(pieces):
         points.append([_scaled(leaf, random) for leaf in points[0]])
-    matrix = np.concatenate(
-        [np.stack([_flat(trial.full_batch(piece._replace(wrt=wrt))) for piece in pieces], 1) for wrt in points]
-    )
-    full = np.concatenate([_flat(trial.full_batch(trial.arrays._replace(wrt=wrt))) for wrt in points])
+
+    def gradients(arrays: Arrays) -> np.ndarray:
+        return np.concatenate([case.flat(trial.full_batch(arrays._replace(wrt=wrt))) for wrt in points])
+
+    matrix, full = np.stack([gradients(piece) for piece in pieces], 1), gradients(trial.arrays)
     weights, _, rank, _ = np.linalg.lstsq(matrix, full, rcond=None)
     fits = rank == len(pieces) and difference(matrix @ weights, full) < math.sqrt(trial.eps)
     return weights.real if fits else None
@@ -417,22 +393,12 @@ def _weights_of_microbatches(case: _Case) -> np.ndarray | None:
 
 def _is_multiple(case: _Case, size: int, factor: float) -> bool:
     close = max(case.trial.tolerance(index, size) for index in range(case.trial.num_gradients + 1))
-    return difference(_flat(case.trial.route(size)), factor * _flat(case.trial.expected)) <= close
-
-
-def _flat(outcome: Outcome) -> np.ndarray:
-    """The gradient and the value in one vector. Of very large leaves only some entries are taken."""
-    leaves = [*outcome.gradient, outcome.value]
-    return np.concatenate([leaf.reshape(-1)[:: math.ceil(leaf.size / 2**16) or 1] for leaf in leaves])
+    return difference(case.flat(case.trial.route(size)), factor * case.flat(case.trial.expected)) <= close
 
 
 def _scaled(leaf: Any, random: np.random.Generator) -> Any:
     factor = random.uniform(0.5, 1.5, np.shape(leaf))
     return np.asarray(np.asarray(leaf) * factor, leaf.dtype) if is_array(leaf) else leaf * float(factor)
-
-
-def _shown(number: float) -> str:
-    return f"{number:.1e}"
 
 
 def _list(numbers: np.ndarray) -> str:

@@ -8,7 +8,7 @@ import html
 import math
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -19,11 +19,15 @@ from anybatch.call.loss import trace_loss
 from anybatch.call.models import partition_models
 from anybatch.errors import AnybatchError, InputError
 from anybatch.gradients.value_and_grad import value_and_grad
+from anybatch.reading.blocks import wide_values
+from anybatch.reading.read import LEAST_WIDE, split_loss
 from anybatch.verification import diagnosis
 from anybatch.verification.comparison import LeafDifference, RouteOptions, Trial
 
 SAMPLE = 64  # examples, by default
 NOTABLE = 0.02  # a rounding error of the full-batch gradient itself above which a note tells the user
+
+Leaves: TypeAlias = tuple[LeafDifference, ...]
 
 
 class DifferentGradientError(AnybatchError, AssertionError):
@@ -41,7 +45,7 @@ class RouteCheck:
     tolerance: float  # the rounding expected at that leaf
     value: float  # the relative difference of the value
     aux: float | None  # the relative difference of the worst leaf of aux; None without aux
-    leaves: tuple[LeafDifference, ...]  # all leaves: of the gradient, then the value, then of aux
+    leaves: Leaves  # all leaves: of the gradient, then the value, then of aux
     rounding: float | None = None  # the difference of the gradient in the given dtypes, if the others are in float64
     expected_rounding: float | None = None  # the rounding expected in the given dtypes
 
@@ -69,14 +73,27 @@ class Verification:
             raise DifferentGradientError(str(self))
         return self
 
+    def table(self, shown: Callable[[float], str]) -> list[list[str]]:
+        """A header, and a row of texts for each route, with numbers as `shown` shows them. No column is empty."""
+        header = ["route", "gradient", "worst at", "allowed", "value", "aux", f"in {self.given_dtype}", "allowed", ""]
+        rows = []
+        for route in self.routes:
+            numbers = [route.gradient, route.tolerance, route.value, route.aux, route.rounding, route.expected_rounding]
+            gradient, allowed, *others = ["" if number is None else shown(number) for number in numbers]
+            rows.append([route.name, gradient, route.leaf, allowed, *others, "same" if route.ok else "DIFFERENT"])
+        columns = [column for column in zip(header, *rows, strict=True) if any(column[1:])]
+        return [list(row) for row in zip(*columns, strict=True)]
+
     def __str__(self) -> str:
-        rows = [self._header, *map(self._cells, self.routes)]
+        rows = self.table(_shown)
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        left = {0, self._header.index("worst at")}
-        lines = [
-            "  ".join(c.ljust(w) if i in left else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True)))
-            for row in rows
-        ]
+        lines = []
+        for row in rows:
+            cells = zip(row, widths, rows[0], strict=True)
+            left = ("route", "worst at")
+            lines.append(
+                "  ".join(cell.ljust(width) if name in left else cell.rjust(width) for cell, width, name in cells)
+            )
         return "\n".join([self._title, "", *(line.rstrip() for line in lines), "", *self._remarks])
 
     __repr__ = __str__
@@ -85,10 +102,11 @@ class Verification:
         def row(cells: Sequence[str], tag: str, style: str = "") -> str:
             return f"<tr{style}>" + "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in cells) + "</tr>"
 
+        header, *rows = self.table(_shown)
         styles = ["" if route.ok else ' style="color: #b00020"' for route in self.routes]
-        body = [row(self._cells(route), "td", style) for route, style in zip(self.routes, styles, strict=True)]
+        body = [row(cells, "td", style) for cells, style in zip(rows, styles, strict=True)]
         remarks = "".join(f"<p>{html.escape(text)}</p>" for text in self._remarks).replace("\n", "<br>")
-        return f"<p>{html.escape(self._title)}</p><table>{row(self._header, 'th')}{''.join(body)}</table>{remarks}"
+        return f"<p>{html.escape(self._title)}</p><table>{row(header, 'th')}{''.join(body)}</table>{remarks}"
 
     @property
     def _title(self) -> str:
@@ -99,27 +117,15 @@ class Verification:
         )
 
     @property
-    def _header(self) -> list[str]:
-        aux = [] if self.routes[0].aux is None else ["aux"]
-        given = [] if self.given_dtype is None else [f"in {self.given_dtype}", "allowed"]
-        return ["route", "gradient", "worst at", "allowed", "value", *aux, *given, ""]
-
-    def _cells(self, route: RouteCheck) -> list[str]:
-        aux = [] if route.aux is None else [_shown(route.aux)]
-        given = [] if self.given_dtype is None else [_shown(route.rounding), _shown(route.expected_rounding)]
-        numbers = [_shown(route.gradient), route.leaf, _shown(route.tolerance), _shown(route.value), *aux, *given]
-        return [route.name, *numbers, "same" if route.ok else "DIFFERENT"]
-
-    @property
     def _remarks(self) -> list[str]:
-        verdict = "All routes give the gradient of the full batch." if self.ok else self.diagnosis or ""
-        return [*self.notes, verdict]
+        return [*self.notes, "All routes give the gradient of the full batch." if self.ok else self.diagnosis or ""]
 
 
 def verify(
     fun: Callable[..., Any],
     *args: Any,
     microbatch_sizes: int | Sequence[int] | None = None,
+    block_sizes: int | Sequence[int] | None = None,
     meshes: Any = (),
     axis_name: str | tuple[str, ...] = "data",
     argnums: int | tuple[int, ...] = 0,
@@ -164,6 +170,8 @@ def verify(
       fun: the loss, as for `value_and_grad`.
       *args: the arguments of the loss, as arrays with values.
       microbatch_sizes: which sizes to try. By default 1, a size that divides the sample, one that does not, and all.
+      block_sizes: which sizes of blocks to try as well, with the largest microbatch; see `block_size` of
+        `value_and_grad`. By default one, if the loss has values that blocks can compute. `()` for none.
       meshes: one or several meshes to try as well, at the smallest and the largest size, with the batch sharded over
         the axis `axis_name`. By default only one device is tried.
       axis_name: as for `value_and_grad`.
@@ -185,7 +193,8 @@ def verify(
     Raises:
       InputError: for arguments that are not valid.
     """
-    sizes = None if microbatch_sizes is None else _sizes(microbatch_sizes)
+    sizes = None if microbatch_sizes is None else _sizes("microbatch_sizes", microbatch_sizes)
+    in_blocks = None if block_sizes is None else _sizes("block_sizes", block_sizes) if block_sizes != () else []
     options = {
         "argnums": argnums,
         "has_aux": has_aux,
@@ -208,7 +217,13 @@ def verify(
         "aux_reduction": call.aux_reduction(reduction, aux_reduction),
     }
     all_examples = roles.sort(fun, args, kwargs)
-    _check_values(all_examples)
+    for leaf in all_examples.leaves:
+        if isinstance(leaf.value, jax.core.Tracer):
+            raise InputError(
+                "verify compares numbers, so its arguments must be concrete arrays",
+                given=f"{leaf.name} inside a jit, grad or vmap",
+                remedy="Call it outside, once, before training: ab.verify(loss, params, batch).raise_if_different().",
+            )
     num_examples = _sample(sample, all_examples.num_examples, sizes)
     some_args, some_kwargs = _first_examples(all_examples, num_examples)
     trial = Trial(fun, some_args, some_kwargs, options)
@@ -216,6 +231,8 @@ def verify(
         trace_loss(fun, trial.arguments, num_examples, weighted=trial.weighted, has_aux=has_aux)
         sizes = sizes or _default_sizes(num_examples)
         routes = [RouteOptions(size) for size in sizes]
+        in_blocks = _default_block_sizes(trial) if in_blocks is None else in_blocks
+        routes += [RouteOptions(max(sizes), block_size=block_size) for block_size in in_blocks]
         for mesh in several:
             routes += [RouteOptions(size, mesh, axis_name) for size in sorted({min(sizes), max(sizes)})]
         return _verify(trial, routes, all_examples.num_examples)
@@ -230,9 +247,11 @@ def verify(
 
 def _verify(given: Trial, routes: Sequence[RouteOptions], batch_size: int) -> Verification:
     trial, differences, notes = _compared(given, routes)
-    roundings = {}
-    if trial is not given and _all_ok(differences):
-        errors = _errors_of_full_batch(given, trial)
+    roundings: dict[RouteOptions, Leaves] = {}
+    if trial is not given and all(map(_all_ok, differences.values())):
+        errors = [0.0] * given.num_gradients
+        if not given.is_random:  # in float64 it may draw other random numbers
+            errors = given.differences(given.expected, trial.expected)[: given.num_gradients]
         roundings = {route: _roundings(given, route, errors) for route in routes}
         worst = int(np.argmax(errors))
         if errors[worst] > NOTABLE:
@@ -240,23 +259,29 @@ def _verify(given: Trial, routes: Sequence[RouteOptions], batch_size: int) -> Ve
                 f"In {given.dtype.name} the gradient of the full batch itself is off by {_shown(errors[worst])}, "
                 f"at {given.names[worst]}."
             )
-    if not all(np.isfinite(leaf).all() for leaf in trial.expected.gradient):
+    if not all(np.isfinite(leaf).all() for leaf in trial.expected[: trial.num_gradients]):
         notes.append("The gradient of the full batch itself is not finite. Where it is NaN, a route must be NaN, too.")
-    failed = {route: leaves for route, leaves in differences.items() if not _all_ok({route: leaves})}
-    rounded = {route: leaves for route, leaves in roundings.items() if not _all_ok({route: leaves})}
+    failed = {route: leaves for route, leaves in differences.items() if not _all_ok(leaves)}
+    rounded = {route: leaves for route, leaves in roundings.items() if not _all_ok(leaves)}
     why = None
-    if here := {route.size: leaves for route, leaves in failed.items() if route.mesh is None}:
-        why = diagnosis.diagnose(trial, here, given)
+    plain = [route for route in failed if route.mesh is None and route.block_size is None]
+    if plain:
+        why = diagnosis.diagnose(trial, {route.size: failed[route] for route in plain}, given)
+    elif any(route.block_size is not None for route in failed):
+        why = (
+            "Microbatches agree, and blocks do not. If the loss is the same in every call (no host callback, no "
+            "state), this is a bug in anybatch: please report it with this table. block_size=None computes no blocks."
+        )
     elif failed:
         why = (
             "On one device the routes agree, and over the mesh they do not. If the loss is the same on every device "
             "(no host callback, no state), this is a bug in anybatch: please report it with this table."
         )
     elif rounded:
-        why = diagnosis.diagnose_rounding(given, {route.size: leaves for route, leaves in rounded.items()})
+        why = diagnosis.diagnose_rounding(given, rounded)
     return Verification(
         ok=not failed and not rounded,
-        routes=tuple(_route_check(trial, route, differences[route], roundings.get(route)) for route in routes),
+        routes=tuple(_route_check(trial, route, differences[route], roundings.get(route, ())) for route in routes),
         num_examples=trial.num_examples,
         batch_size=batch_size,
         dtype=trial.dtype.name,
@@ -266,39 +291,30 @@ def _verify(given: Trial, routes: Sequence[RouteOptions], batch_size: int) -> Ve
     )
 
 
-def _compared(
-    given: Trial, routes: Sequence[RouteOptions]
-) -> tuple[Trial, dict[RouteOptions, tuple[LeafDifference, ...]], list[str]]:
+def _compared(given: Trial, routes: Sequence[RouteOptions]) -> tuple[Trial, dict[RouteOptions, Leaves], list[str]]:
     """Compares the routes in float64 if possible, and otherwise in the given dtypes.
 
     Returns the trial that was compared, the differences of each route, and notes about the precision.
     """
-    if not given.eps > np.finfo(np.float64).eps:
-        return given, {route: given.compare(route) for route in routes}, []
-    try:
-        double = given.to_float64()
-        differences = {route: double.compare(route) for route in routes}
-    except Exception as error:  # an error of the loss itself is raised again below
-        reason = f"it raised {type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
-    else:
-        if _all_ok(differences) or not double.fun.narrow:
-            narrow = (
-                f"The loss computes in {given.dtype.name}; to compare the routes, all of it was computed in float64."
-            )
-            return double, differences, [narrow] if double.fun.recomputed else []
-        # The difference may be rounding in the primitives that stay narrow.
-        reason = f"the loss uses {', '.join(sorted(double.fun.narrow))}, which cannot be computed in float64"
-    return given, {route: given.compare(route) for route in routes}, [f"Not compared in float64: {reason}."]
+    notes = []
+    if given.eps > np.finfo(np.float64).eps:
+        try:
+            double = given.to_float64()
+            differences = {route: double.compare(route) for route in routes}
+        except Exception as error:  # an error of the loss itself is raised again below
+            reason = f"it raised {type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
+        else:
+            if all(map(_all_ok, differences.values())) or not double.fun.narrow:
+                dtype = given.dtype.name
+                narrow = f"The loss computes in {dtype}; to compare the routes, all of it was computed in float64."
+                return double, differences, [narrow] if double.fun.recomputed else []
+            # The difference may be rounding in the primitives that stay narrow.
+            reason = f"the loss uses {', '.join(sorted(double.fun.narrow))}, which cannot be computed in float64"
+        notes = [f"Not compared in float64: {reason}."]
+    return given, {route: given.compare(route) for route in routes}, notes
 
 
-def _errors_of_full_batch(given: Trial, double: Trial) -> list[float]:
-    """The difference between the full-batch gradients in the given dtypes and in float64, leaf by leaf."""
-    if given.is_random:  # in float64 it may draw other random numbers
-        return [0.0] * given.num_gradients
-    return given.differences(given.expected, double.expected)[: given.num_gradients]
-
-
-def _roundings(given: Trial, route: RouteOptions, errors: Sequence[float]) -> tuple[LeafDifference, ...]:
+def _roundings(given: Trial, route: RouteOptions, errors: Sequence[float]) -> Leaves:
     """The differences of the gradient in the given dtypes, for a route that agrees in float64.
 
     They may be as large as the effect of a change in the last digit, or as the error of the full batch: a loss may sum
@@ -311,47 +327,45 @@ def _roundings(given: Trial, route: RouteOptions, errors: Sequence[float]) -> tu
     )
 
 
-def _route_check(
-    trial: Trial, route: RouteOptions, leaves: tuple[LeafDifference, ...], rounded: tuple[LeafDifference, ...] | None
-) -> RouteCheck:
-    gradients, value, aux = (
-        leaves[: trial.num_gradients],
-        leaves[trial.num_gradients],
-        leaves[trial.num_gradients + 1 :],
-    )
-    worst = max(gradients, key=lambda leaf: leaf.difference / leaf.tolerance)
-    worst_rounded = max(rounded, key=lambda leaf: leaf.difference / leaf.tolerance) if rounded else None
+def _route_check(trial: Trial, route: RouteOptions, leaves: Leaves, rounded: Leaves) -> RouteCheck:
+    number = trial.num_gradients
+    worst = max(leaves[:number], key=lambda leaf: leaf.difference / leaf.tolerance)
+    worst_rounded = max(rounded, key=lambda leaf: leaf.difference / leaf.tolerance, default=None)
     return RouteCheck(
         name=str(route),
-        ok=_all_ok({route: leaves}) and _all_ok({route: rounded or ()}),
+        ok=_all_ok(leaves) and _all_ok(rounded),
         gradient=worst.difference,
         leaf=worst.name,
         tolerance=worst.tolerance,
-        value=value.difference,
-        aux=max((leaf.difference for leaf in aux), default=0.0) if trial.options["has_aux"] else None,
+        value=leaves[number].difference,
+        aux=max((leaf.difference for leaf in leaves[number + 1 :]), default=0.0) if trial.options["has_aux"] else None,
         leaves=leaves,
         rounding=worst_rounded.difference if worst_rounded else None,
         expected_rounding=worst_rounded.tolerance if worst_rounded else None,
     )
 
 
-def _all_ok(differences: dict[Any, tuple[LeafDifference, ...]]) -> bool:
-    return all(leaf.ok for leaves in differences.values() for leaf in leaves)
+def _all_ok(leaves: Leaves) -> bool:
+    return all(leaf.ok for leaf in leaves)
 
 
-def _sizes(given: Any) -> list[int]:
-    several = list(given) if isinstance(given, (tuple, list, range)) else [given]
-    try:
-        sizes = [0 if isinstance(size, bool) else operator.index(size) for size in several]
-    except TypeError:
-        sizes = []
+def _sizes(name: str, given: Any) -> list[int]:
+    sizes = [_whole(size) for size in (given if isinstance(given, (tuple, list, range)) else [given])]
     if not sizes or min(sizes) < 1:
         raise InputError(
-            "microbatch_sizes must be whole numbers of at least 1",
-            given=f"microbatch_sizes={given!r}",
-            remedy="Pass the sizes to try, e.g. microbatch_sizes=(1, 8, 24), or leave it out.",
+            f"{name} must be whole numbers of at least 1",
+            given=f"{name}={given!r}",
+            remedy=f"Pass the sizes to try, e.g. {name}=(1, 8, 24), or leave it out.",
         )
     return list(dict.fromkeys(sizes))
+
+
+def _whole(number: Any) -> int:
+    """The number as an int; 0 if it is not a whole number."""
+    try:
+        return 0 if isinstance(number, bool) else operator.index(number)
+    except TypeError:
+        return 0
 
 
 def _default_sizes(num_examples: int) -> list[int]:
@@ -363,6 +377,21 @@ def _default_sizes(num_examples: int) -> list[int]:
     return sorted({1, *near, num_examples})
 
 
+def _default_block_sizes(trial: Trial) -> list[int]:
+    """A size that leaves a smaller last block, if the loss has values that blocks can compute."""
+    if trial.options["reduction"] != "infer" or not trial.num_examples:
+        return []
+    loss, consts = trace_loss(
+        trial.fun, trial.arguments, trial.num_examples, weighted=False, has_aux=trial.options["has_aux"]
+    )
+    if loss.traced.has_effects:
+        return []
+    wide = [value for value in wide_values(split_loss(loss, consts), LEAST_WIDE) if value.axis is not None]
+    rows = max(wide, key=lambda value: value.bytes).num_rows if wide else 0
+    size = -(-rows // 3)
+    return [size + (rows % size == 0)] if rows > 2 else []
+
+
 def _sample(given: Any, batch_size: int, sizes: list[int] | None) -> int:
     if batch_size == 0:
         raise InputError(
@@ -372,10 +401,7 @@ def _sample(given: Any, batch_size: int, sizes: list[int] | None) -> int:
         )
     if given is None:
         return min(batch_size, max(SAMPLE, 2 * max(sizes or [0]) + 1))
-    try:
-        sample = 0 if isinstance(given, bool) else operator.index(given)
-    except TypeError:
-        sample = 0
+    sample = _whole(given)
     if sample < 1:
         raise InputError(
             "sample must be a whole number of at least 1, or None",
@@ -385,16 +411,6 @@ def _sample(given: Any, batch_size: int, sizes: list[int] | None) -> int:
     return min(batch_size, sample)
 
 
-def _check_values(arguments: Arguments) -> None:
-    for leaf in arguments.leaves:
-        if isinstance(leaf.value, jax.core.Tracer):
-            raise InputError(
-                "verify compares numbers, so its arguments must be concrete arrays",
-                given=f"{leaf.name} inside a jit, grad or vmap",
-                remedy="Call it outside, once, before training: ab.verify(loss, params, batch).raise_if_different().",
-            )
-
-
 def _first_examples(arguments: Arguments, num_examples: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
     arrays = arguments.arrays
     batch = [leaf if isinstance(leaf, (jax.Array, np.ndarray)) else jnp.asarray(leaf) for leaf in arrays.batch]
@@ -402,7 +418,5 @@ def _first_examples(arguments: Arguments, num_examples: int) -> tuple[tuple[Any,
     return arguments.call(lambda *args, **kwargs: (args, kwargs), arrays._replace(batch=batch))
 
 
-def _shown(number: float | None) -> str:
-    if number is None:
-        return "-"
+def _shown(number: float) -> str:
     return f"{number:.1e}" if number and math.isfinite(number) else f"{number:g}"

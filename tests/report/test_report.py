@@ -242,7 +242,7 @@ def test_empty_sections_have_no_heading():
     assert headings(page) == [("1", "Nothing")]
     assert "<svg" not in page and "<table" not in page and "<dl" not in page
     page = Report("One row", rows(1), environment={}).html()
-    assert [text for _, text in headings(page)] == ["One row", "Training"]
+    assert [text for _, text in headings(page)] == ["One row"]
     assert "<svg" not in page  # one point is no curve
 
 
@@ -355,7 +355,6 @@ def test_a_missing_rate_at_the_first_step_is_not_a_gap(unknown):
     history[0]["examples_per_second"] = unknown
     page = Report("First", history).html()
     assert "no finite value" not in page and "not finite" not in page
-    assert "<tr><td>1</td><td>1.000</td><td></td></tr>" in page
     history[5]["examples_per_second"] = unknown  # the control: in the middle it is a gap
     assert "1 of 9 rows has no finite value here." in Report("Midst", history).html()
 
@@ -379,7 +378,7 @@ def test_large_numbers_read_the_same_everywhere():
     history = [{"step": 1, "loss": 2.5e-120}, {"step": 2, "loss": 2.5e120}]
     page = Report("Large", history).html()
     assert heads(page)["Loss"] == ("", "2.5\u00d710¹²⁰", "from 2.5\u00d710⁻¹²⁰ at step 1")
-    assert "<td>2.5\u00d710¹²⁰</td>" in page and "highest 2.5\u00d710¹²⁰ at step 2" in page
+    assert "highest 2.5\u00d710¹²⁰ at step 2" in page
 
 
 def test_characters_that_change_the_direction_of_writing_are_shown_as_codes():

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cases.meshes import mesh_of
 from cases.verified import BATCH, CASES, PARAMS, X, add_up, line, masked_mean
 from jax import lax
 
@@ -26,6 +27,15 @@ def test_a_sum_in_bfloat16_is_rounding():
         "The cause is the sum over the microbatches: with accumulator_dtype=jnp.float32 it agrees."
     )
     assert verify(add_up, jnp.bfloat16(1), ones, **options).ok
+
+
+def test_the_worst_rounding_is_named_with_a_mesh_too():
+    """Two devices add up half as many microbatches each, and lose less."""
+    ones = jnp.ones(1024, jnp.bfloat16)
+    options = {"reduction": "sum", "microbatch_sizes": 1, "sample": 1024, "meshes": mesh_of(2)}
+    result = verify(add_up, jnp.bfloat16(1), ones, accumulator_dtype=None, **options)
+    assert [route.rounding for route in result.routes] == [0.75, 0.5]
+    assert "w is off by 7.5e-01" in result.diagnosis
 
 
 def insists_on_bfloat16(params, batch):
