@@ -5,6 +5,7 @@
 
 import dataclasses
 import functools
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from anybatch.call.arguments import Arguments
-from anybatch.call.models import partition_models
+from anybatch.call.models import PartitionedCall, partition_models
 from anybatch.call.options import Options
 from anybatch.errors import InputError
 from anybatch.gradients import squared_norms
@@ -33,6 +34,7 @@ PER_EXAMPLE_OPTIONS = (
 )
 
 
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
 class NoiseScale:
     """The noise in a gradient, and the batch size at which it equals the gradient itself.
@@ -93,8 +95,7 @@ class NoiseScale:
         norms, units, mean_norm = norms.astype(dtype), units.astype(dtype), jnp.asarray(mean_norm).astype(dtype)
         has_units = units > 0
         number, square = jnp.sum(units), mean_norm**2
-        divisors = jnp.where(has_units, units, jnp.ones_like(units))
-        squares = jnp.sum(jnp.where(has_units, norms**2 / divisors, jnp.zeros_like(norms)))
+        squares = jnp.sum(jnp.where(has_units, norms**2 / jnp.where(has_units, units, 1), 0))
         scatter = squares / jnp.maximum(number, jnp.finfo(dtype).tiny) - square
         return cls.of_step(scatter, square, number, jnp.sum(has_units.astype(dtype)))
 
@@ -124,15 +125,12 @@ class NoiseScale:
         """
         is_defined = (microbatches > 1) & (units > 0)
         # Negative only by rounding. NaN stays NaN.
-        variance = jnp.maximum(scatter, jnp.zeros_like(scatter)) / jnp.where(
-            is_defined, microbatches - 1, jnp.ones_like(microbatches)
-        )
-        zero = jnp.zeros_like(variance)
+        variance = jnp.maximum(scatter, 0) / jnp.where(is_defined, microbatches - 1, 1)
         return cls(
-            trace_sum=jnp.where(is_defined, variance * units, zero),
-            gradient_square_sum=jnp.where(is_defined, square - variance, zero),
-            steps=jnp.where(is_defined, jnp.ones_like(zero), zero),
-            units=jnp.where(is_defined, units, zero),
+            trace_sum=jnp.where(is_defined, variance * units, 0),
+            gradient_square_sum=jnp.where(is_defined, square - variance, 0),
+            steps=jnp.where(is_defined, 1, 0).astype(variance.dtype),
+            units=jnp.where(is_defined, units, 0),
             microbatches=microbatches,
         )
 
@@ -154,10 +152,8 @@ class NoiseScale:
         noise hides the gradient, whose estimated square is then not positive: average over more steps.
         """
         trace, square = self.trace, self.gradient_square
-        hidden = jnp.where(trace > 0, jnp.full_like(trace, jnp.inf), jnp.full_like(trace, jnp.nan))
-        is_positive = square > 0
-        ratio = trace / jnp.where(is_positive, square, jnp.ones_like(square))
-        return jnp.where(is_positive, ratio, jnp.where(jnp.isnan(square), jnp.full_like(trace, jnp.nan), hidden))
+        hidden = jnp.where((trace > 0) & ~jnp.isnan(square), jnp.inf, jnp.nan)
+        return jnp.where(square > 0, trace / jnp.where(square > 0, square, 1), hidden)
 
     @property
     def is_defined(self) -> Any:
@@ -182,28 +178,22 @@ class NoiseScale:
     def __add__(self, other: Any) -> "NoiseScale":
         if not isinstance(other, NoiseScale):
             return NotImplemented
-        return NoiseScale(*(one + more for one, more in zip(self._leaves, other._leaves, strict=True)))
+        return jax.tree.map(operator.add, self, other)
 
     def __radd__(self, other: Any) -> "NoiseScale":
         return self if isinstance(other, int) and other == 0 else NotImplemented  # sum() starts with 0
 
     def __mul__(self, factor: Any) -> "NoiseScale":
-        return NoiseScale(*(leaf * factor for leaf in self._leaves))
+        return jax.tree.map(lambda leaf: leaf * factor, self)
 
     __rmul__ = __mul__
 
-    @property
-    def _leaves(self) -> tuple[Any, ...]:
-        return tuple(getattr(self, field.name) for field in dataclasses.fields(self))
-
     def _average(self, total: Any) -> Any:
-        steps = jnp.asarray(self.steps)
-        none = steps == 0
-        average = jnp.asarray(total) / jnp.where(none, jnp.ones_like(steps), steps)
-        return jnp.where(none, jnp.full_like(average, jnp.nan), average)
+        none = jnp.asarray(self.steps) == 0
+        return jnp.where(none, jnp.nan, jnp.asarray(total) / jnp.where(none, 1, self.steps))
 
     def __str__(self) -> str:
-        if any(isinstance(leaf, jax.core.Tracer) or np.ndim(leaf) for leaf in self._leaves):
+        if any(isinstance(leaf, jax.core.Tracer) or np.ndim(leaf) for leaf in jax.tree.leaves(self)):
             return repr(self)
         counts = f"{self.units:.6g} units in {self.microbatches:.6g} microbatches"
         if self.steps != 1:
@@ -213,11 +203,6 @@ class NoiseScale:
         if not why:
             return f"noise scale {self.value:.3g} ({parts})"
         return f"noise scale undefined: {why}" + (f" ({parts})" if self.steps > 0 else "")
-
-
-jax.tree_util.register_dataclass(
-    NoiseScale, data_fields=[field.name for field in dataclasses.fields(NoiseScale)], meta_fields=[]
-)
 
 
 def noise_scale(
@@ -283,15 +268,23 @@ def noise_scale(
             given=f"exact={exact!r}",
             remedy="Pass exact=True to use the gradient norms of single examples, or leave it out.",
         )
-    if exact:
-        return _of_examples(fun, argnums, has_aux, options)
-    checked = Options.of(fun, argnums=argnums, has_aux=has_aux, noise=True, **options)
+    checked = Options.of(fun, argnums=argnums, has_aux=has_aux, noise=not exact, **options)
 
     @functools.wraps(fun)
     def noise_scale_fun(*args: Any, **kwargs: Any) -> Any:
-        _check_context()
-        call = partition_models(fun, checked.roles, has_aux, args, kwargs)
+        manual = jax.sharding.get_abstract_mesh().manual_axes
+        if manual:
+            raise InputError(
+                "noise_scale must be called outside shard_map: inside, it does not see the microbatches of other "
+                "devices",
+                given=f"a call inside a shard_map over {', '.join(map(repr, manual))}",
+                remedy="Call it outside, with mesh=. Or combine norms yourself: NoiseScale.of_microbatches(norms, "
+                "units, mean_norm).",
+            )
+        call = partition_models(fun, checked.roles, has_aux, args, kwargs, keeps_state=not exact)
         arguments = checked.roles.sort(call.fun, call.args, call.kwargs)
+        if exact:
+            return _of_examples(call, checked, arguments, options)
         value, aux, gradient, sums = compute(call.fun, call.options(checked), arguments)
         aux = call.close(aux, checked)
         return ((value, aux) if has_aux else value), gradient, NoiseScale.of_step(*sums)
@@ -299,35 +292,26 @@ def noise_scale(
     return noise_scale_fun
 
 
-def _of_examples(fun: Callable[..., Any], argnums: Any, has_aux: bool, options: dict[str, Any]) -> Callable[..., Any]:
+def _of_examples(call: PartitionedCall, checked: Options, arguments: Arguments, options: dict[str, Any]) -> Any:
     """`noise_scale(exact=True)`: the noise from the gradient norms of single examples."""
-    checked = Options.of(fun, argnums=argnums, has_aux=has_aux, **options)
-    examples_options = {name: options[name] for name in PER_EXAMPLE_OPTIONS if name in options}
-    examples_options["keep_batch_dim"] = True
-
-    @functools.wraps(fun)
-    def noise_scale_fun(*args: Any, **kwargs: Any) -> Any:
-        _check_context()
-        call = partition_models(fun, checked.roles, has_aux, args, kwargs, keeps_state=False)
-        arguments = checked.roles.sort(call.fun, call.args, call.kwargs)
-        reduction = checked.reduction
-        if reduction == "infer":
-            reduction = _read_reduction(call.fun, checked, arguments)
-        result, gradient = value_and_grad(call.fun, argnums, has_aux, **options)(*call.args, **call.kwargs)
-        if not arguments.num_examples:
-            return result, gradient, NoiseScale.empty()
-        value = result[0] if has_aux else result
-        norms_fun = per_example_norms(_of_one_example(call.fun, checked, value), argnums, True, **examples_options)
-        norms, (terms, weights) = norms_fun(*call.args, **call.kwargs)
-        if reduction == "sum":  # it is a mean of terms that are larger by this factor
-            norms, terms = norms * arguments.num_examples, terms * arguments.num_examples
-        mean_norm = jnp.sqrt(squared_norms.square(jax.tree.leaves(gradient)))
-        noise = NoiseScale.of_examples(norms, mean_norm.astype(norms.dtype), weights)
-        if not arguments.arrays.keys:  # with keys, batches of one draw other numbers than the batch
-            noise = _checked(noise, value, terms, weights)
-        return result, gradient, noise
-
-    return noise_scale_fun
+    argnums, has_aux, reduction = checked.argnums, checked.has_aux, checked.reduction
+    if reduction == "infer":
+        reduction = _read_reduction(call.fun, checked, arguments)
+    result, gradient = value_and_grad(call.fun, argnums, has_aux, **options)(*call.args, **call.kwargs)
+    if not arguments.num_examples:
+        return result, gradient, NoiseScale.empty()
+    value = result[0] if has_aux else result
+    of_examples = {name: options[name] for name in PER_EXAMPLE_OPTIONS if name in options}
+    one = _of_one_example(call.fun, checked, value)
+    norms_fun = per_example_norms(one, argnums, True, keep_batch_dim=True, **of_examples)
+    norms, (terms, weights) = norms_fun(*call.args, **call.kwargs)
+    if reduction == "sum":  # it is a mean of terms that are larger by this factor
+        norms, terms = norms * arguments.num_examples, terms * arguments.num_examples
+    mean_norm = jnp.sqrt(squared_norms.square(jax.tree.leaves(gradient)))
+    noise = NoiseScale.of_examples(norms, mean_norm.astype(norms.dtype), weights)
+    if not arguments.arrays.keys:  # with keys, batches of one draw other numbers than the batch
+        noise = _checked(noise, value, terms, weights)
+    return result, gradient, noise
 
 
 def _read_reduction(fun: Callable[..., Any], options: Options, arguments: Arguments) -> str:
@@ -394,14 +378,3 @@ def _checked(noise: NoiseScale, value: Any, terms: Any, weights: Any) -> NoiseSc
             remedy="Leave exact out and pass microbatch_size=1: for a loss that is read, the estimate is the same.",
         )
     return noise
-
-
-def _check_context() -> None:
-    manual = jax.sharding.get_abstract_mesh().manual_axes
-    if manual:
-        raise InputError(
-            "noise_scale must be called outside shard_map: inside, it does not see the microbatches of other devices",
-            given=f"a call inside a shard_map over {', '.join(map(repr, manual))}",
-            remedy="Call it outside, with mesh=. Or combine norms yourself: NoiseScale.of_microbatches(norms, units, "
-            "mean_norm).",
-        )

@@ -8,15 +8,11 @@ import jax.numpy as jnp
 
 from anybatch.errors import InputError
 from anybatch.per_example.grads import ExampleFunction
-from anybatch.per_example.options import PerExampleOptions, Wants
+from anybatch.per_example.options import Wants
 
 
 class ClippedFunction(ExampleFunction):
     """A wrapped loss that returns the clipped sum of per-example gradients, and bounds what one example can change."""
-
-    def __init__(self, fun: Callable[..., Any], options: PerExampleOptions, *, with_value: bool) -> None:
-        super().__init__(fun, options)
-        self._with_value = with_value
 
     @property
     def clip_norm(self) -> float:
@@ -53,13 +49,6 @@ class ClippedFunction(ExampleFunction):
                 remedy='Leave it out for the usual "add_or_remove".',
             )
         return factors[neighbours] * self.options.sensitivity
-
-    def __call__(self, *args: Any, is_padding: Any = None, **kwargs: Any) -> Any:
-        if not self._with_value:
-            return super().__call__(*args, is_padding=is_padding, **kwargs)
-        results = self._compute(args, kwargs, is_padding)
-        has_more = self.options.has_aux or self.options.returns_examples
-        return ((results.value, self._beside(results)) if has_more else results.value), results.result
 
 
 def clipped_grad(
@@ -164,11 +153,14 @@ def clipped_grad(
       CoupledError: with `keep_batch_dim=True`, for a loss that looks across examples, such as one with BatchNorm.
       NothingFitsError: if no microbatch fits the memory.
     """
-    options = PerExampleOptions.of(
-        fun,
+    return ClippedFunction.of(
         wants=Wants.SUM,
+        fun=fun,
         argnums=argnums,
         has_aux=has_aux,
+        clip_norm=clip_norm,
+        normalize_by=normalize_by,
+        strict=strict,
         batch_argnums=batch_argnums,
         batch_argnames=batch_argnames,
         keep_batch_dim=keep_batch_dim,
@@ -184,11 +176,7 @@ def clipped_grad(
         mesh=mesh,
         axis_name=axis_name,
         param_specs=param_specs,
-        clip_norm=clip_norm,
-        normalize_by=normalize_by,
-        strict=strict,
     )
-    return ClippedFunction(fun, options, with_value=False)
 
 
 def clipped_value_and_grad(
@@ -283,10 +271,15 @@ def clipped_value_and_grad(
       CoupledError: with `keep_batch_dim=True`, for a loss that looks across examples, such as one with BatchNorm.
       NothingFitsError: if no microbatch fits the memory.
     """
-    clipped = clipped_grad(
-        fun,
+    return ClippedFunction.of(
+        wants=Wants.SUM,
+        with_value=True,
+        fun=fun,
         argnums=argnums,
         has_aux=has_aux,
+        clip_norm=clip_norm,
+        normalize_by=normalize_by,
+        strict=strict,
         batch_argnums=batch_argnums,
         batch_argnames=batch_argnames,
         keep_batch_dim=keep_batch_dim,
@@ -302,8 +295,4 @@ def clipped_value_and_grad(
         mesh=mesh,
         axis_name=axis_name,
         param_specs=param_specs,
-        clip_norm=clip_norm,
-        normalize_by=normalize_by,
-        strict=strict,
     )
-    return ClippedFunction(fun, clipped.options, with_value=True)

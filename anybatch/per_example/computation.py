@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from anybatch.call.arguments import Arguments
 from anybatch.call.checks import describe
@@ -18,22 +17,20 @@ from anybatch.call.loss import TracedLoss
 from anybatch.call.memory import readable
 from anybatch.errors import InputError
 from anybatch.gradients import head_budget
-from anybatch.gradients.problem import Problem
 from anybatch.jaxprs import avals
-from anybatch.per_example.example_pass import ExamplePass, PassInputs, Request
+from anybatch.per_example.example_pass import ExamplePass, varying_as
 from anybatch.per_example.forms import kept_bytes
 from anybatch.per_example.kept_gradients import ExampleProgram
 from anybatch.per_example.options import PerExampleOptions, Wants
+from anybatch.planning.problem import Problem
 from anybatch.planning.strategy import Computation, Route, Strategy
 
 
-class Results(NamedTuple):
-    """The results of one call. `values`, `norms` and `aux` have the examples along axis 0; None if not asked for."""
+class PerExample(NamedTuple):
+    """Results for every example, along axis 0. A field is None if it was not asked for."""
 
-    result: Any  # the gradients, the norms, or the clipped sum
-    value: Any = None  # the sum of the losses
-    values: Any = None
-    norms: Any = None
+    values: Any = None  # the losses
+    norms: Any = None  # of the gradients, before they are clipped
     aux: Any = None
 
 
@@ -41,6 +38,11 @@ class ExampleGradient(Problem):
     """The per-example gradients, norms or clipped sum of one call, to be computed with any strategy."""
 
     options: PerExampleOptions
+    # Each example is computed by itself, and draws its own random numbers, whatever the microbatch size.
+    checked_reading = None
+    is_coupled = False
+    draws_per_microbatch = False
+    reduce_modes = ("once",)  # gradients are added up over a mesh once, after the last microbatch
 
     def __init__(
         self, fun: Callable[..., Any], options: PerExampleOptions, arguments: Arguments, is_padding: Any | None
@@ -66,14 +68,13 @@ class ExampleGradient(Problem):
 
         A loss that cannot be traced with more than one example is taken as it is, since there is nothing to read.
         """
-
-        def give_up(error: Exception) -> None:
-            raise _TakesOneExample from error
-
+        errors: list[Exception] = []  # of the loss itself
         try:
-            loss, consts = self._traced_at(max(2, self.examples), give_up)
-        except _TakesOneExample:
-            return
+            loss, consts = self._traced_at(max(2, self.examples), errors.append)
+        except Exception:
+            if errors:
+                return
+            raise
         head_budget.check_examples_separate(loss, consts, fresh_draws=bool(self.arguments.arrays.keys))
 
     def _say_if_written_for_batches(self, error: Exception) -> None:
@@ -91,25 +92,10 @@ class ExampleGradient(Problem):
             remedy="If it is written for batches, pass keep_batch_dim=True: it then gets batches of one example.",
         ) from error
 
-    @property
-    def draws_per_microbatch(self) -> bool:
-        """False: each example draws its own random numbers, whatever the microbatch size."""
-        return False
-
     def bytes_written(self, count: Callable[[Any], int]) -> int:
         """The bytes that the losses of all examples and their gradients write."""
         gradient = sum(leaf.dtype.itemsize * leaf.size for leaf in map(jnp.asarray, self.arguments.arrays.wrt))
         return self.examples * (count(self.loss.traced.jaxpr) + gradient)
-
-    @property
-    def checked_reading(self) -> None:
-        """None: each example is computed by itself."""
-        return None
-
-    @property
-    def is_coupled(self) -> bool:
-        """False: each example is computed by itself."""
-        return False
 
     @property
     def methods(self) -> tuple[str | None, ...]:
@@ -132,17 +118,14 @@ class ExampleGradient(Problem):
             # Devices that share a model run its collectives together, so none may loop more often than another. With
             # factors, doubtful norms are recomputed, which happens as often as the data of a device need it.
             prefer = "cost" if self._has_no_other_axes else "direct"
-            self._programs[method] = ExampleProgram(self.loss, method, prefer, self.options.strict)
+            transform = None if self.options.transform is None else self._flat_transform
+            self._programs[method] = ExampleProgram(self.loss, method, prefer, self.options.strict, transform)
         return self._programs[method]
 
     @property
     def noun(self) -> str:
         """The name of the result, for plans and reports."""
-        words = {
-            Wants.SUM: "clipped gradient",
-            Wants.NORMS: "gradient norms",
-            Wants.GRADIENTS: "per-example gradients",
-        }
+        words = {Wants.SUM: "clipped gradient", Wants.NORMS: "gradient norms", Wants.GRADIENTS: "per-example gradients"}
         return words[self.options.wants]
 
     @property
@@ -153,22 +136,10 @@ class ExampleGradient(Problem):
         if options.transform is not None:
             types = [jax.ShapeDtypeStruct(each.shape, each.dtype) for each in self.loss.types.wrt]
             transform = str(jax.make_jaxpr(self._flat_transform)(types))
-        flags = [
-            options.keep_batch_dim,
-            options.strict,
-            options.nan_safe,
-            options.return_values,
-            options.return_norms,
-            options.per_leaf,
-        ]
-        return [
-            options.wants.value,
-            options.method,
-            flags,
-            options.normalize_by == 1,
-            self.is_padding is not None,
-            transform,
-        ]
+        names = ("keep_batch_dim", "strict", "nan_safe", "return_values", "return_norms", "per_leaf")
+        flags = [getattr(options, name) for name in names]
+        flags += [options.normalize_by == 1, self.is_padding is not None]
+        return [options.wants.value, options.method, flags, transform]
 
     @property
     def note(self) -> str:
@@ -188,13 +159,7 @@ class ExampleGradient(Problem):
         return f"Factored, it keeps of every example {', '.join(kept)}: {readable(total)} at most."
 
     def route(self, strategy: Strategy) -> Route:
-        """How a strategy computes per-example gradients."""
         return Route.VMAP if (strategy.method or self.methods[0]) == "vmap" else Route.FACTORED
-
-    @property
-    def reduce_modes(self) -> tuple[str, ...]:
-        """Gradients are added up over a mesh once, after the last microbatch."""
-        return ("once",)
 
     def computation(self, strategy: Strategy) -> Computation:
         """The function to compile and run with a strategy, and its arguments.
@@ -203,7 +168,6 @@ class ExampleGradient(Problem):
           InputError: for a loss that the strategy cannot compute.
         """
         options, loss, example_pass = self.options, self.loss, self._pass(strategy)
-        request = example_pass.request
         consts = self.trace(self.examples)[1]
         inputs = (consts, self.arguments.arrays, self._padding(), options.clip_norm, options.normalize_by)
         leaves, tree = jax.tree.flatten(inputs)
@@ -211,94 +175,60 @@ class ExampleGradient(Problem):
 
         def compute(*flat: Any) -> list[Any]:
             consts, arrays, padding, clip_norm, normalize_by = jax.tree.unflatten(tree, flat)
-            sums, rows = example_pass(executor, PassInputs(consts, arrays, clip_norm, padding))
+            sums, rows = example_pass(executor, consts, arrays, clip_norm, padding)
             if sums:
-                types = [*request.transformed, loss.out_avals[0]]
+                types = [*example_pass.program.gradient_types, loss.out_avals[0]]
                 if options.normalize_by != 1:  # dividing by 1 would be one more pass over all sums
                     sums = [total / jnp.asarray(normalize_by, total.dtype) for total in sums]
                 sums = [total.astype(like.dtype) for total, like in zip(sums, types, strict=True)]
                 if self.shardings is not None and options.transform is None:
                     sums = [*self.shardings.as_parameters(sums[:-1]), sums[-1]]
-            return jax.tree.leaves(self._results(request, sums, rows))
+            return [*sums, *rows]
 
         fun: Any = compute
         if self.shardings is not None:
-            fun = self.shardings.with_specs(compute, self._specs(request))
+            fun = self.shardings.with_specs(compute, self._specs(example_pass))
         return Computation(fun, leaves, loss.traced.has_effects)
 
-    def _results(self, request: Request, sums: list[Any], rows: list[Any]) -> Results:
-        """The sums and rows of a pass by name, without those that the user did not ask for."""
-        options, num_outputs = self.options, len(self.loss.out_avals)
-        values, aux, rest = rows[0], rows[1:num_outputs], rows[num_outputs:]
-        norms, grads = rest[: request.num_norms], rest[request.num_norms :]
-        *totals, value = sums or [None]
-        return Results(
-            result={Wants.SUM: totals, Wants.NORMS: norms, Wants.GRADIENTS: grads}[options.wants],
-            value=value,
-            values=values if options.return_values else None,
-            norms=norms if options.return_norms else None,
-            aux=aux,
-        )
-
-    def _specs(self, request: Request) -> list[Any]:
-        """The shardings of the results: sums as their parameters, and rows over the axes of the examples."""
+    def _specs(self, example_pass: ExamplePass) -> list[Any]:
+        """The shardings of the outputs: sums as their parameters, and rows over the axes of the examples."""
         assert self.shardings is not None
         by_examples, replicated = jax.sharding.PartitionSpec(self.shardings.options.axes), jax.sharding.PartitionSpec()
         if self.examples % self.shardings.options.devices:
             by_examples = replicated
         sums: list[Any] = []
-        if request.sums:
-            known = self.shardings.specs if self.options.transform is None else [None] * len(request.transformed)
+        if example_pass.sums:
+            types = example_pass.program.gradient_types
+            known = self.shardings.specs if self.options.transform is None else [None] * len(types)
             sums = [*(spec or replicated for spec in known), replicated]
-        return jax.tree.leaves(self._results(request, sums, [by_examples] * request.num_rows))
+        return [*sums, *[by_examples] * example_pass.num_rows]
 
-    def outcome(self, strategy: Strategy, outputs: list[Any]) -> Results:
-        """The results in the user's trees, from the flat outputs of the computation."""
-        request = self._pass(strategy).request
-        sums = [0] * (len(request.transformed) + 1) if request.sums else []
-        skeleton = self._results(request, sums, [0] * request.num_rows)
+    def outcome(self, strategy: Strategy, outputs: list[Any]) -> tuple[Any, Any, PerExample]:
+        """The gradients, norms or clipped sum; the sum of the losses; and what was asked for of every example."""
+        options, example_pass, num_outputs = self.options, self._pass(strategy), len(self.loss.out_avals)
         flat = outputs if self.shardings is None else self.shardings.returned(outputs)
-        results: Results = jax.tree.unflatten(jax.tree.structure(skeleton), flat)
-        return results._replace(
-            result=self._in_tree(results.result),
-            norms=None if results.norms is None else self._norms_in_tree(results.norms),
-            aux=jax.tree.unflatten(self.loss.aux_tree, results.aux),
+        sums, rows = flat[: -example_pass.num_rows], flat[-example_pass.num_rows :]
+        aux, kept = rows[1:num_outputs], rows[num_outputs:]
+        norms: Any = None
+        if options.keeps_norms:
+            norms = self._in_tree(kept[: example_pass.num_norms]) if options.per_leaf else kept[0]
+        *totals, value = sums or [None]
+        result = norms if options.wants is Wants.NORMS else self._in_tree(totals or kept[example_pass.num_norms :])
+        examples = PerExample(
+            values=rows[0] if options.return_values else None,
+            norms=norms if options.return_norms else None,
+            aux=jax.tree.unflatten(self.loss.aux_tree, aux) if options.has_aux else None,
         )
+        return result, value, examples
 
     def _in_tree(self, leaves: list[Any]) -> Any:
-        if self.options.wants is Wants.NORMS:
-            return self._norms_in_tree(leaves)
-        if self.options.transform is not None:
-            return jax.tree.unflatten(self._transform_tree, leaves)
-        return self.arguments.as_gradient(leaves)
-
-    def _norms_in_tree(self, leaves: list[Any]) -> Any:
-        if not self.options.per_leaf:
-            return leaves[0]
         if self.options.transform is not None:
             return jax.tree.unflatten(self._transform_tree, leaves)
         return self.arguments.as_gradient(leaves)
 
     def _pass(self, strategy: Strategy) -> ExamplePass:
-        options = self.options
-        request = Request(
-            parameters=self.loss.types.wrt,
-            outputs=self.loss.out_avals,
-            accumulator_dtype=options.accumulator_dtype,
-            sums=options.wants is Wants.SUM,
-            keeps_gradients=options.wants is Wants.GRADIENTS,
-            keeps_norms=options.wants is Wants.NORMS or options.return_norms,
-            per_leaf=options.per_leaf,
-            nan_safe=options.nan_safe,
-            transform=None if options.transform is None else self._flat_transform,
-        )
-        return ExamplePass(
-            program=self._program(strategy.method),
-            request=request,
-            size=self.size(strategy),
-            keeps_batch_axis=options.keep_batch_dim,
-            skips_padding=not self.loss.traced.has_effects and self._has_no_other_axes,
-        )
+        skips_padding = not self.loss.traced.has_effects and self._has_no_other_axes
+        return ExamplePass(self._program(strategy.method), self.options, self.size(strategy), skips_padding)
 
     def _padding(self) -> Any:
         if self.is_padding is None or self.shardings is None or not self.shardings.is_eager:
@@ -323,10 +253,6 @@ class ExampleGradient(Problem):
                     remedy="Cast its result, e.g. x.astype(jnp.float32).",
                 )
         return leaves
-
-
-class _TakesOneExample(Exception):
-    """Raised for a loss that cannot be traced with more than one example."""
 
 
 def _check_padding(is_padding: Any, examples: int) -> Any:
@@ -398,10 +324,8 @@ def _varying(arguments: Arguments) -> Arguments:
     """
     if not jax.sharding.get_abstract_mesh().manual_axes:
         return arguments
-    axes = frozenset().union(*(avals.varying_axes(jax.typeof(leaf)) for leaf in arguments.arrays.batch))
-
-    def varying(leaf: Any) -> Any:
-        missing = tuple(axes - avals.varying_axes(jax.typeof(leaf.value))) if leaf.role == "wrt" else ()
-        return leaf._replace(value=lax.pcast(leaf.value, missing, to="varying")) if missing else leaf
-
-    return dataclasses.replace(arguments, leaves=[varying(leaf) for leaf in arguments.leaves])
+    batch = arguments.arrays.batch
+    leaves = [
+        leaf._replace(value=varying_as(leaf.value, batch)) if leaf.role == "wrt" else leaf for leaf in arguments.leaves
+    ]
+    return dataclasses.replace(arguments, leaves=leaves)

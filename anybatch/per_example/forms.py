@@ -10,17 +10,17 @@ from typing import Any
 
 import numpy as np
 
-from anybatch.jaxprs.chosen_values import Body, Source
+from anybatch.jaxprs.chosen_values import Body
 from anybatch.per_example.terms import (
     Convolution,
     DirectTerm,
     FactoredTerm,
     Lookups,
     Product,
+    Recognizer,
     Term,
     common_dtype,
-    direct_term,
-    terms_of,
+    shape_of,
 )
 
 # Roughly how many operations an accelerator does in the time in which it moves one byte, by the bytes of a factor's
@@ -34,14 +34,7 @@ _TIMES_MOVED = 3
 class GradientForm:
     """How the per-example gradients of one parameter are kept: as the terms whose sum they are."""
 
-    shape: tuple[int, ...]
-    dtype: Any
     terms: tuple[Term, ...]
-
-    @property
-    def sources(self) -> list[Source]:
-        """The values that must be computed for every example."""
-        return [source for term in self.terms for source in term.sources]
 
     @property
     def products(self) -> list[FactoredTerm]:
@@ -65,53 +58,34 @@ class GradientForm:
         return "direct and rows" if self.lookups else "direct"
 
 
-def choose_form(body: Body, variable: Any, like: Any, prefer: str = "cost") -> GradientForm:
-    """The form in which to keep the per-example gradients of a parameter.
+def choose_form(body: Body, variable: Any, prefer: str = "cost") -> GradientForm:
+    """The form in which to keep the per-example gradients of a parameter, a variable of the program of one example.
 
-    Args:
-      body: the program of the gradient of one example.
-      variable: the gradient with respect to the parameter, a variable of that program.
-      like: the type of the parameter.
-      prefer: `"cost"` takes the cheaper form. `"gram"` and `"direct"` take that form wherever it is possible.
+    It is the cheaper one with `prefer="cost"`, and otherwise `"direct"`, except for looked-up rows.
     """
-    shape = tuple(variable.aval.shape)
-    terms = terms_of(body, variable)
-    if not all(_keeps_rows(term, len(shape)) for term in terms if isinstance(term, Lookups)):
-        terms = [direct_term(body, variable)]
-    lookups = [term for term in terms if isinstance(term, Lookups)]
-    products = [term for term in terms if isinstance(term, (Product, Convolution))]
-    others = [term for term in terms if not isinstance(term, Lookups)]
-    can_gram = bool(others) and len(products) == len(others) and are_aligned(terms)
-    if (not others and lookups) or (can_gram and _prefers_gram(products, lookups, prefer)):
-        return GradientForm(shape, like.dtype, tuple(terms))
+    rank, recognizer = len(variable.aval.shape), Recognizer(body)
+    form = GradientForm(tuple(recognizer.terms(variable)))
+    direct = GradientForm((recognizer.direct(variable),))
+    products, lookups = form.products, form.lookups
+    if any(term.path.axes != tuple(range(rank)) or term.path.rearranges for term in lookups):
+        return direct  # rows of a looked-up table are not rows of the parameter
+    others = [term for term in form.terms if not isinstance(term, Lookups)]
+    # Products of different terms can be multiplied if all split the parameter's axes into the same two sides.
+    sides = {_row_axes(term) for term in form.terms}
+    are_aligned = len(form.terms) == 1 or (len(sides) == 1 and None not in sides)
+    can_gram = bool(others) and len(products) == len(others) and are_aligned
+    if not others or (can_gram and _prefers_gram(products, lookups, prefer)):
+        return form
     if lookups and len(others) == 1:
-        computed = _computed(others[0])
-        if computed is not None:
-            return GradientForm(shape, like.dtype, (computed, *lookups))
-    return GradientForm(shape, like.dtype, (direct_term(body, variable),))
+        (term,) = others
+        if isinstance(term, Product) and term.output is not None:
+            term = DirectTerm(term.output, term.path)
+        if isinstance(term, DirectTerm):
+            return GradientForm((term, *lookups))
+    return direct
 
 
-def _computed(term: Term) -> DirectTerm | None:
-    """A term as a value of the program, if it is one."""
-    if isinstance(term, Product) and term.output is not None:
-        return DirectTerm(term.output, term.path)
-    return term if isinstance(term, DirectTerm) else None
-
-
-def _keeps_rows(term: Lookups, rank: int) -> bool:
-    """True if rows of the looked-up table are rows of the parameter."""
-    return term.path.axes == tuple(range(rank)) and not term.path.rearranges
-
-
-def are_aligned(terms: Sequence[Term]) -> bool:
-    """True if products of different terms can be multiplied: all split the parameter's axes into the same two sides."""
-    if len(terms) == 1:
-        return True
-    sides = {row_axes(term) for term in terms}
-    return None not in sides and len(sides) == 1
-
-
-def row_axes(term: Term) -> tuple[int, ...] | None:
+def _row_axes(term: Term) -> tuple[int, ...] | None:
     """The parameter's axes on the same side of a term as its first axis; None if a side has them out of order."""
     if isinstance(term, Lookups):
         return (0,)
@@ -130,9 +104,7 @@ def row_axes(term: Term) -> tuple[int, ...] | None:
 
 
 def _prefers_gram(products: Sequence[FactoredTerm], lookups: Sequence[Lookups], prefer: str) -> bool:
-    if prefer != "cost":
-        return prefer == "gram"
-    return gram_cost(products, lookups) <= direct_cost(products)
+    return prefer == "cost" and gram_cost(products, lookups) <= direct_cost(products)
 
 
 def gram_cost(products: Sequence[FactoredTerm], lookups: Sequence[Lookups]) -> float:
@@ -163,12 +135,5 @@ def direct_cost(products: Sequence[FactoredTerm]) -> float:
 
 def kept_bytes(form: GradientForm) -> int:
     """The bytes that are kept of one example: an upper bound, since the backward pass may keep some values anyway."""
-    total = 0
-    for term in form.terms:
-        if isinstance(term, (Product, Convolution)):
-            total += sum(math.prod(s) * np.dtype(d).itemsize for s, d in zip(term.shapes, term.dtypes, strict=True))
-        elif isinstance(term, Lookups):
-            total += term.number * (4 + math.prod(form.shape[1:]) * np.dtype(term.dtype).itemsize)
-        else:
-            total += math.prod(form.shape) * np.dtype(term.source.variable.aval.dtype).itemsize
-    return total
+    sources = [source for term in form.terms for source in term.sources]
+    return sum(math.prod(shape_of(each)) * np.dtype(each.variable.aval.dtype).itemsize for each in sources)

@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -15,28 +15,28 @@ import jax.numpy as jnp
 from anybatch.call.checks import one_of
 from anybatch.call.models import PartitionedCall, partition_models
 from anybatch.errors import InputError
-from anybatch.per_example.computation import ExampleGradient, Results
+from anybatch.per_example.computation import ExampleGradient, PerExample
 from anybatch.per_example.options import PerExampleOptions, Wants
+from anybatch.planning.problem import Problem
 from anybatch.planning.running import run_as_planned, run_first_that_compiles
-from anybatch.planning.strategy import PlannableGradient, Strategy
+from anybatch.planning.strategy import Strategy
 
-
-class PerExample(NamedTuple):
-    """Results for every example, along axis 0. A field is None if it was not asked for."""
-
-    values: Any = None  # the losses
-    norms: Any = None  # of the gradients, before they are clipped
-    aux: Any = None
+__all__ = ["ExampleFunction", "PerExample", "per_example_grads", "per_example_norms"]
 
 
 class ExampleFunction:
     """A wrapped loss. It takes the arguments of the loss, and `is_padding=`, booleans that mark examples to skip."""
 
-    def __init__(self, fun: Callable[..., Any], options: PerExampleOptions) -> None:
+    def __init__(self, fun: Callable[..., Any], options: PerExampleOptions, *, with_value: bool = False) -> None:
         functools.update_wrapper(self, fun)
         _check_names(fun)
-        self.fun, self.options = fun, options
+        self.fun, self.options, self._with_value = fun, options, with_value
         self._failed: set[Strategy] = set()  # strategies that XLA could not compile, so that later calls skip them
+
+    @classmethod
+    def of(cls, fun: Callable[..., Any], wants: Wants, *, with_value: bool = False, **options: Any) -> Self:
+        """A loss, wrapped with the options of a user. With `with_value`, the sum of the losses is returned too."""
+        return cls(fun, PerExampleOptions.of(fun, wants=wants, **options), with_value=with_value)
 
     def gradient(self, args: tuple[Any, ...], kwargs: dict[str, Any], is_padding: Any = None) -> ExampleGradient:
         """The computation of one call, to be planned or run."""
@@ -49,55 +49,39 @@ class ExampleFunction:
         options = self.options
         return partition_models(self.fun, options.roles, options.has_aux, args, kwargs, keeps_state=False)
 
-    def planned(self, *, memory: Any, objective: Any) -> "ExampleFunction":
-        """The same function, with a microbatch size that is chosen by a plan."""
-        one_of("objective", objective, ("memory", "speed"))
-        options = dataclasses.replace(
-            self.options,
-            microbatch_size="auto",
-            memory=self.options.memory if memory is None else memory,
-            objective=objective,
-        )
-        return ExampleFunction(self.fun, options)
-
     def to_plan(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], *, memory: Any, objective: Any
-    ) -> tuple[Callable[..., PlannableGradient], tuple[Any, ...], dict[str, Any]]:
+    ) -> tuple[Callable[..., Problem], tuple[Any, ...], dict[str, Any]]:
         """A function that makes the computation of a call, and its arguments, with models split into arrays."""
-        planned = self.planned(memory=memory, objective=objective)
-        call = planned._partitioned(args, kwargs)
-        example_fun = ExampleFunction(call.fun, planned.options)
+        one_of("objective", objective, ("memory", "speed"))
+        memory = self.options.memory if memory is None else memory
+        options = dataclasses.replace(self.options, microbatch_size="auto", memory=memory, objective=objective)
+        call = self._partitioned(args, kwargs)
+        planned = ExampleFunction(call.fun, options)
 
-        def gradient(args: tuple[Any, ...], kwargs: dict[str, Any]) -> PlannableGradient:
-            return example_fun.gradient(args, kwargs, kwargs.pop("is_padding", None))
+        def gradient(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Problem:
+            return planned.gradient(args, kwargs, kwargs.pop("is_padding", None))
 
         return gradient, call.args, call.kwargs
 
-    def _compute(self, args: tuple[Any, ...], kwargs: dict[str, Any], is_padding: Any) -> Results:
+    def __call__(self, *args: Any, is_padding: Any = None, **kwargs: Any) -> Any:
         gradient = self.gradient(args, kwargs, is_padding)
         size = self.options.microbatch_size
         with gradient.context():
             if size == "auto":
                 strategy, outputs = run_as_planned(gradient)
             else:
-                assert not isinstance(size, str)
                 strategies = [Strategy(size, method=method) for method in gradient.methods]
                 strategies = [strategy for strategy in strategies if strategy not in self._failed] or strategies
                 strategy, outputs = run_first_that_compiles(gradient, strategies)
                 self._failed.update(strategies[: strategies.index(strategy)])
-            return gradient.outcome(strategy, outputs)
-
-    def _beside(self, results: Results) -> Any:
-        """What is returned beside the result: aux, or a `PerExample`; None if neither was asked for."""
-        has_aux = self.options.has_aux
+            result, value, examples = gradient.outcome(strategy, outputs)
+        first = value if self._with_value else result
         if self.options.returns_examples:
-            return PerExample(results.values, results.norms, results.aux if has_aux else None)
-        return results.aux if has_aux else None
-
-    def __call__(self, *args: Any, is_padding: Any = None, **kwargs: Any) -> Any:
-        results = self._compute(args, kwargs, is_padding)
-        has_more = self.options.has_aux or self.options.returns_examples
-        return (results.result, self._beside(results)) if has_more else results.result
+            first = first, examples
+        elif self.options.has_aux:
+            first = first, examples.aux
+        return (first, result) if self._with_value else first
 
 
 def _check_names(fun: Callable[..., Any]) -> None:
@@ -198,9 +182,9 @@ def per_example_grads(
       CoupledError: with `keep_batch_dim=True`, for a loss that looks across examples, such as one with BatchNorm.
       NothingFitsError: if no microbatch fits the memory.
     """
-    options = PerExampleOptions.of(
-        fun,
+    return ExampleFunction.of(
         wants=Wants.GRADIENTS,
+        fun=fun,
         argnums=argnums,
         has_aux=has_aux,
         batch_argnums=batch_argnums,
@@ -219,7 +203,6 @@ def per_example_grads(
         axis_name=axis_name,
         param_specs=param_specs,
     )
-    return ExampleFunction(fun, options)
 
 
 def per_example_norms(
@@ -311,11 +294,12 @@ def per_example_norms(
       CoupledError: with `keep_batch_dim=True`, for a loss that looks across examples, such as one with BatchNorm.
       NothingFitsError: if no microbatch fits the memory.
     """
-    options = PerExampleOptions.of(
-        fun,
+    return ExampleFunction.of(
         wants=Wants.NORMS,
+        fun=fun,
         argnums=argnums,
         has_aux=has_aux,
+        per_leaf=per_leaf,
         batch_argnums=batch_argnums,
         batch_argnames=batch_argnames,
         keep_batch_dim=keep_batch_dim,
@@ -331,6 +315,4 @@ def per_example_norms(
         mesh=mesh,
         axis_name=axis_name,
         param_specs=param_specs,
-        per_leaf=per_leaf,
     )
-    return ExampleFunction(fun, options)

@@ -6,7 +6,7 @@ term; `norms.py` has the norms.
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -19,7 +19,7 @@ from anybatch.call.loss import TracedLoss
 from anybatch.jaxprs import chosen_values
 from anybatch.jaxprs.chosen_values import Body, Source
 from anybatch.per_example.forms import GradientForm, choose_form
-from anybatch.per_example.norms import Squares, is_doubtful, rows_of, squares_of, sum_of
+from anybatch.per_example.norms import Squares, TermArrays, is_doubtful, rows_of, squares_of, sum_of
 from anybatch.per_example.terms import Convolution, DirectTerm, Lookups, Product, common_dtype, identity
 
 _LARGE = 2**16  # entries of a parameter whose sum gets a kernel of its own
@@ -41,6 +41,14 @@ class ExampleProgram:
     method: str
     prefer: str = "cost"  # as for `choose_form`
     strict: bool = False  # if True, bounds hold even where the roundings of all factors have the same sign
+    # A function of the gradient leaves of one example; what it returns takes their place. Only with method="vmap".
+    transform: Callable[[list[Any]], list[Any]] | None = None
+
+    @functools.cached_property
+    def gradient_types(self) -> list[Any]:
+        """The types of one example's gradient leaves, after `transform`."""
+        types = [jax.ShapeDtypeStruct(each.shape, each.dtype) for each in self.loss.types.wrt]
+        return types if self.transform is None else jax.eval_shape(self.transform, types)
 
     @functools.cached_property
     def body(self) -> Body:
@@ -51,15 +59,12 @@ class ExampleProgram:
     @functools.cached_property
     def forms(self) -> list[GradientForm]:
         """The form in which the gradients of each parameter are kept."""
-        wrt = self.loss.types.wrt
+        types = self.gradient_types
         if self.method == "vmap":
-            return [
-                GradientForm(tuple(each.shape), each.dtype, (DirectTerm(Source(number), identity(len(each.shape))),))
-                for number, each in enumerate(wrt)
-            ]
-        variables = self.body.outputs[len(self.body.outputs) - len(wrt) :]
-        pairs = zip(variables, wrt, strict=True)
-        return [choose_form(self.body, variable, each, self.prefer) for variable, each in pairs]
+            sources = [(Source(number), identity(len(each.shape))) for number, each in enumerate(types)]
+            return [GradientForm((DirectTerm(source, path),)) for source, path in sources]
+        variables = self.body.outputs[len(self.body.outputs) - len(types) :]
+        return [choose_form(self.body, variable, self.prefer) for variable in variables]
 
     def __call__(self, consts: Sequence[Any], arrays: Arrays) -> "KeptGradients":
         """Runs the program for some examples: batch and keys have one entry for each of them along axis 0."""
@@ -72,15 +77,15 @@ class ExampleProgram:
             results = jax.vmap(self._of_example, in_axes=tuple(axes))(*flat)
         else:
             wanted = [Source(output) for output in self.body.outputs[:num_outputs]]
-            wanted += [source for form in self.forms for source in form.sources]
+            wanted += [source for form in self.forms for term in form.terms for source in term.sources]
             results = chosen_values.batched(self.body, axes, flat, wanted)
         supply = iter(results[num_outputs:])
         return KeptGradients(
             values=results[0],
             aux=list(results[1:num_outputs]),
             forms=self.forms,
+            terms=[[(term, [next(supply) for _ in term.sources]) for term in form.terms] for form in self.forms],
             strict=self.strict,
-            arrays=[[next(supply) for _ in form.sources] for form in self.forms],
         )
 
     def _of_example(self, *flat: Any) -> list[Any]:
@@ -92,7 +97,7 @@ class ExampleProgram:
             return value, aux
 
         (value, aux), grads = jax.value_and_grad(loss, has_aux=True)(arrays.wrt)
-        return [value, *aux, *grads]
+        return [value, *aux, *(grads if self.transform is None else self.transform(grads))]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -102,21 +107,21 @@ class KeptGradients:
     values: Any
     aux: list[Any]
     forms: list[GradientForm]  # one for each parameter
-    arrays: list[list[Any]]  # for each parameter, the values of its form's sources
+    terms: list[list[TermArrays]]  # for each parameter, the terms of its form, with the values of their sources
     strict: bool
 
     @functools.cached_property
     def squares(self) -> list[Squares]:
         """The squared norms for each parameter."""
-        pairs = zip(self.forms, self.arrays, strict=True)
-        return [squares_of(form, arrays, strict=self.strict) for form, arrays in pairs]
+        pairs = zip(self.forms, self.terms, strict=True)
+        return [squares_of(form, terms, strict=self.strict) for form, terms in pairs]
 
-    @property
+    @functools.cached_property
     def square(self) -> Any:
         """The squared norms over all parameters."""
-        return total_square([each.square for each in self.squares], self.values)
+        return self._total([each.square for each in self.squares])
 
-    def is_doubtful(self, *, per_leaf: bool) -> Any:
+    def is_doubtful(self, per_leaf: bool) -> Any:
         """A boolean for each example: True if its norm may be off by more than the tolerance."""
         return is_doubtful(self.forms, self.squares, per_leaf)
 
@@ -124,7 +129,11 @@ class KeptGradients:
     def bound(self) -> Any:
         """An upper bound of each squared norm that holds despite rounding, in a weighted sum too."""
         errors = [each.slack + each.doubt for each in self.squares]
-        return rounded_up(self.square) + total_square(errors, self.values)
+        return self.square * (1 + _ROUNDING[jnp.dtype(self.square.dtype).itemsize]) + self._total(errors)
+
+    def _total(self, squares: Sequence[Any]) -> Any:
+        """The sum of squares, with one entry for each example even if there are no squares."""
+        return sum_of([jnp.zeros(self.values.shape[:1], jnp.float32), *squares])
 
     def add_weighted(self, weights: Any, start: Sequence[Any]) -> list[Any]:
         """`start` plus the weighted sum of the gradients. The factors of an example with weight 0 must be finite.
@@ -132,8 +141,8 @@ class KeptGradients:
         In a product of factors 0 times NaN is NaN. Direct terms of weight 0 are left out, whatever they are.
         """
         totals = []
-        for form, arrays, total in zip(self.forms, self.arrays, start, strict=True):
-            total = _add_weighted(form, arrays, weights, total)
+        for terms, total in zip(self.terms, start, strict=True):
+            total = _add_weighted(terms, weights, total)
             if total.size >= _LARGE:
                 # One after the other: otherwise XLA makes one kernel, a very slow one, of the sums of many parameters.
                 weights, total = lax.optimization_barrier((weights, total))
@@ -142,27 +151,16 @@ class KeptGradients:
 
     def gradients(self) -> list[Any]:
         """The gradients themselves, if all are kept as direct terms."""
-        return [arrays[0] for arrays in self.arrays]
-
-
-def rounded_up(square: Any) -> Any:
-    """An upper bound of sums of squares before they were rounded."""
-    return square * (1 + _ROUNDING[jnp.dtype(square.dtype).itemsize])
-
-
-def total_square(squares: Sequence[Any], values: Any) -> Any:
-    """The sum of squares, with one entry for each example even if there are no squares."""
-    return sum_of([jnp.zeros(values.shape[:1], jnp.float32), *squares])
+        return [array for ((_, (array,)),) in self.terms]
 
 
 # Weighted sums --------------------------------------------------------------------------------------------------------
 
 
-def _add_weighted(form: GradientForm, arrays: Sequence[Any], weights: Any, start: Any) -> Any:
+def _add_weighted(terms: Sequence[TermArrays], weights: Any, start: Any) -> Any:
     """`start` plus the weighted sum of the gradients of one parameter, in the shape and dtype of `start`."""
-    supply, total = iter(arrays), start
-    for term in form.terms:
-        values = [next(supply) for _ in term.sources]
+    total = start
+    for term, values in terms:
         if isinstance(term, Lookups):
             total = _add_rows(term, values, weights, total)
             continue

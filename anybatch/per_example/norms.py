@@ -26,7 +26,7 @@ _TOLERANCE = {2: 2.0**-10, 4: 2.0**-15, 8: 2.0**-40}
 _NEGLIGIBLE = 2.0**-60  # a squared norm that counts as 0: that of a norm of 1e-9
 _FEW_INDICES = 2048  # up to which comparing all pairs of indices is faster than sorting them
 
-_TermArrays = tuple[Any, list[Any]]  # a term, and the arrays for its sources
+TermArrays = tuple[Any, list[Any]]  # a term, and the values of its sources, with the examples along axis 0
 
 
 class Squares(NamedTuple):
@@ -37,31 +37,29 @@ class Squares(NamedTuple):
     slack: Any  # the most that rounding scaled factors adds to the square of a clipped gradient, relative to its weight
 
 
-def squares_of(form: GradientForm, arrays: Sequence[Any], *, strict: bool = False) -> Squares:
+def squares_of(form: GradientForm, per_term: list[TermArrays], *, strict: bool = False) -> Squares:
     """The squared norms of the per-example gradients of one parameter.
 
-    Args:
-      form: the form in which the gradients are kept.
-      arrays: the values of the form's sources, with the examples along axis 0.
-      strict: if True, `slack` holds even where the roundings of all narrow factors have the same sign. If False, it
-        assumes roundings of either sign, as in all but contrived examples.
+    With `strict`, `slack` holds even where the roundings of all narrow factors have the same sign. Otherwise it assumes
+    roundings of either sign, as in all but contrived examples.
     """
-    per_term = _per_term(form, arrays)
     if form.products:
         return _from_factors(form, per_term, strict)
     looked_up = [each for each in per_term if isinstance(each[0], Lookups)]
-    if not form.direct_terms:
-        return _exactly(_square_of_rows(*_joined_lookups(looked_up)))
-    (direct,) = (each for each in per_term if isinstance(each[0], DirectTerm))
-    if looked_up:
-        return _exactly(_square_with_rows(direct, looked_up))
-    return _exactly(square_of(direct[1][0]) * direct[0].path.scale ** 2)
+    direct = [each for each in per_term if isinstance(each[0], DirectTerm)]
+    if not direct:
+        square = _square_of_rows(*_joined_lookups(looked_up))
+    elif looked_up:
+        square = _square_with_rows(direct[0], looked_up)
+    else:
+        square = _square_of(direct[0][1][0]) * direct[0][0].path.scale ** 2
+    return Squares(square, jnp.zeros_like(square), jnp.zeros_like(square))
 
 
-def square_of(array: Any) -> Any:
-    """The squared norm of each example of an array, with the examples along axis 0."""
+def _square_of(array: Any, from_axis: int = 1) -> Any:
+    """The squared norm of each example of an array, with the examples along axis 0, or along all axes before one."""
     array = array.astype(sum_dtype(array.dtype))
-    return jnp.sum(jnp.real(array * jnp.conj(array)), axis=tuple(range(1, array.ndim)))
+    return jnp.sum(jnp.real(array * jnp.conj(array)), axis=tuple(range(from_axis, array.ndim)))
 
 
 def sum_of(squares: Sequence[Any]) -> Any:
@@ -73,10 +71,7 @@ def sum_of(squares: Sequence[Any]) -> Any:
 def is_doubtful(forms: Sequence[GradientForm], squares: Sequence[Squares], per_leaf: bool = False) -> Any:
     """A boolean for each example: True if its norm may be off by more than the tolerance, because sums cancelled.
 
-    Args:
-      forms: the forms in which the gradients of all parameters are kept.
-      squares: the squared norms, for each parameter.
-      per_leaf: whether the norm of each parameter must be good, or only the norm over all of them.
+    With `per_leaf`, the norm of each parameter must be good, and otherwise only the norm over all of them.
     """
     if per_leaf and len(forms) > 1:
         alone = [is_doubtful([form], [each]) for form, each in zip(forms, squares, strict=True)]
@@ -91,22 +86,15 @@ def _narrowest(form: GradientForm) -> int:
     return min(jnp.dtype(dtype).itemsize for term in form.products for dtype in term.dtypes)
 
 
-def _per_term(form: GradientForm, arrays: Sequence[Any]) -> list[_TermArrays]:
-    supply = iter(arrays)
-    return [(term, [next(supply) for _ in term.sources]) for term in form.terms]
-
-
-def _exactly(square: Any) -> Squares:
-    return Squares(square, jnp.zeros_like(square), jnp.zeros_like(square))
-
-
 # From factors ---------------------------------------------------------------------------------------------------------
 
 
-def sides_of(term: FactoredTerm, left: Any, right: Any) -> tuple[Any, Any]:
+def _sides_of(term: FactoredTerm, left: Any, right: Any) -> tuple[Any, Any]:
     """Both sides of a product as (examples, copies, summands, entries)."""
     if isinstance(term, Convolution):
-        return windows_of(term, left), _features_last(term, right)
+        features, *rest = term.params["dimension_numbers"].rhs_spec
+        moved = jnp.transpose(right, [0, *(axis + 1 for axis in (*rest, features))])
+        return _windows_of(term, left), moved.reshape(right.shape[0], 1, term.summands, term.output_features)
 
     def side(array: Any, position: int) -> Any:
         batch, contract, free = term.batch[position], term.contract[position], term.free(position)
@@ -116,7 +104,7 @@ def sides_of(term: FactoredTerm, left: Any, right: Any) -> tuple[Any, Any]:
     return side(left, 0), side(right, 1)
 
 
-def windows_of(term: Convolution, left: Any) -> Any:
+def _windows_of(term: Convolution, left: Any) -> Any:
     """The windows of the left side of a convolution, as (examples, 1, summands, entries)."""
     numbers, params = term.params["dimension_numbers"], term.params
     spatial = [term.shapes[1][axis] for axis in numbers.rhs_spec[2:]]
@@ -137,12 +125,6 @@ def windows_of(term: Convolution, left: Any) -> Any:
     return jax.vmap(of_example)(left)
 
 
-def _features_last(term: Convolution, right: Any) -> Any:
-    features, *rest = term.params["dimension_numbers"].rhs_spec
-    moved = jnp.transpose(right, [0, *(axis + 1 for axis in (*rest, features))])
-    return moved.reshape(right.shape[0], 1, term.summands, term.output_features)
-
-
 def _inner_products(left: Any, right: Any) -> Any:
     """The inner products of all vectors of one array with all of the other; both are (..., vectors, entries)."""
     batch = tuple(range(left.ndim - 2))
@@ -157,25 +139,29 @@ def _inner_products(left: Any, right: Any) -> Any:
     )
 
 
-def _from_factors(form: GradientForm, per_term: list[_TermArrays], strict: bool) -> Squares:
+def _from_factors(form: GradientForm, per_term: list[TermArrays], strict: bool) -> Squares:
     """The square of a sum of outer products, as a sum over pairs of them."""
+    rounded = None
     if len(per_term) > 1:
-        return _from_several_terms(form, per_term, strict)
+        pairs, lost = _pairs(per_term)
+        if _is_narrow(form):
+            lengths = _lengths(pairs)
+            rounded = jnp.square(jnp.sum(lengths, axis=1)) if strict else jnp.sum(jnp.square(lengths), axis=1) / 4
+        return _sum_over_pairs(pairs, rounded, lost)
     ((term, (left, right)),) = per_term
-    first, second = sides_of(term, left, right)
+    first, second = _sides_of(term, left, right)
     if left.size > right.size:
         first, second = second, first  # `first` is the side that a weighted sum scales
     scale = term.path.scale**2
-    if first.shape[2] == 1:
-        one, other = (jnp.sum(jnp.square(side.astype(sum_dtype(side.dtype))), axis=(2, 3)) for side in (first, second))
-        dtype = sum_dtype(one.dtype, other.dtype)
-        one, other = one.astype(dtype), other.astype(dtype)
-        square, doubt = jnp.sum(one * other, axis=1), jnp.sum(_underflow(first, second, one, other), axis=1)
-        return Squares(square * scale, doubt * scale, _slack(square, square if _is_narrow(form) else None) * scale)
-    one, other = _inner_products(first, first), _inner_products(second, second)
+    is_single = first.shape[2] == 1  # then there are no pairs, and nothing that cancels
+    one, other = (
+        _square_of(side, from_axis=2) if is_single else _inner_products(side, side) for side in (first, second)
+    )
     dtype = sum_dtype(one.dtype, other.dtype)
     one, other = one.astype(dtype), other.astype(dtype)
-    rounded = None
+    if is_single:
+        square, doubt = jnp.sum(one * other, axis=1), jnp.sum(_underflow(first, second, one, other), axis=1)
+        return Squares(square * scale, doubt * scale, _slack(square, square if _is_narrow(form) else None) * scale)
     if _is_narrow(form):
         lengths, others = _lengths(one), _lengths(other)
         if strict:
@@ -185,15 +171,6 @@ def _from_factors(form: GradientForm, per_term: list[_TermArrays], strict: bool)
     lost = _underflow(first, second, jnp.sum(_lengths(one) ** 2, -1), jnp.sum(_lengths(other) ** 2, -1))
     lost = first.shape[2] * jnp.sum(lost, axis=1)
     return Squares(*(each * scale for each in _sum_over_pairs(one * other, rounded, lost)))
-
-
-def _from_several_terms(form: GradientForm, per_term: list[_TermArrays], strict: bool) -> Squares:
-    pairs, lost = _pairs(per_term)
-    rounded = None
-    if _is_narrow(form):
-        lengths = _lengths(pairs)
-        rounded = jnp.square(jnp.sum(lengths, axis=1)) if strict else jnp.sum(jnp.square(lengths), axis=1) / 4
-    return _sum_over_pairs(pairs, rounded, lost)
 
 
 def _underflow(first: Any, second: Any, one: Any, other: Any) -> Any:
@@ -233,16 +210,15 @@ def _slack(square: Any, rounded: Any | None) -> Any:
     return 2 * jnp.sqrt(square) * error + jnp.square(error)
 
 
-def _pairs(per_term: list[_TermArrays]) -> tuple[Any, Any]:
+def _pairs(per_term: list[TermArrays]) -> tuple[Any, Any]:
     """The products of all pairs of outer products in several terms, and the most that they lose by underflow.
 
-    Returns:
-      Arrays of shape (examples, summands, summands) and (examples,).
+    They have the shapes (examples, summands, summands) and (examples,).
     """
     rows, columns, looked_up = [], [], []
     for term, arrays in per_term:
         if isinstance(term, Product):
-            left, right = (side[:, 0] for side in sides_of(term, *arrays))
+            left, right = (side[:, 0] for side in _sides_of(term, *arrays))
             assert term.path.axes is not None
             first_on_left = term.path.axes[0] < len(term.free(0))
             row, column = (left, right) if first_on_left else (right, left)
@@ -250,7 +226,7 @@ def _pairs(per_term: list[_TermArrays]) -> tuple[Any, Any]:
             columns.append(column * jnp.asarray(term.path.scale, column.dtype))
         else:
             looked_up.append((term, arrays))
-    dense = _joined_sides(rows, common_dtype(*(row.dtype for row in rows)))
+    dense = _joined_sides(rows)
     of_rows = _inner_products(dense, dense)
     if looked_up:
         index, updates = _joined_lookups(looked_up)
@@ -260,7 +236,7 @@ def _pairs(per_term: list[_TermArrays]) -> tuple[Any, Any]:
         top = jnp.concatenate([of_rows, between], axis=2)
         bottom = jnp.concatenate([jnp.swapaxes(between, 1, 2), same.astype(of_rows.dtype)], axis=2)
         of_rows = jnp.concatenate([top, bottom], axis=1)
-    all_columns = _joined_sides(columns, common_dtype(*(column.dtype for column in columns)))
+    all_columns = _joined_sides(columns)
     of_columns = _inner_products(all_columns, all_columns)
     of_rows = of_rows.astype(sum_dtype(of_rows.dtype, of_columns.dtype))
     traces = (jnp.sum(_lengths(each) ** 2, axis=-1) for each in (of_rows, of_columns.astype(of_rows.dtype)))
@@ -268,12 +244,13 @@ def _pairs(per_term: list[_TermArrays]) -> tuple[Any, Any]:
     return of_rows * of_columns.astype(of_rows.dtype), lost
 
 
-def _joined_sides(sides: Sequence[Any], dtype: Any) -> Any:
+def _joined_sides(sides: Sequence[Any]) -> Any:
     """The vectors of several terms, (examples, vectors, entries), joined in memory.
 
     On a GPU, XLA would join them inside the kernel of their products, which then holds both sides twice. For GPT-2,
     that was more shared memory than an H200 has, and did not compile.
     """
+    dtype = common_dtype(*(side.dtype for side in sides))
     joined = jnp.concatenate([side.astype(dtype) for side in sides], axis=1)
     return lax.optimization_barrier(joined) if len(sides) > 1 else joined
 
@@ -294,7 +271,7 @@ def rows_of(term: Lookups, index: Any, update: Any) -> tuple[Any, Any]:
     return index, rows * jnp.asarray(term.path.scale, rows.dtype)
 
 
-def _joined_lookups(looked_up: list[_TermArrays]) -> tuple[Any, Any]:
+def _joined_lookups(looked_up: list[TermArrays]) -> tuple[Any, Any]:
     """The indices and rows of several terms: (examples, number), (examples, number, entries)."""
     pairs = [rows_of(term, *arrays) for term, arrays in looked_up]
     dtype = common_dtype(*(rows.dtype for _, rows in pairs))
@@ -315,7 +292,7 @@ def _square_of_rows(index: Any, rows: Any) -> Any:
     return jax.vmap(of_example)(index, rows.astype(sum_dtype(rows.dtype)))
 
 
-def _square_with_rows(direct: _TermArrays, looked_up: list[_TermArrays]) -> Any:
+def _square_with_rows(direct: TermArrays, looked_up: list[TermArrays]) -> Any:
     """The squared norm of tables that are kept, plus looked-up rows.
 
     It is the sum of squares of the table's rows that no index names, and of the sums at those that an index does.

@@ -9,10 +9,9 @@ from typing import Any, Self
 import jax
 import jax.numpy as jnp
 
+from anybatch.call.checks import one_of
 from anybatch.call.options import Options
 from anybatch.errors import InputError
-
-METHODS = ("auto", "vmap", "factored")
 
 
 class Wants(enum.Enum):
@@ -29,6 +28,7 @@ class PerExampleOptions(Options):
 
     wants: Wants
     reduction: str = "sum"
+    block_size: Any = None
     method: str = "auto"
     keep_batch_dim: bool = False
     nan_safe: bool = False
@@ -46,6 +46,11 @@ class PerExampleOptions(Options):
         return self.return_values or self.return_norms
 
     @property
+    def keeps_norms(self) -> bool:
+        """True if the norms of all examples are returned."""
+        return self.wants is Wants.NORMS or self.return_norms
+
+    @property
     def sensitivity(self) -> float:
         """The most that adding or removing one example changes the result."""
         return self.clip_norm / self.normalize_by if self.nan_safe else math.inf
@@ -59,12 +64,7 @@ class PerExampleOptions(Options):
                     given=f"{name}={given!r}",
                     remedy=f"Pass {name}=True, or leave it out.",
                 )
-        if self.method not in METHODS or not isinstance(self.method, str):
-            raise InputError(
-                f"method must be one of {', '.join(map(repr, METHODS))}",
-                given=f"method={self.method!r}",
-                remedy='Leave it out, or pass method="vmap" to compute the gradient of every example.',
-            )
+        one_of("method", self.method, ("auto", "factored", "vmap"))
         if self.transform is not None and not callable(self.transform):
             raise InputError(
                 "transform must be a function of the gradient of one example",
@@ -77,18 +77,11 @@ class PerExampleOptions(Options):
                 given='method="factored"',
                 remedy="Leave method out.",
             )
-        checked = super()._checked()
-        return dataclasses.replace(
-            checked,
-            clip_norm=_positive(
-                "clip_norm", self.clip_norm, "Pass the largest norm that the gradient of an example may have, e.g. 1.0."
-            ),
-            normalize_by=_positive(
-                "normalize_by",
-                self.normalize_by,
-                "Pass the divisor of the sum, e.g. the expected batch size.",
-            ),
-        )
+        remedy = "Pass the largest norm that the gradient of an example may have, e.g. 1.0."
+        clip_norm = _positive("clip_norm", self.clip_norm, remedy)
+        remedy = "Pass the divisor of the sum, e.g. the expected batch size."
+        normalize_by = _positive("normalize_by", self.normalize_by, remedy)
+        return dataclasses.replace(super()._checked(), clip_norm=clip_norm, normalize_by=normalize_by)
 
 
 def _positive(name: str, given: Any, remedy: str) -> float:

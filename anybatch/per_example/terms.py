@@ -1,6 +1,6 @@
 """Writes the gradient of one example with respect to one parameter as a sum of terms.
 
-`terms_of` starts at the gradient in the program of one example and walks back through the equations that make it. It
+`Recognizer` starts at the gradient in the program of one example and walks back through the equations that make it. It
 recognises four kinds of terms: `Product` (a `dot_general`), `Convolution`, `Lookups` (rows scattered into a table) and
 `DirectTerm`, which is any other value of the program. A `LinearPath` leads from each term to the parameter.
 
@@ -9,6 +9,7 @@ what a result costs, and never whether it is right.
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -30,54 +31,46 @@ _MOST_EQUATIONS = 64  # followed from a gradient back to a term; Python allows a
 
 
 @dataclasses.dataclass(frozen=True)
-class Rearrangement:
-    """An equation that casts or rearranges the entries of an array and computes nothing with them."""
-
-    equation: Any
-    num_mapped_axes: int = 0  # leading axes that it is mapped over: the iterations of the scans around it
-
-    def __call__(self, array: Any) -> Any:
-        def rearrange(array: Any) -> Any:
-            if self.equation.primitive.name in CASTS:
-                return array  # sums stay in their wide dtype, whatever the dtype of the terms
-            return interpreter.evaluate(self.equation, [array], self.equation.params)[0]
-
-        for _ in range(self.num_mapped_axes):
-            rearrange = jax.vmap(rearrange)
-        return rearrange(array)
-
-
-@dataclasses.dataclass(frozen=True)
 class LinearPath:
     """The linear function that maps a term, as it is computed, to the shape of the parameter."""
 
     # For each axis of the parameter, the axis of the term that it comes from; None once a reshape has mixed them.
     axes: tuple[int, ...] | None
-    rearrangements: tuple[Rearrangement, ...] = ()  # in the order in which they are applied
+    # The equations that cast or rearrange its entries, in order. Each is mapped over a number of leading axes: the
+    # iterations of the scans around it.
+    rearrangements: tuple[tuple[Any, int], ...] = ()
     scale: float = 1.0  # applied last
 
     def __call__(self, array: Any) -> Any:
-        for rearrangement in self.rearrangements:
-            array = rearrangement(array)
+        for equation, num_mapped_axes in self.rearrangements:
+            if equation.primitive.name in CASTS:
+                continue  # sums stay in their wide dtype, whatever the dtype of the terms
+            rearrange: Any = functools.partial(_evaluate, equation)
+            for _ in range(num_mapped_axes):
+                rearrange = jax.vmap(rearrange)
+            array = rearrange(array)
         return array if self.scale == 1 else array * self.scale
 
     @property
     def rearranges(self) -> bool:
         """True if it does more than cast and scale."""
-        return any(each.equation.primitive.name not in CASTS for each in self.rearrangements)
+        return any(equation.primitive.name not in CASTS for equation, _ in self.rearrangements)
 
     def stacked(self) -> "LinearPath":
         """The path of the terms that a scan stacks, to a parameter with one layer for each iteration."""
         axes = None if self.axes is None else (0, *(axis + 1 for axis in self.axes))
-        mapped = tuple(Rearrangement(each.equation, each.num_mapped_axes + 1) for each in self.rearrangements)
+        mapped = tuple((equation, number + 1) for equation, number in self.rearrangements)
         return dataclasses.replace(self, axes=axes, rearrangements=mapped)
 
     def then(self, outer: "LinearPath") -> "LinearPath":
-        """This path followed by `outer`."""
         axes = None
         if self.axes is not None and outer.axes is not None:
             axes = tuple(self.axes[axis] for axis in outer.axes)
         return LinearPath(axes, (*self.rearrangements, *outer.rearrangements), self.scale * outer.scale)
+
+
+def _evaluate(equation: Any, array: Any) -> Any:
+    return interpreter.evaluate(equation, [array], equation.params)[0]
 
 
 def identity(rank: int) -> LinearPath:
@@ -88,19 +81,30 @@ def identity(rank: int) -> LinearPath:
 # The terms ------------------------------------------------------------------------------------------------------------
 
 
+def shape_of(source: Source) -> tuple[int, ...]:
+    """The shape of a value of the program of one example, with the iterations of its scans along the leading axes."""
+    return (*(loop.params["length"] for loop in source.loops), *source.variable.aval.shape)
+
+
 @dataclasses.dataclass(frozen=True)
 class Factors:
     """Two arrays whose product is a term, and the path from their product to the parameter."""
 
     left: Source
     right: Source
-    shapes: tuple[tuple[int, ...], tuple[int, ...]]
-    dtypes: tuple[Any, Any]
     path: LinearPath
 
     @property
     def sources(self) -> tuple[Source, ...]:
         return self.left, self.right
+
+    @property
+    def shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        return shape_of(self.left), shape_of(self.right)
+
+    @property
+    def dtypes(self) -> tuple[Any, Any]:
+        return self.left.variable.aval.dtype, self.right.variable.aval.dtype
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,23 +143,6 @@ class Product(Factors):
         taken = {*self.contract[side], *self.batch[side]}
         return [axis for axis in range(len(self.shapes[side])) if axis not in taken]
 
-    def in_scan(self, scan: Any, length: int, *, adds_up: bool) -> "Product":
-        """The products of all iterations of a scan, which adds them up or stacks them."""
-
-        def shifted(axes: tuple[tuple[int, ...], ...], more: bool) -> Any:
-            return tuple((*((0,) if more else ()), *(axis + 1 for axis in side)) for side in axes)
-
-        return dataclasses.replace(
-            self,
-            left=self.left.inside(scan),
-            right=self.right.inside(scan),
-            output=None if adds_up or self.output is None else self.output.inside(scan),
-            shapes=((length, *self.shapes[0]), (length, *self.shapes[1])),
-            contract=shifted(self.contract, adds_up),
-            batch=shifted(self.batch, not adds_up),
-            path=self.path if adds_up else self.path.stacked(),
-        )
-
 
 @dataclasses.dataclass(frozen=True)
 class Convolution(Factors):
@@ -188,8 +175,6 @@ class Lookups:
     index: Source
     update: Source
     shape: tuple[int, ...]  # of the table
-    number: int  # of indices
-    dtype: Any
     clips: bool  # if True, an index outside the table means its nearest row; if False, it means no row
     path: LinearPath
 
@@ -197,12 +182,9 @@ class Lookups:
     def sources(self) -> tuple[Source, ...]:
         return self.index, self.update
 
-    def in_scan(self, scan: Any, length: int, *, adds_up: bool) -> "Lookups":
-        """The lookups of all iterations of a scan that adds them up."""
-        assert adds_up  # a stack of tables is a direct term
-        return dataclasses.replace(
-            self, index=self.index.inside(scan), update=self.update.inside(scan), number=length * self.number
-        )
+    @property
+    def number(self) -> int:
+        return math.prod(shape_of(self.index)[:-1])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -216,30 +198,31 @@ class DirectTerm:
     def sources(self) -> tuple[Source, ...]:
         return (self.source,)
 
-    def in_scan(self, scan: Any) -> "DirectTerm":
-        """The terms of all iterations of a scan that stacks them."""
-        return DirectTerm(self.source.inside(scan), self.path.stacked())
-
 
 FactoredTerm = Product | Convolution
 Term = Product | Convolution | Lookups | DirectTerm
 
 
+def _in_scan(term: Any, scan: Any, *, adds_up: bool) -> Any:
+    """A term of one iteration of a scan, for all iterations, which the scan adds up or stacks."""
+    fields = {field.name: getattr(term, field.name) for field in dataclasses.fields(term)}
+    changed: dict[str, Any] = {name: value.inside(scan) for name, value in fields.items() if isinstance(value, Source)}
+    if not adds_up:
+        changed["path"] = term.path.stacked()
+    if isinstance(term, Product):
+        # The iterations are one more axis of both sides: contracted, or a batch axis.
+        new = {"contract": (0,) if adds_up else (), "batch": () if adds_up else (0,)}
+        for name, first in new.items():
+            changed[name] = tuple((*first, *(axis + 1 for axis in side)) for side in fields[name])
+        changed["output"] = None if adds_up else changed.get("output")
+    return dataclasses.replace(term, **changed)
+
+
 # Recognition ----------------------------------------------------------------------------------------------------------
 
 
-def terms_of(body: Body, variable: Any) -> list[Term]:
-    """Terms whose sum is a variable of a program. A variable that is not recognised is one direct term."""
-    return _Recognizer(body).terms(variable)
-
-
-def direct_term(body: Body, variable: Any) -> DirectTerm:
-    """A variable as one direct term, taken before casts and scales, in the dtype in which it is computed."""
-    return _Recognizer(body).direct(variable)
-
-
 @dataclasses.dataclass(frozen=True)
-class _Recognizer:
+class Recognizer:
     """The walk from variables of a program back to the equations that make them."""
 
     body: Body
@@ -247,6 +230,7 @@ class _Recognizer:
     in_progress: list[Any] = dataclasses.field(default_factory=list)
 
     def terms(self, variable: Any) -> list[Term]:
+        """Terms whose sum is a variable of a program. A variable that is not recognised is one direct term."""
         if interpreter.is_literal(variable) or len(self.in_progress) > _MOST_EQUATIONS:
             return [_as_it_is(variable)]
         if variable not in self.known:
@@ -278,6 +262,7 @@ class _Recognizer:
         return _with_path(self.terms(before), path)
 
     def direct(self, variable: Any) -> DirectTerm:
+        """A variable as one direct term, taken before casts and scales, in the dtype in which it is computed."""
         equation = self._maker(variable)
         if equation is None:
             return _as_it_is(variable)
@@ -286,7 +271,7 @@ class _Recognizer:
             if position < num_carried:
                 return _as_it_is(variable)
             body = self.body.of_loop(equation)
-            return _Recognizer(body).direct(body.outputs[position]).in_scan(equation)
+            return _in_scan(Recognizer(body).direct(body.outputs[position]), equation, adds_up=False)
         rearranged = _rearranged(equation, variable)
         if rearranged is None or rearranged[1].rearranges:  # only casts and scales can wait until terms are summed
             return _as_it_is(variable)
@@ -315,8 +300,6 @@ class _Recognizer:
             index=Source(index),
             update=Source(update),
             shape=tuple(table.aval.shape),
-            number=int(np.prod(index.aval.shape[:-1], dtype=np.int64)),
-            dtype=update.aval.dtype,
             clips="CLIP" in str(equation.params["mode"]),
             path=identity(len(table.aval.shape)),
         )
@@ -328,31 +311,25 @@ class _Recognizer:
         if position < num_carried:
             return self._carried(equation, position)
         body = self.body.of_loop(equation)
-        terms = _Recognizer(body).terms(body.outputs[position])
+        terms = Recognizer(body).terms(body.outputs[position])
         if len(terms) > 1 or isinstance(terms[0], (Lookups, Convolution)):
             return None
-        (term,) = terms
-        if isinstance(term, DirectTerm):
-            return [term.in_scan(equation)]
-        assert isinstance(term, Product)
-        return [term.in_scan(equation, equation.params["length"], adds_up=False)]
+        return [_in_scan(terms[0], equation, adds_up=False)]
 
     def _carried(self, equation: Any, position: int) -> list[Term] | None:
         """The terms of a carried value that the scan only adds to: the gradient of a value all iterations share."""
-        body, length = self.body.of_loop(equation), equation.params["length"]
+        body = self.body.of_loop(equation)
         num_consts, _ = interpreter.scan_counts(equation.params)
         before = body.inputs[num_consts + position]
-        terms = _Recognizer(body).terms(body.outputs[position])
+        terms = Recognizer(body).terms(body.outputs[position])
         carried = [term for term in terms if isinstance(term, DirectTerm) and term.source == Source(before)]
         added = [term for term in terms if term not in carried]
         is_sum = len(carried) == 1 and carried[0].path == identity(len(before.aval.shape)) and added
         factored = [term for term in added if isinstance(term, (Product, Lookups))]
-        if not is_sum or len(factored) < len(added):
-            return None
-        if _num_uses(body, before) != 1:
+        if not is_sum or len(factored) < len(added) or _num_uses(body, before) != 1:
             return None
         start = equation.invars[num_consts + position]
-        of_all_iterations = [term.in_scan(equation, length, adds_up=True) for term in factored]
+        of_all_iterations = [_in_scan(term, equation, adds_up=True) for term in factored]
         return [*of_all_iterations, *([] if self._is_zero(start) else self.terms(start))]
 
     def _is_zero(self, variable: Any, depth: int = 4) -> bool:
@@ -385,8 +362,6 @@ def _product(equation: Any) -> Product:
         left=Source(left),
         right=Source(right),
         output=Source(equation.outvars[0]),
-        shapes=(tuple(left.aval.shape), tuple(right.aval.shape)),
-        dtypes=(left.aval.dtype, right.aval.dtype),
         contract=(tuple(left_contract), tuple(right_contract)),
         batch=(tuple(left_batch), tuple(right_batch)),
         precision=equation.params.get("precision"),
@@ -395,22 +370,12 @@ def _product(equation: Any) -> Product:
 
 
 def _convolution(equation: Any) -> list[Term] | None:
-    left, right = equation.invars
     params = equation.params
     if params["feature_group_count"] != 1 or params["batch_group_count"] != 1:
         return None
-    output_shape = tuple(equation.outvars[0].aval.shape)
-    return [
-        Convolution(
-            left=Source(left),
-            right=Source(right),
-            shapes=(tuple(left.aval.shape), tuple(right.aval.shape)),
-            dtypes=(left.aval.dtype, right.aval.dtype),
-            params=params,
-            path=identity(len(output_shape)),
-            output_shape=output_shape,
-        )
-    ]
+    left, right = map(Source, equation.invars)
+    shape = tuple(equation.outvars[0].aval.shape)
+    return [Convolution(left=left, right=right, params=params, path=identity(len(shape)), output_shape=shape)]
 
 
 def _scatters_rows(equation: Any) -> bool:
@@ -448,7 +413,7 @@ def _rearranged(equation: Any, variable: Any) -> tuple[Any, LinearPath] | None:
         axes = tuple(equation.params["permutation"])
     elif before.aval.shape == variable.aval.shape and name != "broadcast_in_dim":
         axes = tuple(range(rank))
-    return before, LinearPath(axes, (Rearrangement(equation),))
+    return before, LinearPath(axes, ((equation, 0),))
 
 
 def _scaled(equation: Any, variable: Any) -> tuple[Any, LinearPath] | None:

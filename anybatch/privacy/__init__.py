@@ -1,7 +1,7 @@
 """Private training: DP-SGD on top of `ab.clipped_grad`, with a written guarantee.
 
-Open `training.py` first (`dp_sgd`), then `mechanism.py` (`private_grad`: clipping and noise). `sampling.py` draws the
-batches, `accounting.py` computes epsilon, and `guarantee_checks.py` refuses whatever would void the guarantee.
+Open `training.py` first (`dp_sgd`), then `mechanism.py` (`private_grad`: clipping and noise, and the checks that refuse
+whatever would void the guarantee). `sampling.py` draws the batches, and `accounting.py` computes epsilon.
 
 **The contract.** Take the batches of a run from `privacy.poisson_batches`. Take its steps by `privacy.dp_sgd`, or by
 `privacy.private_grad` and an optimizer that sees the data only through it. Then the parameters and optimizer states

@@ -4,28 +4,39 @@ The checks at the head are shared by the folder. The numbers that a guarantee re
 cannot depend on the data.
 """
 
+import bisect
 import importlib
 import math
 import statistics
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import numpy as np
 
-from anybatch.call.checks import whole_number
+from anybatch.call.checks import one_of, whole_number
 from anybatch.errors import InputError
 
 
-def constant(name: str, value: Any, *, example: str) -> float:
+def constant(
+    name: str,
+    value: Any,
+    *,
+    example: str,
+    must: str = "be a number",
+    allowed: Callable[[float], bool] = lambda number: True,
+    remedy: str = "",
+) -> float:
     """A Python number as a float.
 
     Raises:
-      InputError: if it is not a number, or is a JAX array, which could depend on the data.
+      InputError: if it is not a number, is a JAX array, which could depend on the data, or is not `allowed`.
     """
     if isinstance(value, jax.Array):
         raise InputError(
             f"{name} must be a Python number: the guarantee rests on it, so that it must not depend on the data",
-            given=f"{name}={_briefly(value)}",
+            given=f"{name}=an array {value.dtype}{list(value.shape)}"
+            + (" under jit" if isinstance(value, jax.core.Tracer) else ""),
             remedy=f"Pass a constant, e.g. {name}={example}.",
         )
     try:
@@ -36,29 +47,31 @@ def constant(name: str, value: Any, *, example: str) -> float:
         raise InputError(
             f"{name} must be a number", given=f"{name}={value!r}", remedy=f"Pass a constant, e.g. {name}={example}."
         )
+    if not allowed(number):
+        raise InputError(
+            f"{name} must {must}", given=f"{name}={value!r}", remedy=remedy or f"For example {name}={example}."
+        )
     return number
 
 
 def positive(name: str, value: Any, *, example: str) -> float:
     """A positive, finite Python number as a float."""
-    number = constant(name, value, example=example)
-    if not 0 < number < math.inf:
-        raise InputError(
-            f"{name} must be positive and finite", given=f"{name}={value!r}", remedy=f"For example {name}={example}."
-        )
-    return number
+    must = "be positive and finite"
+    return constant(name, value, example=example, must=must, allowed=lambda number: 0 < number < math.inf)
+
+
+def not_negative(name: str, value: Any, *, example: str) -> float:
+    """A finite Python number of at least 0, as a float."""
+    must = "be finite and not negative"
+    return constant(name, value, example=example, must=must, allowed=lambda number: 0 <= number < math.inf)
 
 
 def probability(name: str, value: Any, *, example: str, or_one: bool = False) -> float:
     """A Python number between 0 and 1, as a float. 0 is not allowed, and 1 only with `or_one`."""
-    number = constant(name, value, example=example)
-    if not (0 < number < 1 or (or_one and number == 1)):
-        raise InputError(
-            f"{name} must be above 0 and {'at most' if or_one else 'below'} 1",
-            given=f"{name}={value!r}",
-            remedy=f"For example {name}={example}.",
-        )
-    return number
+    must = f"be above 0 and {'at most' if or_one else 'below'} 1"
+    return constant(
+        name, value, example=example, must=must, allowed=lambda number: 0 < number < 1 or (or_one and number == 1)
+    )
 
 
 def largest_sample(num_examples: int, sampling_rate: float, *, failure: float) -> int:
@@ -66,14 +79,12 @@ def largest_sample(num_examples: int, sampling_rate: float, *, failure: float) -
 
     It uses Chernoff's bound, which holds for every number of examples: `P(X >= m) <= exp(-n KL(m/n | q))`.
     """
-    few, many = math.ceil(num_examples * sampling_rate), num_examples
-    while few < many:  # bisection
-        size = (few + many) // 2
-        if log_excess_probability(num_examples, sampling_rate, size) <= math.log(failure):
-            many = size
-        else:
-            few = size + 1
-    return few
+
+    def is_enough(size: int) -> bool:
+        return log_excess_probability(num_examples, sampling_rate, size) <= math.log(failure)
+
+    sizes = range(math.ceil(num_examples * sampling_rate), num_examples)
+    return sizes.start + bisect.bisect_left(sizes, True, key=is_enough)
 
 
 def log_excess_probability(num_examples: int, sampling_rate: float, size: int) -> float:
@@ -86,12 +97,6 @@ def log_excess_probability(num_examples: int, sampling_rate: float, size: int) -
     rest = 0.0 if fraction == 1 else (1 - fraction) * math.log((1 - fraction) / (1 - rate))
     return -num_examples * (fraction * math.log(fraction / rate) + rest)
 
-
-def _briefly(value: Any) -> str:
-    return f"an array {value.dtype}{list(value.shape)}" + (" under jit" if isinstance(value, jax.core.Tracer) else "")
-
-
-ACCOUNTANTS = ("pld", "rdp")
 
 # The relative precision of a computed noise multiplier. It errs on the side of more noise.
 PRECISION = 1e-4
@@ -144,20 +149,12 @@ def epsilon(
     Raises:
       InputError: for numbers that are not allowed, or if dp-accounting is not installed.
     """
-    noise = constant("noise_multiplier", noise_multiplier, example="1.1")
-    if not 0 <= noise < math.inf:
-        raise InputError(
-            "noise_multiplier must be finite and not negative",
-            given=f"noise_multiplier={noise_multiplier!r}",
-            remedy="For example noise_multiplier=1.1.",
-        )
+    noise = not_negative("noise_multiplier", noise_multiplier, example="1.1")
     rate = probability("sampling_rate", sampling_rate, example="256 / 60_000", or_one=True)
     taken = whole_number("steps", steps, example="1000")
     delta = probability("delta", delta, example="1e-5")
     library = _library(accountant)
-    if taken == 0:
-        return 0.0
-    return _spent(library, accountant, noise, rate, taken, delta)
+    return _spent(library, accountant, noise, rate, taken, delta) if taken else 0.0
 
 
 def noise_multiplier(
@@ -244,7 +241,8 @@ def _spent(library: Any, accountant: str, noise: float, rate: float, steps: int,
     spacing = _spacing(noise, rate, steps) if accountant == "pld" else SPACING
     if spacing > WIDEST_SPACING:
         return most
-    spent = _fresh(library, accountant, spacing).compose(_event(library, noise, rate, steps))
+    one = library.PoissonSampledDpEvent(rate, library.GaussianDpEvent(noise))
+    spent = _fresh(library, accountant, spacing).compose(library.SelfComposedDpEvent(one, steps))
     with np.errstate(over="ignore"):
         found = float(spent.get_epsilon(delta))
     if accountant == "rdp" and found == 0:
@@ -262,13 +260,7 @@ def _spent_without_sampling(noise: float, steps: int, delta: float) -> float:
 
 
 def _least_epsilon(spent: Any, delta: float, most: float) -> float:
-    """The epsilon of a delta, by bisection, where the library overflows: it divides by exp(-epsilon).
-
-    Args:
-      spent: the accountant, after all steps.
-      delta: the delta.
-      most: an upper bound of the epsilon.
-    """
+    """The epsilon of a delta, at most `most`, by bisection: the library divides by exp(-epsilon), which overflows."""
     less, more = 0.0, most
     if spent.get_delta(more) > delta:
         return most
@@ -298,11 +290,6 @@ def _spacing(noise: float, rate: float, steps: int) -> float:
     return max(SPACING, of_a_step / POINTS_OF_A_STEP, float(in_all) / POINTS_IN_ALL)
 
 
-def _event(library: Any, noise: float, rate: float, steps: int) -> Any:
-    one = library.PoissonSampledDpEvent(rate, library.GaussianDpEvent(noise))
-    return library.SelfComposedDpEvent(one, steps)
-
-
 def _fresh(library: Any, accountant: str, spacing: float) -> Any:
     if accountant == "rdp of integer orders":
         # These are enough to start a search. Some of the other orders do not converge, and the library warns of each.
@@ -313,12 +300,7 @@ def _fresh(library: Any, accountant: str, spacing: float) -> Any:
 
 
 def _library(accountant: Any) -> Any:
-    if accountant not in ACCOUNTANTS:
-        raise InputError(
-            "accountant must be one of 'pld', 'rdp'",
-            given=f"accountant={accountant!r}",
-            remedy='Leave it out, or pass accountant="rdp" for speed.',
-        )
+    one_of("accountant", accountant, ("pld", "rdp"))
     try:
         return importlib.import_module("dp_accounting")
     except ImportError as error:

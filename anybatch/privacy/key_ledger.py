@@ -30,66 +30,50 @@ class Ledger:
         self._lock = threading.Lock()
         self._values: dict[bytes, str] = {}  # of runs and samplings, which are few
         self._drawn: collections.OrderedDict[bytes, None] = collections.OrderedDict()
-        self._arrays: dict[int, weakref.ref[Any]] = {}
+        # By id. An array that is deleted is forgotten, since another array may then get the same id.
+        self._arrays: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
     def begin_run(self, key: Any, *, allow_reuse: bool) -> None:
-        """Records the first key of a run.
-
-        Raises:
-          InputError: if it was used before.
-        """
-        value = value_of(key)
-        if value is None:
-            return
-        with self._lock:
-            before = self._values.get(value) or (DRAW if value in self._drawn else None)
-            if before is not None and not allow_reuse:
-                raise _used_twice("key", before)
-            self._values[value] = RUN
+        """Records the first key of a run. Raises an InputError if it was used before."""
+        self._begin("key", key, RUN, allowed=(SAMPLING, RUN, DRAW) if allow_reuse else ())
 
     def begin_sampling(self, key: Any) -> None:
-        """Records a key that batches are drawn with. Drawing the same batches again, to resume a run, is allowed.
+        """Records a key that batches are drawn with. Raises an InputError if noise was drawn with it.
 
-        Raises:
-          InputError: if noise was drawn with it.
+        Drawing the same batches again, to resume a run, is allowed.
         """
+        self._begin("seed", key, SAMPLING, allowed=(SAMPLING,))
+
+    def _begin(self, name: str, key: Any, use: str, allowed: tuple[str, ...]) -> None:
         value = value_of(key)
         if value is None:
             return
         with self._lock:
-            before = self._values.get(value, SAMPLING)
-            if before != SAMPLING or value in self._drawn:
-                raise _used_twice("seed", before if before != SAMPLING else DRAW)
-            self._values[value] = SAMPLING
+            for before in self._uses(value):
+                if before not in allowed:
+                    raise _used_twice(name, before)
+            self._values[value] = use
 
     def check_draw(self, key: Any) -> None:
-        """Refuses a key that was used before.
-
-        Raises:
-          InputError: if noise or batches were drawn with it.
-        """
-        value = value_if_ready(key)
+        """Raises an InputError if noise or batches were drawn with a key before."""
+        value = value_of(key, may_wait=False)
         with self._lock:
-            before = None if value is None else self._values.get(value)
-            if before is not None or self._is_spent(key) or value in self._drawn:
-                raise _used_twice("noise_key", before or DRAW)
+            uses = [*self._uses(value), *([DRAW] if self._is_spent(key) else [])]
+            if uses:
+                raise _used_twice("noise_key", uses[0])
 
     def record_draw(self, key: Any) -> None:
         """Records that the noise of a call was drawn with a key."""
-        value = value_if_ready(key)
+        value = value_of(key, may_wait=False)
+        self.record_step(key)
         with self._lock:
-            self._spend(key)
             if value is not None:
                 self._drawn[value] = None
                 if len(self._drawn) > CAPACITY:
                     self._drawn.popitem(last=False)
 
     def check_step(self, key: Any) -> None:
-        """Refuses a state from which a step was taken before.
-
-        Raises:
-          InputError: if a step was taken from the state with this key.
-        """
+        """Raises an InputError if a step was taken from the state with this key."""
         with self._lock:
             if self._is_spent(key):
                 raise InputError(
@@ -103,41 +87,27 @@ class Ledger:
     def record_step(self, key: Any) -> None:
         """Records that a step was taken from the state with this key."""
         with self._lock:
-            self._spend(key)
+            if not isinstance(key, jax.core.Tracer) and isinstance(key, jax.Array):
+                self._arrays[id(key)] = key
+
+    def _uses(self, value: bytes | None) -> list[str]:
+        uses = [] if value is None else [self._values.get(value), DRAW if value in self._drawn else None]
+        return [use for use in uses if use is not None]
 
     def _is_spent(self, key: Any) -> bool:
-        known = self._arrays.get(id(key))
-        return known is not None and known() is key
-
-    def _spend(self, key: Any) -> None:
-        identity = id(key)
-        if not isinstance(key, jax.core.Tracer) and isinstance(key, jax.Array):
-            # Forgotten when the array is deleted, since another array may then get the same id.
-            self._arrays[identity] = weakref.ref(key, lambda gone: self._forget(identity, gone))
-
-    def _forget(self, identity: int, gone: Any) -> None:
-        if self._arrays.get(identity) is gone:
-            del self._arrays[identity]
+        return self._arrays.get(id(key)) is key
 
 
 LEDGER = Ledger()
 
 
-def value_of(key: Any) -> bytes | None:
-    """The bits of a key; None under `jit`, or if they are on the devices of other processes."""
+def value_of(key: Any, *, may_wait: bool = True) -> bytes | None:
+    """The bits of a key; None under `jit`, if they are on the devices of other processes, or must be waited for."""
     if isinstance(key, jax.core.Tracer) or not versions.is_eager():
         return None
-    bits = _bits(key)
-    is_here = not isinstance(bits, jax.Array) or bits.is_fully_addressable or bits.is_fully_replicated
-    return np.asarray(bits).tobytes() if is_here else None
-
-
-def value_if_ready(key: Any) -> bytes | None:
-    """The bits of a key; None if reading them would wait for a device."""
-    if isinstance(key, jax.core.Tracer) or not versions.is_eager():
-        return None
-    bits = _bits(key)
-    return np.asarray(bits).tobytes() if is_readable(bits) else None
+    bits = jax.random.key_data(key) if avals.has_keys(key) else key
+    is_copied = may_wait and isinstance(bits, jax.Array) and (bits.is_fully_addressable or bits.is_fully_replicated)
+    return np.asarray(bits).tobytes() if is_copied or is_readable(bits) else None
 
 
 def is_readable(array: Any) -> bool:
@@ -146,10 +116,6 @@ def is_readable(array: Any) -> bool:
         return True
     on_device: Any = array
     return bool(on_device.is_fully_addressable and on_device.is_ready())
-
-
-def _bits(key: Any) -> Any:
-    return jax.random.key_data(key) if avals.has_keys(key) else key
 
 
 def _used_twice(name: str, before: str) -> InputError:

@@ -1,6 +1,9 @@
-"""`private_grad`: the sum of clipped gradients with noise, for your own training loop."""
+"""`private_grad`: the sum of clipped gradients with noise, for your own training loop.
 
-import dataclasses
+It refuses whatever would silently void the privacy guarantee: options, when a gradient is made, and the batches and
+arguments of each call.
+"""
+
 import functools
 import inspect
 import math
@@ -9,36 +12,15 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from anybatch.call.checks import whole_number
+from anybatch.call.checks import describe, is_array, is_key, whole_number
 from anybatch.errors import InputError
 from anybatch.per_example.clipping import clipped_grad
-from anybatch.privacy.accounting import positive
-from anybatch.privacy.guarantee_checks import (
-    check_batch_size,
-    check_clip_norm,
-    check_noise,
-    check_options,
-    check_outside_shard_map,
-    check_sampling,
-    check_shared,
-    padding_of,
-)
-from anybatch.privacy.key_ledger import LEDGER
+from anybatch.privacy.accounting import constant, largest_sample, positive
+from anybatch.privacy.key_ledger import LEDGER, is_readable
 from anybatch.privacy.noise import add_noise, at_least_float32, check_floating, check_key
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class MechanismOptions:
-    """The options of `private_grad` that set its privacy, as given and not yet checked."""
-
-    clip_norm: Any
-    noise_multiplier: Any
-    expected_batch_size: Any
-    num_examples: Any
-    max_batch_size: Any
-    allow_no_noise: bool
-    allow_key_reuse: bool
+from anybatch.privacy.sampling import PaddedBatch, rate_of
 
 
 class PrivateGrad:
@@ -58,21 +40,44 @@ class PrivateGrad:
         fun: Callable[..., Any],
         argnums: int | tuple[int, ...],
         has_aux: bool,
-        given: MechanismOptions,
-        options: dict[str, Any],
+        *,
+        clip_norm: Any,
+        noise_multiplier: Any,
+        expected_batch_size: Any,
+        num_examples: Any,
+        max_batch_size: Any,
+        allow_no_noise: bool,
+        allow_key_reuse: bool,
+        **options: Any,
     ) -> None:
-        self.noise_multiplier = check_noise(given.noise_multiplier, given.allow_no_noise)
-        self.clip_norm = check_clip_norm(given.clip_norm, self.noise_multiplier)
-        self.expected_batch_size = positive("expected_batch_size", given.expected_batch_size, example="256")
+        self.noise_multiplier = constant(
+            "noise_multiplier",
+            noise_multiplier,
+            example="1.1",
+            must="be positive and finite",
+            allowed=lambda noise: 0 < noise < math.inf or (noise == 0 and allow_no_noise),
+            remedy="privacy.noise_multiplier(epsilon=3.0, delta=1e-5, sampling_rate=..., steps=...) computes one. "
+            "To train without privacy, pass noise_multiplier=0, allow_no_noise=True.",
+        )
+        self.clip_norm = constant(
+            "clip_norm",
+            clip_norm,
+            example="1.0",
+            must="be positive and finite: if nothing bounds the effect of one example, no noise is enough",
+            allowed=lambda norm: 0 < norm < math.inf or (norm == math.inf and self.noise_multiplier == 0),
+            remedy="For example clip_norm=1.0. ab.per_example_norms shows the norms of gradients; it is not private.",
+        )
+        self.expected_batch_size = positive("expected_batch_size", expected_batch_size, example="256")
         self.num_examples, self.sampling_rate = None, None
-        if given.num_examples is not None:
-            self.num_examples, self.sampling_rate = check_sampling(given.num_examples, given.expected_batch_size)
-        self.max_batch_size = given.max_batch_size
-        if given.max_batch_size is not None:
-            self.max_batch_size = whole_number("max_batch_size", given.max_batch_size, 1, example="512")
-        self.allow_key_reuse = given.allow_key_reuse
+        if num_examples is not None:
+            self.num_examples = whole_number("num_examples", num_examples, 1, example="60_000")
+            self.sampling_rate = rate_of(self.num_examples, expected_batch_size)
+        self.max_batch_size = max_batch_size
+        if max_batch_size is not None:
+            self.max_batch_size = whole_number("max_batch_size", max_batch_size, 1, example="512")
+        self.allow_key_reuse = allow_key_reuse
         self._fun, self._argnums, self._has_aux = fun, argnums, has_aux
-        self._options = check_options(options, self.expected_batch_size)
+        self._options = _check_options(options, self.expected_batch_size)
         self._clipped = self._clip(fun)
         self.sensitivity: float = self._clipped.sensitivity()
         # Without noise the sensitivity may be infinite, and 0 times infinity is NaN.
@@ -107,8 +112,7 @@ class PrivateGrad:
     @property
     def has_extra(self) -> bool:
         """True if values, norms or aux are returned beside the gradient. None of them is private."""
-        asked = [self._options.get(name, False) for name in ("return_values", "return_norms")]
-        return bool(self._has_aux or any(asked))
+        return self._has_aux or self._clipped.options.returns_examples
 
     def padding_of(
         self,
@@ -121,9 +125,29 @@ class PrivateGrad:
         """The arguments with each `PaddedBatch` replaced by its examples, and the booleans that mark padding.
 
         Raises:
-          InputError: if the call does not say which rows are padding.
+          InputError: if the call does not say which rows are padding, or says it twice.
         """
-        return padding_of(args, kwargs, is_padding, batch=self._batch(args, kwargs), call=call)
+        padded = [value for value in (*args, *kwargs.values()) if isinstance(value, PaddedBatch)]
+        masks = {id(mask): mask for mask in (is_padding, *(each.is_padding for each in padded)) if mask is not None}
+        if not masks:
+            roles, number = self._clipped.options.roles, len(args)
+            batch = [args[position] for position in roles.batch_argnums if -number <= position < number]
+            batch += [kwargs[name] for name in roles.batch_argnames if name in kwargs]
+            raise _padding_unknown(kwargs, batch, call)
+        if len(masks) > 1:
+            raise InputError(
+                "A call must say once which rows of the batch are padding",
+                given=f"{len(padded)} PaddedBatch {'and' if is_padding is not None else 'without'} is_padding=",
+                remedy=f"Take all arrays at once: {call.format('draw.take((x, y))')}; or pass each array by itself, "
+                "and is_padding=draw.is_padding.",
+            )
+
+        def plain(value: Any) -> Any:
+            return value.examples if isinstance(value, PaddedBatch) else value
+
+        (mask,) = masks.values()
+        mask = mask if is_array(mask) else np.asarray(mask)
+        return tuple(map(plain, args)), {name: plain(value) for name, value in kwargs.items()}, mask
 
     def clipped(self, args: tuple[Any, ...], kwargs: dict[str, Any], is_padding: Any) -> tuple[Any, Any]:
         """The clipped gradient before noise, in at least float32; and the values, norms or aux that were asked for.
@@ -133,11 +157,12 @@ class PrivateGrad:
         """
         args, kwargs, is_padding = self.padding_of(args, kwargs, is_padding)
         self.check(args, kwargs, is_padding)
-        wrt = [args[position] for position in self._positions]
+        positions = self._positions(args)
+        wrt = [args[position] for position in positions]
         clipped, wide = self._clipped, args
         if any(_is_narrow(leaf) for leaf in jax.tree.leaves(wrt)):
-            clipped = self._clip(_as_given(self._fun, args, self._positions))
-            wide = tuple(_widened(arg) if place in self._positions else arg for place, arg in enumerate(args))
+            clipped = self._clip(_as_given(self._fun, args, positions))
+            wide = tuple(_widened(arg) if place in positions else arg for place, arg in enumerate(args))
         results = clipped(*wide, **kwargs, is_padding=is_padding)
         gradient, extra = results if self.has_extra else (results, None)
         if any(_is_narrow(leaf) for leaf in jax.tree.leaves(gradient)):
@@ -155,23 +180,64 @@ class PrivateGrad:
           InputError: for parameters to which noise cannot be added, or a batch that is not a sample at the declared
             rate.
         """
-        check_outside_shard_map()
-        wrt = [args[position] for position in self._positions if position < len(args)]
+        axes = tuple(jax.sharding.get_abstract_mesh().manual_axes)
+        if axes:  # each device would add its own noise to its part of the sum
+            raise InputError(
+                "Noise is added once, to the sum over all devices",
+                given=f"a call inside shard_map over {axes}",
+                remedy="Call it outside, and pass mesh=... to shard the batch over devices.",
+            )
+        wrt = [args[position] for position in self._positions(args) if 0 <= position < len(args)]
         check_floating("params", wrt[0] if len(wrt) == 1 else wrt)
-        self._check_batch(args, kwargs, is_padding)
+        arguments = self._clipped.options.roles.sort(self._fun, args, kwargs)
+        named = {leaf.slot for leaf in arguments.leaves if leaf.role != "rest"}
+        names = _names(self._fun, len(args))
+        shared = {names[place]: arg for place, arg in enumerate(args) if place not in named}
+        shared |= {name: value for name, value in kwargs.items() if name not in named}
+        _check_shared(shared, arguments.num_examples)
+        self._check_batch_size(arguments.num_examples, is_padding)
+
+    def _check_batch_size(self, rows: int, is_padding: Any) -> None:
+        """Refuses a batch with more rows than declared, or more examples than the declared rate would ever give.
+
+        Padding is not counted. If it cannot be read without waiting for a device, or under `jit`, nothing is counted.
+        """
+        if self.max_batch_size is not None and rows > self.max_batch_size:
+            raise InputError(
+                "A batch must not be larger than declared",
+                given=f"{rows} rows and max_batch_size={self.max_batch_size}",
+                remedy="Pass max_batch_size=batches.batch_size, of privacy.poisson_batches(...).",
+            )
+        number, rate = self.num_examples, self.sampling_rate
+        if number is None or rate is None:
+            return
+        if isinstance(is_padding, jax.core.Tracer) or not is_readable(is_padding):
+            return
+        examples = rows - int(np.asarray(is_padding).sum())
+        most = largest_sample(number, rate, failure=1e-15)
+        if examples > most:
+            raise InputError(
+                "A batch must be a Poisson sample at the declared rate: larger batches spend more than is accounted "
+                "for",
+                given=f"{examples} examples, where {number * rate:g} of {number} are expected and more than {most} "
+                "have a probability below 1e-15",
+                remedy="Draw batches by privacy.poisson_batches(num_examples, expected_batch_size=..., steps=..., "
+                "seed=...), and pass its is_padding; or declare the larger expected_batch_size.",
+            )
 
     def noised(self, gradient: Any, args: tuple[Any, ...], key: Any) -> Any:
         """A clipped gradient with noise added, in the dtypes of the parameters."""
         noised = add_noise(gradient, key, self.noise_stddev)
-        if "transform" in self._options:
+        if self._clipped.options.transform is not None:
             return noised  # its tree may differ from that of the parameters
-        wrt = tuple(args[position] for position in self._positions)
+        wrt = tuple(args[position] for position in self._positions(args))
         like = wrt[0] if isinstance(self._argnums, int) else wrt
         return jax.tree.map(lambda leaf, given: leaf.astype(jnp.result_type(given)), noised, like)
 
-    @property
-    def _positions(self) -> tuple[int, ...]:
-        return (self._argnums,) if isinstance(self._argnums, int) else tuple(self._argnums)
+    def _positions(self, args: tuple[Any, ...]) -> tuple[int, ...]:
+        """The positions of the parameters among the arguments, counted from the first."""
+        given = (self._argnums,) if isinstance(self._argnums, int) else self._argnums
+        return tuple(position + len(args) if position < 0 else position for position in given)
 
     def _clip(self, fun: Callable[..., Any]) -> Any:
         return clipped_grad(
@@ -182,31 +248,6 @@ class PrivateGrad:
             normalize_by=self.expected_batch_size,
             **{"strict": True, **self._options},
         )
-
-    def _batch(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-        """The arguments that are batches."""
-        positions = self._positions_of("batch_argnums", 1, len(args))
-        return [args[place] for place in positions] + [kwargs[name] for name in self._batch_argnames if name in kwargs]
-
-    def _positions_of(self, option: str, default: Any, number: int) -> list[int]:
-        """The positions that an option names, as non-negative indices into `number` arguments."""
-        given = _several(self._options.get(option, default))
-        return [position % number for position in given if -number <= position < number]
-
-    @property
-    def _batch_argnames(self) -> tuple[str, ...]:
-        return _several(self._options.get("batch_argnames", ()))
-
-    def _check_batch(self, args: tuple[Any, ...], kwargs: dict[str, Any], is_padding: Any) -> None:
-        arguments = self._clipped.options.roles.sort(self._fun, args, kwargs)
-        named = {leaf.slot for leaf in arguments.leaves if leaf.role != "rest"}
-        names = _names(self._fun, len(args))
-        shared = {names[place]: arg for place, arg in enumerate(args) if place not in named}
-        shared |= {name: value for name, value in kwargs.items() if name not in named}
-        check_shared(shared, arguments.num_examples)
-        if self.num_examples is not None and self.sampling_rate is not None:
-            batch = arguments.arrays.batch
-            check_batch_size(batch, is_padding, self.num_examples, self.sampling_rate, self.max_batch_size)
 
 
 def private_grad(
@@ -285,7 +326,10 @@ def private_grad(
       InputError: for arguments that would void the guarantee, before any work is done.
       CoupledError: with `keep_batch_dim=True`, for a loss that looks across examples.
     """
-    given = MechanismOptions(
+    return PrivateGrad(
+        fun=fun,
+        argnums=argnums,
+        has_aux=has_aux,
         clip_norm=clip_norm,
         noise_multiplier=noise_multiplier,
         expected_batch_size=expected_batch_size,
@@ -293,22 +337,94 @@ def private_grad(
         max_batch_size=max_batch_size,
         allow_no_noise=allow_no_noise,
         allow_key_reuse=allow_key_reuse,
+        **options,
     )
-    return PrivateGrad(fun, argnums, has_aux, given, options)
+
+
+def _check_options(options: dict[str, Any], expected_batch_size: float) -> dict[str, Any]:
+    """The options for `clipped_grad`, without those that `private_grad` sets itself.
+
+    Raises:
+      InputError: for an option that would void the guarantee.
+    """
+    options = dict(options)
+    if options.pop("nan_safe", True) is not True:
+        raise InputError(
+            "nan_safe must be True: one example whose gradient is not finite would make the sum NaN or infinite",
+            given="nan_safe=False",
+            remedy="Leave it out: such an example then counts for nothing.",
+        )
+    if "normalize_by" in options:
+        given = constant("normalize_by", options.pop("normalize_by"), example=f"{expected_batch_size:g}")
+        if given != expected_batch_size:
+            raise InputError(
+                "normalize_by must be the expected batch size: the noise is scaled to that sensitivity",
+                given=f"normalize_by={given:g} and expected_batch_size={expected_batch_size:g}",
+                remedy="Leave it out. The number of examples in a batch depends on the data, and is not private.",
+            )
+    return options
+
+
+def _padding_unknown(kwargs: dict[str, Any], batch: Any, call: str) -> InputError:
+    others = [f"{name}={describe(value)}" for name, value in kwargs.items() if _looks_like_padding(name, value)]
+    ignored = f", and {', '.join(others)}, which only the loss would see" if others else ""
+    rows = {leaf.shape[0] for leaf in jax.tree.leaves(batch) if getattr(leaf, "ndim", 0)}
+    return InputError(
+        "A call must say which rows of the batch are padding: padding that counts as examples voids the guarantee",
+        given=f"{' and '.join(type(each).__name__ for each in batch) or 'no batch'} without is_padding{ignored}",
+        remedy=f"Pass {call.format('draw.take(data)')} for each draw of privacy.poisson_batches(...), or "
+        "ab.fit(step, state, batches.of(data)). For a batch without padding, pass "
+        f"is_padding=np.zeros({rows.pop() if len(rows) == 1 else 'len(batch)'}, bool).",
+    )
+
+
+def _check_shared(arguments: dict[str, Any], rows: int) -> None:
+    """Refuses an argument with one row per example that is not part of the batch: every example would see all of it.
+
+    If the batch has only one row, no example can see another.
+    """
+    for name, value in arguments.items():
+        for path, leaf in jax.tree_util.tree_leaves_with_path(value, is_leaf=_is_list_of_numbers):
+            length = len(leaf) if _is_list_of_numbers(leaf) else leaf.shape[0] if _has_rows(leaf) else 0
+            if length != rows or length < 2:
+                continue
+            found = f"{name}{jax.tree_util.keystr(path)}"
+            kind = describe(leaf) if is_array(leaf) else f"a {type(leaf).__name__} of {length} numbers"
+            if _looks_like_padding(name, value):
+                remedy = f"If it says which rows are padding, pass it as is_padding={name}. Otherwise put"
+            else:
+                remedy = "Put"
+            raise InputError(
+                "An argument with one row for each example must be part of the batch: otherwise each example sees the "
+                "rows of all examples, and clipping does not bound that",
+                given=f"{found} = {kind}, beside a batch of {rows} rows",
+                remedy=f'{remedy} it into the batch: {{"x": x, "{name}": {name}}}; or, if it is positional, name it in '
+                f"batch_argnums. If it is public, and has as many rows by chance, close over it: "
+                f"functools.partial(loss, {name}=...); or draw batches with another max_batch_size=.",
+            )
+
+
+def _has_rows(leaf: Any) -> bool:
+    return is_array(leaf) and leaf.ndim > 0 and not is_key(leaf)
+
+
+def _is_list_of_numbers(node: Any) -> bool:
+    return isinstance(node, (list, tuple)) and bool(node) and all(isinstance(item, (bool, int, float)) for item in node)
+
+
+def _looks_like_padding(name: str, value: Any) -> bool:
+    """True if a keyword may be meant for `is_padding`: `is_padding_example`, `pad_mask`; not `padding="SAME"`."""
+    is_named_so = any(part.startswith(("pad", "ispad")) for part in name.lower().split("_"))
+    return is_named_so and (_is_list_of_numbers(value) or any(map(_has_rows, jax.tree.leaves(value))))
 
 
 def _names(fun: Callable[..., Any], number: int) -> list[str]:
-    """The names of the positional arguments of a loss, for messages."""
     try:
         parameters = list(inspect.signature(fun).parameters.values())
     except (TypeError, ValueError):
         parameters = []
     names = [each.name for each in parameters if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
     return names[:number] + [f"args[{place}]" for place in range(len(names), number)]
-
-
-def _several(given: Any) -> tuple[Any, ...]:
-    return tuple(given) if isinstance(given, (tuple, list)) else (given,)
 
 
 def _is_narrow(leaf: Any) -> bool:

@@ -11,7 +11,7 @@ from anybatch.call.checks import describe, is_array, is_key, named_leaves
 from anybatch.call.models import has_nnx
 from anybatch.errors import InputError
 from anybatch.jaxprs import avals
-from anybatch.privacy.accounting import constant
+from anybatch.privacy.accounting import not_negative
 
 # In float32, `jax.random.normal` never exceeds 5.42, and has few different values near that end. A result that only one
 # of two datasets can produce tells them apart. The sum of four draws ends at 10.8, which is never reached in practice.
@@ -42,11 +42,7 @@ def add_noise(tree: Any, key: jax.Array, stddev: float) -> Any:
     Raises:
       InputError: for arguments that are not allowed.
     """
-    stddev = constant("stddev", stddev, example="0.01")
-    if not 0 <= stddev < np.inf:
-        raise InputError(
-            "stddev must be finite and not negative", given=f"stddev={stddev!r}", remedy="For example stddev=0.01."
-        )
+    stddev = not_negative("stddev", stddev, example="0.01")
     check_key("key", key)
     check_floating("tree", tree)
     return _added(tree, key, jnp.asarray(stddev)) if stddev else tree

@@ -271,7 +271,16 @@ def poisson_batches(
     num_examples = whole_number("num_examples", num_examples, 1, example="60_000")
     steps = whole_number("steps", steps, 1, example="1000")
     start = whole_number("start", start, example="0")
-    rate = _sampling_rate(num_examples, sampling_rate, expected_batch_size)
+    if (sampling_rate is None) == (expected_batch_size is None):
+        raise InputError(
+            "Either sampling_rate or expected_batch_size must be given",
+            given=f"sampling_rate={sampling_rate!r} and expected_batch_size={expected_batch_size!r}",
+            remedy="For example expected_batch_size=256.",
+        )
+    if sampling_rate is not None:
+        rate = probability("sampling_rate", sampling_rate, example="256 / 60_000", or_one=True)
+    else:
+        rate = rate_of(num_examples, expected_batch_size)
     if start > steps:
         raise InputError(
             "start must be a step of the run",
@@ -305,18 +314,6 @@ def _check_rows(data: Any, number: int, *, exactly: bool) -> None:
         )
 
 
-def _sampling_rate(num_examples: int, sampling_rate: Any, expected_batch_size: Any) -> float:
-    if (sampling_rate is None) == (expected_batch_size is None):
-        raise InputError(
-            "Either sampling_rate or expected_batch_size must be given",
-            given=f"sampling_rate={sampling_rate!r} and expected_batch_size={expected_batch_size!r}",
-            remedy="For example expected_batch_size=256.",
-        )
-    if sampling_rate is not None:
-        return probability("sampling_rate", sampling_rate, example="256 / 60_000", or_one=True)
-    return rate_of(num_examples, expected_batch_size)
-
-
 def rate_of(num_examples: int, expected_batch_size: Any) -> float:
     """The sampling rate that gives an expected batch size."""
     expected = positive("expected_batch_size", expected_batch_size, example="256")
@@ -330,19 +327,14 @@ def rate_of(num_examples: int, expected_batch_size: Any) -> float:
 
 
 def _entropy(seed: Any) -> tuple[int, ...]:
-    if is_array(seed) and getattr(seed, "ndim", 0) == 0 and np.issubdtype(_dtype(seed), np.integer):
-        seed = int(seed)
-    if is_array(seed):
-        check_key("seed", seed)
-        LEDGER.begin_sampling(seed)
-        value = value_of(seed)
-        if value is None:
-            raise InputError(
-                "seed must be known when batches are drawn", given="a key under jit", remedy="Draw batches outside jit."
-            )
-        return (_PURPOSE, *np.frombuffer(value, np.uint32).tolist())
-    return (_PURPOSE, whole_number("seed", seed, example="privacy.secret_key()"))
-
-
-def _dtype(array: Any) -> Any:
-    return array.dtype if isinstance(array.dtype, np.dtype) else np.object_
+    is_number = not is_array(seed) or (seed.ndim == 0 and jax.dtypes.issubdtype(seed.dtype, np.integer))
+    if is_number:
+        return (_PURPOSE, whole_number("seed", seed, example="privacy.secret_key()"))
+    check_key("seed", seed)
+    LEDGER.begin_sampling(seed)
+    value = value_of(seed)
+    if value is None:
+        raise InputError(
+            "seed must be known when batches are drawn", given="a key under jit", remedy="Draw batches outside jit."
+        )
+    return (_PURPOSE, *np.frombuffer(value, np.uint32).tolist())

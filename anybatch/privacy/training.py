@@ -10,16 +10,19 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from anybatch.errors import InputError
+from anybatch.gradients import squared_norms
 from anybatch.privacy.accounting import epsilon
-from anybatch.privacy.guarantee_checks import check_optimizer
 from anybatch.privacy.key_ledger import LEDGER
-from anybatch.privacy.mechanism import MechanismOptions, PrivateGrad
-from anybatch.privacy.noise import at_least_float32, check_floating, check_key
+from anybatch.privacy.mechanism import PrivateGrad, private_grad
+from anybatch.privacy.noise import check_floating, check_key
 from anybatch.training.arrays import Constants, merge_arrays, split_arrays
 from anybatch.training.state import add_updates
 
 # Makes the noise independent of other draws with the key of a run.
 _PURPOSE = 0x6E6F6973
+
+# The optimizer states of optax that accumulate the gradients of several calls, and what makes them.
+ACCUMULATING = {"MultiStepsState": "optax.MultiSteps", "ApplyEvery": "optax.apply_every"}
 
 
 class State(NamedTuple):
@@ -60,7 +63,7 @@ class DpSgd:
     """
 
     def __init__(self, gradient: PrivateGrad, optimizer: Any, *, jit: bool = True) -> None:
-        check_optimizer(optimizer)
+        _check_optimizer(optimizer)
         self.gradient, self.optimizer, self._is_compiled = gradient, optimizer, jit
         self._update = jax.jit(self._updated)
         self._step = jax.jit(self._stepped, static_argnums=2)
@@ -78,7 +81,7 @@ class DpSgd:
         """
         check_key("key", key)
         check_floating("params", params)
-        check_optimizer(self.optimizer, params)
+        _check_optimizer(self.optimizer, params)
         LEDGER.begin_run(key, allow_reuse=self.gradient.allow_key_reuse)
         params, key = _on_mesh((params, key), self.gradient.mesh)
         return State(params, self.optimizer.init(params), jax.random.fold_in(key, _PURPOSE), jnp.zeros((), jnp.int32))
@@ -90,15 +93,14 @@ class DpSgd:
                 given=f"state of type {type(state).__name__}",
                 remedy="state = step.init(params, key), then state, metrics = step(state, batch).",
             )
-        (_, *rest), kwargs, is_padding = self.gradient.padding_of(
+        args, kwargs, is_padding = self.gradient.padding_of(
             (state.params, *batch), kwargs, is_padding, call="step(state, {})"
         )
-        batch = tuple(rest)
         if not self.gradient.allow_key_reuse:
             LEDGER.check_step(state.key)
-        self.gradient.check((state.params, *batch), kwargs, is_padding)  # here, where is_padding can still be read
+        self.gradient.check(args, kwargs, is_padding)  # here, where is_padding can still be read
         used = state.key
-        state, batch, kwargs, is_padding = _on_mesh((state, batch, kwargs, is_padding), self.gradient.mesh)
+        state, batch, kwargs, is_padding = _on_mesh((state, args[1:], kwargs, is_padding), self.gradient.mesh)
         if self._is_compiled:
             results = self._step(state, *split_arrays((batch, kwargs, is_padding)))
         else:
@@ -164,7 +166,8 @@ class DpSgd:
         gradient = self.gradient.noised(gradient, (state.params,), noise_key)
         updates, opt_state = self.optimizer.update(gradient, state.opt_state, state.params)
         params = add_updates(state.params, updates)
-        return State(params, opt_state, key, state.steps + np.int32(1)), _norm(gradient)
+        norm = jnp.sqrt(squared_norms.square(jax.tree.leaves(gradient))).astype(jnp.float32)
+        return State(params, opt_state, key, state.steps + np.int32(1)), norm
 
 
 def dp_sgd(
@@ -269,16 +272,19 @@ def dp_sgd(
             given="num_examples=None",
             remedy="Pass the number of examples of the dataset, e.g. num_examples=60_000.",
         )
-    given = MechanismOptions(
+    gradient = private_grad(
+        fun,
         clip_norm=clip_norm,
         noise_multiplier=noise_multiplier,
         expected_batch_size=expected_batch_size,
         num_examples=num_examples,
         max_batch_size=max_batch_size,
+        has_aux=has_aux,
         allow_no_noise=allow_no_noise,
         allow_key_reuse=allow_key_reuse,
+        **options,
     )
-    return DpSgd(PrivateGrad(fun, 0, has_aux, given, options), optimizer, jit=jit)
+    return DpSgd(gradient, optimizer, jit=jit)
 
 
 def _on_mesh(tree: Any, mesh: Mesh | None) -> Any:
@@ -293,8 +299,30 @@ def _on_mesh(tree: Any, mesh: Mesh | None) -> Any:
     return jax.tree.map(put, tree)
 
 
-def _norm(tree: Any) -> jax.Array:
-    total = jnp.zeros((), jnp.float32)
-    for leaf in jax.tree.leaves(tree):
-        total += jnp.sum(jnp.square(leaf.astype(at_least_float32(leaf.dtype)))).astype(jnp.float32)
-    return jnp.sqrt(total)
+def _check_optimizer(optimizer: Any, params: Any = None) -> None:
+    """Refuses an object that is not an optimizer, and an optimizer that accumulates the gradients of several calls.
+
+    Without the parameters, only its type is checked, and not its state.
+    """
+    if type(optimizer).__name__ == "MultiSteps":
+        raise _accumulates("optax.MultiSteps")
+    if not (callable(getattr(optimizer, "init", None)) and callable(getattr(optimizer, "update", None))):
+        raise InputError(
+            "optimizer must have init and update, like those of optax",
+            given=f"optimizer={optimizer!r}",
+            remedy="For example optax.sgd(0.1); the optimizer, not its state.",
+        )
+    if params is not None:
+        state = jax.eval_shape(optimizer.init, params)
+        for part in jax.tree.leaves(state, is_leaf=lambda part: type(part).__name__ in ACCUMULATING):
+            if type(part).__name__ in ACCUMULATING:
+                raise _accumulates(ACCUMULATING[type(part).__name__])
+
+
+def _accumulates(name: str) -> InputError:
+    return InputError(
+        "optimizer must take one step for each call: noise is added and accounted for once in each",
+        given=f"an optimizer with {name}, which accumulates several noised gradients for one step",
+        remedy="Pass the optimizer inside it and the full batch. With microbatch_size=..., its gradient is computed "
+        "per microbatch, and noise is added once, after the last.",
+    )

@@ -141,11 +141,12 @@ def narrow_problem(number=400):
     return narrow_loss, params, batch
 
 
-def test_narrow_parameters_are_noised_before_they_are_rounded():
+@pytest.mark.parametrize("argnums", [0, -2])
+def test_narrow_parameters_are_noised_before_they_are_rounded(argnums):
     """In bfloat16, neighbours of 400 differ by more than one example adds."""
     narrow_loss, params, batch = narrow_problem()
     options = {"clip_norm": 1.0, "microbatch_size": None}
-    grad = privacy.private_grad(narrow_loss, noise_multiplier=1.0, expected_batch_size=400, **options)
+    grad = privacy.private_grad(narrow_loss, argnums, noise_multiplier=1.0, expected_batch_size=400, **options)
     (whole, _), (rest, _) = (grad.clipped((params, padded(each)), {}, None) for each in (batch, without_first(batch)))
     assert distance(whole, rest) <= grad.sensitivity * rounding(400)
     assert grad(params, padded(batch), noise_key=privacy.secret_key())["w"].dtype == jnp.bfloat16

@@ -157,8 +157,13 @@ def test_batches_larger_than_the_sampling_rate_gives():
 def test_batches_larger_than_declared():
     step = dp_sgd(max_batch_size=6)
     state = step.init(PARAMS, privacy.secret_key())
-    with pytest.raises(InputError, match="A batch must not be larger than declared, got 7 rows and max_batch_size=6"):
+    text = "A batch must not be larger than declared, got 7 rows and max_batch_size=6"
+    with pytest.raises(InputError, match=text):
         step(state, many(7), is_padding=np.ones(7, bool))
+    grad = private_grad(max_batch_size=6, num_examples=None)  # the sampling rate is not known
+    with pytest.raises(InputError, match=text):
+        grad(PARAMS, many(7), noise_key=privacy.secret_key(), is_padding=np.ones(7, bool))
+    grad(PARAMS, BATCH, noise_key=privacy.secret_key())  # the control
 
 
 def test_noise_inside_shard_map_is_refused():
