@@ -14,11 +14,10 @@ import numpy as np
 
 from anybatch.call.memory import readable
 from anybatch.errors import InputError
-from anybatch.jaxprs.hlo import Instruction, Program, UnreadableProgramError
+from anybatch.jaxprs.hlo import Program, UnreadableProgramError
 
-KINDS = (
-    *("all-reduce", "all-gather", "reduce-scatter", "all-to-all"),
-    *("ragged-all-to-all", "collective-permute", "collective-broadcast"),
+KINDS = tuple(
+    "all-reduce all-gather reduce-scatter all-to-all ragged-all-to-all collective-permute collective-broadcast".split()
 )
 
 
@@ -81,8 +80,8 @@ class Traffic:
     >>> traffic = Traffic((reduction,))
     >>> print(traffic)
     1 collective in a run, each device sends 1.8 MiB, nothing of it in loops
-      times  kind        arrays      result  devices       sends  where  from
-          1  all-reduce       3     1.0 MiB   8 data     1.8 MiB  once   psum
+      times  kind        arrays   result  devices    sends  where  from
+          1  all-reduce       3  1.0 MiB   8 data  1.8 MiB  once   psum
     >>> traffic.at(1024).seconds(bandwidth=50e9) < 50e-6
     True
     """
@@ -138,16 +137,11 @@ class Traffic:
         """
         if devices == 1:
             return Traffic(())
-        return Traffic(
-            tuple(
-                dataclasses.replace(
-                    each,
-                    group=devices,
-                    bytes=-(-each.payload // devices) if each.kind == "reduce-scatter" else each.bytes,
-                )
-                for each in self.collectives
-            )
-        )
+        moved = []
+        for each in self.collectives:
+            size = -(-each.payload // devices) if each.kind == "reduce-scatter" else each.bytes
+            moved.append(dataclasses.replace(each, group=devices, bytes=size))
+        return Traffic(tuple(moved))
 
     def seconds(self, bandwidth: float, latency: float = 0.0) -> float | None:
         """An estimate of the time of all collectives, one after the other on a ring, with nothing else running.
@@ -174,20 +168,19 @@ class Traffic:
             f"{number} collective{'' if count == 1 else 's'} in a run, each device sends {most}{_bytes(self.sent)}, "
             f"{inside} of it in loops"
         ]
-        width = max(len(each.kind) for each in self.collectives)
-        groups = [" ".join([str(each.group), *(each.axes or ())]) for each in self.collectives]
-        wide = max(len("devices"), *map(len, groups))
-        lines.append(
-            f"  times  {'kind':{width}}  arrays      result  {'devices':>{wide}}       sends  where  from".rstrip()
-        )
-        for each, group in zip(self.collectives, groups, strict=True):
-            times = "?" if each.times is None else str(each.times)
-            sends = None if each.times is None else each.times * each.wire
+        rows = [["times", "kind", "arrays", "result", "devices", "sends", "where", "from"]]
+        for each in self.collectives:
+            sends = _bytes(None if each.times is None else each.times * each.wire)
             where = "loop" if each.in_loop else "maybe" if each.optional else "once"
-            lines.append(
-                f"  {times:>5}  {each.kind:{width}}  {each.arrays:>6}  {readable(each.bytes):>10}  {group:>{wide}}  "
-                f"{_bytes(sends):>10}  {where:5}  {each.source}".rstrip()
-            )
+            group = " ".join([str(each.group), *(each.axes or ())])
+            times = "?" if each.times is None else str(each.times)
+            rows.append([times, each.kind, str(each.arrays), readable(each.bytes), group, sends, where, each.source])
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        for row in rows:
+            cells = zip(row, widths, rows[0], strict=True)
+            left = ("kind", "where", "from")
+            line = "  ".join(cell.ljust(width) if name in left else cell.rjust(width) for cell, width, name in cells)
+            lines.append(f"  {line}".rstrip())
         return "\n".join(lines)
 
 
@@ -229,24 +222,11 @@ def collectives_of(compiled: Any, mesh: Any = None) -> list[Collective]:
             remedy="Pass that mesh, or leave it out; then axes have no names.",
         )
     reached: set[int] = set()
-    found = list(_walk(program, program.entry, _Around(), mesh, reached))
+    found = list(_walk(program, program.entry, mesh, reached))
     for number, line in program.suspects.items():
         if number not in reached:
             raise UnreadableProgramError("this line looks like a collective and was not reached", line)
     return [each for each in found if each.group > 1]
-
-
-@dataclasses.dataclass(frozen=True)
-class _Around:
-    """The loops and branches around an instruction."""
-
-    times: int | None = 1
-    in_loop: bool = False
-    optional: bool = False
-
-    def loop(self, count: int | None) -> "_Around":
-        times = None if self.times is None or count is None else self.times * count
-        return dataclasses.replace(self, times=times, in_loop=True)
 
 
 # The attributes that name the computations an instruction calls. Other instructions have a to_apply too: it names a
@@ -256,44 +236,38 @@ _RUNS = {
     "fusion": ("calls",),
     "async": ("calls",),
     "conditional": ("true_computation", "false_computation", "branch_computations"),
+    "while": ("body", "condition"),
 }
 
 
-def _walk(program: Program, name: str, around: _Around, mesh: Any, reached: set[int]) -> Iterator[Collective]:
+def _walk(
+    program: Program,
+    name: str,
+    mesh: Any,
+    reached: set[int],
+    times: int | None = 1,
+    in_loop: bool = False,
+    optional: bool = False,
+) -> Iterator[Collective]:
     """The collectives of a computation, and of those that it calls."""
     for each in program[name]:
         op = each.op.removesuffix("-start")
         if op in KINDS:
             reached.add(each.number)
-            yield _collective(program, each, op, around, mesh)
-        elif op == "while":
-            count = each.trip_count
-            for inner in each.names("body"):
-                yield from _walk(program, inner, around.loop(count), mesh, reached)
-            for inner in each.names("condition"):
-                # The condition runs once more than the body.
-                yield from _walk(program, inner, around.loop(None if count is None else count + 1), mesh, reached)
-        elif op in _RUNS:
-            within = dataclasses.replace(around, optional=around.optional or op == "conditional")
-            for inner in (inner for attribute in _RUNS[op] for inner in each.names(attribute)):
-                yield from _walk(program, inner, within, mesh, reached)
-
-
-def _collective(program: Program, each: Instruction, kind: str, around: _Around, mesh: Any) -> Collective:
-    arrays, groups = each.array_bytes, program.groups(each, kind)
-    # Without dimensions, the elements of the tuple are pieces of one array, one for each device.
-    pieces = kind == "all-to-all" and "dimensions=" not in each.attributes
-    return Collective(
-        kind=kind,
-        times=around.times,
-        bytes=sum(arrays),
-        arrays=1 if pieces else len(arrays),
-        group=max(map(len, groups), default=0),
-        axes=None if mesh is None else _axes(groups, mesh),
-        in_loop=around.in_loop,
-        optional=around.optional,
-        source=each.source,
-    )
+            arrays, groups = each.array_bytes, program.groups(each, op)
+            # Without dimensions, the elements of the tuple are pieces of one array, one for each device.
+            pieces = op == "all-to-all" and "dimensions=" not in each.attributes
+            number, group = 1 if pieces else len(arrays), max(map(len, groups), default=0)
+            axes = None if mesh is None else _axes(groups, mesh)
+            yield Collective(op, times, sum(arrays), number, group, axes, in_loop, optional, each.source)
+        for attribute in _RUNS.get(op, ()):
+            turns = each.trip_count if op == "while" else 1
+            if attribute == "condition" and turns is not None:
+                turns += 1  # the condition runs once more than the body
+            inner_times = None if times is None or turns is None else times * turns
+            around = (inner_times, in_loop or op == "while", optional or op == "conditional")
+            for inner in each.names(attribute):
+                yield from _walk(program, inner, mesh, reached, *around)
 
 
 def _axes(groups: list[list[int]], mesh: Any) -> tuple[str, ...]:

@@ -4,16 +4,18 @@
 error instead of waiting forever. `global_batch` makes one sharded batch of the rows that each process has loaded.
 """
 
+import contextlib
 import dataclasses
 import errno
 import ipaddress
+import json
 import math
 import os
 import socket
 import sys
 import threading
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from types import TracebackType
 from typing import Any
 
@@ -27,9 +29,6 @@ from anybatch.errors import AnybatchError, InputError, NotAvailableError
 from anybatch.jaxprs import versions
 
 __all__ = ["MissingPeerError", "Processes", "global_batch", "initialize"]
-
-# The longest text that processes exchange for an error message.
-_TEXT_BYTES = 512
 
 # Environment variables that `anybatch launch` sets for the processes that it starts.
 COORDINATOR, NUM_PROCESSES, PROCESS_ID = "ANYBATCH_COORDINATOR", "ANYBATCH_NUM_PROCESSES", "ANYBATCH_PROCESS_ID"
@@ -145,7 +144,7 @@ def initialize(
     if _missing is not None:
         raise _missing
     if _joined is None and jax.distributed.is_initialized():
-        _joined = _already(), devices
+        _joined = Processes(*versions.joined(), found_by="jax.distributed.initialize"), devices
         _end_at_errors()
     if _joined is not None:
         _compare(_joined, coordinator_address, num_processes, process_id, devices)
@@ -279,22 +278,12 @@ def _end_at_errors() -> None:
             show(kind, error, traceback)
         finally:
             if os.getpid() == owner:  # not in a forked worker of a data loader
-                _flush(sys.stdout.flush)
-                _flush(sys.stderr.flush)
+                for stream in (sys.stdout, sys.stderr):
+                    with contextlib.suppress(Exception):  # a closed pipe must not keep the process alive
+                        stream.flush()
                 os._exit(130 if issubclass(kind, KeyboardInterrupt) else 1)
 
     sys.excepthook = hook
-
-
-def _flush(flush: Callable[[], None]) -> None:
-    try:
-        flush()
-    except Exception:  # a closed pipe must not keep the process alive
-        pass
-
-
-def _already() -> Processes:
-    return Processes(*versions.joined(), found_by="jax.distributed.initialize")
 
 
 def _compare(
@@ -410,18 +399,15 @@ def global_batch(batch: Any, mesh: Mesh, axis_name: str = "data") -> Any:
       InputError: in every process, if the numbers of rows or the leaves differ between processes, or the devices of a
         process cannot share its rows evenly.
     """
-    local: _LocalRows | None = None
-    problem: Exception | None = None
-    # The other processes must hear of an error before it is raised. Otherwise they would wait for this process.
     try:
         local = _local_rows(batch, mesh, axis_name)
-    except Exception as error:
-        problem = error
+    except Exception as problem:
+        # The other processes must hear of an error before it is raised. Otherwise they would wait for this process.
+        if jax.process_count() > 1:
+            _compare_rows(None, str(problem))
+        raise
     if jax.process_count() > 1:
-        _compare_rows(local, problem)
-    if problem is not None:
-        raise problem
-    assert local is not None
+        _compare_rows(local, f"{local.rows} rows of {local.leaves}")
     sharding, factor = NamedSharding(mesh, PartitionSpec(axis_name)), local.axis_size // local.positions
 
     def global_array(leaf: Any) -> jax.Array:
@@ -519,11 +505,16 @@ def _positions(mesh: Mesh, axis_name: str) -> dict[int, tuple[int, ...]]:
     return found
 
 
-def _compare_rows(local: _LocalRows | None, problem: Exception | None) -> None:
-    """Compares the rows of all processes, and raises in all of them if they do not make one batch."""
+def _compare_rows(local: _LocalRows | None, text: str) -> None:
+    """Compares the rows of all processes, and raises if they do not make one batch.
+
+    Args:
+      local: the rows of this process. None if something is wrong with them: then the caller raises.
+      text: describes them, or what is wrong, to the others.
+    """
     own = [0, 0, 0, 0, 1]
     if local is not None:
-        own = [local.rows, _checksum(local.leaves), local.content, min(local.shared_by), 0]
+        own = [local.rows, zlib.crc32(local.leaves.encode()), local.content, min(local.shared_by), 0]
     everyone = multihost_utils.process_allgather(np.asarray(own, np.uint32))
     rows, leaves, content, group, failed = np.asarray(everyone).reshape(-1, len(own)).T.tolist()
     contents = {each: {content[i] for i, other in enumerate(group) if other == each} for each in group}
@@ -531,8 +522,8 @@ def _compare_rows(local: _LocalRows | None, problem: Exception | None) -> None:
     if are_alike and not any(failed):
         return
     # All processes have seen the same numbers, so all take part in this second exchange.
-    texts = _exchange(str(problem) if local is None else f"{local.rows} rows of {local.leaves}")
-    if problem is not None:
+    texts = gather_json(text)
+    if local is None:
         return
     if any(failed):
         raise InputError(
@@ -561,15 +552,16 @@ def _compare_rows(local: _LocalRows | None, problem: Exception | None) -> None:
     )
 
 
-def _checksum(text: str) -> int:
-    return zlib.crc32(text.encode())
-
-
-def _exchange(text: str) -> list[str]:
-    """The texts of all processes, each cut off at a fixed length."""
-    own = np.frombuffer(text.encode()[:_TEXT_BYTES].ljust(_TEXT_BYTES, b"\0"), np.uint8)
-    everyone = np.asarray(multihost_utils.process_allgather(own)).reshape(-1, _TEXT_BYTES)
-    return [bytes(each).rstrip(b"\0").decode(errors="replace") for each in everyone]
+def gather_json(value: Any) -> list[Any]:
+    """The JSON values of all processes, in their order. All processes must call it."""
+    if jax.process_count() == 1:
+        return [value]
+    text = np.frombuffer(json.dumps(value).encode(), np.uint8)
+    lengths = np.asarray(multihost_utils.process_allgather(np.asarray(len(text), np.int32))).reshape(-1)
+    padded = np.zeros(lengths.max(), np.uint8)
+    padded[: len(text)] = text
+    rows = np.asarray(multihost_utils.process_allgather(padded)).reshape(len(lengths), -1)
+    return [json.loads(row[:length].tobytes()) for row, length in zip(rows, lengths, strict=True)]
 
 
 def _table(texts: list[str]) -> str:

@@ -6,6 +6,7 @@ that can be typed.
 
 import os
 import sys
+import warnings
 
 
 class AnybatchError(Exception):
@@ -86,3 +87,8 @@ def user_stacklevel() -> int:
     while frame.f_back is not None and frame.f_code.co_filename.startswith(own):
         level, frame = level + 1, frame.f_back
     return level
+
+
+def warn(text: str, category: type[Warning] = RuntimeWarning) -> None:
+    """Gives a warning that shows the first line outside of anybatch and JAX."""
+    warnings.warn(text, category, stacklevel=user_stacklevel())

@@ -31,7 +31,7 @@ def equivalent_two_ways(w: Any, x_batch: Any) -> jax.Array:
     Returns:
       Both gradients, in an array of shape (2,).
     """
-    w, x_batch = _scalar("w", w), _vector("x_batch", x_batch)
+    w, x_batch = _array("w", w, 0), _array("x_batch", x_batch, 1)
 
     def f(w: jax.Array, x: jax.Array) -> jax.Array:
         return (w * x) ** 2
@@ -65,14 +65,20 @@ def microbatched_grads(w: Any, b: Any, x_full: Any, y_full: Any, n_microbatches:
       The gradient with respect to `w`, a number.
     """
     del b
-    w, x_full, y_full = _scalar("w", w), _vector("x_full", x_full), _vector("y_full", y_full)
+    w, x_full, y_full = _array("w", w, 0), _array("x_full", x_full, 1), _array("y_full", y_full, 1)
     if len(x_full) != len(y_full):
         raise InputError(
             "x_full and y_full need the same number of examples",
             given=f"{len(x_full)} and {len(y_full)}",
             remedy="Pass one target for each input.",
         )
-    n = _divisor("n_microbatches", n_microbatches, len(x_full))
+    n = float(n_microbatches)
+    if not (n >= 1 and n.is_integer() and len(x_full) % int(n) == 0):
+        raise InputError(
+            "n_microbatches must be a whole number of at least 1 that divides the number of examples",
+            given=f"n_microbatches={n_microbatches} for {len(x_full)} examples",
+            remedy=f"Choose a divisor of {len(x_full)}; anybatch.value_and_grad takes microbatches of any size.",
+        )
 
     def loss(w: jax.Array, x: jax.Array, y: jax.Array) -> jax.Array:
         return jnp.sum((w * x - y) ** 2)
@@ -80,8 +86,7 @@ def microbatched_grads(w: Any, b: Any, x_full: Any, y_full: Any, n_microbatches:
     def add_one_microbatch(gradient: jax.Array, microbatch: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
         return gradient + jax.grad(loss)(w, *microbatch), None
 
-    size = len(x_full) // n
-    microbatches = (x_full.reshape(n, size), y_full.reshape(n, size))
+    microbatches = (x_full.reshape(int(n), -1), y_full.reshape(int(n), -1))
     gradient, _ = jax.lax.scan(add_one_microbatch, jnp.zeros_like(w), microbatches)
     return gradient
 
@@ -102,9 +107,7 @@ def shard_map_vs_vmap(x: Any) -> jax.Array:
     Returns:
       The sum of squares of each row, computed both ways, in an array of shape (2, B).
     """
-    x = jnp.asarray(x, jnp.float32)
-    if x.ndim != 2:
-        raise InputError("x must have two axes, (B, d)", given=f"shape {x.shape}", remedy="Pass x.reshape(B, d).")
+    x = _array("x", x, 2)
 
     def sum_of_squares(row: jax.Array) -> jax.Array:
         return jnp.sum(row**2)
@@ -162,37 +165,22 @@ def grad_accumulation_step(seed: Any, x_batches: Any, y_batches: Any, lr: Any) -
 
     model = Linear()
     params = model.init(jax.random.PRNGKey(int(seed)), x_batches[0])
-    state = TrainState.create(apply_fn=model.apply, params=params, tx=optax.sgd(_scalar("lr", lr)))
+    state = TrainState.create(apply_fn=model.apply, params=params, tx=optax.sgd(_array("lr", lr, 0)))
     first, second = (jax.grad(loss)(state.params, x, y) for x, y in zip(x_batches, y_batches, strict=True))
     average = jax.tree.map(lambda one, other: (one + other) / 2, first, second)
     state = state.apply_gradients(grads=average)
     return loss(state.params, x_batches.reshape(-1, x_batches.shape[-1]), y_batches.reshape(-1)).reshape(1)
 
 
-def _scalar(name: str, value: Any) -> jax.Array:
-    array = jnp.asarray(value, jnp.float32)
-    if array.ndim:
-        raise InputError(f"{name} must be a number", given=f"shape {array.shape}", remedy=f"Pass one, e.g. {name}=0.5.")
+_FORMS = {  # for each number of axes: what an argument must be, and what to pass instead
+    0: ("must be a number", "Pass one, e.g. {}=0.5."),
+    1: ("must have one axis, the examples", "Pass {}.reshape(-1)."),
+    2: ("must have two axes, (B, d)", "Pass {}.reshape(B, d)."),
+}
+
+
+def _array(name: str, value: Any, axes: int) -> jax.Array:
+    array, (must, remedy) = jnp.asarray(value, jnp.float32), _FORMS[axes]
+    if array.ndim != axes:
+        raise InputError(f"{name} {must}", given=f"shape {array.shape}", remedy=remedy.format(name))
     return array
-
-
-def _vector(name: str, value: Any) -> jax.Array:
-    array = jnp.asarray(value, jnp.float32)
-    if array.ndim != 1:
-        raise InputError(
-            f"{name} must have one axis, the examples",
-            given=f"shape {array.shape}",
-            remedy=f"Pass {name}.reshape(-1).",
-        )
-    return array
-
-
-def _divisor(name: str, value: Any, num_examples: int) -> int:
-    number = float(value)
-    if not (number >= 1 and number.is_integer() and num_examples % int(number) == 0):
-        raise InputError(
-            f"{name} must be a whole number of at least 1 that divides the number of examples",
-            given=f"{name}={value} for {num_examples} examples",
-            remedy=f"Choose a divisor of {num_examples}; anybatch.value_and_grad takes microbatches of any size.",
-        )
-    return int(number)

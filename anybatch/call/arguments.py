@@ -38,23 +38,16 @@ class _Nameless:
 @jax.tree_util.register_pytree_with_keys_class
 @dataclasses.dataclass(frozen=True, eq=False)
 class PartlyTrained:
-    """An argument of which only some leaves are differentiated, such as a model.
+    """An argument of which only some leaves are differentiated, such as a model."""
 
-    Args:
-      trained: the differentiated leaves. The gradient has this tree.
-      rest: the other leaves.
-    """
-
-    trained: Any
-    rest: Any
+    trained: Any  # the differentiated leaves. The gradient has this tree.
+    rest: Any  # the other leaves
 
     def tree_flatten_with_keys(self) -> tuple[Any, None]:
-        """For JAX."""
         return ((_Nameless(), self.trained), (_Nameless(), self.rest)), None
 
     @classmethod
     def tree_unflatten(cls, _: None, parts: Sequence[Any]) -> "PartlyTrained":
-        """For JAX."""
         return cls(*parts)
 
 
@@ -74,13 +67,21 @@ class Roles:
     @classmethod
     def of(cls, *, argnums: Any, batch_argnums: Any, rng_argnums: Any, batch_argnames: Any = ()) -> "Roles":
         """The roles that a user chose. Checks what needs no call."""
-        several = argnums if isinstance(argnums, (tuple, list)) else (argnums,)
-        filters = tuple(each.filter if _is_diff_state(each) else None for each in several)
-        plain = type(several)(each.argnum if _is_diff_state(each) else each for each in several)
-        wrt = _positions("argnums", plain if isinstance(argnums, (tuple, list)) else plain[0])
-        names = _names("batch_argnames", batch_argnames)
+        is_several = isinstance(argnums, (tuple, list))
+        several = argnums if is_several else (argnums,)
+        # An `nnx.DiffState` is a position and a filter of variables.
+        filters = tuple(getattr(each, "filter", None) for each in several)
+        plain = tuple(each.argnum if hasattr(each, "argnum") else each for each in several)
+        wrt = _positions("argnums", plain if is_several else plain[0])
+        names = tuple(batch_argnames) if isinstance(batch_argnames, (tuple, list)) else (batch_argnames,)
+        if not all(isinstance(name, str) for name in names):
+            raise InputError(
+                "batch_argnames must be the name of an argument, or a tuple of names",
+                given=f"batch_argnames={batch_argnames!r}",
+                remedy='Pass a str or a tuple of them, e.g. batch_argnames="y" or batch_argnames=("x", "y").',
+            )
         roles = cls(
-            argnums=wrt if isinstance(argnums, (tuple, list)) else wrt[0],
+            argnums=wrt if is_several else wrt[0],
             batch_argnums=_positions("batch_argnums", batch_argnums, may_be_empty=bool(names)),
             rng_argnums=_positions("rng_argnums", rng_argnums, may_be_empty=True),
             batch_argnames=names,
@@ -98,7 +99,10 @@ class Roles:
                 given=f"{self._batch_options} and a call with ({', '.join(call.names)})",
                 remedy=call.with_batch(),
             )
-        slots = {name: call.slots(name, positions) for name, positions in _positions_by_option(self).items()}
+        slots: dict[str, tuple[Slot, ...]] = {
+            option: tuple(call.slot(option, position) for position in positions)
+            for option, positions in _positions_by_option(self).items()
+        }
         _must_not_overlap(slots)
         named = tuple(slot for slot in call.named(self.batch_argnames) if slot not in slots["batch_argnums"])
         _must_not_overlap({**slots, "batch_argnames": named})
@@ -162,27 +166,23 @@ class _Call:
         self._is_known = bool(parameters)
         self._takes_any_name = any(each.kind == each.VAR_KEYWORD for each in parameters)
         self._names = [each.name for each in parameters if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)]
-        self._positional = [
-            each.name for each in parameters if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)
-        ]
+        keyword_only = {each.name for each in parameters if each.kind == each.KEYWORD_ONLY}
+        self._positional = [name for name in self._names if name not in keyword_only]
 
     def has_batch(self, roles: Roles) -> bool:
         """True if the options name a batch, or an argument is left that is neither differentiated nor a key."""
-        if roles.batch_argnames or any(self._find("batch_argnums", position) for position in roles.batch_argnums):
+        found = [self._find("batch_argnums", position) for position in roles.batch_argnums]
+        if roles.batch_argnames or any(slot is not None for slot in found):
             return True
         taken = len(_positions_by_option(roles)["argnums"]) + len(roles.rng_argnums)
         return len(self.args) > taken or any(map(is_array, jax.tree.leaves(self.kwargs)))
 
     @property
     def names(self) -> list[str]:
-        """The names of the positional arguments."""
         return [self._name(position) for position in range(len(self.args))]
 
     def with_batch(self, *, only_if_seen: bool = False) -> str:
-        """Advice for a loss that closes over its batch: make it an argument.
-
-        With `only_if_seen`, the advice is empty unless the loss does close over arrays.
-        """
+        """Advice to make the batch an argument. With `only_if_seen`, empty unless the loss does close over arrays."""
         arrays = _closed_over(self.fun)
         if only_if_seen and not arrays:
             return ""
@@ -200,41 +200,31 @@ class _Call:
         self, wrt: Sequence[Slot], batch_slots: Sequence[Slot], rows: Sequence[tuple[str, Any]]
     ) -> list[str]:
         """Advice for a call with an impossible batch: the loss may close over it, or the arguments may be swapped."""
-        suggestions = []
-        if rows and all(is_key(leaf) for _, leaf in rows):
-            suggestions.append(self.with_batch())
-        elif not any(is_array(leaf) and leaf.ndim for _, leaf in rows):
-            suggestions.append(self.with_batch(only_if_seen=True))
-        suggestions = [suggestion for suggestion in suggestions if suggestion]
         counts = {leaf.shape[0] for _, leaf in rows if is_array(leaf) and leaf.ndim}
-        if not suggestions and len(counts) != 1 and len(wrt) == len(batch_slots) == 1 and self._has_rows(wrt[0]):
-            suggestions.append(
-                "If parameters and batch are in the wrong order, swap them, or pass "
-                f"argnums={batch_slots[0]}, batch_argnums={wrt[0]}."
-            )
-        return suggestions
+        are_keys = bool(rows) and all(is_key(leaf) for _, leaf in rows)
+        if (are_keys or not counts) and (advice := self.with_batch(only_if_seen=not are_keys)):
+            return [advice]
+        if len(counts) != 1 and len(wrt) == len(batch_slots) == 1 and self._has_rows(wrt[0]):
+            swapped = f"argnums={batch_slots[0]}, batch_argnums={wrt[0]}"
+            return [f"If parameters and batch are in the wrong order, swap them, or pass {swapped}."]
+        return []
 
     def refuse_batch_elsewhere(self, batch_slots: Sequence[Slot], taken: set[Slot], options: str) -> None:
         """Raises if the options point at an argument that cannot be a batch, such as random streams, and another can.
 
-        Args:
-          batch_slots: the arguments that the options point at.
-          taken: all arguments that have a role.
-          options: the options that point at the batch, for the message.
+        The others are those that have no role yet: they are not `taken`.
         """
         if not batch_slots or any(self._may_be_batch(slot) for slot in batch_slots):
             return
         others = [slot for slot in range(len(self.args)) if slot not in taken and self._has_rows(slot)]
         if others:
-            seen = [f"{name} = {describe(leaf)}" for name, leaf in self._named(batch_slots[0])]
+            named = named_leaves(self._name(batch_slots[0]), self[batch_slots[0]])
+            seen = [f"{name} = {describe(leaf)}" for name, leaf in named]
             raise InputError(
                 "The batch must be the argument whose arrays have a row for each example",
                 given=f"{options}, which has {', '.join(seen[:3]) or 'no arrays'}" + (", ..." if len(seen) > 3 else ""),
                 remedy=f"Pass batch_argnums={_unpack_single(tuple(others))}: {', '.join(map(self._name, others))}.",
             )
-
-    def _named(self, slot: Slot) -> list[tuple[str, Any]]:
-        return named_leaves(slot if isinstance(slot, str) else self._name(slot), self[slot])
 
     def _may_be_batch(self, slot: Slot) -> bool:
         return not isinstance(self[slot], PartlyTrained) and any(np.ndim(leaf) for leaf in jax.tree.leaves(self[slot]))
@@ -250,26 +240,17 @@ class _Call:
 
     def leaves(self, slot: Slot, role: str) -> list[_Leaf]:
         """The leaves of an argument, with the names that error messages show."""
-        name = slot if isinstance(slot, str) else self._name(slot)
-        argument = self[slot]
+        name, argument = self._name(slot), self[slot]
         if role == "wrt" and isinstance(argument, PartlyTrained):
-            trained = [_Leaf(slot, path, leaf, role) for path, leaf in named_leaves(name, argument.trained)]
-            return trained + [_Leaf(slot, path, leaf, "rest") for path, leaf in named_leaves(name, argument.rest)]
-        return [_Leaf(slot, path, leaf, role) for path, leaf in named_leaves(name, argument)]
+            parts = [(argument.trained, role), (argument.rest, "rest")]
+        else:
+            parts = [(argument, role)]
+        return [_Leaf(slot, path, leaf, role) for tree, role in parts for path, leaf in named_leaves(name, tree)]
 
     def tree(self, slot: Slot) -> Any:
         """The tree of the gradient with respect to an argument."""
         argument = self[slot]
         return jax.tree.structure(argument.trained if isinstance(argument, PartlyTrained) else argument)
-
-    def slots(self, option: str, positions: tuple[int, ...]) -> tuple[Slot, ...]:
-        """The slots of the arguments at these positions of the signature.
-
-        Raises:
-          InputError: for an argument that was not passed, or a differentiated one that was passed by keyword. JAX does
-            not allow that either.
-        """
-        return tuple(self._slot(option, position) for position in positions)
 
     def named(self, names: tuple[str, ...]) -> tuple[Slot, ...]:
         """The slots of the arguments with these names. An argument that was left at its default has none."""
@@ -287,32 +268,34 @@ class _Call:
                 )
         return tuple(found)
 
-    def _find(self, option: str, position: int) -> tuple[Slot, ...]:
+    def _find(self, option: str, position: int) -> Slot | None:
         number = len(self.args)
         if -number <= position < number:
-            return (position % number,)
-        if option != "argnums" and 0 <= position < len(self._positional) and self._positional[position] in self.kwargs:
-            return (self._positional[position],)
-        return ()
+            return position % number
+        name = self._positional[position] if 0 <= position < len(self._positional) else None
+        return name if option != "argnums" and name in self.kwargs else None
 
-    def _slot(self, option: str, position: int) -> Slot:
-        for slot in self._find(option, position):
-            return slot
-        number = len(self.args)
+    def slot(self, option: str, position: int) -> Slot:
+        """The slot of the argument at this position of the signature.
+
+        A differentiated one must not be passed by keyword. JAX does not allow that either.
+        """
+        found, number = self._find(option, position), len(self.args)
+        if found is not None:
+            return found
         choices = f", or choose {option} from 0 to {number - 1}" if number > 1 else ""
+        by_name = " If all of the batch is passed by keyword, name it: batch_argnums=(), batch_argnames=..."
+        by_name = by_name if option == "batch_argnums" and self.kwargs else ""
         raise InputError(
             f"{option} must be among the {number} positional argument{'' if number == 1 else 's'} of the call",
             given=f"{option}={position}",
-            remedy=f"Pass that argument by position, not by keyword{choices}."
-            + (
-                " If all of the batch is passed by keyword, name it: batch_argnums=(), batch_argnames=..."
-                if option == "batch_argnums" and self.kwargs
-                else ""
-            ),
+            remedy=f"Pass that argument by position, not by keyword{choices}.{by_name}",
         )
 
-    def _name(self, position: int) -> str:
-        return self._positional[position] if position < len(self._positional) else f"args[{position}]"
+    def _name(self, slot: Slot) -> str:
+        if isinstance(slot, str):
+            return slot
+        return self._positional[slot] if slot < len(self._positional) else f"args[{slot}]"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -332,11 +315,9 @@ class Arguments:
         return Arrays(*([leaf.value for leaf in self.arrays_of(role)] for role in Arrays._fields))
 
     def types(self, num_examples: int | None, *, bare: bool = False) -> Arrays:
-        """The types of the array leaves.
+        """The types of the array leaves for this number of examples; None for one example without the batch axis.
 
-        Args:
-          num_examples: the number of examples in the batch; None for one example without the batch axis.
-          bare: whether to leave out their shardings.
+        With `bare`, they have no shardings.
         """
         types = jax.tree.map(avals.bare if bare else jax.typeof, self.arrays)
         kept = Arrays(*([avals.abstract(aval) for aval in leaves] for leaves in types))
@@ -362,10 +343,8 @@ class Arguments:
         """Raises if an array that is not in the batch has as many rows as the batch has examples.
 
         It looks at keyword arguments, and at positional arguments that are a single array. It ignores positional
-        arguments that are a tree: parameters that are not differentiated may have that many rows by chance.
-
-        Args:
-          who: "example" or "microbatch", each of which would see all rows of the array.
+        arguments that are a tree: parameters that are not differentiated may have that many rows by chance. Each `who`,
+        "example" or "microbatch", would see all rows of such an array.
         """
         for leaf, option, bound in self.unnamed_rows():
             raise InputError(
@@ -379,8 +358,7 @@ class Arguments:
     def unnamed_rows(self) -> Iterator[tuple[_Leaf, str, str]]:
         """The arrays with as many rows as the batch has examples that are not in the batch.
 
-        Yields:
-          The leaf, the option that would make it part of the batch, and the name of its argument.
+        Each with the option that would make it part of the batch, and the name of its argument.
         """
         for leaf in self.leaves if self.num_examples > 1 else ():
             if leaf.role != "rest" or not is_array(leaf.value) or leaf.value.shape[:1] != (self.num_examples,):
@@ -467,37 +445,19 @@ def _positions_by_option(roles: Roles) -> dict[str, tuple[int, ...]]:
     return {"argnums": wrt, "batch_argnums": roles.batch_argnums, "rng_argnums": roles.rng_argnums}
 
 
-def _is_diff_state(argnum: Any) -> bool:
-    """True for an `nnx.DiffState`: a position and a filter of variables."""
-    return hasattr(argnum, "argnum") and hasattr(argnum, "filter")
-
-
 def _positions(name: str, value: Any, *, may_be_empty: bool = False) -> tuple[int, ...]:
     several = tuple(value) if isinstance(value, (tuple, list)) else (value,)
     try:
-        positions = tuple(operator.index(position) for position in several)
+        positions = None if bool in map(type, several) else tuple(map(operator.index, several))
     except TypeError:
-        positions = ()
-    if any(isinstance(position, bool) for position in several) or (
-        not positions and not (may_be_empty and several == ())
-    ):
+        positions = None
+    if positions is None or not (positions or may_be_empty):
         raise InputError(
             f"{name} must be the position of an argument, or a tuple of positions",
             given=f"{name}={value!r}",
             remedy=f"Pass an int or a tuple of ints, e.g. {name}=1 or {name}=(1, 2).",
         )
     return positions
-
-
-def _names(option: str, value: Any) -> tuple[str, ...]:
-    several = tuple(value) if isinstance(value, (tuple, list)) else (value,)
-    if not all(isinstance(name, str) for name in several):
-        raise InputError(
-            f"{option} must be the name of an argument, or a tuple of names",
-            given=f"{option}={value!r}",
-            remedy=f'Pass a str or a tuple of them, e.g. {option}="y" or {option}=("x", "y").',
-        )
-    return several
 
 
 def _unpack_single(value: tuple[Any, ...]) -> Any:

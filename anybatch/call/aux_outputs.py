@@ -25,42 +25,32 @@ class Combination:
 @jax.tree_util.register_pytree_node_class
 @dataclasses.dataclass(frozen=True, eq=False)
 class NewState:
-    """The aux leaves that are the state of a model after a call: running averages, counts of random streams.
+    """The aux leaves that are the state of a model after a call: running averages, counts of random streams."""
 
-    Args:
-      values: a pytree of arrays.
-      about: static information from tracing the loss. It must support `==`.
-    """
-
-    values: Any
-    about: Any = None
+    values: Any  # a pytree of arrays
+    about: Any = None  # static information from tracing the loss. It must support `==`.
 
     def tree_flatten(self) -> tuple[Any, Any]:
-        """For JAX."""
         return (self.values,), self.about
 
     @classmethod
     def tree_unflatten(cls, about: Any, values: Sequence[Any]) -> "NewState":
-        """For JAX."""
         return cls(values[0], about)
 
 
 def check_new_state(loss: TracedLoss, full_batch: TracedLoss) -> None:
-    """Checks that a microbatch leaves a model in the same state as the full batch does: it may count calls, say.
+    """Checks that the loss of a microbatch leaves a model in the same state as that of the full batch.
 
-    Args:
-      loss: the loss of a microbatch.
-      full_batch: the loss of all examples.
-
-    Raises:
-      InputError: if the state depends on the examples or on their number, so that each microbatch has another one.
+    It may count calls, say. It must not depend on the examples or on their number.
     """
     aux = jax.tree.unflatten(loss.aux_tree, range(loss.aux_tree.num_leaves))
     nodes = jax.tree.leaves(aux, is_leaf=lambda node: isinstance(node, NewState))
     first, count = len(loss.types.wrt), len(loss.types.batch)
     for state in (node for node in nodes if isinstance(node, NewState)):
         is_nnx = state.about is not None
-        named = _named_variables(state.values) if is_nnx else named_leaves("model_state", state.values)
+        variables = state.values.items() if is_nnx else ()  # each leaf gets the name of its variable
+        named = [(name, leaf) for name, value in variables for leaf in jax.tree.leaves(value)]
+        named = named if is_nnx else named_leaves("model_state", state.values)
         for name, position in named:
             output = loss.num_heads + position
             is_known = loss.aux_tree == full_batch.aux_tree
@@ -69,15 +59,10 @@ def check_new_state(loss: TracedLoss, full_batch: TracedLoss) -> None:
                 raise InputError(
                     "With a declared reduction, the state of a model must not depend on the batch: each microbatch "
                     "would compute a different one",
-                    given=f"{name} = {_type(loss.aux_avals[position][1])}, such as a running average",
+                    given=f"{name} = {loss.aux_avals[position][1].str_short()}, such as a running average",
                     remedy='Leave reduction out: reduction="infer" computes it from the full batch. Or return it as '
                     + (FROM_A_MODEL_IN_THE_LOSS if is_nnx else 'aux, without has_state, with aux_reduction="mean".'),
                 )
-
-
-def _named_variables(values: dict[str, Any]) -> list[tuple[str, Any]]:
-    """The leaves of NNX variables, each with the name of its variable."""
-    return [(name, leaf) for name, value in values.items() for leaf in jax.tree.leaves(value)]
 
 
 # Code for an error message: how to average the state of an NNX model over the microbatches.
@@ -97,9 +82,6 @@ def combine_aux(microbatch: TracedLoss, full_batch: TracedLoss, aux_reduction: A
     A leaf has rows if one of its axes has the size of the microbatch when the loss is traced for a microbatch, and the
     size of the batch when it is traced for the batch. Comparing two traces avoids mistaking an axis for the batch axis
     because it happens to have the same length.
-
-    Raises:
-      InputError: if a leaf without rows has no reduction, or one that its dtype does not allow.
     """
     _check_same_tree(microbatch, full_batch)
     declared = _declared_for_each_leaf(aux_reduction, microbatch.aux_tree)
@@ -113,7 +95,7 @@ def combine_aux(microbatch: TracedLoss, full_batch: TracedLoss, aux_reduction: A
         else:
             raise InputError(
                 "Every aux leaf must have a row for each example along one axis, or one shape for every batch",
-                given=f"{name}: {_type(small)} for {sizes[0]} examples and {_type(large)} for {sizes[1]}",
+                given=f"{name}: {small.str_short()} for {sizes[0]} examples and {large.str_short()} for {sizes[1]}",
                 remedy="Give it one axis of the number of examples, or reduce it over them, or leave it out.",
             )
     return combinations
@@ -122,17 +104,16 @@ def combine_aux(microbatch: TracedLoss, full_batch: TracedLoss, aux_reduction: A
 def check_remainder(microbatch: TracedLoss, remainder: TracedLoss, combinations: Sequence[Combination]) -> None:
     """Checks that the aux leaves of the smaller last microbatch have the types of the others."""
     _check_same_tree(microbatch, remainder)
-    for (name, small), (_, last), combination in zip(
-        microbatch.aux_avals, remainder.aux_avals, combinations, strict=True
-    ):
+    leaves = zip(microbatch.aux_avals, remainder.aux_avals, combinations, strict=True)
+    for (name, small), (_, last), combination in leaves:
         expected = list(small.shape)
         if combination.kind == "rows":
             expected[combination.axis] = remainder.num_examples
         if list(last.shape) != expected or last.dtype != small.dtype:
             raise InputError(
                 "Every aux leaf must have the same type in the smaller last microbatch",
-                given=f"{name}: {_type(small)} for {microbatch.num_examples} examples "
-                f"and {_type(last)} for {remainder.num_examples}",
+                given=f"{name}: {small.str_short()} for {microbatch.num_examples} examples "
+                f"and {last.str_short()} for {remainder.num_examples}",
                 remedy="Use a microbatch_size that divides the batch, or leave that leaf out of aux.",
             )
 
@@ -157,9 +138,6 @@ def _only_axis_that_grows(small: tuple[int, ...], large: tuple[int, ...], sizes:
 
 
 def _declared_for_each_leaf(aux_reduction: Any, aux_tree: Any) -> list[str | None]:
-    if aux_reduction is None:
-        return [None] * aux_tree.num_leaves
-
     # To JAX, None is a tree without leaves. Here it stands for leaves that need no reduction.
     names = jax.tree.map(lambda name: name or "", aux_reduction, is_leaf=lambda name: name is None)
     try:
@@ -178,7 +156,7 @@ def _by_declaration(name: str, aval: Any, reduction: str | None) -> Combination:
     if reduction is None:
         raise InputError(
             "Every aux leaf without a row for each example needs an aux_reduction",
-            given=f"none for {name}, {_type(aval)}",
+            given=f"none for {name}, {aval.str_short()}",
             remedy="Say how to combine the values of the microbatches: aux_reduction="
             '"mean", "sum", "last" or "stack", for all leaves or as a tree like aux.',
         )
@@ -186,7 +164,7 @@ def _by_declaration(name: str, aval: Any, reduction: str | None) -> Combination:
     if kinds is not None and not any(jax.dtypes.issubdtype(aval.dtype, kind) for kind in kinds):
         raise InputError(
             f'aux_reduction="{reduction}" needs {"floating-point numbers" if reduction == "mean" else "numbers"}',
-            given=f"{name}, {_type(aval)}",
+            given=f"{name}, {aval.str_short()}",
             remedy='Cast that leaf in the loss, e.g. x.astype(jnp.float32), or use "stack" or "last".',
         )
     return Combination(reduction)
@@ -199,7 +177,3 @@ def _check_same_tree(one: TracedLoss, other: TracedLoss) -> None:
             given="\n".join(f"for {loss.num_examples} examples: {loss.aux_tree}" for loss in (one, other)),
             remedy="Return the same keys whatever the size of the batch.",
         )
-
-
-def _type(aval: Any) -> str:
-    return aval.str_short()

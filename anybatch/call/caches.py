@@ -23,9 +23,7 @@ _CACHES: "weakref.WeakSet[Cache[Any]]" = weakref.WeakSet()
 class Cache(Generic[V]):
     """A mapping that forgets its least recently used entry when it is full.
 
-    Args:
-      capacity: the largest number of entries.
-      of_programs: True for compiled programs, which `jax.clear_caches()` drops too, where JAX allows it.
+    It may be `of_programs`: compiled programs, which `jax.clear_caches()` drops too, where JAX allows it.
     """
 
     def __init__(self, capacity: int, *, of_programs: bool = False) -> None:
@@ -37,14 +35,12 @@ class Cache(Generic[V]):
             versions.clear_with_jax(self)
 
     def get(self, key: Hashable) -> V | None:
-        """The entry for `key`, or None."""
         with self._lock:
             if key in self._entries:
                 self._entries.move_to_end(key)
             return self._entries.get(key)
 
     def put(self, key: Hashable, value: V) -> None:
-        """Adds an entry, or replaces it."""
         with self._lock:
             self._entries[key] = value
             self._entries.move_to_end(key)
@@ -61,8 +57,6 @@ class Cache(Generic[V]):
 
     def __iter__(self) -> Iterator[Hashable]:
         return iter(list(self._entries))
-
-    __hash__ = object.__hash__
 
 
 def clear_caches() -> None:
@@ -123,7 +117,6 @@ class Programs:
         return CompiledProgram(lowered.compile(), key, text_hash) if kept is None else kept
 
     def keep(self, program: CompiledProgram) -> None:
-        """Puts a program into the cache."""
         if program.key is not None:
             self._kept.put(program.key, program)
 

@@ -1,18 +1,19 @@
 """Small checks that many modules share, so that the same mistake gives the same error message everywhere.
 
 First come the leaves of a pytree (what a leaf is called, and whether it is an array), then the values of options, then
-the record of one line that `anybatch doctor` prints.
+warnings and the record of one line that `anybatch doctor` prints.
 """
 
 import dataclasses
 import operator
 import os
+import warnings
 from typing import Any
 
 import jax
 import numpy as np
 
-from anybatch.errors import InputError
+from anybatch.errors import InputError, user_stacklevel
 
 
 def named_leaves(name: str, tree: Any) -> list[tuple[str, Any]]:
@@ -89,6 +90,11 @@ def whole_number(name: str, given: Any, at_least: int = 0, *, example: str | Non
             remedy=f"For example {name}={example or max(at_least, 1)}.",
         )
     return number
+
+
+def warn(text: str, category: type[Warning]) -> None:
+    """Warns at the line of the user that calls anybatch."""
+    warnings.warn(text, category, stacklevel=user_stacklevel())
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,11 +16,7 @@ _ENDS = 2**16
 
 
 def read_regular(path: str | os.PathLike[str], most: int | None) -> bytes:
-    """The bytes of a regular file. Pipes and devices are refused: reading them could block or never end.
-
-    Args:
-      path: the file. Links are followed.
-      most: the largest allowed number of bytes; None for no limit.
+    """The bytes of a regular file, at most `most`. Pipes and devices are refused: reading them could never end.
 
     Raises:
       OSError: if the file does not exist, is not a regular file, is too long or cannot be read. `strerror` says which.
@@ -44,14 +40,8 @@ def check_target(
 ) -> pathlib.Path:
     """The file that `path` points to, if it may be written: it does not exist, is empty, or was written by anybatch.
 
-    Args:
-      path: where to write. Links are followed, and `~` is the home folder.
-      must: the first part of the error message.
-      given: how the user named the path.
-      is_ours: takes the first and last bytes of a file, and returns True if it may be replaced.
-
-    Raises:
-      InputError: if there is something else at `path`, such as a file of the user's, a folder or a device.
+    Links are followed, and `~` is the home folder. `is_ours` takes the first and last bytes of a file, and returns True
+    if it may be replaced. For anything else there, the error begins with `must` and `given`, the name of the path.
     """
     target = pathlib.Path(os.path.realpath(os.path.expanduser(path)))
     name = os.fspath(path)
@@ -79,26 +69,16 @@ def _may_replace(file: pathlib.Path, is_ours: Callable[[bytes], bool]) -> bool:
 
 
 def check_writable(path: pathlib.Path, *, must: str, given: str) -> None:
-    """Checks that `write_atomically` can write there, by creating an empty file beside it.
-
-    Raises:
-      InputError: if it cannot.
-    """
+    """Checks that `write_atomically` can write there, by creating an empty file beside it."""
     with _beside(path, must, given) as beside:
         beside.touch()
 
 
 def write_atomically(path: pathlib.Path, content: bytes, *, must: str, given: str) -> None:
-    """Writes a file atomically: an existing file is replaced in one step, or stays as it was.
+    """Writes a file atomically: an existing file is replaced in one step, or stays as it was. Links are followed.
 
-    Args:
-      path: the file. Links are followed.
-      content: its new content.
-      must: the first part of the error message.
-      given: how the user named the path.
-
-    Raises:
-      InputError: if it cannot be written, e.g. because the disk is full.
+    If it cannot be written, e.g. because the disk is full, the error begins with `must` and `given`, as in
+    `check_target`.
     """
     target = pathlib.Path(os.path.realpath(path))
     with _beside(target, must, given) as beside:

@@ -40,7 +40,6 @@ class TracedLoss:
 
     @property
     def aux_avals(self) -> list[tuple[str, Any]]:
-        """The names and types of the aux leaves."""
         return list(zip(self.aux_names, self.out_avals[self.num_heads :], strict=True))
 
     @property
@@ -85,7 +84,7 @@ def trace_loss(
     on_mesh: tuple[Any, tuple[str, ...]] | None = None,
     failed: Callable[[Exception], None] = lambda error: None,
 ) -> tuple[TracedLoss, tuple[Any, ...]]:
-    """Traces `fun` and checks what it returns.
+    """Traces `fun` and checks what it returns. Returns the traced loss, and the arrays that it closes over.
 
     Args:
       fun: the loss.
@@ -96,12 +95,6 @@ def trace_loss(
       on_mesh: a mesh, and its axes over which the batch is sharded. The traced program then has no shardings over these
         axes, because it runs inside `shard_map`, on the examples of one device.
       failed: called with an exception of the loss. It may raise an exception that explains more.
-
-    Returns:
-      The traced loss, and the arrays that it closes over.
-
-    Raises:
-      InputError: if the loss is not a real scalar, or does not have the declared form.
     """
     types = arguments.types(num_examples, bare=on_mesh is not None)
     leaves, tree = jax.tree.flatten(types)
@@ -158,23 +151,24 @@ def _split(result: Any, weighted: bool, has_aux: bool) -> tuple[list[Any], Any]:
             "(jnp.sum(losses * mask), jnp.sum(mask))" + (", with aux: ((total, weight), aux)." if has_aux else "."),
         )
     total = _scalar("The total of a weighted loss must be a scalar of real floating-point numbers", loss[0])
-    return [total, _weight(loss[1])], aux
+    if not _is_number(loss[1], (np.floating, np.integer)):
+        raise InputError(
+            "The weight of a weighted loss must be a scalar number",
+            given=shown(loss[1]),
+            remedy="Add up the weights of the examples, e.g. jnp.sum(mask).",
+        )
+    return [total, loss[1]], aux
 
 
 def pair(result: Any) -> tuple[Any, Any]:
-    """The loss and aux that a loss with `has_aux=True` returned.
-
-    Raises:
-      InputError: if it did not return a pair.
-    """
+    """The loss and aux that a loss with `has_aux=True` returned. Raises an InputError if it returned no pair."""
     if not is_pair(result):
         raise InputError(
             "With has_aux=True the loss must return a pair (loss, aux)",
             given=shown(result),
             remedy="Return (loss, aux), or leave has_aux out.",
         )
-    loss, aux = result
-    return loss, aux
+    return tuple(result)
 
 
 def _scalar(must: str, value: Any) -> Any:
@@ -184,16 +178,6 @@ def _scalar(must: str, value: Any) -> Any:
     if is_pair(value):
         remedy = 'For a pair (loss, aux) pass has_aux=True; for a pair (total, weight) pass reduction="weighted".'
     raise InputError(must, given=shown(value), remedy=remedy)
-
-
-def _weight(value: Any) -> Any:
-    if _is_number(value, (np.floating, np.integer)):
-        return value
-    raise InputError(
-        "The weight of a weighted loss must be a scalar number",
-        given=shown(value),
-        remedy="Add up the weights of the examples, e.g. jnp.sum(mask).",
-    )
 
 
 def _is_number(value: Any, kinds: tuple[Any, ...]) -> bool:
@@ -222,11 +206,11 @@ def shown(value: Any) -> str:
     return f"{type(value).__name__} {jax.tree.map(_Shown, value)}" if not hasattr(value, "shape") else describe(value)
 
 
+@dataclasses.dataclass
 class _Shown:
     """A leaf whose repr is its type."""
 
-    def __init__(self, leaf: Any) -> None:
-        self.text = describe(leaf)
+    leaf: Any
 
     def __repr__(self) -> str:
-        return self.text
+        return describe(self.leaf)

@@ -17,31 +17,24 @@ _UNITS = {"": 1, "B": 1} | {
 
 
 def memory_budget(memory: Any, left: int | None = None) -> int | None:
-    """The value of the option `memory=` in bytes.
+    """The bytes of the option `memory=`: a number, "16GiB", "80%" of the free memory, or None for all of it.
 
     >>> memory_budget("16GiB") == 16 * 2**30
     True
 
-    Args:
-      memory: a number of bytes, a text such as "16GiB", a percentage of the free memory such as "80%", or None for all
-        of the free memory.
-      left: the free bytes. By default, `memory_left()`.
-
-    Returns:
-      None if the answer depends on the free memory and that is not known.
+    The free bytes are `left`, or else `memory_left()`. If they are needed and not known, the result is None.
     """
     if memory is None:
         return memory_left() if left is None else left
     if isinstance(memory, int) and not isinstance(memory, bool) and memory > 0:
         return memory
-    if isinstance(memory, str):
-        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(%|[KMGT]?i?B|)\s*", memory)
-        if match and float(match[1]) > 0:
-            if match[2] == "%" and float(match[1]) <= 100:
-                left = memory_left() if left is None else left
-                return None if left is None else int(left * float(match[1]) / 100)
-            if match[2] in _UNITS:
-                return int(float(match[1]) * _UNITS[match[2]])
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(%|[KMGT]?i?B|)\s*", memory) if isinstance(memory, str) else None
+    number, unit = (float(match[1]), match[2]) if match else (0.0, "")
+    if unit == "%" and 0 < number <= 100:
+        left = memory_left() if left is None else left
+        return None if left is None else int(left * number / 100)
+    if unit in _UNITS and number > 0:
+        return int(number * _UNITS[unit])
     raise InputError(
         "memory must be a number of bytes, a text with a unit, a percentage of the free memory, or None",
         given=f"memory={memory!r}",
@@ -52,14 +45,10 @@ def memory_budget(memory: Any, left: int | None = None) -> int | None:
 def memory_left(devices: Sequence[Any] = ()) -> int | None:
     """The free bytes of the device that has the least, or None if no device reports them.
 
-    Devices that are simulated on the CPU share the memory of the host.
-
-    Args:
-      devices: the devices; by default, JAX's default device.
+    The devices are by default JAX's default device. Devices that are simulated on the CPU share the host's memory.
     """
     devices = list(devices) or [default_device()]
-    left = [_limit(device)[1] for device in devices]
-    known = [each for each in left if each is not None]
+    known = [left for _, left in map(_limit, devices) if left is not None]
     if not known:
         return None
     return min(known) // (len(devices) if devices[0].platform == "cpu" else 1)
@@ -81,7 +70,6 @@ def default_device() -> Any:
 
 
 def _limit(device: Any) -> tuple[int | None, int | None]:
-    """The total and the free bytes of a device."""
     stats = device.memory_stats() if device.platform != "cpu" else None
     if stats and "bytes_limit" in stats:
         return stats["bytes_limit"], stats["bytes_limit"] - stats.get("bytes_in_use", 0)
@@ -94,9 +82,8 @@ def _host_memory() -> tuple[int | None, int | None]:
     for folder, limit_file, used_file in _CONTAINER_FILES:
         limit, used = _number(folder + limit_file), _number(folder + used_file)
         if limit is not None and used is not None and (total is None or limit < total):
-            used -= _found(folder + "memory.stat", "inactive_file").get(
-                "inactive_file", 0
-            )  # cached files, which the kernel can drop
+            # Without cached files, which the kernel can drop.
+            used -= _found(folder + "memory.stat", "inactive_file").get("inactive_file", 0)
             total, left = limit, min(limit - used, limit if left is None else left)
     return total, left
 
@@ -141,9 +128,7 @@ def readable(num_bytes: int) -> str:
     >>> readable(3 * 2**20)
     '3.0 MiB'
     """
-    number, unit = float(num_bytes), "B"
-    for larger in ("KiB", "MiB", "GiB", "TiB"):
-        if number < 1024:
+    for power, unit in enumerate(("B", "KiB", "MiB", "GiB", "TiB")):
+        if num_bytes < 1024 ** (power + 1) or unit == "TiB":
             break
-        number, unit = number / 1024, larger
-    return f"{number:.0f} B" if unit == "B" else f"{number:.1f} {unit}"
+    return f"{num_bytes / 1024**power:.{0 if unit == 'B' else 1}f} {unit}"

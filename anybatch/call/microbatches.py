@@ -35,7 +35,6 @@ class Microbatches:
 
     @property
     def last_start(self) -> int:
-        """The first example of the smaller last microbatch."""
         return self.complete * self.step
 
     @property
@@ -50,19 +49,13 @@ class Microbatches:
 
     @property
     def number(self) -> int:
-        """The number of all microbatches."""
         return -(-self.examples // self.size)
 
 
 def count_examples(named_leaves: Sequence[tuple[str, Any]], where: str) -> int:
     """The number of examples: the size of axis 0, which all leaves of the batch must share.
 
-    Args:
-      named_leaves: the leaves of the batch and their names.
-      where: the options that point at the batch, for the error message.
-
-    Raises:
-      InputError: if there is no leaf, a leaf has no axis 0, or the sizes differ. The message lists the leaves.
+    If not, the error lists the leaves, and names the options that point at the batch: `where`.
     """
     if not named_leaves:
         raise InputError(
@@ -95,13 +88,7 @@ def slice_examples(batch: Sequence[Any], start: Any, size: int, runs: int = 1) -
     """The `size` examples of a microbatch, from every leaf of the batch.
 
     They are sliced in the loop. A `reshape` of the batch before the loop would copy it if its size is no multiple of
-    the microbatch size.
-
-    Args:
-      batch: arrays with examples along axis 0.
-      start: the first example, an int or a traced integer.
-      size: the number of examples.
-      runs: as in `Microbatches`; each of the slices begins `start` examples into its part of the batch.
+    the microbatch size. Each of the `runs` of `Microbatches` begins `start` examples into its part of the batch.
     """
     # The barrier makes the batch depend on `start`, so that XLA cannot hoist work on it out of the loop. Otherwise it
     # may cast the full batch before the loop instead of these rows inside it (on the CPU, bfloat16 to float32).

@@ -9,7 +9,6 @@ import dataclasses
 import functools
 import operator
 import sys
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -18,10 +17,10 @@ import jax.numpy as jnp
 
 from anybatch.call.arguments import PartlyTrained, Roles
 from anybatch.call.aux_outputs import NewState
-from anybatch.call.checks import is_array
+from anybatch.call.checks import is_array, warn
 from anybatch.call.loss import pair
 from anybatch.call.options import Options
-from anybatch.errors import InputError, user_stacklevel
+from anybatch.errors import InputError
 
 
 def trainable(params: Any) -> Any:
@@ -52,21 +51,13 @@ def _is_trainable(leaf: Any) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class PartitionedCall:
-    """A call of a loss in which `PartlyTrained` trees of arrays replace the models.
+    """A call of a loss in which `PartlyTrained` trees of arrays replace the models."""
 
-    Args:
-      fun: the loss, for such arguments. If it may change NNX models, it returns `(loss, (aux, NewState))`.
-      args: its positional arguments.
-      kwargs: its keyword arguments.
-      has_aux: whether `fun` returns a pair.
-      objects: the NNX models that it may change.
-    """
-
-    fun: Callable[..., Any]
+    fun: Callable[..., Any]  # for such arguments. If it may change NNX models, it returns `(loss, (aux, NewState))`.
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    has_aux: bool
-    objects: "_Objects | None" = None
+    has_aux: bool  # whether `fun` returns a pair
+    objects: "_Objects | None" = None  # the NNX models that it may change
 
     def options(self, options: Options) -> Options:
         """The options for `fun`, from those for the user's loss."""
@@ -74,7 +65,6 @@ class PartitionedCall:
         return dataclasses.replace(options, has_aux=self.has_aux, aux_reduction=declared)
 
     def aux_reduction(self, reduction: str, declared: Any) -> Any:
-        """The `aux_reduction` for `fun`, from that for the user's loss."""
         return declared if self.objects is None or reduction == "infer" else (declared, "last")
 
     def changes_attributes(self, aux: Any) -> bool:
@@ -87,13 +77,12 @@ class PartitionedCall:
             return aux
         aux, state = aux
         if state.about.streams and options.reduction != "infer" and options.microbatch_size is not None:
-            warnings.warn(
+            warn(
                 f"The loss draws from a random stream of NNX ({', '.join(state.about.streams)}), and "
                 f'reduction="{options.reduction}" is declared: all microbatches get the same key and draw the same '
                 'numbers, such as one dropout mask. Leave reduction out: reduction="infer", the default, draws the '
                 "numbers of the full batch.",
                 RuntimeWarning,
-                stacklevel=user_stacklevel(),
             )
         self.objects.update(state)
         return aux
@@ -117,12 +106,9 @@ def partition_models(
       has_aux: whether the loss returns a pair `(loss, aux)`.
       args: its positional arguments.
       kwargs: its keyword arguments.
-      keeps_state: whether to return the changes that the loss makes to NNX models. If not, such a loss is refused.
+      keeps_state: whether to return the changes that the loss makes to NNX models. If not, such a loss is refused when
+        it is traced.
       filters: whether to differentiate only the floating-point arrays of any tree, as of an Equinox model.
-
-    Raises:
-      InputError: for an `nnx.DiffState` that points at an argument without an NNX model. Also, when the returned `fun`
-        is traced, for a loss that changes an NNX model although `keeps_state` is False.
     """
     wrt_slots = {position % len(args): wrt for position, wrt in roles.wrt.items() if -len(args) <= position < len(args)}
     objects = _Objects(args, kwargs, wrt_slots)
@@ -177,7 +163,7 @@ def _has_equinox(argument: Any) -> bool:
 
 def has_nnx(tree: Any) -> bool:
     """True if a pytree contains an NNX object: a module, random streams, metrics."""
-    return "flax.nnx" in sys.modules and bool(_objects_in(tree))
+    return "flax.nnx" in sys.modules and any(map(_is_object, jax.tree.leaves(tree, is_leaf=_is_object)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -217,12 +203,10 @@ def _is_object(node: Any) -> bool:
 
 
 def _is_changeable(node: Any) -> bool:
-    """True for an NNX object, or a variable outside of any object."""
     return isinstance(node, (_nnx().Pytree, _nnx().Variable))
 
 
 def _structure(tree: Any, is_object: Callable[[Any], bool]) -> Any:
-    """The structure of a pytree in which objects and every `nnx.State` are leaves."""
     return jax.tree.structure(tree, is_leaf=lambda node: is_object(node) or _is_state(node))
 
 
@@ -277,27 +261,23 @@ class _Objects:
         with _nnx().merge_context() as context:
             for slot, (tree, definitions) in self.graphs.items():
                 argument = kwargs[slot] if isinstance(slot, str) else args[slot]
-                trained = (
-                    [None] * len(definitions) if argument.trained is None else tree.flatten_up_to(argument.trained)
-                )
+                none = [None] * len(definitions)
+                trained = none if argument.trained is None else tree.flatten_up_to(argument.trained)
                 leaves = []
                 for definition, *states in zip(definitions, trained, argument.rest, strict=True):
                     present = [state for state in states if state is not None]
-                    leaves.append(present[0] if definition is None else context.merge(definition, *present))
+                    leaf = present[0] if definition is None else context.merge(definition, *present)
+                    leaves.append(leaf)
+                    objects += [] if definition is None else [leaf]
                 found[slot] = tree.unflatten(leaves)
-                objects += (
-                    leaf for leaf, definition in zip(leaves, definitions, strict=True) if definition is not None
-                )
         return found, objects
 
     def update(self, state: NewState) -> None:
         """Updates the caller's objects with the new state that the loss left."""
         nnx = _nnx()
         paths, definition, _, removed = state.about
-        if (
-            not paths and definition is None
-        ):  # e.g. under `vmap`, where NNX allows reading a model from outside, not changing it
-            return
+        if not paths and definition is None:
+            return  # e.g. under `vmap`, where NNX allows reading a model from outside, not changing it
         nnx.update(self._objects, nnx.from_flat_state({path: state.values[name] for name, path in paths}))
         if definition is not None:
             left = {path: value for path, value in _variables(self._objects) if path not in removed}
@@ -324,8 +304,8 @@ class _Watch:
 
     def new_state(self) -> NewState:
         """The variables that are new or have new values, and the GraphDef of the objects if it has changed."""
-        new = {}
-        for path, value in _variables(self._objects):
+        new, variables = {}, list(_variables(self._objects))
+        for path, value in variables:
             leaves, before = jax.tree.leaves(value), self._leaves.get(path)
             if before is None and len(path) > 1 and path[:-1] not in self._nodes:
                 raise InputError(
@@ -336,25 +316,21 @@ class _Watch:
             if before is None or len(before) != len(leaves) or any(map(operator.is_not, before, leaves)):
                 new[path] = value
         definition = _nnx().graphdef(self._objects)
-        named: dict[str, Any] = {}
-        for path, value in new.items():
+        paths: dict[str, Any] = {}
+        for path in new:
             name = _name(path)
-            named[repr(path) if name in named else name] = (path, value)  # two paths may have the same name
-        paths = tuple((name, path) for name, (path, _) in named.items())
+            paths[repr(path) if name in paths else name] = path  # two paths may have the same name
         drawn = [value for value in new.values() if isinstance(value, _nnx().RngCount)]
         streams = tuple(sorted({getattr(count, "tag", "default") for count in drawn}))
-        removed = frozenset(self._leaves) - {path for path, _ in _variables(self._objects)}
-        about = _About(paths, None if definition == self._definition else definition, streams, removed)
-        return NewState({name: value for name, (_, value) in named.items()}, about)
+        removed = frozenset(self._leaves) - {path for path, _ in variables}
+        changed = None if definition == self._definition else definition
+        about = _About(tuple(paths.items()), changed, streams, removed)
+        return NewState({name: new[path] for name, path in paths.items()}, about)
 
 
 def _name(path: tuple[Any, ...]) -> str:
     """The name of a variable. In the second and later objects it begins with the object's number."""
     return ".".join(map(str, path if path[0] else path[1:])) or "a variable"
-
-
-def _objects_in(tree: Any) -> list[Any]:
-    return [leaf for leaf in jax.tree.leaves(tree, is_leaf=_is_object) if _is_object(leaf)]
 
 
 def _variables(objects: list[Any]) -> Any:
@@ -380,23 +356,18 @@ def _follow(old: list[Any], new: list[Any]) -> None:
             delattr(target, name)
 
 
-def _reseeded(streams: Sequence[str]) -> str:
-    """The arguments of `nnx.reseed`, as code, that give each of these streams a different key."""
-    if len(streams) == 1:
-        return f"{streams[0]}=key"
-    return ", ".join(f"{name}=jax.random.fold_in(key, {number})" for number, name in enumerate(streams))
-
-
 def _refuse(state: NewState) -> None:
     paths, _, streams, _ = state.about
     if not paths:
         return
-    draws = [f"    nnx.reseed(model, {_reseeded(streams)})"] if streams else []
+    # Each stream gets a different key.
+    keys = [f"{name}=jax.random.fold_in(key, {number})" for number, name in enumerate(streams)]
+    keys = [f"{streams[0]}=key"] if len(streams) == 1 else keys
     code = [
         "graphdef, params, rest = nnx.split(model, nnx.Param, ...)",
         f"def loss_of_one(params, example{', key' if streams else ''}):",
         "    model = nnx.merge(graphdef, params, rest, copy=True)",
-        *draws,
+        *([f"    nnx.reseed(model, {', '.join(keys)})"] if streams else []),
         "    return loss(model, example)",
         "ab.per_example_grads(loss_of_one, rng_argnums=2)(params, batch, jax.random.key(0))"
         if streams

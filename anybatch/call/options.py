@@ -3,10 +3,10 @@
 `Options` has all of them. `MeshOptions` has those of a mesh, and is what the folder `mesh` works with.
 """
 
+import contextlib
 import dataclasses
 import functools
 import math
-import operator
 from collections.abc import Callable
 from typing import Any, Self
 
@@ -15,9 +15,10 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from anybatch.call import aux_outputs
-from anybatch.call.arguments import Roles
-from anybatch.call.checks import one_of
+from anybatch.call.arguments import ROLES, Roles
+from anybatch.call.checks import one_of, whole_number
 from anybatch.call.memory import memory_budget
+from anybatch.call.placement import axes_of
 from anybatch.errors import InputError
 
 EXAMPLE_MESH = 'jax.make_mesh((jax.device_count(),), ("data",), axis_types=(jax.sharding.AxisType.Auto,))'
@@ -34,17 +35,8 @@ class MeshOptions:
 
     @classmethod
     def of(cls, mesh: Any, axis_name: Any, reduce: Any, param_specs: Any) -> Self | None:
-        """The checked options of a mesh, or None without a mesh.
-
-        Raises:
-          InputError: for a value that is not allowed.
-        """
-        if not isinstance(reduce, str) or reduce not in ("auto", "once", "each"):
-            raise InputError(
-                "reduce must be one of 'auto', 'once', 'each'",
-                given=f"reduce={reduce!r}",
-                remedy='Leave it out, or pass "once" for the least traffic or "each" for the least memory.',
-            )
+        """The checked options of a mesh, or None without a mesh."""
+        one_of("reduce", reduce, ("auto", "once", "each"))
         if mesh is None:
             if reduce != "auto" or param_specs is not None:
                 name, value = ("reduce", reduce) if reduce != "auto" else ("param_specs", param_specs)
@@ -105,8 +97,7 @@ def is_spec(value: Any) -> bool:
 def _check_specs(param_specs: Any, mesh: Mesh) -> None:
     for each in jax.tree.leaves(param_specs, is_leaf=is_spec):
         spec = each.spec if isinstance(each, NamedSharding) else each
-        names = [name for entry in spec or () for name in ((entry,) if isinstance(entry, str) else entry or ())]
-        if not is_spec(each) or any(name not in mesh.axis_names for name in names):
+        if not is_spec(each) or any(name not in mesh.axis_names for names in axes_of(spec) for name in names):
             raise InputError(
                 "param_specs must be a jax.sharding.PartitionSpec of axes of the mesh, or a tree of them",
                 given=f"{each!r} for a mesh with the axes {mesh.axis_names}",
@@ -134,6 +125,7 @@ class Options:
     batch_argnames: Any = ()
     rng_argnums: Any = ()
     microbatch_size: Any = "auto"  # an int, None for the full batch, or "auto"
+    block_size: Any = "auto"  # an int, None for big values in full, or "auto"
     reduction: str = "infer"
     aux_reduction: Any = None
     memory: Any = None
@@ -150,12 +142,7 @@ class Options:
 
     @classmethod
     def of(cls, fun: Callable[..., Any], /, **options: Any) -> Self:
-        """The checked options of a user for the loss `fun`.
-
-        Raises:
-          InputError: for a value that is not allowed.
-          TypeError: for a name that is not an option.
-        """
+        """The checked options of a user for the loss `fun`. A name that is not an option raises a TypeError."""
         if not callable(fun):
             raise InputError(
                 "The loss must be a function",
@@ -170,32 +157,24 @@ class Options:
     @functools.cached_property
     def roles(self) -> Roles:
         """Which arguments are differentiated, which carry the batch, and which are PRNG keys."""
-        return Roles.of(
-            argnums=self.argnums,
-            batch_argnums=self.batch_argnums,
-            rng_argnums=self.rng_argnums,
-            batch_argnames=self.batch_argnames,
-        )
+        return Roles.of(**{name: getattr(self, name) for name in ROLES})
 
     @functools.cached_property
     def mesh_options(self) -> MeshOptions | None:
-        """The options that concern the mesh; None without a mesh."""
         return MeshOptions.of(self.mesh, self.axis_name, self.reduce, self.param_specs)
 
     @property
     def weighted(self) -> bool:
-        """True if the loss returns `(total, weight)`."""
         return self.reduction == "weighted"
 
     @property
     def stacks_aux(self) -> bool:
-        """True if an aux leaf is stacked over the microbatches."""
         return self.has_aux and "stack" in jax.tree.leaves(self.aux_reduction)
 
     @property
     def aux_of_microbatches(self) -> bool:
         """True if aux depends on how the batch is divided: a leaf is stacked, or is that of the last microbatch."""
-        return self.has_aux and bool({"stack", "last"} & set(jax.tree.leaves(self.aux_reduction)))
+        return self.has_aux and not {"stack", "last"}.isdisjoint(jax.tree.leaves(self.aux_reduction))
 
     @property
     def fixed_remat(self) -> str | None:
@@ -203,9 +182,14 @@ class Options:
         return None if self.remat == "auto" else self.remat
 
     @property
+    def fixed_block_size(self) -> int | None:
+        """The block size of a call that is not planned: "auto" is for plans only."""
+        return None if self.block_size == "auto" else self.block_size
+
+    @property
     def fixed_reduce(self) -> str:
         """The value of `reduce` for a call that is not planned: "once", unless the user chose "each"."""
-        return "each" if self.mesh_options is not None and self.mesh_options.reduce == "each" else "once"
+        return "each" if self.reduce == "each" else "once"
 
     def _checked(self) -> Self:
         """These options with normalised values. Raises an InputError for values that are not allowed."""
@@ -215,15 +199,21 @@ class Options:
         one_of("objective", self.objective, ("memory", "speed"))
         if self.remat is not None:
             one_of("remat", self.remat, (*POLICIES, "auto"))
-        size = _microbatch_size(self.microbatch_size)
+        size = _size("microbatch_size", self.microbatch_size, "examples at a time", "the full batch")
+        block_size = _size("block_size", self.block_size, "rows of a block", "big values in full")
         self._check_aux(size)
         dtype = _accumulator_dtype(self.accumulator_dtype)
         if self.memory is not None:
             memory_budget(self.memory)  # raises for a value that is not allowed
         _ = self.mesh_options  # raises for a value that is not allowed
-        _check_reproducible(self.reproducible, size, self.reduce)
-        _check_noise(self.noise, self.reduce)
-        return dataclasses.replace(self, microbatch_size=size, accumulator_dtype=dtype)
+        self._check_reproducible(size)
+        if self.noise and self.reduce == "each":
+            raise InputError(
+                'The noise scale needs reduce="once", which keeps the gradient of each microbatch on its device',
+                given='reduce="each", which sums over the devices in every microbatch',
+                remedy="Leave reduce out, or pass exact=True.",
+            )
+        return dataclasses.replace(self, microbatch_size=size, block_size=block_size, accumulator_dtype=dtype)
 
     def _check_aux(self, size: Any) -> None:
         aux_outputs.check_aux_reduction(self.aux_reduction)
@@ -242,66 +232,54 @@ class Options:
                 remedy='Leave it out: with reduction="infer" every aux leaf equals that of the full batch. To combine '
                 'the leaves of the microbatches yourself, also declare reduction="mean", "sum" or "weighted".',
             )
-        if size == "auto" and {"stack", "last"} & set(jax.tree.leaves(self.aux_reduction)):
+        if size == "auto" and self.aux_of_microbatches:
             raise InputError(
                 'aux_reduction="stack" or "last" needs a microbatch_size, on which the result depends',
                 given=f'aux_reduction={self.aux_reduction!r} and microbatch_size="auto"',
                 remedy='Pass the number of examples at a time, e.g. microbatch_size=8, or use "mean" or "sum".',
             )
 
-
-def _check_reproducible(reproducible: Any, size: Any, reduce: Any) -> None:
-    if not isinstance(reproducible, bool):
-        raise InputError(
-            "reproducible must be True or False",
-            given=f"reproducible={reproducible!r}",
-            remedy="Pass reproducible=True for the same bits on 1, 2, 4, ... devices.",
-        )
-    if reproducible and not isinstance(size, int):
-        raise InputError(
-            "reproducible=True needs a microbatch_size, on which the bits of the result depend",
-            given=f"microbatch_size={size!r}",
-            remedy="Pass the number of examples that a device takes at a time, e.g. microbatch_size=8.",
-        )
-    if reproducible and reduce == "each":
-        raise InputError(
-            'reproducible=True needs reduce="once"',
-            given='reduce="each", which sums over the devices in every microbatch',
-            remedy="Leave reduce out.",
-        )
-
-
-def _check_noise(noise: bool, reduce: Any) -> None:
-    if noise and reduce == "each":
-        raise InputError(
-            'The noise scale needs reduce="once", which keeps the gradient of each microbatch on its device',
-            given='reduce="each", which sums over the devices in every microbatch',
-            remedy="Leave reduce out, or pass exact=True.",
-        )
+    def _check_reproducible(self, size: Any) -> None:
+        if not isinstance(self.reproducible, bool):
+            raise InputError(
+                "reproducible must be True or False",
+                given=f"reproducible={self.reproducible!r}",
+                remedy="Pass reproducible=True for the same bits on 1, 2, 4, ... devices.",
+            )
+        if self.reproducible and not isinstance(size, int):
+            raise InputError(
+                "reproducible=True needs a microbatch_size, on which the bits of the result depend",
+                given=f"microbatch_size={size!r}",
+                remedy="Pass the number of examples that a device takes at a time, e.g. microbatch_size=8.",
+            )
+        if self.reproducible and self.reduce == "each":
+            raise InputError(
+                'reproducible=True needs reduce="once"',
+                given='reduce="each", which sums over the devices in every microbatch',
+                remedy="Leave reduce out.",
+            )
 
 
-def _microbatch_size(value: Any) -> Any:
+def _size(name: str, value: Any, unit: str, none: str) -> Any:
+    """A number, None or "auto". `unit` says what it counts, and `none` what None means."""
     if value is None or (isinstance(value, str) and value == "auto"):
         return value
     try:
-        size = 0 if isinstance(value, bool) else operator.index(value)
-    except TypeError:
-        size = 0
-    if size < 1:
+        return whole_number(name, value, 1)
+    except InputError as error:
         raise InputError(
-            'microbatch_size must be a whole number of at least 1, None or "auto"',
-            given=f"microbatch_size={value!r}",
-            remedy="Pass the number of examples at a time, e.g. microbatch_size=8, or None for the full batch.",
-        )
-    return size
+            f'{error.must}, None or "auto"',
+            given=error.given,
+            remedy=f"Pass the number of {unit}, e.g. {name}=8, or None for {none}.",
+        ) from None
 
 
 def _accumulator_dtype(value: Any) -> Any:
-    try:
-        if value is None or jax.dtypes.issubdtype(jnp.dtype(value), jnp.floating):
-            return value if value is None else jax.dtypes.canonicalize_dtype(value)
-    except TypeError:
-        pass
+    if value is None:
+        return None
+    with contextlib.suppress(TypeError):
+        if jax.dtypes.issubdtype(jnp.dtype(value), jnp.floating):
+            return jax.dtypes.canonicalize_dtype(value)
     raise InputError(
         "accumulator_dtype must be a floating-point dtype or None",
         given=f"accumulator_dtype={value!r}",

@@ -62,11 +62,13 @@ def num_row_shards(array: Any) -> int:
 
 def _num_shards(aval: Any, axis: int) -> int:
     """The number of shards of an axis, by the sharding in a type. 1 if its mesh has no explicit axes."""
-    mesh, spec = aval.sharding.mesh, aval.sharding.spec
-    if mesh.empty or axis >= len(spec) or spec[axis] is None:
-        return 1
-    names = (spec[axis],) if isinstance(spec[axis], str) else spec[axis]
-    return math.prod(mesh.shape[name] for name in names)
+    mesh, names = aval.sharding.mesh, axes_of(aval.sharding.spec)
+    return 1 if mesh.empty or axis >= len(names) else math.prod(mesh.shape[name] for name in names[axis])
+
+
+def axes_of(spec: Any) -> list[tuple[str, ...]]:
+    """The axes of the mesh that shard each dimension of an array, by its PartitionSpec, or None for no axes."""
+    return [(entry,) if isinstance(entry, str) else tuple(entry or ()) for entry in spec or ()]
 
 
 def spec_on(leaf: Any, mesh: Any) -> Any:
@@ -97,14 +99,10 @@ def put(leaf: Any, mesh: Any, spec: Any) -> Any:
 
 def compile_on_mesh(fun: Callable[..., list[Any]], types: Sequence[Any], abstract_mesh: Any) -> Any:
     """Compiles a function whose arguments have shardings over an abstract mesh, for the devices of this machine."""
-    mesh = _with_devices(abstract_mesh)
-
-    def on_devices(each: Any) -> Any:
-        spec = each.sharding.spec if each.sharding is not None else jax.sharding.PartitionSpec()
-        placed = jax.sharding.NamedSharding(mesh, spec)
-        return jax.ShapeDtypeStruct(each.shape, each.dtype, weak_type=each.weak_type, sharding=placed)
-
-    outside = [on_devices(each) for each in types]
+    mesh = _with_devices(abstract_mesh, abstract_mesh.axis_types)
+    specs = [jax.sharding.PartitionSpec() if each.sharding is None else each.sharding.spec for each in types]
+    shardings = [jax.sharding.NamedSharding(mesh, spec) for spec in specs]
+    outside = list(map(with_sharding, types, shardings))
 
     def compile_inside() -> Any:
         with jax.set_mesh(mesh):
@@ -122,27 +120,27 @@ def compile_in_vmap(fun: Callable[..., list[Any]], leaves: Sequence[Any], types:
             depths[level] = max(depth, depths.get(level, 0))
     for level in sorted(depths, key=depths.__getitem__):  # from the innermost to the outermost
         fun = jax.vmap(fun, in_axes=tuple(0 if level in levels else None for levels in mapped))
+    outermost_first = [sorted(levels, key=depths.__getitem__, reverse=True) for levels in mapped]
     outside = [
-        jax.ShapeDtypeStruct(
-            (*[levels[level] for level in sorted(levels, key=depths.__getitem__, reverse=True)], *each.shape),
-            each.dtype,
-            weak_type=each.weak_type,
-        )
-        for each, levels in zip(types, mapped, strict=True)
+        with_sharding(each, None, [levels[level] for level in order])
+        for each, levels, order in zip(types, mapped, outermost_first, strict=True)
     ]
     return versions.elsewhere(lambda: jax.jit(fun).lower(*outside).compile())
 
 
-def _with_devices(abstract_mesh: Any) -> Any:
+def with_sharding(each: Any, sharding: Any, more_axes: Sequence[int] = ()) -> jax.ShapeDtypeStruct:
+    """A type with another sharding, or none, and with more axes in front."""
+    return jax.ShapeDtypeStruct((*more_axes, *each.shape), each.dtype, weak_type=each.weak_type, sharding=sharding)
+
+
+def _with_devices(abstract_mesh: Any, axis_types: Any) -> Any:
     devices = np.asarray(jax.devices()[: abstract_mesh.size]).reshape(abstract_mesh.axis_sizes)
-    return jax.sharding.Mesh(devices, abstract_mesh.axis_names, axis_types=abstract_mesh.axis_types)
+    return jax.sharding.Mesh(devices, abstract_mesh.axis_names, axis_types=axis_types)
 
 
 def compile_in_shard_map(fun: Callable[..., list[Any]], types: Sequence[Any]) -> Any:
     """Compiles a function as one device will run it inside the surrounding `shard_map`."""
-    abstract_mesh = jax.sharding.get_abstract_mesh()
-    devices = np.asarray(jax.devices()[: abstract_mesh.size]).reshape(abstract_mesh.axis_sizes)
-    mesh = jax.sharding.Mesh(devices, abstract_mesh.axis_names)
+    mesh = _with_devices(jax.sharding.get_abstract_mesh(), None)
 
     def spec(varying: frozenset[str]) -> Any:
         """The spec of a value with a new leading axis, sharded over the mesh axes over which the value varies."""
@@ -150,28 +148,19 @@ def compile_in_shard_map(fun: Callable[..., list[Any]], types: Sequence[Any]) ->
         return jax.sharding.PartitionSpec(axes) if axes else jax.sharding.PartitionSpec()
 
     differs = [avals.varying_axes(each) for each in types]
-    counts = [math.prod(mesh.shape[name] for name in varying) for varying in differs]
-    outside = [
-        jax.ShapeDtypeStruct(
-            (count, *each.shape) if varying else each.shape,
-            each.dtype,
-            weak_type=each.weak_type,
-            sharding=jax.sharding.NamedSharding(mesh, spec(varying)),
-        )
-        for each, varying, count in zip(types, differs, counts, strict=True)
-    ]
+    counts = [[math.prod(mesh.shape[name] for name in varying)] if varying else [] for varying in differs]
+    specs = [spec(varying) for varying in differs]
+    shardings = [jax.sharding.NamedSharding(mesh, each) for each in specs]
+    outside = list(map(with_sharding, types, shardings, counts))
 
     def on_device(*flat: Any) -> list[Any]:
         results = fun(*(leaf[0] if varying else leaf for leaf, varying in zip(flat, differs, strict=True)))
-        return [jax.lax.pcast(leaf, _missing(leaf, mesh), to="varying")[None] for leaf in results]
+        varying = [avals.varying_axes(jax.typeof(leaf)) for leaf in results]
+        missing = [tuple(name for name in mesh.axis_names if name not in names) for names in varying]
+        return [jax.lax.pcast(leaf, names, to="varying")[None] for leaf, names in zip(results, missing, strict=True)]
 
     everywhere = jax.sharding.PartitionSpec(mesh.axis_names)
     mapped = jax.shard_map(
-        on_device, mesh=mesh, in_specs=tuple(map(spec, differs)), out_specs=everywhere, axis_names=set(mesh.axis_names)
+        on_device, mesh=mesh, in_specs=tuple(specs), out_specs=everywhere, axis_names=set(mesh.axis_names)
     )
     return versions.elsewhere(lambda: jax.jit(mapped).lower(*outside).compile())
-
-
-def _missing(leaf: Any, mesh: Any) -> tuple[str, ...]:
-    varying = avals.varying_axes(jax.typeof(leaf))
-    return tuple(name for name in mesh.axis_names if name not in varying)

@@ -32,18 +32,12 @@ def over_microbatches(
 ) -> tuple[Any, Any, Any]:
     """Calls `step(carry, start, size)` for the smaller last microbatch, if there is one, and then for all others.
 
-    The last microbatch comes first, so that the loop starts from its results.
+    The last microbatch comes first, so that the loop starts from its results. A step returns the new carry and what the
+    microbatch emits; `start` is the index of its first example. `before_loop` changes the carry between the last
+    microbatch and the loop, and `scan` runs the loop.
 
-    Args:
-      microbatches: how the examples are divided.
-      step: returns the new carry and what the microbatch emits. `start` is the index of its first example.
-      carry: the first carry.
-      before_loop: changes the carry between the last microbatch and the loop.
-      scan: runs the complete microbatches.
-
-    Returns:
-      The carry, what the complete microbatches emitted, stacked, and what the last one emitted. The latter two are None
-      if there are no such microbatches.
+    Returns the carry, what the complete microbatches emitted, stacked, and what the last one emitted. The latter two
+    are None if there are no such microbatches.
     """
     start, last = jnp.zeros((), jnp.int32), None
     if microbatches.remainder:
@@ -128,11 +122,25 @@ class MicrobatchProgram(Protocol):
     def variables(self) -> list[Any]:
         """The arrays that it is differentiated with respect to."""
 
-    def traced(self, size: int) -> tracing.Traced:
+    def traced(self, size: int, *, differentiated: bool = False, accumulates: bool = False) -> tracing.Traced:
         """The program for microbatches of `size` examples. Its first arguments are the variables."""
 
-    def __call__(self, variables: list[Any], start: Any, size: int) -> list[Any]:
-        """Its outputs for `size` examples from `start` on."""
+    def __call__(
+        self,
+        variables: list[Any],
+        start: Any,
+        size: int,
+        cotangents: Sequence[Any] | None = None,
+        totals: Sequence[Any] | None = None,
+    ) -> list[Any]:
+        """Its outputs for `size` examples from `start` on. With cotangents, it is differentiated with just these.
+
+        With `totals`, the accumulators of the variables in `accumulated`, these follow the outputs, with a part of the
+        gradient added. The other part is the program's derivative.
+        """
+
+    def accumulated(self, size: int) -> list[int]:
+        """The variables whose gradient, or a part of it, the program itself can add to accumulators."""
 
     def out_avals(self, size: int) -> list[Any]:
         """The types of its outputs for `size` examples."""
@@ -157,8 +165,6 @@ class Accumulation:
     measures_noise: bool = False  # whether to add up the squares of the gradients of the microbatches
 
     def forward(self) -> list[Any]:
-        """The outputs for this shard."""
-
         def step(sums: list[Any], start: Any, size: int) -> tuple[list[Any], list[Any]]:
             # By jax.vjp, as in a backward pass: a custom_vjp function may compute its forward pass differently there.
             variables = self.shard.gather(self.program.variables)
@@ -170,12 +176,10 @@ class Accumulation:
     def backward(
         self, seeds: Sequence[Any], *, mutate: bool, keeps_outputs: bool
     ) -> tuple[list[Any], list[Any], list[Any]]:
-        """The gradient with respect to the variables, the outputs, and the sums of `squared_norms`.
+        """The gradient with respect to the variables, the outputs if they are kept, and the sums of `squared_norms`.
 
-        Args:
-          seeds: the cotangents of the differentiated outputs; of rows, those of the shard.
-          mutate: whether to accumulate the gradient in references.
-          keeps_outputs: whether to return the outputs; otherwise the second result is empty.
+        `seeds` are the cotangents of the differentiated outputs; of rows, those of the shard. `mutate` says whether to
+        accumulate the gradient in references.
         """
         variables, wide = self.program.variables, self._wide_dtypes
         # A reference gets the gradient as it is, so one that must be scaled is added by value.
@@ -185,11 +189,15 @@ class Accumulation:
 
         def step(carry: Any, start: Any, size: int) -> tuple[Any, list[Any]]:
             sums, grads, noise = carry
-            in_place = None if accumulators is None else written_in_place
-            out, pullback, cotangents = self._differentiate(seeds, start, size, in_place)
             if accumulators is not None:
+                own_parts = [accumulators[position] for position in self.program.accumulated(size)]
+                totals = [part[...] for part in own_parts]
+                out, pullback, cotangents, totals = self._differentiate(seeds, start, size, written_in_place, totals)
+                for part, total in zip(own_parts, totals, strict=True):
+                    part[...] = total
                 pullback.with_refs(accumulators)(cotangents)
             else:
+                out, pullback, cotangents, _ = self._differentiate(seeds, start, size)
                 own = self.shard.unfused(pullback(cotangents)[0])
                 scale = self.program.gradient_scale(size)
                 own = own if scale == 1 else [grad * scale for grad in own]
@@ -219,45 +227,53 @@ class Accumulation:
 
     @property
     def _wide_dtypes(self) -> list[Any]:
-        return [wide_dtype(leaf.dtype, self.accumulator_dtype) for leaf in self.program.variables]
+        return [avals.wide_dtype(leaf.dtype, self.accumulator_dtype) for leaf in self.program.variables]
 
     def _differentiate(
-        self, seeds: Sequence[Any], start: Any, size: int, in_place: list[bool] | None
-    ) -> tuple[list[Any], Any, list[Any]]:
-        """The outputs of a microbatch, its pullback, and the cotangents for the pullback."""
+        self,
+        seeds: Sequence[Any],
+        start: Any,
+        size: int,
+        in_place: list[bool] | None = None,
+        totals: Sequence[Any] | None = None,
+    ) -> tuple[list[Any], Any, list[Any], list[Any]]:
+        """The outputs of a microbatch, its pullback, the cotangents for the pullback, and the new totals."""
         variables, microbatches = self.program.variables, self.microbatches
-
-        def of_wide(wide_variables: list[Any]) -> tuple[list[Any], list[Any]]:
-            gathered = self.shard.gather(wide_variables)  # still wide, so that devices sum wide gradients too
-            narrow = [leaf.astype(like.dtype) for leaf, like in zip(gathered, variables, strict=True)]
-            out = self.program(narrow, start, size)
-            return [out[position] for position in self.differentiated], out
-
-        # Differentiating with respect to wide arrays makes autodiff itself sum in the wide dtype.
-        point = [leaf.astype(dtype) for leaf, dtype in zip(variables, self._wide_dtypes, strict=True)]
-        fun = of_wide if in_place is None else references.shielded(of_wide, in_place)
-        _, pullback, out = jax.vjp(fun, point, has_aux=True)
         cotangents = []
         for position, seed in zip(self.differentiated, seeds, strict=True):
             output = self.outputs[position]
             if not output.is_carried:
                 seed = take_rows(seed, output.rows, microbatches.examples, start, size, microbatches.runs)
             cotangents.append(seed)
-        return out, pullback, cotangents
+
+        def of_wide(wide_variables: list[Any]) -> tuple[list[Any], list[Any]]:
+            gathered = self.shard.gather(wide_variables)  # still wide, so that devices sum wide gradients too
+            narrow = [leaf.astype(like.dtype) for leaf, like in zip(gathered, variables, strict=True)]
+            out = self.program(narrow, start, size, cotangents, totals)
+            return [out[position] for position in self.differentiated], out
+
+        # Differentiating with respect to wide arrays makes autodiff itself sum in the wide dtype.
+        point = [leaf.astype(dtype) for leaf, dtype in zip(variables, self._wide_dtypes, strict=True)]
+        fun = of_wide if in_place is None else references.shielded(of_wide, in_place)
+        _, pullback, out = jax.vjp(fun, point, has_aux=True)
+        return out[: len(self.outputs)], pullback, cotangents, out[len(self.outputs) :]
 
     def _written_in_place(self, seeds: Sequence[Any]) -> list[bool]:
         """Which gradients the backward pass adds to their accumulators in place."""
         size, variables, wide = self.microbatches.size, self.program.variables, self._wide_dtypes
-        traced = self.program.traced(size)
+        traced = self.program.traced(size, differentiated=True, accumulates=True)
         is_direct = self.shard.in_place([leaf.dtype == dtype for leaf, dtype in zip(variables, wide, strict=True)])
         in_place = references.written_in_place(traced, is_direct)
         if not self.microbatches.complete or not references.reach_nested_functions(traced, in_place):
             return in_place
 
         def add(totals: Sequence[Any], in_place: list[bool], *, mutate: bool) -> list[Any]:
-            _, pullback, cotangents = self._differentiate(seeds, 0, size, in_place if mutate else None)
+            # What the program adds to accumulators by itself is the same in both.
+            parts = [jnp.zeros(types[position].shape, types[position].dtype) for position in own_parts]
+            _, pullback, cotangents, _ = self._differentiate(seeds, 0, size, in_place if mutate else None, parts)
             return references.add(pullback, cotangents, totals, mutate=mutate)
 
+        own_parts = self.program.accumulated(size)
         types = [jax.typeof(leaf).update(dtype=dtype) for leaf, dtype in zip(variables, wide, strict=True)]
         return references.with_same_terms(add, types, in_place)
 
@@ -267,7 +283,7 @@ class Accumulation:
         types = zip(self.outputs, self.program.out_avals(self.microbatches.size), strict=True)
         return [
             avals.zeros_of(
-                aval, aval.dtype if output.kind is Kind.LAST else wide_dtype(aval.dtype, self.accumulator_dtype)
+                aval, aval.dtype if output.kind is Kind.LAST else avals.wide_dtype(aval.dtype, self.accumulator_dtype)
             )
             for output, aval in types
             if output.is_carried
@@ -311,13 +327,3 @@ class Accumulation:
             return newest
         numbers = jax.random.key_data(newest) if avals.has_keys(newest) else newest
         return jnp.where(self.shard.is_last, numbers, jnp.zeros_like(numbers))
-
-
-def wide_dtype(dtype: Any, accumulator_dtype: Any) -> Any:
-    """The dtype in which values of `dtype` are summed: `accumulator_dtype`, unless that would be narrower."""
-    if accumulator_dtype is None or not jax.dtypes.issubdtype(dtype, jnp.inexact):
-        return dtype
-    if jnp.finfo(dtype).bits >= jnp.finfo(accumulator_dtype).bits:
-        return dtype
-    is_complex = jax.dtypes.issubdtype(dtype, jnp.complexfloating)
-    return jnp.complex128 if is_complex else accumulator_dtype

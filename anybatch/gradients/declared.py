@@ -17,7 +17,7 @@ from anybatch.call.arguments import Arrays
 from anybatch.call.aux_outputs import Combination
 from anybatch.call.loss import TracedLoss
 from anybatch.call.microbatches import slice_examples
-from anybatch.gradients.accumulate import Kind, Output, wide_dtype
+from anybatch.gradients.accumulate import Kind, Output
 from anybatch.jaxprs import avals, tracing
 from anybatch.jaxprs.graph import Value
 from anybatch.mesh.executor import Shard
@@ -28,7 +28,7 @@ from anybatch.reading.states import Batched
 
 def ratio(total: jax.Array, weight: jax.Array) -> jax.Array:
     """`total / weight` in the dtype of the total. A weight of 0 divides by 1, and so gives 0 rather than NaN."""
-    wide = wide_dtype(total.dtype, jnp.float32)  # a weight of 65,520 overflows float16
+    wide = avals.wide_dtype(total.dtype, jnp.float32)  # a weight of 65,520 overflows float16
     weight = jnp.where(weight == 0, jnp.ones_like(weight), weight)
     return (total.astype(wide) / weight.astype(wide)).astype(total.dtype)
 
@@ -49,23 +49,19 @@ class DeclaredSplit:
 
     @property
     def loss(self) -> TracedLoss:
-        """The loss of a complete microbatch."""
         return self.losses[self.size]
 
     @property
     def num_consts(self) -> int:
-        """The number of the arrays that the losses close over."""
         return sum(len(loss.const_types) for loss in self.losses.values())
 
     @property
     def batch_positions(self) -> range:
-        """The positions of the batch among the inputs."""
         first = self.num_consts + len(self.loss.types.wrt)
         return range(first, first + len(self.loss.types.batch))
 
     @property
     def combinations(self) -> list[Combination]:
-        """How each output of the loss is combined."""
         head = Combination("mean" if self.reduction == "mean" else "sum")
         return [*[head] * self.loss.num_heads, *self.aux]
 
@@ -83,7 +79,6 @@ class DeclaredSplit:
 
     @property
     def selections(self) -> dict[int | None, list[int]]:
-        """One loop, over the examples."""
         return {None: list(range(len(self.outputs)))}
 
     @functools.cached_property
@@ -114,7 +109,6 @@ class DeclaredSplit:
 
     @property
     def constant_seeds(self) -> list[jax.Array]:
-        """The cotangent of a sum or a mean."""
         total = self.frontier[0]
         share = 1 if self.reduction == "sum" else self.size / self.examples
         return [avals.zeros_of(total.aval, total.dtype) + jnp.asarray(share, total.dtype)]
@@ -127,25 +121,23 @@ class DeclaredSplit:
         """The share of a microbatch in a mean, if it is not part of the total: rounded to bfloat16, it would be off."""
         return size / self.size if self.reduction == "mean" and self._is_narrow else 1
 
+    def units(self, outputs: Sequence[Any], size: int) -> Any:
+        """The weight of a microbatch in the gradient noise: its own, or the number of its examples."""
+        return outputs[1] if self.loss.num_heads == 2 else size
+
     # Evaluation. The inputs are flat: the arrays that the losses close over, then the arguments by role.
 
     def inputs(self, consts: Mapping[int, Sequence[Any]], arrays: Arrays) -> list[Any]:
-        """All inputs of the prefix."""
         return [*(const for size in self.losses for const in consts[size]), *jax.tree.leaves(arrays)]
 
     def compute_first(self, inputs: Sequence[Any], gathered: Sequence[Any]) -> list[Any]:
-        """Nothing."""
         return []
 
     compute_hoisted = compute_first
 
     def prefix(self, given: PrefixInputs, examples: Examples, wanted: Sequence[Value]) -> list[Any]:
-        """The frontier for the examples of one microbatch."""
-        loss, first = self.losses[examples.size], 0
-        for size, each in self.losses.items():
-            if size == examples.size:
-                break
-            first += len(each.const_types)
+        loss, sizes = self.losses[examples.size], list(self.losses)
+        first = sum(len(self.losses[size].const_types) for size in sizes[: sizes.index(examples.size)])
         consts = given.inputs[first : first + len(loss.const_types)]
         arrays: Arrays = jax.tree.unflatten(jax.tree.structure(loss.types), given.inputs[self.num_consts :])
         arrays = arrays._replace(wrt=list(given.variables))
@@ -186,15 +178,15 @@ class DeclaredSplit:
             combined.append(total.astype(aval.dtype) if how.kind in ("mean", "sum") else total)
         if self.loss.num_heads == 2:
             dtype = self.loss.value_dtype
-            combined[:2] = [ratio(frontier[0].astype(wide_dtype(dtype, jnp.float32)), frontier[1]).astype(dtype)]
+            combined[:2] = [ratio(frontier[0].astype(avals.wide_dtype(dtype, jnp.float32)), frontier[1]).astype(dtype)]
         return combined[:num_outputs]
 
     def _wide(self, position: int, dtype: Any) -> Any:
         """The dtype of an output in the frontier. The total and the weight are wide whatever the accumulator is."""
         if self.outputs[position].kind is not Kind.SUM:
             return dtype
-        wide = wide_dtype(dtype, self.accumulator_dtype)
-        return wide_dtype(wide, jnp.float32) if position < self.loss.num_heads else wide
+        wide = avals.wide_dtype(dtype, self.accumulator_dtype)
+        return avals.wide_dtype(wide, jnp.float32) if position < self.loss.num_heads else wide
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -207,26 +199,30 @@ class DeclaredPrefix:
 
     @property
     def variables(self) -> list[Any]:
-        """The parameters."""
         return self.given.variables
 
-    def __call__(self, variables: list[Any], start: Any, size: int) -> list[Any]:
-        """The frontier for `size` examples from `start` on."""
+    def __call__(
+        self,
+        variables: list[Any],
+        start: Any,
+        size: int,
+        cotangents: Sequence[Any] | None = None,
+        totals: Sequence[Any] | None = None,
+    ) -> list[Any]:
         given = dataclasses.replace(self.given, variables=variables)
         return self.split.prefix(given, Examples(start, size, self.shard.runs), self.split.frontier)
 
-    def traced(self, size: int) -> tracing.Traced:
-        """The loss of a microbatch of this size."""
+    def accumulated(self, size: int) -> list[int]:
+        return []
+
+    def traced(self, size: int, *, differentiated: bool = False, accumulates: bool = False) -> tracing.Traced:
         return self.split.losses[size].traced
 
     def out_avals(self, size: int) -> list[Any]:
-        """The types of the frontier."""
         return [value.aval for value in self.split.frontier]
 
     def gradient_scale(self, size: int) -> float:
-        """The share of a microbatch in a mean of a narrow dtype."""
         return self.split.gradient_scale(size)
 
     def units(self, outputs: Sequence[Any], start: Any, size: int) -> Any:
-        """The weight of a microbatch in the gradient noise: its own, or the number of its examples."""
-        return outputs[1] if self.split.loss.num_heads == 2 else size
+        return self.split.units(outputs, size)

@@ -1,16 +1,17 @@
 """Checks of the head of a loss, which is computed from the full batch: is it allowed, and does it fit the memory?"""
 
-import warnings
+import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 
+from anybatch.call.checks import warn
 from anybatch.call.loss import TracedLoss
 from anybatch.call.memory import readable
-from anybatch.errors import CoupledError, HeadTooLargeError, InputError, LargeHeadWarning, user_stacklevel
+from anybatch.errors import CoupledError, HeadTooLargeError, InputError, LargeHeadWarning
 from anybatch.jaxprs import versions
-from anybatch.reading import states
+from anybatch.reading import blocks, states
 from anybatch.reading.read import split_loss
 from anybatch.reading.report import Reading, report
 from anybatch.reading.split import Split, ancestors
@@ -25,13 +26,13 @@ COMPARED = (
 )
 
 
-def check_head(split: Split, *, on_coupled: str, left: Callable[[], int | None]) -> Reading:
+def check_head(
+    split: Split, *, on_coupled: str, left: Callable[[], int | None], block_sizes: Callable[[int], Sequence[int | None]]
+) -> Reading:
     """The reading of a loss, after checking its head.
 
-    Args:
-      split: the loss, as it was read.
-      on_coupled: the option; "error" refuses a loss that looks across examples.
-      left: returns the bytes that are left for the head, or None if that is not known.
+    `left` returns the bytes left for the head, or None if not known. `block_sizes` returns the sizes of blocks that it
+    may be computed in, for so many bytes.
 
     Raises:
       CoupledError: for a loss that looks across examples, with `on_coupled="error"`.
@@ -50,12 +51,14 @@ def check_head(split: Split, *, on_coupled: str, left: Callable[[], int | None])
     budget = left() if reading.head_bytes else None
     # The estimate may be too high, since XLA fuses operations. The compiled head decides.
     if budget is not None and reading.head_bytes > budget // 4:
-        needed = _compiled_bytes(split)
+        allowed = block_sizes(budget)
+        needed = _compiled_bytes(split, allowed[-1])
         if needed > budget:
+            in_blocks = "" if allowed[-1] is not None else _advice_of_blocks(split, budget)
             raise HeadTooLargeError(
                 f"The part of this loss that runs on the full batch needs {readable(needed)} with its gradient, "
                 f"besides the parameters and the batch, and there are {readable(budget)} left for it.\n"
-                f"{_begins(reading)}\nAllow more with memory=. {reading.remedy}".rstrip()
+                f"{_begins(reading)}\nAllow more with memory=. {in_blocks or reading.remedy}".rstrip()
             )
     return reading
 
@@ -65,15 +68,7 @@ def check_examples_separate(loss: TracedLoss, consts: Sequence[Any], *, fresh_dr
 
     Statistics of the data of all examples are refused too, such as inputs normalised over the batch: a batch of one has
     others. A function of sums over the examples is allowed, such as a mean over all tokens: one example has its own.
-
-    Args:
-      loss: the loss, traced for more than one example.
-      consts: the arrays that it closes over.
-      fresh_draws: whether each example draws its own random numbers.
-
-    Raises:
-      CoupledError: for such a loss. The message names the line.
-      InputError: for a loss that cannot be read.
+    The loss is traced for more than one example. With `fresh_draws`, each example draws its own random numbers.
     """
     try:
         split = split_loss(loss, consts, fresh_draws=fresh_draws, sums_data_later=True)
@@ -107,16 +102,22 @@ def _across_data(split: Split) -> Iterator[Blame]:
             yield states.blame_of(node, "each example uses a value that is computed from the data of all examples")
 
 
-def warn_of_large_head(split: Split, reading: Reading) -> None:
-    """Warns if microbatches will save little memory, because most of the loss is in the head."""
+def warn_of_large_head(split: Split, reading: Reading, block_size: int | None) -> None:
+    """Warns if microbatches will save little memory, because most of the loss is in the head.
+
+    With blocks, only what the head still computes in full counts.
+    """
     small = SMALL_WITH_LAYERS if split.head_has_layers else SMALL
-    if reading.head_bytes > max(small, reading.activation_bytes // 2):
-        warnings.warn(
-            f"Most of this model runs on the full batch: about {readable(reading.head_bytes)} of "
+    head_bytes = reading.head_bytes
+    if block_size is not None and head_bytes > small:
+        head_bytes = min(head_bytes, blocks.bytes_in_full(split))
+        reading = dataclasses.replace(reading, wide=())  # what is left is what blocks cannot compute
+    if head_bytes > max(small, reading.activation_bytes // 2):
+        warn(
+            f"Most of this model runs on the full batch: about {readable(head_bytes)} of "
             f"{readable(reading.activation_bytes)} of activations, so that microbatches save little memory.\n"
             f"{_begins(reading)}\n{reading.advice}".rstrip(),
             LargeHeadWarning,
-            stacklevel=user_stacklevel(),
         )
 
 
@@ -134,7 +135,20 @@ def _begins(reading: Reading) -> str:
     return f"It begins at {reading.blame[0]}."
 
 
-def _compiled_bytes(split: Split) -> int:
+def _advice_of_blocks(split: Split, budget: int) -> str:
+    """How to compute the head in blocks, if it then fits; else empty."""
+    wide = [value for value in blocks.wide_values(split, 0) if value.axis is not None and not value.per_example]
+    if not wide:
+        return ""
+    largest = max(wide, key=lambda value: value.bytes)
+    rows = max(1, budget // 16 // max(1, largest.bytes // largest.num_rows))
+    block_size = 1 << (min(rows, largest.num_rows).bit_length() - 1)
+    if _compiled_bytes(split, block_size) > budget:
+        return ""
+    return f"Or pass block_size={block_size}, which computes so many of its rows at a time, and fits."
+
+
+def _compiled_bytes(split: Split, block_size: int | None) -> int:
     """The bytes of the compiled head and its gradient, as XLA counts them."""
     types = [value.type for value in split.graph.inputs]
     known = [value.type for value in split.known_first]
@@ -142,10 +156,18 @@ def _compiled_bytes(split: Split) -> int:
     first, last = split.num_consts, split.num_consts + len(split.loss.types.wrt)
 
     def head(inputs: list[Any], known: list[Any], frontier: list[Any]) -> Any:
+        def of_arrays(inputs: list[Any], known: list[Any], wrt: list[Any], frontier: list[Any]) -> list[Any]:
+            return split.head([*inputs[:first], *wrt, *inputs[last:]], known, [], frontier, num_outputs=1)
+
+        if block_size is not None:
+            arrays = (inputs, known, inputs[first:last], frontier)
+            roles = blocks.head_roles(split, len(known), last - first)
+            of_arrays = blocks.blocked(of_arrays, arrays, roles, block_size)
+
         def loss(wrt: list[Any], moving: list[Any]) -> Any:
             now = dict(zip(split.differentiated, moving, strict=True))
             values = [now.get(position, value) for position, value in enumerate(frontier)]
-            return split.head([*inputs[:first], *wrt, *inputs[last:]], known, [], values, num_outputs=1)[0]
+            return of_arrays(inputs, known, wrt, values)[0]
 
         moving = [frontier[position] for position in split.differentiated]
         return jax.grad(loss, argnums=(0, 1))(inputs[first:last], moving)

@@ -13,7 +13,7 @@ from anybatch.gradients.computation import Gradient
 from anybatch.jaxprs import versions
 from anybatch.planning.plan import Plan
 from anybatch.planning.planner import Planner, report_nothing_fits
-from anybatch.planning.strategy import PlannableFunction, PlannableGradient
+from anybatch.planning.problem import Problem
 
 
 def plan(
@@ -101,9 +101,9 @@ _OPTIONS = {field.name for field in dataclasses.fields(Options)} - {"microbatch_
 
 def _gradients_of(
     fun: Callable[..., Any], options: dict[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[Callable[..., PlannableGradient], tuple[Any, ...], dict[str, Any]]:
+) -> tuple[Callable[..., Problem], tuple[Any, ...], dict[str, Any]]:
     """A function from arguments to the gradient to plan; and its arguments, in which models are replaced by arrays."""
-    if isinstance(fun, PlannableFunction):
+    if hasattr(fun, "to_plan"):  # such as the result of `clipped_grad`
         wrong = [name for name in options if name not in ("memory", "objective")]
         if wrong:
             raise InputError(

@@ -25,14 +25,13 @@ the same numbers. Then gradients are not written in place.
 import hashlib
 import operator
 import re
-import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
-from anybatch.errors import user_stacklevel
+from anybatch.call.checks import warn
 from anybatch.jaxprs import avals, interpreter, tracing, versions
 from anybatch.jaxprs.primitives import CALLS, CUSTOM_JVP, CUSTOM_VJP, REMAT, SCATTER_ADD, called_jaxpr
 
@@ -44,11 +43,9 @@ IDENTICAL = frozenset("add add_any broadcast_in_dim convert_element_type integer
 
 
 def written_in_place(traced: tracing.Traced, is_direct: Sequence[bool]) -> list[bool]:
-    """For each of the first inputs, whether the backward pass may write to its accumulator.
+    """For each of the first inputs of a program, whether the backward pass may write to its accumulator.
 
-    Args:
-      traced: the program that is differentiated.
-      is_direct: for each of these inputs, False if it is cast or gathered before it reaches the program.
+    An input that is cast or gathered before it reaches the program is not `is_direct`.
     """
     variables = traced.arguments[: len(is_direct)]
     moving = set(variables)
@@ -80,12 +77,8 @@ def with_same_terms(add: Callable[..., list[Any]], totals: Sequence[Any], writte
     """Checks that JAX adds the same terms in references as by value, and returns which gradients pass.
 
     It takes as long as tracing both programs, so it is used only if a nested function gets an accumulator.
-
-    Args:
-      add: `add(totals, written_in_place, mutate=...)` returns the totals with the gradient of one microbatch added, in
-        references or by value.
-      totals: arrays or types of the accumulators.
-      written_in_place: the gradients that are known to be safe.
+    `add(totals, written_in_place, mutate=...)` returns the totals with the gradient of one microbatch added, in
+    references or by value. `written_in_place` are the gradients that are known to be safe.
     """
     names = range(len(totals))
 
@@ -107,12 +100,11 @@ def with_same_terms(add: Callable[..., list[Any]], totals: Sequence[Any], writte
         left = [each and is_same for each, is_same in zip(chosen, same, strict=True)]
         chosen = left if left != chosen else [False] * len(chosen)
     if chosen != list(written_in_place):
-        warnings.warn(
+        warn(
             f"JAX {versions.versions()[0]} does not add up the gradients of this loss in place as it does by value. "
             f"{sum(written_in_place) - sum(chosen)} of {len(chosen)} are added up by value, which is right and takes "
             "one more buffer for each of them. Please report this loss to anybatch.",
             RuntimeWarning,
-            stacklevel=user_stacklevel(),
         )
     return chosen
 
@@ -164,11 +156,8 @@ def _is_safe(jaxpr: Any, variable: Any) -> bool:
 def _in_mixed_scans(jaxpr: Any, reached_by: Mapping[Any, set[Any]], direct: set[Any], moving: set[Any]) -> set[Any]:
     """The accumulators that must not enter a scan, because it also returns gradients of other inputs by value.
 
-    Args:
-      jaxpr: a program, or a function nested in it.
-      reached_by: the accumulators that may reach each variable.
-      direct: the variables that certainly stand for one accumulator each.
-      moving: the variables that depend on a differentiated input.
+    `reached_by` has the accumulators that may reach each variable, `direct` the variables that certainly stand for one
+    accumulator each, and `moving` those that depend on a differentiated input.
     """
     reached_by, moving, found = dict(reached_by), set(moving), set()
     for equation in jaxpr.eqns:
@@ -235,9 +224,7 @@ class _Accumulator:
 def fingerprints(jaxpr: Any, names: Sequence[Any]) -> list[int] | None:
     """The fingerprints of the outputs of a jaxpr, or None for a program that cannot be compared.
 
-    Args:
-      jaxpr: the result of `jax.make_jaxpr`.
-      names: a name for each input, the same in all programs that are compared.
+    There is a name for each input, the same in all programs that are compared.
     """
     try:
         return _run(jaxpr, [_hash("input", name) for name in names])
@@ -291,7 +278,7 @@ def _compute(equation: Any, operands: list[Any]) -> list[Any]:  # noqa: C901 - o
         return _accumulate(equation, operands)
     if name in ("new_ref", "ref", "mutable_array"):
         return [_Accumulator(operands[0])]
-    made = (name, _parameters(params), operands)
+    made = (name, [(key, _parameter(params[key])) for key in sorted(params)], operands)
     return [_hash(number, made) for number in range(len(equation.outvars))]
 
 
@@ -331,10 +318,6 @@ def _scan(params: dict[str, Any], operands: list[Any]) -> list[Any]:
         if isinstance(operand, _Accumulator):
             operand.total = (operand.total + made.total) % _PRIME
     return [*(_hash("carried", how, symbols[k], results[k]) for k in range(num_carry)), *results[num_carry:]]
-
-
-def _parameters(params: dict[str, Any]) -> list[Any]:
-    return [(name, _parameter(params[name])) for name in sorted(params)]
 
 
 def _parameter(value: Any) -> Any:

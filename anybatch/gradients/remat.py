@@ -16,26 +16,23 @@ import jax
 from anybatch.jaxprs import avals, interpreter, tracing
 from anybatch.jaxprs.graph import num_bytes, written_bytes
 from anybatch.jaxprs.primitives import CALLS, FUSED, called_jaxpr
+from anybatch.reading.blocks import is_region
 
 MOST_BLOCKS = 64
 
 
-def rematerialised(
-    traced: tracing.Traced, const_types: Sequence[Any], types: Sequence[Any], policy: str
-) -> tracing.Traced:
+def rematerialised(traced: tracing.Traced, const_types: Sequence[Any], policy: str) -> tracing.Traced:
     """The same program, divided into blocks with `jax.checkpoint`.
 
-    Args:
-      traced: the program.
-      const_types: the types of the arrays that it closes over.
-      types: the types of its arguments.
-      policy: the name of one of `jax.checkpoint_policies`: which activations of a block are kept.
+    `const_types` are the types of the arrays that it closes over. One of `jax.checkpoint_policies` says which
+    activations of a block are kept.
     """
     saveable = getattr(jax.checkpoint_policies, policy)
     jaxpr = traced.jaxpr
+    types = [avals.abstract(variable.aval) for variable in traced.arguments]
 
     def in_blocks(*flat: Any) -> list[Any]:
-        return _run(jaxpr, flat, saveable, written_bytes(jaxpr))
+        return _run(jaxpr, (*traced.inner, *flat), saveable, written_bytes(jaxpr))
 
     return dataclasses.replace(tracing.retrace(in_blocks, const_types, types), bound=traced.bound)
 
@@ -45,7 +42,7 @@ def _run(jaxpr: Any, values: Sequence[Any], policy: Any, all_written: int) -> li
     outputs = interpreter.outputs_of(jaxpr)
     environment = interpreter.Environment(variables, [*consts, *values])
     for segment in _segments(equations, outputs, all_written):
-        if len(segment.equations) == 1 and segment.has_blocks_inside:
+        if segment.has_blocks_inside:
             (equation,) = segment.equations
             results = _run_inside(equation, environment.read(equation.invars), policy, all_written)
             environment.write(equation.outvars, results)
@@ -56,7 +53,9 @@ def _run(jaxpr: Any, values: Sequence[Any], policy: Any, all_written: int) -> li
 
 
 def _run_inside(equation: Any, operands: Sequence[Any], policy: Any, all_written: int) -> list[Any]:
-    """Evaluates an equation that contains most of the program, with blocks inside it."""
+    """Evaluates an equation that contains most of the program, with blocks inside it; or one that needs none."""
+    if is_region(equation):
+        return interpreter.evaluate(equation, operands)
     if equation.primitive.name in CALLS:
         return _run(called_jaxpr(equation), operands, policy, all_written)
     body = equation.params["jaxpr"]
@@ -102,15 +101,14 @@ def _segments(equations: Sequence[Any], outputs: Sequence[Any], all_written: int
     plain = sum(_weight(equation) for equation, is_opened in zip(equations, opened, strict=True) if not is_opened)
     if plain > 0.5 * all_written:
         borders |= set(_cuts(equations, last_use))
-    ordered = sorted(borders)
     segments = []
-    for start, end in itertools.pairwise(ordered):
+    for start, end in itertools.pairwise(sorted(borders)):
         inside = list(equations[start:end])
         made = {output for equation in inside for output in equation.outvars}
         read = dict.fromkeys(each for equation in inside for each in _variables(equation.invars) if each not in made)
         writes = [output for equation in inside for output in equation.outvars if last_use.get(output, -1) >= end]
         segments.append(_Segment(inside, list(read), writes, len(inside) == 1 and opened[start]))
-    return [segment for segment in segments if segment.equations]
+    return segments
 
 
 def _cuts(equations: Sequence[Any], last_use: dict[Any, int]) -> list[int]:
@@ -151,7 +149,9 @@ def _passed_on(equations: Sequence[Any], last_use: dict[Any, int]) -> list[int]:
 
 
 def _has_blocks_inside(equation: Any, all_written: int) -> bool:
-    """True for a loop over much of the program, or a call of a function with most of it inside."""
+    """True for a loop over much of the program, a call of a function with most of it inside, or a region."""
+    if is_region(equation):
+        return True
     name = equation.primitive.name
     if name == "scan":
         return equation.params["length"] > 1 and _weight(equation) > 0.1 * all_written

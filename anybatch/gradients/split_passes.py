@@ -8,7 +8,7 @@ reduction is computed in the same way, with the split of `declared.py`.
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -16,13 +16,13 @@ import jax.numpy as jnp
 
 from anybatch.call.arguments import Arrays
 from anybatch.call.microbatches import Microbatches
-from anybatch.gradients import remat as blocks
-from anybatch.gradients import squared_norms
+from anybatch.gradients import remat, squared_norms
 from anybatch.gradients.accumulate import Accumulation, Kind, MicrobatchProgram, Output
 from anybatch.gradients.declared import DeclaredPrefix, DeclaredSplit
 from anybatch.jaxprs import avals, in_place, tracing
 from anybatch.jaxprs.graph import Value
 from anybatch.mesh.executor import BatchPass, Executor, OutputLayout, Shard
+from anybatch.reading import blocks
 from anybatch.reading.evaluation import Examples
 from anybatch.reading.microbatch_weights import MicrobatchWeights
 from anybatch.reading.split import PrefixInputs, Seeds, Split
@@ -35,39 +35,69 @@ AnySplit = Split | DeclaredSplit
 class Prefix:
     """The prefix of a loss that was read, for the microbatches of one shard. It is a `MicrobatchProgram`."""
 
-    split: Split
+    split: AnySplit
     wanted: Sequence[Value]  # the values to compute
     given: PrefixInputs
     shard: Shard
     selection: int | None = None  # the number of selected rows that the loop runs over; None for the examples
+    differentiated: Sequence[int] = ()  # the positions of the wanted values that have a gradient
     remat: str | None = None  # a policy of jax.checkpoint for the backward pass
+    block_size: int | None = None  # the rows of a block of big values; None if these are computed in full
     weights: MicrobatchWeights | None = None  # of the microbatches, if the squares of their gradients are wanted
-    programs: dict[Any, tracing.Traced] = dataclasses.field(default_factory=dict)  # of this loss, by size and types
+    programs: dict[Any, Any] = dataclasses.field(default_factory=dict)  # of this loss, by size and types
 
     @property
     def variables(self) -> list[Any]:
         """The parameters, then the hoisted values."""
         return self.given.variables
 
-    def __call__(self, variables: list[Any], start: Any, size: int) -> list[Any]:
-        """The wanted values for `size` examples from `start` on."""
-        traced = self.traced(size)
+    def __call__(
+        self,
+        variables: list[Any],
+        start: Any,
+        size: int,
+        cotangents: Sequence[Any] | None = None,
+        totals: Sequence[Any] | None = None,
+    ) -> list[Any]:
+        traced = self.traced(size, differentiated=cotangents is not None, accumulates=totals is not None)
         arrays = jax.tree.leaves((variables, *self.given.lists[1:]))
-        return traced(traced.bound, *arrays, jnp.asarray(start, jnp.int32))
+        # Blocks take their gradient in the forward pass, from cotangents that are known by then.
+        known = [] if cotangents is None or self.block_size is None else [*cotangents, *(totals or ())]
+        return traced(traced.bound, *arrays, jnp.asarray(start, jnp.int32), *known)
 
     @functools.cached_property
-    def _traced(self) -> dict[int, tracing.Traced]:
+    def _traced(self) -> dict[Any, tuple[tracing.Traced, list[int]]]:
         return {}
 
-    def traced(self, size: int) -> tracing.Traced:
+    def traced(self, size: int, *, differentiated: bool = False, accumulates: bool = False) -> tracing.Traced:
         """The prefix for microbatches of this size. Both forms of a backward pass, and all shards, share it."""
-        if size not in self._traced:
-            key = (size, self.selection, self.shard.runs, *jax.tree.leaves(self.given.types.lists))
-            traced = self.programs.get(key) or self._trace(size)
-            self._traced[size] = traced
-            if not any(isinstance(const, jax.core.Tracer) for const in traced.bound):
-                self.programs[key] = traced
-        return self._traced[size]
+        return self._in_form(size, differentiated, accumulates)[0]
+
+    def accumulated(self, size: int) -> list[int]:
+        return self._in_form(size, True, True)[1]
+
+    def _in_form(self, size: int, differentiated: bool, accumulates: bool) -> tuple[tracing.Traced, list[int]]:
+        if self.block_size is None and self.remat is None:
+            return self._as_it_is(size), []
+        takes_cotangents = differentiated and self.block_size is not None
+        # Arrays that are gathered from the devices have no second copy.
+        accumulates = takes_cotangents and accumulates and not self.shard.is_sharded
+        form = (size, takes_cotangents, accumulates)
+        return self._kept(form, lambda: self._transformed(*form))
+
+    def _as_it_is(self, size: int) -> tracing.Traced:
+        """The prefix without blocks and without `remat`."""
+        return self._kept((size,), lambda: (self._trace(size), []))[0]
+
+    def _kept(
+        self, form: Any, make: Callable[[], tuple[tracing.Traced, list[int]]]
+    ) -> tuple[tracing.Traced, list[int]]:
+        if form not in self._traced:
+            key = (form, self.selection, self.shard.runs, *jax.tree.leaves(self.given.types.lists))
+            made = self._traced[form] = self.programs.get(key) or make()
+            if not any(isinstance(const, jax.core.Tracer) for const in made[0].bound):
+                self.programs[key] = made
+        return self._traced[form]
 
     def _trace(self, size: int) -> tracing.Traced:
         split, types = self.split, self.given.types
@@ -83,18 +113,36 @@ class Prefix:
             given.inputs[first : first + num_wrt] = given.variables[:num_wrt] or given.inputs[first : first + num_wrt]
             return split.prefix(given, Examples(start, size, self.shard.runs, self.selection), self.wanted)
 
-        start = jax.ShapeDtypeStruct((), jnp.int32)
-        traced, consts = tracing.trace(prefix, *leaves, start)
+        traced, consts = tracing.trace(prefix, *leaves, jax.ShapeDtypeStruct((), jnp.int32))
+        return dataclasses.replace(traced, bound=tuple(consts)) if consts else traced  # constants of the loss
+
+    def _transformed(self, size: int, takes_cotangents: bool, accumulates: bool) -> tuple[tracing.Traced, list[int]]:
+        """The prefix with its big values in blocks, and with activations that are computed again."""
+        traced = self._as_it_is(size)
+        accumulated: list[int] = []
+        const_types = [avals.abstract(jax.typeof(const)) for const in traced.bound]
+        if self.block_size is not None:
+            takes = self.differentiated if takes_cotangents else None
+            # The parameters are among the inputs once more, where they are not differentiated.
+            first, number = len(self.variables) + self.split.num_consts, len(self.split.loss.types.wrt)
+            copies = {position: first + position for position in range(number)} if accumulates else {}
+            roles = self._roles(self.given.types)
+            traced, accumulated = blocks.in_blocks(traced, const_types, roles, self.block_size, takes, copies)
         if self.remat is not None:
-            const_types = [avals.abstract(jax.typeof(const)) for const in consts]
-            traced = blocks.rematerialised(traced, const_types, [*leaves, start], self.remat)
-        if consts:  # constants of the loss
-            return dataclasses.replace(traced, bound=tuple(consts))
-        return traced
+            traced = remat.rematerialised(traced, const_types, self.remat)
+        return traced, accumulated
+
+    def _roles(self, types: PrefixInputs) -> blocks.Roles:
+        """The roles of the arguments of the traced prefix."""
+        variables, inputs, known, selected, place = map(len, map(jax.tree.leaves, types.lists))
+        batch = [position in self.split.batch_positions for position in range(inputs)]
+        of_data = [*[False] * variables, *batch, *[True] * (known + selected), *[False] * (place + 1)]
+        return blocks.Roles(tuple(of_data), tuple(position < variables for position in range(len(of_data))))
 
     def _add_rows(self, types: PrefixInputs, size: int) -> None:
         """Changes the types of an empty shard to those of one microbatch."""
         if types.selected and self.selection is not None:
+            assert isinstance(self.split, Split)
             for index, rows in enumerate(self.split.selected_first(self.selection).values()):
                 array = types.selected[index]
                 types.selected[index] = array.update(shape=replaced(array.shape, rows.axis, rows.length(size)))
@@ -104,15 +152,16 @@ class Prefix:
                 types.inputs[position] = array.update(shape=(size, *array.shape[1:]))
 
     def out_avals(self, size: int) -> list[Any]:
-        """The types of the wanted values of `size` examples."""
-        return self.traced(size).out_avals
+        return self._as_it_is(size).out_avals
 
     def gradient_scale(self, size: int) -> float:
-        """1: the weight of a microbatch is part of the loss."""
-        return 1
+        # The weight of a microbatch is part of a loss that was read.
+        return self.split.gradient_scale(size) if isinstance(self.split, DeclaredSplit) else 1
 
     def units(self, outputs: Sequence[Any], start: Any, size: int) -> Any:
         """The weight of a microbatch in the gradient noise: its examples, or a sum over them."""
+        if isinstance(self.split, DeclaredSplit):
+            return self.split.units(outputs, size)
         assert self.weights is not None
         return self.weights.of_microbatch(self.given, Examples(start, size, self.shard.runs))
 
@@ -126,11 +175,12 @@ class Passes:
     accumulator_dtype: Any
     executor: Executor
     remat: str | None = None  # of a loss that was read
+    block_size: int | None = None
     weights: MicrobatchWeights | None = None  # of the microbatches of a loss that was read, if the noise is wanted
     measures_noise: bool = False
 
     @functools.cached_property
-    def _programs(self) -> dict[Any, tracing.Traced]:
+    def _programs(self) -> dict[Any, Any]:
         return {}
 
     @functools.cached_property
@@ -150,16 +200,11 @@ class Passes:
         output_layouts: list[OutputLayout],
         selection: int | None = None,
     ) -> tuple[list[Any], list[Any]]:
-        """Calls `fun(shard, inputs, seeds)` for every shard, and combines the results.
+        """Calls `fun(shard, given, seeds)`, which returns sums and rows, for every shard, and combines the results.
 
-        Args:
-          fun: a function that returns sums and rows.
-          variables: as in `PrefixInputs`.
-          inputs: as in `PrefixInputs`, with all examples.
-          known: as in `PrefixInputs`.
-          seeds: the cotangents of the values that this selection computes; empty for a forward pass.
-          output_layouts: the layouts of the rows that `fun` returns.
-          selection: the number of selected rows to run over; None for the examples.
+        `variables`, `inputs` (here with all examples) and `known` are those of `PrefixInputs`. `seeds` are the
+        cotangents of the values that this selection of rows computes; there are none in a forward pass.
+        `output_layouts` are those of the rows that `fun` returns.
         """
         batch, split = self.split.batch_positions, self.split
         executor = self.executor if selection is None else self.executor.for_rows(selection)
@@ -265,7 +310,6 @@ class Passes:
         keeps_frontier: bool,
         selection: int | None,
     ) -> tuple[list[Any], list[Any], list[Any]]:
-        """`backward` for one selection."""
         num_own = len(variables) + (squared_norms.CARRIED if self.measures_noise else 0)
 
         def backward(shard: Shard, given: PrefixInputs, seeds: list[Any]) -> tuple[list[Any], list[Any]]:
@@ -300,19 +344,21 @@ class Passes:
     def _accumulation(self, shard: Shard, given: PrefixInputs, selection: int | None) -> Accumulation:
         """The loop over the microbatches of a shard, for the values that a selection computes."""
         split, positions = self.split, self.split.selections[selection]
+        differentiated = [index for index, position in enumerate(positions) if position in split.differentiated]
         program: MicrobatchProgram
-        if isinstance(split, DeclaredSplit):
+        if isinstance(split, DeclaredSplit) and self.block_size is None:
             program = DeclaredPrefix(split, given, shard)
         else:
             wanted = [split.frontier[position] for position in positions]
-            program = Prefix(split, wanted, given, shard, selection, self.remat, self.weights, self._programs)
+            how = (self.remat, self.block_size, self.weights, self._programs)
+            program = Prefix(split, wanted, given, shard, selection, differentiated, *how)
         return Accumulation(
             program,
             self._microbatches(shard),
             shard,
             self._outputs(selection),
             self.accumulator_dtype,
-            [index for index, position in enumerate(positions) if position in self.split.differentiated],
+            differentiated,
             self.measures_noise,
         )
 
@@ -453,11 +499,18 @@ class _Call:
         split, num_wrt = self.split, len(self.wrt)
 
         def differentiated(inputs: Any, known: Any, variables: Any, frontier: Any) -> Any:
+            def of_arrays(inputs: Any, known: Any, variables: Any, frontier: Any) -> list[Any]:
+                parameters = self._with_wrt(inputs, variables[:num_wrt])
+                return split.head(parameters, known, variables[num_wrt:], frontier, num_outputs)
+
+            # On a mesh, XLA divides the head among the devices. Blocks would move rows between them.
+            if self.passes.block_size is not None and self.passes.executor.has_all_examples:
+                of_arrays = self._in_blocks(of_arrays, inputs, known, variables, frontier)
+
             def head(variables: Sequence[Any], moving: Sequence[Any]) -> tuple[Any, list[Any]]:
                 now = dict(zip(split.differentiated, moving, strict=True))
                 values = [now.get(position, value) for position, value in enumerate(frontier)]
-                parameters = self._with_wrt(inputs, variables[:num_wrt])
-                value, *aux = split.head(parameters, known, variables[num_wrt:], values, num_outputs)
+                value, *aux = of_arrays(inputs, known, variables, values)
                 return value, aux
 
             moving = [frontier[position] for position in split.differentiated]
@@ -466,6 +519,14 @@ class _Call:
 
         with jax.named_scope("anybatch_head"):
             return self.run_once(differentiated, self._in_order, self.known, self.variables, list(frontier))
+
+    def _in_blocks(self, head: Any, *arrays: list[Any]) -> Any:
+        """The head with its big values in blocks, as a function that is differentiated with a cotangent of 1."""
+        if isinstance(self.split, DeclaredSplit):  # its head only divides
+            return head
+        assert self.passes.block_size is not None
+        roles = blocks.head_roles(self.split, len(arrays[1]), len(arrays[2]))
+        return blocks.blocked(head, arrays, roles, self.passes.block_size)
 
 
 def _noise(examples: int, sums: list[Any], summed: list[Any], grads: list[Any], factor: Any) -> list[Any]:
@@ -476,7 +537,7 @@ def _noise(examples: int, sums: list[Any], summed: list[Any], grads: list[Any], 
     of_data = squared_norms.square(summed)
     if factor is not None:
         scale = jnp.square(factor.astype(of_data.dtype))
-        sums, of_data = squared_norms.scaled(sums, scale), of_data * scale
+        sums, of_data = [sums[0] * scale, *sums[1:]], of_data * scale
     return squared_norms.summary(sums, of_data, of_all)
 
 

@@ -20,20 +20,14 @@ def zeros(dtypes: Sequence[Any]) -> list[jax.Array]:
 
 
 def add(sums: Sequence[jax.Array], grads: Sequence[Any], units: Any) -> list[jax.Array]:
-    """The sums with one more microbatch.
-
-    Args:
-      sums: the sums so far.
-      grads: what the microbatch adds to the gradient.
-      units: the number of its units. A microbatch without units must have no gradient.
-    """
+    """The sums with one more microbatch: its gradient and its units. One without units must have no gradient."""
     squares, total, number = sums
     units = jnp.asarray(units).astype(squares.dtype)
     has_units = units > 0
-    ratio = square(grads) / jnp.where(has_units, units, jnp.ones_like(units))
+    ratio = square(grads) / jnp.where(has_units, units, 1)
     return [
-        squares + jnp.where(has_units, ratio, jnp.zeros_like(ratio)).astype(squares.dtype),
-        total + jnp.where(has_units, units, jnp.zeros_like(units)),
+        squares + jnp.where(has_units, ratio, 0).astype(squares.dtype),
+        total + jnp.where(has_units, units, 0),
         number + has_units.astype(number.dtype),
     ]
 
@@ -48,19 +42,11 @@ def square(grads: Sequence[Any]) -> jax.Array:
     return total
 
 
-def scaled(sums: Sequence[jax.Array], factor: jax.Array) -> list[jax.Array]:
-    """The sums, with the squares multiplied by a factor."""
-    squares, *counts = sums
-    return [squares * factor, *counts]
-
-
 def summary(sums: Sequence[jax.Array], of_data: jax.Array, of_all: jax.Array) -> list[jax.Array]:
-    """The arguments of `NoiseScale.of_step`.
+    """The arguments of `NoiseScale.of_step`, from the sums over all microbatches, in the scale of the gradient.
 
-    Args:
-      sums: the sums over all microbatches, in the scale of the gradient.
-      of_data: the squared norm of the sum of the microbatches' gradients.
-      of_all: the squared norm of the gradient, which may have noiseless terms that depend on the parameters alone.
+    `of_data` is the squared norm of the sum of the microbatches' gradients, and `of_all` that of the gradient, which
+    may have noiseless terms that depend on the parameters alone.
     """
     squares, units, number = sums
     return [squares * units - of_data, of_all, units, number]

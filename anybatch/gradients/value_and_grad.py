@@ -24,6 +24,7 @@ def value_and_grad(
     batch_argnums: int | tuple[int, ...] = 1,
     batch_argnames: str | tuple[str, ...] = (),
     microbatch_size: int | str | None = "auto",
+    block_size: int | str | None = "auto",
     reduction: str = "infer",
     aux_reduction: Any = None,
     rng_argnums: int | tuple[int, ...] = (),
@@ -91,6 +92,12 @@ def value_and_grad(
         is not certain, from two or three compilations. Under `jit`, it is chosen when the function is traced. If memory
         runs out nevertheless, a call outside `jit` halves the microbatch, with a warning. The result is the same,
         except for random numbers that `rng_argnums` lets each microbatch draw.
+      block_size: how many rows of a big value to compute at a time, along another axis than the batch: tokens of logits
+        over a large vocabulary, rows of the matrix of all pairs of a contrastive loss, queries of attention that is
+        written out. anybatch finds these values in the jaxpr of the loss, and an axis along which their rows can be
+        computed separately; the result is the same. `None` computes them in full. `"auto"` lets a plan choose: if
+        blocks are needed to fit the memory, or make a larger microbatch possible. With a fixed `microbatch_size`, it is
+        `None`. On a `mesh`, the part of a loss that looks across examples is not computed in blocks.
       reduction: how the loss combines its examples. `"infer"` reads it from the loss, and computes it in one pass over
         the microbatches if possible, otherwise in two. The others declare it, and nothing is read.
         `"mean"`: a mean over the examples. It may also have terms that depend on the parameters alone.
@@ -155,6 +162,7 @@ def value_and_grad(
         batch_argnums=batch_argnums,
         batch_argnames=batch_argnames,
         microbatch_size=microbatch_size,
+        block_size=block_size,
         reduction=reduction,
         aux_reduction=aux_reduction,
         rng_argnums=rng_argnums,
@@ -218,18 +226,13 @@ def compute(fun: Callable[..., Any], options: Options, arguments: Arguments) -> 
 
 def compute_gradient(gradient: Gradient) -> tuple[Any, Any, Any, list[Any]]:
     """The results of `compute`, for a `Gradient` that exists already."""
-    with gradient.context():
-        return _compute_in(gradient)
-
-
-def _compute_in(gradient: Gradient) -> tuple[Any, Any, Any, list[Any]]:
     options = gradient.options
-    if options.microbatch_size == "auto":
-        strategy, outputs = run_as_planned(gradient)
-    else:
-        assert not isinstance(options.microbatch_size, str)
-        strategy = Strategy(options.microbatch_size, options.fixed_remat, options.fixed_reduce)
-        outputs = gradient.computation(strategy).ready()()
-    if options.reduction == "infer" and not gradient.is_full_batch(strategy):
-        head_budget.warn_of_large_head(gradient.split, gradient.checked_reading)
-    return gradient.results(strategy, outputs)
+    with gradient.context():
+        if options.microbatch_size == "auto":
+            strategy, outputs = run_as_planned(gradient)
+        else:
+            strategy = Strategy.of_options(options)
+            outputs = gradient.computation(strategy).ready()()
+        if options.reduction == "infer" and not gradient.is_full_batch(strategy):
+            head_budget.warn_of_large_head(gradient.split, gradient.checked_reading, strategy.block_size)
+        return gradient.results(strategy, outputs)

@@ -8,12 +8,7 @@ import jax.numpy as jnp
 
 
 def abstract(aval: Any, num_rows: int | None = None) -> jax.ShapeDtypeStruct:
-    """An aval, as `jax.typeof` returns it, as a `jax.ShapeDtypeStruct` to trace with.
-
-    Args:
-      aval: the aval.
-      num_rows: the size of axis 0, if it is to be another one.
-    """
+    """An aval, as `jax.typeof` returns it, as a `jax.ShapeDtypeStruct` to trace with; axis 0 may get another size."""
     shape = aval.shape if num_rows is None else (num_rows, *aval.shape[1:])
     placement = {}
     if not aval.sharding.mesh.empty:  # inside shard_map, or on a mesh with explicit axes
@@ -69,6 +64,16 @@ def zeros_of(aval: Any, dtype: Any) -> jax.Array:
     zeros = jnp.zeros(aval.shape, dtype)
     varying = varying_axes(aval)
     return jax.lax.pcast(zeros, tuple(varying), to="varying") if varying else zeros
+
+
+def wide_dtype(dtype: Any, accumulator_dtype: Any) -> Any:
+    """The dtype in which values of `dtype` are summed: `accumulator_dtype`, unless that would be narrower."""
+    if accumulator_dtype is None or not jax.dtypes.issubdtype(dtype, jnp.inexact):
+        return dtype
+    if jnp.finfo(dtype).bits >= jnp.finfo(accumulator_dtype).bits:
+        return dtype
+    is_complex = jax.dtypes.issubdtype(dtype, jnp.complexfloating)
+    return jnp.complex128 if is_complex else accumulator_dtype
 
 
 # PRNG keys.

@@ -1,8 +1,7 @@
 """Computes chosen values of a program, also from inside its scans, and only the equations that they need."""
 
 import dataclasses
-import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -31,10 +30,7 @@ class Body:
         self.variables, self.consts, self.equations = interpreter.open_jaxpr(jaxpr)
         self.inputs, self.outputs = interpreter.unbound_inputs_of(jaxpr), interpreter.outputs_of(jaxpr)
         self.makers = {output: equation for equation in self.equations for output in equation.outvars}
-
-    @functools.cached_property
-    def _bodies(self) -> dict[int, "Body"]:
-        return {}
+        self._bodies: dict[int, Body] = {}
 
     def of_loop(self, loop: Any) -> "Body":
         """The body of a `scan` among its equations."""
@@ -62,105 +58,38 @@ def _inlined(jaxpr: Any, arguments: Sequence[Any]) -> list[Any]:
     return interpreter.interpret(jaxpr, arguments, compute)
 
 
-def compute(body: Body, arguments: Sequence[Any], wanted: Sequence[Source]) -> list[Any]:
-    """The wanted values of a program. Arguments that they do not need may be None."""
-    needs = _Needs(body, wanted)
+def _compute(body: Body, arguments: Sequence[Any], wanted: Sequence[Source]) -> list[Any]:
+    """The wanted values of a program, and, until the program is traced and pruned, all others too."""
+    inside: dict[int, list[Source]] = {}
+    # A source outside of loops may be a literal, which cannot be hashed.
+    for source in dict.fromkeys(source for source in wanted if source.loops):
+        inside.setdefault(id(source.loops[0]), []).append(Source(source.variable, source.loops[1:]))
     environment = interpreter.Environment(body.variables, [*body.consts, *arguments])
     emitted: dict[Source, Any] = {}
-    for equation in needs.equations:
-        operands = environment.read(equation.invars)
-        if id(equation) in needs.loops:
-            results, inner = _run_loop(needs.loops[id(equation)], operands)
-            emitted.update({source.inside(equation): value for source, value in inner.items()})
+    for equation in body.equations:
+        operands, sources = environment.read(equation.invars), inside.get(id(equation), [])
+        if sources:
+            results = _run_loop(equation, body.of_loop(equation), operands, sources)
+            emitted.update(zip([source.inside(equation) for source in sources], results[-len(sources) :], strict=True))
         else:
             results = interpreter.evaluate(equation, operands)
-        environment.write(equation.outvars, results)
+        environment.write(equation.outvars, results[: len(equation.outvars)])
     return [emitted[source] if source.loops else environment.read([source.variable])[0] for source in wanted]
 
 
-class _Needs:
-    """The equations and inputs that the wanted values of a program need."""
-
-    def __init__(self, body: Body, wanted: Iterable[Source]) -> None:
-        inside: dict[int, list[Source]] = {}
-        needed = set()
-        for source in wanted:
-            if source.loops:
-                loop, *rest = source.loops
-                inside.setdefault(id(loop), []).append(Source(source.variable, tuple(rest)))
-            elif not interpreter.is_literal(source.variable):
-                needed.add(source.variable)
-        self.loops: dict[int, _LoopNeeds] = {}
-        equations = []
-        operands: Sequence[Any]
-        for equation in reversed(body.equations):
-            outputs = [position for position, output in enumerate(equation.outvars) if output in needed]
-            if id(equation) in inside:
-                loop = _LoopNeeds(equation, body.of_loop(equation), outputs, inside[id(equation)])
-                self.loops[id(equation)] = loop
-                operands = [equation.invars[position] for position in loop.operands]
-            elif outputs or equation.effects:
-                operands = equation.invars
-            else:
-                continue
-            equations.append(equation)
-            needed.update(operand for operand in operands if not interpreter.is_literal(operand))
-        self.equations = equations[::-1]
-        self.inputs = needed
-
-
-class _LoopNeeds:
-    """The part of a scan that must be computed: of its carry, only what the wanted values depend on."""
-
-    def __init__(self, equation: Any, body: Body, outputs: Sequence[int], inside: Sequence[Source]) -> None:
-        self.equation, self.body, self.inside = equation, body, list(dict.fromkeys(inside))
-        num_consts, num_carried = interpreter.scan_counts(equation.params)
-        self.num_before_carry, self.num_before_scanned = num_consts, num_consts + num_carried
-        self.stacked = [position for position in outputs if position >= num_carried]
-        carried = {position for position in outputs if position < num_carried}
-        while True:
-            used = _Needs(body, self.wanted(sorted(carried))).inputs
-            operands = [position for position, variable in enumerate(body.inputs) if variable in used]
-            more = {position - num_consts for position in operands if 0 <= position - num_consts < num_carried}
-            if more <= carried:
-                break
-            carried |= more
-        self.carried = sorted(carried)
-        starts = {position + num_consts for position in carried}
-        self.operands: list[int] = sorted({*operands, *starts})
-
-    def wanted(self, carried: Sequence[int]) -> list[Source]:
-        """What each iteration computes: its carry, its stacked outputs, and the wanted values inside it."""
-        return [Source(self.body.outputs[position]) for position in [*carried, *self.stacked]] + self.inside
-
-
-def _run_loop(needs: _LoopNeeds, operands: Sequence[Any]) -> tuple[list[Any], dict[Source, Any]]:
-    """The outputs of a scan, None for those that are not needed, and the wanted values inside it."""
-    params, wanted = needs.equation.params, needs.wanted(needs.carried)
-    first, last = needs.num_before_carry, needs.num_before_scanned
-    scanned = [position for position in needs.operands if position >= last]
+def _run_loop(equation: Any, body: Body, operands: Sequence[Any], inside: Sequence[Source]) -> list[Any]:
+    """The outputs of a scan, and then the wanted values inside it."""
+    params, wanted = equation.params, [*map(Source, body.outputs), *inside]
+    num_consts, num_carried = interpreter.scan_counts(params)
+    first = num_consts + num_carried
 
     def step(carry: list[Any], slices: list[Any]) -> tuple[list[Any], list[Any]]:
-        arguments = [*operands[:first], *[None] * (len(operands) - first)]
-        for position, value in zip(needs.carried, carry, strict=True):
-            arguments[first + position] = value
-        for position, value in zip(scanned, slices, strict=True):
-            arguments[position] = value
-        results = compute(needs.body, arguments, wanted)
-        return results[: len(carry)], results[len(carry) :]
+        results = _compute(body, [*operands[:num_consts], *carry, *slices], wanted)
+        return results[:num_carried], results[num_carried:]
 
-    carried, stacked = lax.scan(
-        step,
-        [operands[first + position] for position in needs.carried],
-        [operands[position] for position in scanned],
-        length=params["length"],
-        reverse=params["reverse"],
-        unroll=params["unroll"],
-    )
-    outputs: list[Any] = [None] * len(needs.equation.outvars)
-    for position, value in zip([*needs.carried, *needs.stacked], [*carried, *stacked], strict=False):
-        outputs[position] = value
-    return outputs, dict(zip(needs.inside, stacked[len(needs.stacked) :], strict=True))
+    options = {name: params[name] for name in ("length", "reverse", "unroll")}
+    carried, stacked = lax.scan(step, list(operands[num_consts:first]), list(operands[first:]), **options)
+    return [*carried, *stacked]
 
 
 def closed_program(fun: Callable[..., Sequence[Any]], types: Sequence[Any]) -> Body:
@@ -169,5 +98,7 @@ def closed_program(fun: Callable[..., Sequence[Any]], types: Sequence[Any]) -> B
 
 
 def batched(body: Body, axes: Sequence[int | None], arguments: Sequence[Any], wanted: Sequence[Source]) -> list[Any]:
-    """The wanted values of each example, along a leading axis."""
-    return jax.vmap(lambda *flat: compute(body, flat, wanted), in_axes=tuple(axes))(*arguments)
+    """The wanted values of each example, along a leading axis. What they do not need is not computed."""
+    of_examples = jax.vmap(lambda *flat: _compute(body, flat, wanted), in_axes=tuple(axes))
+    traced, consts = tracing.trace(of_examples, *arguments)
+    return traced.without_unused()(consts, *arguments)

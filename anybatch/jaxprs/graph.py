@@ -1,7 +1,7 @@
 """A loss as a graph: its jaxpr with calls inlined and unused equations dropped. And the bytes that it writes."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -91,11 +91,8 @@ class Node:
 class Graph:
     """The nodes that the outputs need, in an order in which they can be computed.
 
-    Args:
-      jaxpr: the function.
-      opened: equations of checkpoints to inline and of scans to unroll, by their `id`. Each comes with the function
-        that takes its place.
-      calls: the equations around the function, the outermost first, if it is one inside an equation.
+    `opened` has equations of checkpoints to inline and of scans to unroll, by their `id`, each with the function that
+    takes its place. `calls` are the equations around a function inside an equation, the outermost first.
     """
 
     def __init__(
@@ -142,14 +139,34 @@ class Graph:
         return kept[::-1]
 
 
+def operands_of(value: Value) -> Sequence[Value]:
+    """The operands of the node that computes a value."""
+    return [] if value.node is None else value.node.inputs
+
+
+def sources(
+    values: Iterable[Value],
+    is_last: Callable[[Value], bool] = lambda value: False,
+    operands: Callable[[Value], Iterable[Value]] = operands_of,
+) -> Iterator[Value]:
+    """These values and all that they are computed from, each once, without constants. Goes no further than the last."""
+    seen: set[Value] = set()
+    pending = list(values)
+    while pending:
+        value = pending.pop()
+        if value.is_constant or value in seen:
+            continue
+        seen.add(value)
+        yield value
+        if not is_last(value):
+            pending.extend(operands(value))
+
+
 def opened_function(node: Node) -> Any:
     """The jaxpr to inline in the place of a checkpoint (its function) or of a scan (its iterations, unrolled)."""
-    return _unrolled(node.equation, node.inputs) if node.name == "scan" else node.params["jaxpr"]
-
-
-def _unrolled(equation: Any, inputs: Sequence[Value]) -> Any:
-    """The jaxpr of a scan, unrolled."""
-    params = equation.params
+    params = node.params
+    if node.name != "scan":
+        return params["jaxpr"]
     num_consts, num_carry = interpreter.scan_counts(params)
     body = interpreter.as_function(params["jaxpr"])
     steps = range(params["length"])
@@ -164,7 +181,7 @@ def _unrolled(equation: Any, inputs: Sequence[Value]) -> Any:
         columns = zip(*(emitted[step] for step in steps), strict=True)
         return [*carry, *(jnp.stack([jnp.asarray(row) for row in column]) for column in columns)]
 
-    return jax.make_jaxpr(unrolled)(*(value.type for value in inputs))
+    return jax.make_jaxpr(unrolled)(*(value.type for value in node.inputs))
 
 
 def written_bytes(jaxpr: Any, fused: frozenset[str] = FUSED) -> int:

@@ -88,15 +88,7 @@ _SUSPECT = re.compile(
 
 
 class Program:
-    """A compiled program, as computations by name.
-
-    Args:
-      text: as `jax.stages.Compiled.as_text` returns it.
-
-    Attributes:
-      entry: the name of the computation that runs first.
-      suspects: all lines that look like a collective, by their numbers.
-    """
+    """A compiled program, as computations by name, from the text that `jax.stages.Compiled.as_text` returns."""
 
     def __init__(self, text: str) -> None:
         lines = text.strip().splitlines()
@@ -104,7 +96,7 @@ class Program:
             int(match[1]) if (match := re.search(rf"\b{name}=(\d+)", lines[0])) else 1
             for name in ("replica_count", "num_partitions")
         )
-        self.suspects: dict[int, str] = {}
+        self.suspects: dict[int, str] = {}  # all lines that look like a collective, by their numbers
         self._computations: dict[str, list[Instruction]] = {}
         current: list[Instruction] | None = None
         entries = []
@@ -121,7 +113,7 @@ class Program:
                 entries += [match[2]] if match[1] else []
         if len(entries) != 1:
             raise UnreadableProgramError(f"this one has {len(entries)} entries instead of 1", lines[0])
-        self.entry = entries[0]
+        self.entry = entries[0]  # the computation that runs first
 
     @property
     def devices(self) -> int:

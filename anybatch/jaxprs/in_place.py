@@ -21,18 +21,11 @@ Function = Callable[..., list[Any]]
 def call(in_place: Function, pure: Function, *arrays: Any) -> list[Any]:
     """Computes `in_place(*arrays)`. `pure` must be the same function, written without references."""
     jaxpr = jax.make_jaxpr(in_place)(*arrays)
-    if interpreter.is_high(jaxpr):
+    # Whether it has equations that JAX rewrites before lowering (from 0.11 on, those of `custom_root`).
+    if getattr(interpreter.opened(jaxpr), "is_high", False):
         return pure(*arrays)
     # The parameter has the name that `jit` uses, so that code that walks a jaxpr finds the scan inside.
     return _primitive().bind(*arrays, jaxpr=jaxpr, pure=pure)
-
-
-def _abstract_eval(*_: Any, jaxpr: Any, pure: Function) -> list[Any]:
-    return list(jaxpr.out_avals)  # without effects: the references do not leave the program
-
-
-def _run_uncompiled(*arrays: Any, jaxpr: Any, pure: Function) -> list[Any]:
-    return pure(*arrays)  # reached under jax.disable_jit()
 
 
 def _lower(context: Any, *operands: Any, jaxpr: Any, pure: Function) -> Sequence[Any]:
@@ -61,8 +54,9 @@ def _primitive() -> Any:
     """The primitive, made when it is first used: that imports `jax.extend`, which takes time."""
     primitive = interpreter.jax_core().Primitive("accumulate_in_place")
     primitive.multiple_results = True
-    primitive.def_abstract_eval(_abstract_eval)
-    primitive.def_impl(_run_uncompiled)
+    # Without effects: the references do not leave the program.
+    primitive.def_abstract_eval(lambda *_, jaxpr, pure: list(jaxpr.out_avals))
+    primitive.def_impl(lambda *arrays, jaxpr, pure: pure(*arrays))  # reached under jax.disable_jit()
     mlir.register_lowering(primitive, _lower)
     ad.primitive_jvps[primitive] = _jvp
     batching.fancy_primitive_batchers[primitive] = _batch

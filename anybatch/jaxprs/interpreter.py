@@ -17,9 +17,9 @@ from anybatch.jaxprs.primitives import REMAT
 @functools.cache
 def jax_core() -> Any:
     """`jax.extend.core`, imported when it is first used: importing `jax.extend` loads Pallas, which takes time."""
-    import jax.extend.core
+    from jax.extend import core
 
-    return jax.extend.core
+    return core
 
 
 # The parts of a jaxpr.
@@ -35,21 +35,11 @@ def is_jaxpr(value: Any) -> bool:
     return hasattr(value, "eqns")
 
 
-def is_closed(jaxpr: Any) -> bool:
-    """Whether a jaxpr is one with its constants, which in JAX 0.10 is another class."""
-    return hasattr(jaxpr, "jaxpr")
-
-
 def open_jaxpr(jaxpr: Any) -> tuple[list[Any], list[Any], list[Any]]:
     """The input variables of a jaxpr, its constants, and its equations. The first variables stand for the constants."""
     inner = opened(jaxpr)
     consts = list(getattr(jaxpr, "consts", ()) or ())
     return [*inner.constvars, *inner.invars], consts, list(inner.eqns)
-
-
-def inputs_of(jaxpr: Any) -> list[Any]:
-    """The variables of the arguments of a jaxpr."""
-    return list(opened(jaxpr).invars)
 
 
 def unbound_inputs_of(jaxpr: Any) -> list[Any]:
@@ -71,19 +61,6 @@ def equations_of(jaxpr: Any) -> list[Any]:
 def is_literal(operand: Any) -> bool:
     """Whether an operand of an equation is a number written into it, not a variable."""
     return isinstance(operand, jax_core().Literal)
-
-
-def is_high(jaxpr: Any) -> bool:
-    """Whether a jaxpr has equations that JAX rewrites before lowering (from 0.11 on, those of `custom_root`)."""
-    return getattr(opened(jaxpr), "is_high", False)
-
-
-def uses_dtype(jaxpr: Any, dtype: Any) -> bool:
-    """Whether any value of a jaxpr has that dtype, at any depth of nested functions."""
-    variables = [*inputs_of(jaxpr), *(output for equation in equations_of(jaxpr) for output in equation.outvars)]
-    if any(getattr(variable.aval, "dtype", None) == dtype for variable in variables):
-        return True
-    return any(uses_dtype(inner, dtype) for equation in equations_of(jaxpr) for inner in jaxprs_in(equation))
 
 
 # The functions inside an equation.
@@ -136,21 +113,9 @@ def scan_counts(params: dict[str, Any]) -> tuple[int, int]:
 # Where an equation comes from.
 
 
-def traced_on_mesh(equation: Any) -> bool:
-    """Whether an equation was traced under a mesh, which evaluating it would bring back."""
-    return not equation.ctx.cur_abstract_mesh.empty
-
-
 def name_stack(equation: Any) -> str:
     """The transformations that made an equation, the outermost first: "vmap(transpose(jvp()))"."""
     return str(equation.source_info.name_stack)
-
-
-def source_frames(equation: Any) -> list[tuple[str, int, str]]:
-    """The file, line and function of every call that led to an equation, the innermost first."""
-    traceback = equation.source_info.traceback
-    frames = [] if traceback is None else traceback.frames
-    return [(frame.file_name, frame.line_num, frame.function_name) for frame in frames]
 
 
 # Evaluation.
@@ -167,14 +132,9 @@ def as_function(jaxpr: Any) -> Callable[..., Any]:
 
 
 class Environment:
-    """The values of variables, while equations are evaluated one by one.
+    """The values of variables, while equations are evaluated one by one. `constant(value, aval)` is that of a literal.
 
     The values need not be arrays: a graph has its nodes there, and a comparison of programs their fingerprints.
-
-    Args:
-      variables: the variables that have values already.
-      values: their values.
-      constant: `constant(value, aval)` returns the value that stands for a literal.
     """
 
     def __init__(
@@ -203,13 +163,9 @@ def interpret(
     compute: Callable[[Any, list[Any]], Sequence[Any]],
     constant: Callable[[Any, Any], Any] = lambda value, aval: value,
 ) -> list[Any]:
-    """Calls a jaxpr, open or closed.
+    """Calls a jaxpr, open or closed. `compute(equation, operands)` returns the results of an equation.
 
-    Args:
-      jaxpr: the function.
-      arguments: the values of its arguments.
-      compute: `compute(equation, operands)` returns the results of an equation.
-      constant: `constant(value, aval)` returns the value that stands for a constant or a literal.
+    `constant(value, aval)` returns the value that stands for a constant or a literal.
     """
     variables, consts, equations = open_jaxpr(jaxpr)
     own = [constant(const, variable.aval) for const, variable in zip(consts, variables, strict=False)]

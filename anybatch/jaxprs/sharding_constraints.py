@@ -16,6 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from anybatch.errors import InputError
 from anybatch.jaxprs import avals, interpreter, tracing
+from anybatch.jaxprs.graph import uses
 from anybatch.jaxprs.primitives import CALLS, called_jaxpr
 
 
@@ -51,12 +52,8 @@ def without_mesh(
 ) -> tracing.Traced:
     """The program with hints instead of sharding constraints, and without any other mention of a mesh.
 
-    Args:
-      traced: the program.
-      const_types: the types of the arrays that it closes over.
-      types: the types of its arguments.
-      mesh: the mesh of the hints.
-      axes: the mesh axes of the `shard_map`, which hints must not name.
+    The hints are on `mesh`, and do not name `axes`, those of the `shard_map`. The types are those of the arrays that
+    the program closes over, and of its arguments.
     """
     if not _mentions_mesh(traced.jaxpr):
         return traced
@@ -90,24 +87,21 @@ class _Rewriter:
             return [self._hint(operands[0], params["sharding"])]
         nested = interpreter.jaxprs_in(equation)
         if name in CALLS and any(map(_mentions_mesh, nested)):
-            return self.run(
-                called_jaxpr(equation), operands
-            )  # without the shardings that it may have for its arguments
+            # Without the shardings that it may have for its arguments.
+            return self.run(called_jaxpr(equation), operands)
         if not nested:
             return interpreter.evaluate(
                 equation, operands, {key: _without_sharding(key, each) for key, each in params.items()}
             )
         if name == "custom_jvp_call":  # its derivative may mention a mesh even if it does not itself
             return self._custom_jvp(equation, operands)
-        if name.startswith("custom_") and not any(map(_constrains, nested)):
-            return interpreter.evaluate(equation, operands)
-        if name.startswith("custom_"):
+        if name.startswith("custom_") and any(uses(each, "sharding_constraint") for each in nested):
             raise InputError(
                 "With mesh=, a function with a custom derivative must not constrain the sharding of its values",
                 given=f"a sharding constraint inside a {name.removesuffix('_call')}",
                 remedy="Move the constraint out of the function: to its arguments or its results.",
             )
-        if name == "shard_map" or not any(map(_mentions_mesh, nested)):
+        if name.startswith("custom_") or name == "shard_map" or not any(map(_mentions_mesh, nested)):
             return interpreter.evaluate(equation, operands)
         # Results of all branches must have the same sharding. In a derivative they may not, if only one has a hint.
         inside = self if name != "cond" else _Rewriter(self.mesh, self.mesh.axis_names)
@@ -157,9 +151,10 @@ class _Rewriter:
             return tuple(self._nested(each) for each in param)
         if not interpreter.is_jaxpr(param):
             return param
-        types = [avals.abstract(avals.bare_type(variable.aval)) for variable in interpreter.inputs_of(param)]
+        types = [avals.abstract(avals.bare_type(variable.aval)) for variable in interpreter.opened(param).invars]
         closed = tracing.close(lambda *flat: self.run(param, flat), types)
-        return closed if interpreter.is_closed(param) else interpreter.opened(closed)
+        is_closed = hasattr(param, "jaxpr")  # in JAX 0.10 a jaxpr with its constants is of another class
+        return closed if is_closed else interpreter.opened(closed)
 
 
 def _without_sharding(key: str, param: Any) -> Any:
@@ -170,15 +165,10 @@ def _without_sharding(key: str, param: Any) -> Any:
 def _mentions_mesh(jaxpr: Any) -> bool:
     """Whether a jaxpr was traced under a mesh or has shardings in it, at any depth but inside a `shard_map`."""
     for equation in interpreter.equations_of(jaxpr):
-        if equation.primitive.name == "sharding_constraint" or interpreter.traced_on_mesh(equation):
+        if equation.primitive.name == "sharding_constraint" or not equation.ctx.cur_abstract_mesh.empty:
             return True
         if any(_without_sharding(key, param) is not param for key, param in equation.params.items()):
             return True
         if equation.primitive.name != "shard_map" and any(map(_mentions_mesh, interpreter.jaxprs_in(equation))):
             return True
     return False
-
-
-def _constrains(jaxpr: Any) -> bool:
-    """Whether a jaxpr has a sharding constraint in it, at any depth."""
-    return any(equation.primitive.name == "sharding_constraint" for equation in interpreter.walk(jaxpr))

@@ -9,7 +9,6 @@ from typing import Any
 
 import jax
 
-from anybatch.jaxprs import interpreter
 from anybatch.jaxprs.graph import Node
 
 _INSTALLED = ("site-packages", "dist-packages")
@@ -32,8 +31,11 @@ def locate(node: Node) -> SourceLine:
     with a custom derivative, the body of a loop. If all of these are in a library, the line of the call is taken.
     """
     equations = [node.equation, *reversed(node.calls)]
+    tracebacks = [equation.source_info.traceback for equation in equations]
     frames = [
-        (depth, *frame) for depth, equation in enumerate(equations) for frame in interpreter.source_frames(equation)
+        (depth, frame.file_name, frame.line_num, frame.function_name)
+        for depth, traceback in enumerate(tracebacks)
+        for frame in (traceback.frames if traceback else ())  # the innermost first
     ]
     files = [file for _, file, _, _ in frames if file and not _is_own(file)]
     package = _package(files[-1]) if files else ""
@@ -54,9 +56,8 @@ def locate(node: Node) -> SourceLine:
 def _callee(frames: Sequence[tuple[str, int, str]], calls: Sequence[Any]) -> str:
     """The library function that the user's line called.
 
-    Args:
-      frames: those between that line and the equation, the innermost first.
-      calls: the equations among these that call functions, the outermost first.
+    The frames are those between that line and the equation, the innermost first. The calls are the equations among
+    these that call functions, the outermost first.
     """
     outside = [_plain(function) for file, _, function in reversed(frames) if not _is_own(file)]
     # Most frames are wrappers. The most telling name is that of a layer, or else a public one.

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.interpreters import partial_eval
 
-from anybatch.jaxprs.interpreter import call, evaluate, interpret, jax_core, opened, uses_dtype
+from anybatch.jaxprs.interpreter import call, evaluate, interpret, jax_core, opened, walk
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,18 +42,26 @@ class Traced:
 
     def inputs_used_by(self, output: int) -> list[bool]:
         """Which arguments the given output is computed from, at any depth of nested functions."""
-        wanted = [position == output for position in range(len(self.jaxpr.outvars))]
-        used = partial_eval.dce_jaxpr(self.jaxpr, wanted, instantiate=False)[1]
+        used = self._alone(output)[1]
         return used[len(used) - self.num_arguments :]
 
     def text_of(self, output: int) -> str:
         """The program of one output alone."""
+        return str(self._alone(output)[0])
+
+    def _alone(self, output: int) -> tuple[Any, list[bool]]:
         wanted = [position == output for position in range(len(self.jaxpr.outvars))]
-        return str(partial_eval.dce_jaxpr(self.jaxpr, wanted, instantiate=False)[0])
+        return partial_eval.dce_jaxpr(self.jaxpr, wanted, instantiate=False)
+
+    def without_unused(self) -> "Traced":
+        """The same program without the equations whose results are not used, at any depth of nested functions."""
+        used, _ = partial_eval.dce_jaxpr(self.jaxpr, [True] * len(self.jaxpr.outvars), instantiate=True)
+        return dataclasses.replace(self, jaxpr=used)
 
     def uses_dtype(self, dtype: Any) -> bool:
         """Whether any value in it has that dtype, at any depth of nested functions."""
-        return uses_dtype(self.jaxpr, dtype)
+        values = [value for equation in walk(self.jaxpr) for value in (*equation.invars, *equation.outvars)]
+        return any(getattr(value.aval, "dtype", None) == dtype for value in (*self.jaxpr.invars, *values))
 
 
 def trace(fun: Callable[..., Sequence[Any]], *arguments: Any) -> tuple[Traced, tuple[Any, ...]]:
@@ -75,10 +83,7 @@ def trace(fun: Callable[..., Sequence[Any]], *arguments: Any) -> tuple[Traced, t
 def retrace(fun: Callable[..., Sequence[Any]], const_types: Sequence[Any], types: Sequence[Any]) -> Traced:
     """Traces a function of flat arrays, the first of which become the arrays that the result closes over.
 
-    Args:
-      fun: the function. Arrays that it closes over itself are kept in the result.
-      const_types: the types of the first arrays.
-      types: the types of the others.
+    Arrays that the function closes over itself are kept in the result.
     """
     number = len(const_types)
     closed = jax.make_jaxpr(lambda *flat: fun(*flat))(*const_types, *types)

@@ -5,9 +5,9 @@ public. They import it when they are called. A version of JAX that has moved it 
 with an error that says so, and not `import anybatch`.
 """
 
+import concurrent.futures
 import functools
 import importlib
-import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -79,22 +79,13 @@ def program_key(lowered: Any) -> str | None:
 def elsewhere(fun: Callable[[], Any]) -> Any:
     """Calls a function outside of the trace and the mesh around us: in a new thread, which is inside nothing."""
     double, device = _CONFIG.jax_enable_x64, _CONFIG.jax_default_device
-    results: list[Any] = []
-    errors: list[BaseException] = []
 
-    def call() -> None:
-        try:
-            with jax.enable_x64(double), jax.default_device(device):
-                results.append(fun())
-        except BaseException as error:
-            errors.append(error)
+    def call() -> Any:
+        with jax.enable_x64(double), jax.default_device(device):
+            return fun()
 
-    thread = threading.Thread(target=call)
-    thread.start()
-    thread.join()
-    if errors:
-        raise errors[0]
-    return results[0]
+    with concurrent.futures.ThreadPoolExecutor(1) as thread:
+        return thread.submit(call).result()
 
 
 def _trace_state() -> Any:

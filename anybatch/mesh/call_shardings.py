@@ -15,6 +15,7 @@ from anybatch.call import placement
 from anybatch.call.arguments import Arguments
 from anybatch.call.caches import can_run
 from anybatch.call.options import MeshOptions, is_spec
+from anybatch.call.placement import axes_of
 from anybatch.errors import InputError
 from anybatch.jaxprs import avals
 from anybatch.mesh.executor import number_of_groups
@@ -55,18 +56,16 @@ class CallShardings:
                 given=f"param_specs={self.options.param_specs!r} for {jax.tree.structure(tree)}",
                 remedy="Give each parameter a jax.sharding.PartitionSpec, or None for one that is replicated.",
             ) from None
-        flat = jax.tree.leaves(broadcast, is_leaf=is_spec)
-        order = jax.tree.leaves(tree)
-        by_leaf = dict(zip(order, flat, strict=True))
-        specs = [by_leaf[position] for position in range(len(wrt))]
-        specs = [spec.spec if isinstance(spec, NamedSharding) else spec for spec in specs]
+        by_leaf = dict(zip(jax.tree.leaves(tree), jax.tree.leaves(broadcast, is_leaf=is_spec), strict=True))
+        given = [by_leaf[position] for position in range(len(wrt))]
+        specs = [spec.spec if isinstance(spec, NamedSharding) else spec for spec in given]
         leaves = [leaf for leaf in self.caller_arguments.leaves if leaf.role == "wrt"]
         for leaf, spec in zip(leaves, specs, strict=True):
             self._check_fits(leaf.name, np.shape(leaf.value), spec)
         return specs
 
     def _check_fits(self, name: str, shape: tuple[int, ...], spec: Any) -> None:
-        num_shards = [math.prod(self.mesh.shape[axis] for axis in _names(entry)) for entry in spec or ()]
+        num_shards = [math.prod(self.mesh.shape[axis] for axis in names) for names in axes_of(spec)]
         if len(num_shards) > len(shape) or any(size % number for size, number in zip(shape, num_shards, strict=False)):
             raise InputError(
                 "param_specs must divide every parameter into equal shards",
@@ -82,12 +81,11 @@ class CallShardings:
         specs = iter(self.specs)
         leaves = []
         for leaf in self.caller_arguments.leaves:
-            if leaf.role == "wrt":
-                value = self._put(leaf.value, next(specs) or PartitionSpec())
-            elif leaf.role == "batch":
+            if leaf.role == "batch":
                 value = self.put_examples(leaf.value)
             else:
-                value = self._put(leaf.value, PartitionSpec())
+                spec = next(specs) if leaf.role == "wrt" else None
+                value = self._put(leaf.value, spec or PartitionSpec())
             leaves.append(leaf._replace(value=value))
         return dataclasses.replace(self.caller_arguments, leaves=leaves)
 
@@ -98,18 +96,15 @@ class CallShardings:
             return contextlib.nullcontext()
         return jax.set_mesh(self.mesh)
 
-    def without_types(self, fun: Any, num_aux: int) -> Any:
-        """`fun` for arrays whose types may have explicit shardings, with all axes automatic inside."""
-        out = [PartitionSpec()] * (1 + num_aux) + [spec or PartitionSpec() for spec in self.specs]
-        return self.with_specs(fun, out)
-
     def with_specs(self, fun: Any, out: list[Any]) -> Any:
-        """The same as `without_types`, with the PartitionSpec of each result."""
+        """`fun` for arrays whose types may have explicit shardings, with all axes automatic inside.
+
+        `out` are the specs of its results.
+        """
         axes = self.options.user_mesh.axis_names
 
         def run(*flat: Any) -> list[Any]:
-            meshes = [jax.typeof(leaf).sharding.mesh for leaf in flat]
-            around = next((mesh for mesh in meshes if not mesh.empty), jax.sharding.get_abstract_mesh())
+            around = placement.mesh_of(flat)
             if not around.explicit_axes:
                 return fun(*flat)
             with jax.sharding.use_abstract_mesh(around):
@@ -153,8 +148,8 @@ class CallShardings:
         return placement.put(leaf, self.mesh, by_examples)
 
     def executor(self, examples: int, *, reduce: str = "once", num_groups: int | None = None) -> ShardedExecutor:
-        """The executor for this number of examples."""
-        executor = ShardedExecutor(self.mesh, self.options.axes, examples, self.specs, reduce, num_groups)
+        axes, specs = self.options.axes, self.specs
+        executor = ShardedExecutor(examples, num_groups, mesh=self.mesh, axes=axes, specs=specs, reduce=reduce)
         if reduce == "each" and len(executor.counts) == 2:
             raise InputError(
                 'With reduce="each" every device needs the same number of examples',
@@ -168,42 +163,29 @@ class CallShardings:
         """True if an uneven batch is run as an even one and one more example: see `ShardedExecutor._with_one_more`."""
         return self.mesh.size > self.options.devices and examples % self.options.devices != 0
 
-    def share(self, examples: int) -> int:
-        """The largest number of examples on a device, at least 1."""
-        return max(1, self.executor(examples).share)
-
-    @property
-    def description(self) -> list[str]:
-        """The mesh and the specs as texts: what the bytes and times of a plan depend on."""
-        return [str(self.options), str(self.specs)]
-
     @property
     def is_sharded(self) -> bool:
         """True if a parameter is sharded over an axis of the batch."""
-        names = {name for spec in self.specs for entry in spec or () for name in _names(entry)}
+        names = {name for spec in self.specs for names in axes_of(spec) for name in names}
         return bool(names & set(self.options.axes))
 
     def placed_types(self, leaves: Sequence[Any]) -> list[Any]:
         """The types of arrays, with the shardings of the differentiated ones."""
         known = {id(leaf): spec for leaf, spec in zip(self.caller_arguments.arrays.wrt, self.specs, strict=True)}
 
-        def type_of(leaf: Any) -> Any:
-            aval, spec = avals.bare(leaf), known.get(id(leaf))
-            sharding = None if spec is None else NamedSharding(self.mesh, spec)
-            return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type, sharding=sharding)
-
-        return [type_of(leaf) for leaf in leaves]
+        specs = [known.get(id(leaf)) for leaf in leaves]
+        shardings = [None if spec is None else NamedSharding(self.mesh, spec) for spec in specs]
+        return list(map(placement.with_sharding, map(avals.bare, leaves), shardings))
 
     def shard_bytes(self, wrt: Sequence[Any]) -> int:
         """The bytes of the differentiated arrays on one device, by their specs."""
 
         def num_shards(spec: Any) -> int:
-            return math.prod(self.mesh.shape[name] for entry in spec or () for name in _names(entry))
+            return math.prod(self.mesh.shape[name] for names in axes_of(spec) for name in names)
 
         return sum(placement.local_bytes(leaf) // num_shards(spec) for leaf, spec in zip(wrt, self.specs, strict=True))
 
     def as_parameters(self, grads: Sequence[Any]) -> list[Any]:
-        """The gradients, with the shardings of the parameters."""
         return [
             grad if spec is None else jax.lax.with_sharding_constraint(grad, NamedSharding(self.mesh, spec))
             for grad, spec in zip(grads, self.specs, strict=True)
@@ -222,17 +204,13 @@ class CallShardings:
 
 
 def groups_of(examples: int, size: int, devices: int) -> int:
-    """The number of groups for sums in a fixed order.
-
-    Raises:
-      InputError: if a microbatch or a group would be divided between devices.
-    """
+    """The number of groups for sums in a fixed order. No microbatch or group may be divided between devices."""
     microbatches, rest = divmod(examples, size)
     number = number_of_groups(microbatches) if microbatches else 1
     if not rest and microbatches and number % devices == 0:
         return number
-    better = [each for each in range(1, examples // devices + 1) if number_of_groups(examples // each) % devices == 0]
-    better = [each for each in better if examples % each == 0]
+    divisors = [each for each in range(1, examples // devices + 1) if examples % each == 0]
+    better = [each for each in divisors if number_of_groups(examples // each) % devices == 0]
     advice = f"For {examples} examples: microbatch_size={max(better)}" if better else "Use 2, 4, 8, ... devices"
     raise InputError(
         "reproducible=True needs the same number of complete microbatches on each of 1, 2, 4, ... devices",
@@ -248,10 +226,6 @@ def _padded(leaf: Any, executor: ShardedExecutor) -> Any:
     rows = np.minimum(np.asarray([first + row for first in firsts for row in range(most)]), executor.examples - 1)
     host = np.asarray(leaf) if not jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.extended) else leaf
     return host[rows]
-
-
-def _names(entry: Any) -> tuple[str, ...]:
-    return (entry,) if isinstance(entry, str) else tuple(entry or ())
 
 
 def _check_context(options: MeshOptions, is_eager: bool) -> None:

@@ -1,12 +1,12 @@
-"""Executors: where a pass over the batch runs. The interface, and the executors for one device.
+"""Executors: where a pass over the batch runs.
 
-A pass is a function of some examples that returns sums over them and rows of them. An executor calls it for all
-examples at once (`LocalExecutor`), or on every device of a mesh for the examples of that device (`ShardedExecutor` in
-`sharded.py`), and combines the results.
+A pass is a function of some examples that returns sums over them and rows of them. An `Executor` calls it for all
+examples at once. A `ShardedExecutor` (in `sharded.py`) calls it on every device of a mesh for the examples of that
+device, and combines the results.
 
-`FixedOrderExecutor` makes sums that have the same bits on any number of devices (`reproducible=True`). The batch is
-divided into groups of consecutive examples, and the sums of the groups are added by a binary tree that does not depend
-on the devices. Each device has neighbouring groups, and adds them as the lower levels of the tree do. The upper levels
+Sums in a fixed order have the same bits on any number of devices (`reproducible=True`). The batch is divided into
+groups of consecutive examples, and the sums of the groups are added by a binary tree that does not depend on the
+devices. Each device has neighbouring groups, and adds them as the lower levels of the tree do. The upper levels
 add over devices. The bits are the same as long as the number of devices is a power of two and at most the number of
 groups.
 """
@@ -14,7 +14,7 @@ groups.
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -74,17 +74,9 @@ class OutputLayout:
     count: Callable[[int], int] = int  # the number of rows, from the number of examples
 
 
-class Pass(Protocol):
-    """A computation over some examples."""
-
-    def __call__(self, shard: Shard, invariant: list[Any], rows: list[Any], /) -> tuple[list[Any], list[Any]]:
-        """Sums over the examples, and rows of them.
-
-        Args:
-          shard: which examples.
-          invariant: arrays that do not depend on the shard.
-          rows: arrays with the rows of these examples.
-        """
+# `run(shard, invariant, rows)` returns sums over the examples of a shard, and rows of them. `invariant` are arrays that
+# do not depend on the shard, and `rows` are arrays with the rows of its examples.
+Pass = Callable[[Shard, list[Any], list[Any]], tuple[list[Any], list[Any]]]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -100,54 +92,38 @@ class BatchPass:
     num_variables: int = 0
 
 
-class Executor(Protocol):
-    """Runs passes over the examples of a batch."""
+@dataclasses.dataclass(frozen=True, eq=False)
+class Executor:
+    """Runs passes over the examples of a batch: here, all of them in one shard."""
 
-    def in_batch_order(self, examples: Any) -> Any:
-        """An array of examples in the order of the batch, if it was padded for the devices."""
-
-    def run_once(self, fun: Callable[..., Any], *arguments: Any) -> Any:
-        """Calls a function of full arrays, or of lists and tuples of them, outside of any pass."""
-
-    def for_rows(self, number: int) -> "Executor":
-        """The same executor for this number of rows, which are selected from the examples."""
+    examples: int
+    num_groups: int | None = None  # of examples, for sums in a fixed order
+    runs: int = 1  # as in `Microbatches`
 
     @property
     def has_all_examples(self) -> bool:
         """True if every shard sees the full batch, and so can look up its rows there."""
-
-    def __call__(self, batch_pass: BatchPass) -> tuple[list[Any], list[Any]]:
-        """The sums over all examples, and the rows of all of them in the order of the batch."""
-
-
-@dataclasses.dataclass(frozen=True)
-class LocalExecutor:
-    """Runs a pass for all examples at once."""
-
-    examples: int
-    runs: int = 1
+        return True
 
     def in_batch_order(self, examples: Any) -> Any:
-        """The array itself: nothing was padded."""
+        """An array of examples in the order of the batch, if it was padded for the devices."""
         return examples
 
     def run_once(self, fun: Callable[..., Any], *arguments: Any) -> Any:
-        """Calls the function."""
+        """Calls a function of full arrays, or of lists and tuples of them, outside of any pass."""
         return fun(*arguments)
 
-    def for_rows(self, number: int) -> "LocalExecutor":
-        """The executor for this number of rows. They are consecutive, so that a microbatch is one slice of them."""
-        return LocalExecutor(number)
-
-    @property
-    def has_all_examples(self) -> bool:
-        """True: there is only one shard."""
-        return True
+    def for_rows(self, number: int) -> "Executor":
+        """The executor for this number of rows, selected from the examples. A microbatch is one slice of them."""
+        return Executor(number)
 
     def __call__(self, batch_pass: BatchPass) -> tuple[list[Any], list[Any]]:
-        """The sums over the examples, and their rows."""
-        shard = Shard(0, self.examples, runs=self.runs)
-        return batch_pass.fun(shard, list(batch_pass.invariant), list(batch_pass.rows))
+        """The sums over all examples, and the rows of all of them in the order of the batch."""
+        invariant, rows = list(batch_pass.invariant), list(batch_pass.rows)
+        if self.num_groups is None:
+            return batch_pass.fun(Shard(0, self.examples, runs=self.runs), invariant, rows)
+        shard = Shard(jnp.zeros((), jnp.int32), self.examples)
+        return in_fixed_order(batch_pass, shard, self.num_groups, self.examples, invariant, rows)
 
 
 def split_axis(array: Any, rows: Batched, examples: int | None = None) -> Any:
@@ -178,22 +154,12 @@ def number_of_groups(microbatches: int) -> int:
 def in_fixed_order(
     batch_pass: BatchPass, shard: Shard, number: int, examples: int, invariant: list[Any], rows: list[Any]
 ) -> tuple[list[Any], list[Any]]:
-    """Runs a pass for each of the `number` groups of a shard, and adds the sums of the groups by a tree.
+    """Runs a pass for each of the `number` groups of a shard, a power of two, and adds their sums by a tree.
 
-    Memory: log2(number) additional copies of the sums.
-
-    Args:
-      batch_pass: the pass.
-      shard: the examples of these groups.
-      number: the number of groups, a power of two.
-      examples: the number of examples of the full batch.
-      invariant: arrays that do not depend on the group.
-      rows: arrays with the rows of the shard.
-
-    Returns:
-      The sums over the shard, and its rows.
+    Memory: log2(number) additional copies of the sums. `examples` is the number of examples of the full batch,
+    `invariant` and `rows` are as in `Pass`. Returns the sums over the shard, and its rows.
     """
-    fun, layouts = batch_pass.fun, batch_pass.output_layouts
+    layouts = batch_pass.output_layouts
     each = shard.examples // number
     # On one device, XLA would see that some inputs are constants, and divide by them in another way.
     invariant, rows = lax.optimization_barrier((invariant, rows))
@@ -204,16 +170,11 @@ def in_fixed_order(
             take_rows(array, layout, shard.examples, position * each, each)
             for array, layout in zip(rows, batch_pass.row_layouts, strict=True)
         ]
-        own_shard = Shard(
-            jnp.asarray(first, jnp.int32),
-            each,
-            first + each == examples,
-            shard.gather,
-            shard.is_sharded,
-            fixed_order=True,
+        is_last = first + each == examples
+        own_shard = dataclasses.replace(
+            shard, first=jnp.asarray(first, jnp.int32), examples=each, is_last=is_last, runs=1, fixed_order=True
         )
-        sums, made = fun(own_shard, invariant, own_rows)
-        return lax.optimization_barrier((sums, made))
+        return lax.optimization_barrier(batch_pass.fun(own_shard, invariant, own_rows))
 
     # XLA must not know the number of iterations: it would unroll a single one, and fuse its sums with others.
     turns = lax.optimization_barrier(jnp.asarray(number, jnp.int32))
@@ -259,17 +220,3 @@ def _put(buffer: jax.Array, one: jax.Array, layout: OutputLayout, position: Any,
     axis, count = layout.rows.axis, layout.count(each)
     split = one.reshape(*buffer.shape[: axis + 1], count, *buffer.shape[axis + 2 :])
     return lax.dynamic_update_slice_in_dim(buffer, split, position * count, axis + 1)
-
-
-@dataclasses.dataclass(frozen=True)
-class FixedOrderExecutor(LocalExecutor):
-    """Runs a pass on one device with the sums in the order that any number of devices uses."""
-
-    number: int = 1  # of groups
-
-    def __call__(self, batch_pass: BatchPass) -> tuple[list[Any], list[Any]]:
-        """The sums over the examples, and their rows."""
-        shard = Shard(jnp.zeros((), jnp.int32), self.examples)
-        return in_fixed_order(
-            batch_pass, shard, self.number, self.examples, list(batch_pass.invariant), list(batch_pass.rows)
-        )

@@ -16,9 +16,9 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
+from anybatch.call.placement import axes_of
 from anybatch.jaxprs import avals
-from anybatch.mesh import executor
-from anybatch.mesh.executor import BatchPass, OutputLayout, Shard, merge_axis, split_axis
+from anybatch.mesh.executor import BatchPass, Executor, OutputLayout, Shard, in_fixed_order, merge_axis, split_axis
 from anybatch.reading.states import Batched, take_rows
 
 # Arrays of at most this many elements are converted to the dtype of the gradients, to be summed in the same collective.
@@ -53,24 +53,22 @@ def _carrier(arrays: Sequence[jax.Array]) -> Any:
     if not sizes:
         return None
     small = all(array.size <= SMALL for array in arrays)
-    return jnp.promote_types(*sizes) if small and len(sizes) == 2 else max(sizes, key=sizes.__getitem__)
+    return max(sizes, key=lambda dtype: dtype.itemsize if small else sizes[dtype])
 
 
 def _is_packed(array: jax.Array, carrier: Any) -> bool:
     if array.dtype == carrier or array.size > SMALL:
         return False
-    if jnp.issubdtype(array.dtype, jnp.integer) or array.dtype == jnp.bool_:
+    if not jnp.issubdtype(array.dtype, jnp.inexact):
         return True
-    # Only narrower floats: wider ones would be rounded.
-    return jnp.promote_types(array.dtype, carrier) == carrier
+    # Of floats only narrower ones: wider ones would be rounded.
+    return jnp.issubdtype(array.dtype, jnp.floating) and array.dtype.itemsize < carrier.itemsize
 
 
 def _pack(array: jax.Array, carrier: Any) -> jax.Array:
     if not _is_packed(array, carrier):
         return array
-    if jnp.issubdtype(array.dtype, jnp.floating):
-        return array.astype(carrier)
-    if array.dtype == jnp.bool_:
+    if not jnp.issubdtype(array.dtype, jnp.integer):
         return array.astype(carrier)
     unsigned = lax.bitcast_convert_type(array, jnp.dtype(f"uint{8 * array.dtype.itemsize}"))
     shifts = [_BYTE * position for position in range(array.dtype.itemsize)]
@@ -94,14 +92,10 @@ def _unpack(summed: jax.Array, like: jax.Array, carrier: Any) -> jax.Array:
 def names_at(spec: PartitionSpec | None, axes: Sequence[str]) -> dict[int, tuple[str, ...]]:
     """The mesh axes, among `axes`, over which each dimension of an array is sharded. Other dimensions are left out."""
     found = {}
-    for dimension, names in enumerate(_names(spec)):
+    for dimension, names in enumerate(axes_of(spec)):
         if kept := tuple(name for name in names if name in axes):
             found[dimension] = kept
     return found
-
-
-def _names(spec: PartitionSpec | None) -> list[tuple[str, ...]]:
-    return [(entry,) if isinstance(entry, str) else tuple(entry or ()) for entry in spec or ()]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,7 +112,7 @@ class Shards:
 
     @property
     def _axis_names(self) -> list[tuple[str, ...]]:
-        return _names(self.spec)
+        return axes_of(self.spec)
 
     @property
     def others(self) -> tuple[str, ...]:
@@ -143,7 +137,6 @@ class Shards:
         return array.reshape(shape)
 
     def unfolded_spec(self, axes: Sequence[str]) -> PartitionSpec:
-        """The spec of the unfolded array over some axes."""
         entries = [[*(name if name in axes else None for name in names), None] for names in self._axis_names]
         return PartitionSpec(*(entry for each in entries for entry in each))
 
@@ -236,29 +229,25 @@ class Parameter:
         return self.summation is Summation.EACH
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class ShardedExecutor:
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class ShardedExecutor(Executor):
     """Runs a pass inside `shard_map`. The batch is sharded over axes of a mesh, in order and as evenly as possible.
 
     Devices exchange nothing before the end of the pass, except with `reduce="each"` the parameters that are sharded
     over the same axes, and their gradients. After the pass, its sums are added up over the devices once.
     """
 
-    mesh: jax.sharding.Mesh
+    mesh: Mesh
     axes: tuple[str, ...]
-    examples: int
     specs: Sequence[PartitionSpec | None] = ()  # of the differentiated arrays, as far as they are known
     reduce: str = "once"
-    num_groups: int | None = None  # of examples, for sums in a fixed order
 
     @functools.cached_property
     def devices(self) -> int:
-        """The number of shards of the batch."""
         return math.prod(self.mesh.shape[name] for name in self.axes)
 
     @property
     def share(self) -> int:
-        """The largest number of examples on a device."""
         return -(-self.examples // self.devices)
 
     @property
@@ -273,7 +262,6 @@ class ShardedExecutor:
         return self.examples % self.devices
 
     def __call__(self, batch_pass: BatchPass) -> tuple[list[Any], list[Any]]:
-        """The sums over all examples, and the rows of all of them in the order of the batch."""
         num_variables, layouts = batch_pass.num_variables, batch_pass.output_layouts
         parameters = [self._parameter(spec) for spec in [*self.specs, *[None] * num_variables][:num_variables]]
         in_specs = [self._restricted(each.spec) if each.enters_sharded else PartitionSpec() for each in parameters]
@@ -289,9 +277,8 @@ class ShardedExecutor:
                 gather = functools.partial(self._gather_variables, parameters=parameters)
                 shard_of = functools.partial(self._shard, gather=gather, is_sharded=enter_sharded)
             sums, made = self._run(batch_pass, shard_of, invariant, rows)
-            grads, others = sums[:num_variables], sums[num_variables:]
-            grads, others = self._reduce(grads, others, parameters)
-            return grads, others, [self._split(each, layout) for each, layout in zip(made, layouts, strict=True)]
+            grads, others = self._reduce(sums[:num_variables], sums[num_variables:], parameters)
+            return grads, others, [self._split(each, layout.rows) for each, layout in zip(made, layouts, strict=True)]
 
         grads, others, made = jax.shard_map(
             on_device,
@@ -318,7 +305,6 @@ class ShardedExecutor:
         return Parameter(spec, Summation.SCATTER if all_axes_manual else Summation.LATER)
 
     def _spec_of_gradient(self, parameter: Parameter) -> PartitionSpec:
-        """The spec of a gradient when it leaves the shard_map."""
         if parameter.summation is Summation.TOGETHER:
             return PartitionSpec()
         if parameter.summation is Summation.LATER:
@@ -326,7 +312,6 @@ class ShardedExecutor:
         return self._restricted(parameter.spec)
 
     def in_batch_order(self, examples: Any) -> Any:
-        """The examples of the batch, without the rows that pad an uneven batch."""
         if not self._is_padded(examples, Batched(0)) or len(self.counts) == 1:
             return examples
         return jnp.take(examples, self._row_indices(*self.counts), axis=0)
@@ -339,23 +324,17 @@ class ShardedExecutor:
         if self.num_groups is None:
             return fun(*arguments)
         everywhere = PartitionSpec()
+        axes = set(self.axes)
         run = jax.shard_map(
-            fun,
-            mesh=self.mesh,
-            in_specs=everywhere,
-            out_specs=everywhere,
-            axis_names=set(self.axes),
-            check_vma=False,
+            fun, mesh=self.mesh, in_specs=everywhere, out_specs=everywhere, axis_names=axes, check_vma=False
         )
         return run(*arguments)
 
     def for_rows(self, number: int) -> "ShardedExecutor":
-        """The executor for this number of rows, which are selected from the examples, on the same devices."""
         return dataclasses.replace(self, examples=number, reduce="once")
 
     @property
     def has_all_examples(self) -> bool:
-        """False: each device has only its own examples."""
         return False
 
     # On one device, inside shard_map.
@@ -371,15 +350,13 @@ class ShardedExecutor:
     def _run(
         self, batch_pass: BatchPass, shard_of: Any, invariant: list[Any], rows: list[Any]
     ) -> tuple[list[Any], list[Any]]:
-        """The sums and rows of this device."""
         fun, row_layouts = batch_pass.fun, batch_pass.row_layouts
         index = jnp.asarray(lax.axis_index(self.axes), jnp.int32)
         if self.num_groups is not None:
             own_rows = [self._merge(array, each) for array, each in zip(rows, row_layouts, strict=True)]
             shard = shard_of(self.share, index)
-            return executor.in_fixed_order(
-                batch_pass, shard, self.num_groups // self.devices, self.examples, invariant, own_rows
-            )
+            groups = self.num_groups // self.devices
+            return in_fixed_order(batch_pass, shard, groups, self.examples, invariant, own_rows)
 
         def with_examples(examples: int) -> tuple[list[Any], list[Any]]:
             shard = shard_of(examples, index)
@@ -413,12 +390,8 @@ class ShardedExecutor:
         single = dataclasses.replace(mine, first=extra, examples=1, is_last=mine.is_last & has_more)
 
         def rows_of(shard: Shard, start: int) -> list[Any]:
-            return [
-                array[start : start + shard.examples]
-                if self._has_own_rows_only(array, each)
-                else take_rows(array, each, self.examples, shard.first, shard.examples)
-                for array, each in zip(rows, batch_pass.row_layouts, strict=True)
-            ]
+            layouts = batch_pass.row_layouts
+            return [self._rows_of(array, each, shard, start) for array, each in zip(rows, layouts, strict=True)]
 
         sums, made = fun(single, invariant, rows_of(single, fewest))
         sums = [jnp.where(has_more, each, jnp.zeros_like(each)) for each in sums]
@@ -433,10 +406,6 @@ class ShardedExecutor:
             ],
         )
 
-    def _has_own_rows_only(self, array: Any, rows: Batched) -> bool:
-        """True if an array has only the rows of this device, because an uneven batch was padded before."""
-        return rows == Batched(0) and array.shape[0] == self.share != self.examples
-
     def _gather_variables(self, variables: list[Any], *, parameters: list[Parameter]) -> list[Any]:
         """The differentiated arrays, all-gathered where this device has a shard."""
         return [
@@ -446,8 +415,7 @@ class ShardedExecutor:
 
     def _gather(self, shard: Any, spec: Any) -> Any:
         # If several axes shard a dimension, shard_map has sharded it by those of the batch first.
-        entries = [(entry,) if isinstance(entry, str) else tuple(entry or ()) for entry in spec]
-        in_turn = [sorted(names, key=lambda name: name not in self.axes) for names in entries]
+        in_turn = [sorted(names, key=lambda name: name not in self.axes) for names in axes_of(spec)]
         shards = self._shards(PartitionSpec(*(tuple(names) or None for names in in_turn)))
         others = set(shards.others)
         if not others:
@@ -479,7 +447,7 @@ class ShardedExecutor:
             if each.summation is Summation.TOGETHER:
                 reduced.append(next(unsharded))
             elif each.summation is Summation.EACH:  # each microbatch has summed it over the axes that shard it
-                names = {name for several in names_at(each.spec, self.axes).values() for name in several}
+                names = {name for several in axes_of(each.spec) for name in several}
                 rest = tuple(name for name in self.axes if name not in names)
                 reduced.append(lax.psum(grad, rest) if rest else grad)
             elif each.summation is Summation.SCATTER:
@@ -524,12 +492,12 @@ class ShardedExecutor:
         """True if the batch was padded, so that each device has the same number of rows."""
         return rows == Batched(0) and array.shape[0] == self.devices * self.share
 
-    def _rows_of(self, array: Any, rows: Batched, shard: Shard) -> Any:
-        """The rows of the examples of this device, from an input of shard_map."""
+    def _rows_of(self, array: Any, rows: Batched, shard: Shard, start: int = 0) -> Any:
+        """The rows of these examples of this device, from its `start`-th example on, from an input of shard_map."""
         if len(self.counts) == 1:
             return self._merge(array, rows)
-        if self._has_own_rows_only(array, rows):
-            return array[: shard.examples]
+        if rows == Batched(0) and array.shape[0] == self.share != self.examples:
+            return array[start : start + shard.examples]  # an uneven batch was padded before: these are its own rows
         return take_rows(array, rows, self.examples, shard.first, shard.examples)
 
     def _pad(self, array: Any, layout: OutputLayout, examples: int) -> Any:
@@ -546,7 +514,7 @@ class ShardedExecutor:
     def _gather_rows(self, array: Any, layout: OutputLayout) -> Any:
         """The rows of all examples in the order of the batch, from an output of shard_map."""
         if len(self.counts) == 1:
-            return merge_axis(array, layout.rows) if layout.rows.outer > 1 else array
+            return self._merge(array, layout.rows)
         if avals.has_keys(array):
             return _rewrapped(array, lambda data: self._gather_rows(data, layout))
         most, least = (layout.count(count) for count in self.counts)
@@ -558,8 +526,7 @@ class ShardedExecutor:
         numbers = [most if device < self.with_more else least for device in range(self.devices)]
         return np.concatenate([device * most + np.arange(number) for device, number in enumerate(numbers)])
 
-    def _split(self, array: Any, rows: Any) -> Any:
-        rows = rows.rows if isinstance(rows, OutputLayout) else rows
+    def _split(self, array: Any, rows: Batched) -> Any:
         return split_axis(array, rows) if rows.outer > 1 else array
 
     def _merge(self, array: Any, rows: Batched) -> Any:
@@ -576,9 +543,7 @@ def _rewrapped(keys: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def _concatenate(one: Any, other: Any, rows: Batched) -> Any:
-    """Concatenates the rows of two groups of examples."""
     if avals.has_keys(one):
-        numbers = _concatenate(jax.random.key_data(one), jax.random.key_data(other), rows)
-        return jax.random.wrap_key_data(numbers, impl=avals.key_impl(one.dtype))
+        return _rewrapped(one, lambda data: _concatenate(data, jax.random.key_data(other), rows))
     joined = jnp.concatenate([split_axis(one, rows), split_axis(other, rows)], rows.axis + 1)
     return merge_axis(joined, rows)

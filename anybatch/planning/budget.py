@@ -12,7 +12,7 @@ from anybatch.call.caches import can_run
 from anybatch.call.memory import memory_budget, memory_left, memory_limit, readable
 from anybatch.call.placement import local_bytes
 from anybatch.jaxprs import versions
-from anybatch.planning.strategy import PlannableGradient
+from anybatch.planning.problem import Problem
 
 # The share kept free if the user named no budget: allocators leave gaps, and a host out of memory kills the process.
 SPARE_ON_ACCELERATOR = 0.05
@@ -37,13 +37,9 @@ class Budget:
 
 
 def allowed_memory(memory: Any, devices: Sequence[Any], present: int = 0) -> Budget:
-    """The budget for the option `memory=`, or else most of the free memory.
+    """The budget of a program on these devices for the option `memory=`, or else most of the free memory.
 
-    Args:
-      memory: the option.
-      devices: the devices that a program runs on.
-      present: the bytes of its arguments that are on a device already. They are counted as used, so that they are added
-        to the free memory.
+    The bytes of its arguments that are `present` on a device already count as used, so they are added to the free ones.
     """
     limit = memory_limit(devices)
     if is_explicit(memory):
@@ -55,7 +51,8 @@ def allowed_memory(memory: Any, devices: Sequence[Any], present: int = 0) -> Bud
     taken = None if limit is None else max(0, limit - available)
     if memory is not None:
         return Budget(memory_budget(memory, available), 0, limit, taken, f"{memory} of the free memory")
-    spare = SPARE_ON_CPU if _on_cpu(devices) else SPARE_ON_ACCELERATOR
+    on_cpu = (list(devices) or jax.local_devices())[0].platform == "cpu"
+    spare = SPARE_ON_CPU if on_cpu else SPARE_ON_ACCELERATOR
     return Budget(int(available * (1 - spare)), 0, limit, taken, f"{1 - spare:.0%} of the free memory")
 
 
@@ -64,26 +61,23 @@ def is_explicit(memory: Any) -> bool:
     return memory is not None and not (isinstance(memory, str) and "%" in memory)
 
 
-def budget_of(gradient: PlannableGradient, *, arrays_exist: bool = True) -> Budget:
+def budget_of(gradient: Problem, *, arrays_exist: bool = True) -> Budget:
     """The budget of a gradient: its `memory=`, or else most of the free memory.
 
-    Args:
-      gradient: the gradient.
-      arrays_exist: True if its arrays exist. Those on a device are already counted as used.
+    If its arrays exist, those on a device are already counted as used.
     """
     leaves = jax.tree.leaves(gradient.arguments.arrays)
-    present = sum(local_bytes(leaf) for leaf in leaves if not _is_on_host(leaf)) if arrays_exist else 0
+    present = sum(local_bytes(leaf) for leaf in leaves if isinstance(leaf, jax.Array)) if arrays_exist else 0
     budget = allowed_memory(gradient.options.memory, gradient.devices, present)
     if gradient.options.memory is not None or budget.allowed is None or can_run(*leaves) or not arrays_exist:
         return budget
     return dataclasses.replace(budget, reserve=COPIES_IN_A_STEP * gradient.local_bytes("wrt"))
 
 
-def left_for_head(gradient: PlannableGradient) -> int | None:
+def left_for_head(gradient: Problem) -> int | None:
     """The bytes that are left for the head of a loss beside the arguments; None if that is not known."""
     allowed = budget_of(gradient).allowed
-    arguments = sum(map(gradient.local_bytes, ("wrt", "batch", "keys", "rest")))
-    return None if allowed is None else max(0, allowed - arguments)
+    return None if allowed is None else max(0, allowed - gradient.argument_bytes)
 
 
 def agreed(budget: Budget) -> Budget:
@@ -95,15 +89,5 @@ def agreed(budget: Budget) -> Budget:
     everyone = np.asarray(versions.elsewhere(lambda: multihost_utils.process_allgather(halves)), np.float64)
     allowed, reserve = (everyone[:, 0, :] * 2**20 + everyone[:, 1, :]).T
     least = None if allowed.min() < 0 else int(allowed.min())
-    return dataclasses.replace(
-        budget, allowed=least, reserve=int(reserve.max()), source=f"{budget.source}, in all processes"
-    )
-
-
-def _on_cpu(devices: Sequence[Any]) -> bool:
-    return (list(devices) or jax.local_devices())[0].platform == "cpu"
-
-
-def _is_on_host(leaf: Any) -> bool:
-    """True for an array that is not on a device yet."""
-    return not isinstance(leaf, jax.Array)
+    source = f"{budget.source}, in all processes"
+    return dataclasses.replace(budget, allowed=least, reserve=int(reserve.max()), source=source)

@@ -6,12 +6,16 @@ that were compiled before.
 """
 
 import dataclasses
+import itertools
 import math
 import statistics
 from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 from anybatch.planning.measure import MIN_TURN_SECONDS, Bytes, Measurements, estimate
 from anybatch.planning.strategy import Strategy, Variant
+
+V = TypeVar("V")
 
 # How many sizes above and below a given one are considered.
 NEIGHBOURS = 1000
@@ -138,13 +142,9 @@ class StrategySearch:
         variants: Sequence[Variant] = (Variant(),),
         notify: Callable[[str], None] = lambda text: None,
     ) -> None:
-        """Makes a search.
+        """Searches among `variants`, of which the first takes the least time, within the `allowed` bytes, if known.
 
-        Args:
-          measurements: compiles and times strategies, and keeps the results.
-          allowed: the bytes that a strategy may take; None if unknown.
-          variants: the variants to choose from, the one that takes the least time first.
-          notify: called with a text before each step that takes long.
+        `notify` is called with a text before each step that takes long.
         """
         self.measurements, self.allowed, self.variants, self.notify = measurements, allowed, tuple(variants), notify
         self.examples = measurements.gradient.max_microbatch_size
@@ -153,20 +153,17 @@ class StrategySearch:
 
     @property
     def compiled(self) -> dict[Strategy, Bytes | None]:
-        """The bytes of the strategies compiled so far, here or by an earlier search; None where compiling failed.
-
-        An earlier search may have had other variants: those are left out.
-        """
-        return {
-            strategy: found for strategy, found in self.measurements.bytes.items() if strategy.variant in self.variants
-        }
+        """The bytes of the strategies compiled so far, here or by an earlier search; None where compiling failed."""
+        return self._of_variants(self.measurements.bytes)
 
     @property
     def seconds(self) -> dict[Strategy, float]:
         """The seconds of the strategies timed so far; infinite where one ran out of memory."""
-        return {
-            strategy: each for strategy, each in self.measurements.seconds.items() if strategy.variant in self.variants
-        }
+        return self._of_variants(self.measurements.seconds)
+
+    def _of_variants(self, measured: dict[Strategy, V]) -> dict[Strategy, V]:
+        """What was measured, without the variants of an earlier search that are not among those of this one."""
+        return {strategy: each for strategy, each in measured.items() if strategy.variant in self.variants}
 
     # Memory: which strategies fit.
 
@@ -201,16 +198,14 @@ class StrategySearch:
         if len(points) < 2 or self._has_one_complete_microbatch(size):
             return None
         nearest = sorted(points, key=lambda point: abs(math.log(point[0] / size)))[:3]
-        mean_size = statistics.fmean(each for each, _ in nearest)
-        mean_total = statistics.fmean(found.total for _, found in nearest)
-        covariance = sum((each - mean_size) * (found.total - mean_total) for each, found in nearest)
-        slope = max(0.0, covariance / sum((each - mean_size) ** 2 for each, _ in nearest))
+        sizes, totals = [each for each, _ in nearest], [found.total for _, found in nearest]
+        slope = max(0.0, statistics.linear_regression(sizes, totals).slope)
         # A steep line would fall below the bytes that no microbatch size changes. Activations have a fixed part and a
         # part for each example. So at a smaller size they take at least their share, and at a larger size no less.
         least = max(
             found.total - found.activations + int(found.activations * min(1.0, size / each)) for each, found in points
         )
-        return max(least, int(mean_total + slope * (size - mean_size)))
+        return max(least, int(statistics.fmean(totals) + slope * (size - statistics.fmean(sizes))))
 
     def _points(self, variant: Variant, *, with_full: bool) -> list[tuple[int, Bytes]]:
         """The compiled sizes of a variant, with their bytes. The full batch only if asked for, and nothing else is."""
@@ -267,9 +262,11 @@ class StrategySearch:
                 high = size
         return Strategy(low, *variant) if low else None
 
-    def first_fitting(self) -> Strategy | None:
-        """The strategy with the largest microbatch, of the first variant for which one fits; None if none does."""
-        return next((strategy for strategy in map(self.largest_fitting, self.variants) if strategy is not None), None)
+    def first_fitting(self, reserve: int = 0) -> Strategy | None:
+        """The largest microbatch of the first variant for which one fits, with `reserve` bytes to spare; or None."""
+        allowed = None if self.allowed is None else self.allowed - reserve
+        fitting = (self.largest_fitting(variant, allowed) for variant in self.variants)
+        return next((strategy for strategy in fitting if strategy is not None), None)
 
     def likely_fitting(self) -> Strategy:
         """The largest strategy that is predicted to fit. Compiles nothing."""
@@ -284,11 +281,7 @@ class StrategySearch:
 
     def leanest(self) -> Strategy | None:
         """The strategy with the least memory; of those about as lean, the one with the largest microbatch."""
-        smallest = [
-            strategy
-            for strategy in (Strategy(self.sizes.smallest, *variant) for variant in self.variants)
-            if self.fits(strategy)
-        ]
+        smallest = [each for variant in self.variants if self.fits(each := Strategy(self.sizes.smallest, *variant))]
         if not smallest:
             return None
         lean = int(min(map(self._total, smallest)) * (1 + AS_LEAN))
@@ -299,17 +292,15 @@ class StrategySearch:
 
     def fastest(self) -> Strategy | None:
         """The strategy that takes the least time; of those about as fast, the one with the least memory."""
-        top = self.largest_fitting(self.variants[0])
-        if top is not None:
-            self._time_downwards(top)
-        # Recomputing activations takes longer: it pays only where memory keeps the microbatches small.
-        more = self.variants[1:]
-        if top is not None and self.measurements.gradient.is_full_batch(top):
-            more = tuple(variant for variant in more if variant.method != top.method)
-        for variant in more:
+        top: Strategy | None = None
+        for number, variant in enumerate(self.variants):
+            # Recomputing activations takes longer, and so may blocks: they pay only where microbatches are small.
+            if top is not None and self.measurements.gradient.is_full_batch(top) and variant.method == top.method:
+                continue
             largest = self.largest_fitting(variant)
             if largest is not None:
                 self._time_downwards(largest)
+            top = largest if number == 0 else top
         if not self.timed_and_fitting():
             return None
         seconds = self.measurements.seconds
@@ -330,7 +321,6 @@ class StrategySearch:
         return chosen
 
     def timed_and_fitting(self) -> list[Strategy]:
-        """The strategies that were timed and fit the budget."""
         return [strategy for strategy, each in self.seconds.items() if math.isfinite(each) and self.fits(strategy)]
 
     def _time_downwards(self, top: Strategy) -> None:
@@ -366,16 +356,11 @@ class StrategySearch:
 
     def _around(self, best: Strategy) -> list[Strategy]:
         """Strategies halfway between the best size and the next smaller and larger ones that were timed."""
-        timed = sorted(
-            self._size(strategy) for strategy in self.measurements.seconds if strategy.variant == best.variant
-        )
-        position = timed.index(self._size(best))
-        between = []
-        for pair in (timed[position - 1 : position + 1], timed[position : position + 2]):
-            size = self.sizes.between(*pair) if len(pair) == 2 else None
-            if size is not None:
-                between.append(Strategy(size, *best.variant))
-        return between
+        seconds = self.measurements.seconds
+        timed = sorted(self._size(strategy) for strategy in seconds if strategy.variant == best.variant)
+        pairs = [pair for pair in itertools.pairwise(timed) if self._size(best) in pair]
+        between = [self.sizes.between(*pair) for pair in pairs]
+        return [Strategy(size, *best.variant) for size in between if size is not None]
 
     def _race(self, strategies: Sequence[Strategy], reference: Strategy) -> None:
         """Times strategies in turns, and scales all earlier times by how that of `reference` has changed."""
@@ -396,6 +381,11 @@ class StrategySearch:
 
     # More rows for the table.
 
+    def shown_variants(self, chosen: Strategy) -> list[Strategy]:
+        """The chosen strategy in the variants that a table shows. Blocks are shown only if they were tried."""
+        strategies = (Strategy(self._size(chosen), *variant) for variant in self.variants)
+        return [each for each in strategies if each.block_size in (None, chosen.block_size)]
+
     def measure_for_table(self, chosen: Strategy | None, *, timed: bool) -> None:
         """Compiles what the table of a plan should show beside what was needed to decide.
 
@@ -410,6 +400,6 @@ class StrategySearch:
         if self.measurements.gradient.is_coupled:  # its head takes memory that does not lie on the line
             self.fits(Strategy(self.sizes.smallest, *variant))
         size = self.sizes.smallest if chosen is None else self._size(chosen)
-        for strategy in (Strategy(size, *variant) for variant in self.variants):
+        for strategy in self.shown_variants(chosen or Strategy(size, *self.variants[0])):
             if self.fits(strategy) and timed:
                 self._time(strategy)

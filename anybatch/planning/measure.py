@@ -10,7 +10,7 @@ import functools
 import math
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -23,7 +23,8 @@ from anybatch.errors import AnybatchError
 from anybatch.jaxprs import avals, versions
 from anybatch.jaxprs.graph import uses, written_bytes
 from anybatch.mesh.call_shardings import CallShardings
-from anybatch.planning.strategy import Computation, PlannableGradient, Route, Strategy
+from anybatch.planning.problem import Problem
+from anybatch.planning.strategy import Computation, Route, Strategy
 
 # After this many sizes that XLA cannot compile, no others are tried.
 FAILURES = 3
@@ -64,13 +65,8 @@ class Bytes:
 class Measurements:
     """Compiles and times the strategies of one gradient, each once, and keeps the results."""
 
-    def __init__(self, gradient: PlannableGradient, known: dict[str, Any] | None = None) -> None:
-        """Starts from the measurements of a record that was loaded from disk, or from none.
-
-        Args:
-          gradient: the gradient.
-          known: the record, with what `record` returned under "strategies".
-        """
+    def __init__(self, gradient: Problem, known: dict[str, Any] | None = None) -> None:
+        """Starts from the record `known` that was loaded from disk, with what `record` returned under "strategies"."""
         self.gradient = gradient
         self.can_run = can_run(*jax.tree.leaves(gradient.arguments.arrays))
         self.compilations = 0
@@ -88,24 +84,23 @@ class Measurements:
                 self._recall(entry)
 
     def _recall(self, entry: dict[str, Any]) -> None:
-        """Takes over one entry that `record` made earlier.
-
-        Raises:
-          ValueError: for an entry that makes no sense for this gradient.
-        """
-        size, remat, reduce, found = entry["size"], entry["remat"], entry["reduce"], entry["bytes"]
-        if not isinstance(size, int) or not 0 < size <= self.gradient.max_microbatch_size:
-            raise ValueError(entry)
-        if remat not in (None, *POLICIES) or reduce not in ("once", "each"):
-            raise ValueError(entry)
-        method = entry.get("method")
-        if method not in self.gradient.methods:
-            raise ValueError(entry)
-        strategy = Strategy(size, remat, reduce, method)
+        """Takes over one entry that `record` made earlier. Raises a ValueError if it makes no sense here."""
+        size, remat, reduce, method = entry["size"], entry["remat"], entry["reduce"], entry.get("method")
+        block_size = entry.get("block_size")
+        strategy, found = Strategy(size, remat, reduce, method, block_size), entry["bytes"]
         kinds = None if found is None else Bytes(**{name: int(number) for name, number in found.items()})
         seconds = None if entry["seconds"] is None else float(entry["seconds"])
-        is_time = seconds is None or 0 < seconds < math.inf
-        if not is_time or (kinds is not None and kinds.total < 0):
+        makes_sense = (
+            isinstance(size, int)
+            and 0 < size <= self.gradient.max_microbatch_size
+            and remat in (None, *POLICIES)
+            and reduce in ("once", "each")
+            and method in self.gradient.methods
+            and (block_size is None or (isinstance(block_size, int) and block_size > 0))
+            and (seconds is None or 0 < seconds < math.inf)
+            and (kinds is None or kinds.total >= 0)
+        )
+        if not makes_sense:
             raise ValueError(entry)
         self.routes[strategy] = Route(entry["route"])
         self.bytes[strategy], self.text_hashes[strategy] = kinds, entry["program"]
@@ -129,36 +124,23 @@ class Measurements:
     def route(self, strategy: Strategy) -> Route:
         """The route of a strategy. The loss is read only if no other microbatch size has told the route."""
         if strategy not in self.routes:
-            alike = [
-                self.routes[other]
-                for other in self.routes
-                if not self.gradient.is_full_batch(other) and other.method == strategy.method
-            ]
-            self.routes[strategy] = (
-                alike[0] if alike and not self.gradient.is_full_batch(strategy) else self.gradient.route(strategy)
-            )
+            is_full_batch = self.gradient.is_full_batch
+            known = self.routes.items() if not is_full_batch(strategy) else ()
+            alike = [route for other, route in known if not is_full_batch(other) and other.method == strategy.method]
+            self.routes[strategy] = alike[0] if alike else self.gradient.route(strategy)
         return self.routes[strategy]
 
     def bytes_of(self, strategy: Strategy) -> Bytes | None:
         """The bytes of a strategy, which is compiled if necessary; None if XLA cannot compile it."""
-        if strategy not in self.bytes and self._is_hopeless(strategy):
-            return None
-        if strategy not in self.bytes:
-            self._compile(strategy)
-        return self.bytes[strategy]
-
-    def _is_hopeless(self, strategy: Strategy) -> bool:
-        """True if XLA could compile no size of this variant and failed with several: then no others are tried."""
         failed = [other for other in self.failures if other.variant == strategy.variant]
         is_known = any(found is not None for other, found in self.bytes.items() if other.variant == strategy.variant)
-        return len(failed) >= FAILURES and not is_known
+        is_hopeless = len(failed) >= FAILURES and not is_known
+        if strategy not in self.bytes and not is_hopeless:
+            self._compile(strategy)
+        return self.bytes.get(strategy)
 
     def computation(self, strategy: Strategy) -> Computation:
-        """The compiled computation of a strategy.
-
-        Raises:
-          JaxRuntimeError: if XLA cannot compile it.
-        """
+        """The compiled computation of a strategy. Raises a JaxRuntimeError if XLA cannot compile it."""
         if strategy not in self.computations:
             self._compile(strategy)
         if strategy not in self.computations:
@@ -193,61 +175,47 @@ class Measurements:
 
         A strategy that runs out of memory gets infinite seconds, and its bytes become None.
         """
-
-        def seconds(strategy: Strategy, repeats: int) -> float:
-            computation = self.computation(strategy)
-            return _mean_seconds(lambda: computation.compile()(*computation.leaves), repeats)
-
-        able = self._able_to_run(strategies, seconds)
+        on_cpu = (self.gradient.devices or jax.local_devices())[0].platform == "cpu"
+        for strategy in strategies:
+            self._find_repeats(strategy, MIN_TURN_SECONDS_ON_CPU if on_cpu else MIN_TURN_SECONDS)
+        able = [strategy for strategy in strategies if strategy in self._repeats]
         taken: dict[Strategy, list[float]] = {strategy: [] for strategy in strategies}
         self.taken = taken
-        on_cpu = self._on_cpu
         left = 0.0 if on_cpu or not able else WARM_UP_SECONDS
         while left > 0:
-            left -= sum(seconds(strategy, 1) for strategy in able)
+            left -= sum(map(self._mean_seconds, able))
         for _ in range(rounds):
             for strategy in able:
                 if not on_cpu:
-                    seconds(strategy, 1)  # not timed: it may profit from a device that the program before let cool
-                taken[strategy].append(seconds(strategy, self._repeats[strategy]))
+                    self._mean_seconds(strategy)  # it may profit from a device that the program before let cool
+                taken[strategy].append(self._mean_seconds(strategy, self._repeats[strategy]))
         return {strategy: statistics.median(each) if each else math.inf for strategy, each in taken.items()}
 
-    @property
-    def _on_cpu(self) -> bool:
-        return bool((self.gradient.devices or jax.local_devices())[0].platform == "cpu")
+    def _find_repeats(self, strategy: Strategy, least: float) -> None:
+        """Finds out how often a turn must repeat a strategy to last `least` seconds, unless it runs out of memory."""
+        if strategy in self._repeats:
+            return
+        try:
+            self._mean_seconds(strategy)  # the first run is always slow
+            once = self._mean_seconds(strategy)
+        except jax.errors.JaxRuntimeError as error:
+            if not versions.is_out_of_memory(error):
+                raise
+            self.bytes[strategy] = None
+        else:
+            self._repeats[strategy] = max(1, min(100, math.ceil(least / max(once, 1e-6))))
 
-    def _able_to_run(self, strategies: Sequence[Strategy], seconds: Callable[[Strategy, int], float]) -> list[Strategy]:
-        """The strategies that do not run out of memory. Finds out how often a turn must repeat each of them."""
-        for strategy in strategies:
-            if strategy in self._repeats:
-                continue
-            try:
-                seconds(strategy, 1)  # the first run is always slow
-                once = seconds(strategy, 1)
-            except jax.errors.JaxRuntimeError as error:
-                if not versions.is_out_of_memory(error):
-                    raise
-                self.bytes[strategy] = None
-            else:
-                least = MIN_TURN_SECONDS_ON_CPU if self._on_cpu else MIN_TURN_SECONDS
-                self._repeats[strategy] = max(1, min(100, math.ceil(least / max(once, 1e-6))))
-        return [strategy for strategy in strategies if strategy in self._repeats]
-
-
-def _mean_seconds(run: Callable[[], Any], repeats: int) -> float:
-    start = time.perf_counter()
-    for _ in range(repeats):
-        jax.block_until_ready(run())
-    return (time.perf_counter() - start) / repeats
+    def _mean_seconds(self, strategy: Strategy, repeats: int = 1) -> float:
+        computation = self.computation(strategy)
+        program = computation.compile()
+        start = time.perf_counter()
+        for _ in range(repeats):
+            jax.block_until_ready(program(*computation.leaves))
+        return (time.perf_counter() - start) / repeats
 
 
 def compile_for_types(computation: Computation, shardings: CallShardings | None = None) -> Any:
-    """Compiles a computation whose arrays are tracers or shapes, for the devices that they will be on.
-
-    Args:
-      computation: the computation.
-      shardings: how `mesh=` shards its arrays; None without a mesh.
-    """
+    """Compiles a computation whose arrays are tracers or shapes, for the devices that they, or `mesh=`, name."""
     if shardings is not None:
         placed = shardings.placed_types(computation.leaves)
         return versions.elsewhere(lambda: jax.jit(lambda *flat: computation.fun(*flat)).lower(*placed).compile())
@@ -262,7 +230,7 @@ def compile_for_types(computation: Computation, shardings: CallShardings | None 
     return jax.jit(lambda *flat: computation.fun(*flat)).lower(*types).compile()
 
 
-def count_bytes(compiled: Any, gradient: PlannableGradient) -> Bytes:
+def count_bytes(compiled: Any, gradient: Problem) -> Bytes:
     """The bytes of a compiled gradient on one device."""
     analysis = compiled.memory_analysis()
     parameters, batch = gradient.local_bytes("wrt"), gradient.local_bytes("batch")
@@ -282,24 +250,19 @@ def count_bytes(compiled: Any, gradient: PlannableGradient) -> Bytes:
     )
 
 
-def estimate(gradient: PlannableGradient) -> tuple[int, float]:
+def estimate(gradient: Problem) -> tuple[int, float]:
     """Estimates, from the jaxpr alone, the bytes of a gradient without examples, and the bytes of each example."""
-    start = _arguments(gradient) + gradient.local_bytes("wrt")
+    start = gradient.argument_bytes + gradient.local_bytes("wrt")
     return start, gradient.vmap_copies * gradient.bytes_written(written_bytes) / max(1, gradient.examples)
 
 
-def generous_bytes(gradient: PlannableGradient) -> int | None:
+def generous_bytes(gradient: Problem) -> int | None:
     """More bytes than the full-batch gradient should take: every value in the jaxpr of the loss, counted many times.
 
     This is no proof, since the scratch of a kernel has no bound. Returns None for a loss with a `custom_vjp`, whose
     derivative the jaxpr does not show.
     """
-    jaxpr = gradient.loss.traced.jaxpr
-    if uses(jaxpr, "custom_vjp"):
+    if uses(gradient.loss.traced.jaxpr, "custom_vjp"):
         return None
     written = gradient.vmap_copies * gradient.bytes_written(functools.partial(written_bytes, fused=frozenset()))
-    return 8 * _arguments(gradient) + GENEROUS * -(-written // gradient.num_batch_shards)
-
-
-def _arguments(gradient: PlannableGradient) -> int:
-    return sum(gradient.local_bytes(role) for role in gradient.arguments.arrays._fields)
+    return 8 * gradient.argument_bytes + GENEROUS * -(-written // gradient.num_batch_shards)

@@ -15,7 +15,7 @@ from anybatch.planning.measure import Bytes
 from anybatch.planning.strategy import Route, Strategy
 
 # The columns of the table, and those that are aligned to the left. The last one marks the chosen candidate.
-_HEADER = ["route", "microbatch", "remat", "reduce", "total"]
+_HEADER = ["route", "microbatch", "blocks", "remat", "reduce", "total"]
 _HEADER += ["arguments", "gradients", "results", "activations", "time", "fits", ""]
 _LEFT = {"route", "remat", "reduce", ""}
 
@@ -48,6 +48,7 @@ class Candidate:
     remat: str | None
     reduce: str  # on a mesh, when gradients are added up over devices: "once" at the end, or after "each" microbatch
     method: str | None  # for per-example gradients: "factored" or "vmap"
+    block_size: int | None  # the rows of big values that are computed at a time; None: all
     bytes: Bytes | None  # of the compiled program; None if it was not compiled, or could not be
     predicted: int | None  # the total bytes, as predicted from other sizes
     seconds: float | None
@@ -66,14 +67,14 @@ class Candidate:
 
     @property
     def strategy(self) -> Strategy:
-        """The strategy by itself."""
-        return Strategy(self.microbatch_size, self.remat, self.reduce, self.method)
+        return Strategy(self.microbatch_size, self.remat, self.reduce, self.method, self.block_size)
 
     @property
     def variant(self) -> str:
         """Its choices other than the microbatch size, in words; may be empty."""
         reduce = "" if self.reduce == "once" else f"reduce {self.reduce}"
-        return ", ".join(filter(None, [self.method, self.remat, reduce]))
+        blocks = "" if self.block_size is None else f"blocks of {self.block_size}"
+        return ", ".join(filter(None, [self.method, blocks, self.remat, reduce]))
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -128,6 +129,11 @@ class Plan:
         return None if self.chosen is None else self.chosen.remat
 
     @property
+    def block_size(self) -> int | None:
+        """For `value_and_grad(block_size=...)`."""
+        return None if self.chosen is None else self.chosen.block_size
+
+    @property
     def reduce(self) -> str | None:
         """For `value_and_grad(reduce=...)`, on a mesh."""
         return None if self.chosen is None else self.chosen.reduce
@@ -138,15 +144,12 @@ class Plan:
         return None if self.chosen is None else self.chosen.method
 
     def __str__(self) -> str:
-        columns = list(zip(*self._rows, strict=True))
-        widths = [max(map(len, column)) for column in columns]
-        lines = []
-        for row in self._rows:
-            cells = [
-                cell.ljust(width) if name in _LEFT else cell.rjust(width)
-                for cell, width, name in zip(row, widths, self._rows[0], strict=True)
-            ]
-            lines.append("  ".join(cells).rstrip())
+        rows = self._rows
+        columns = [(max(map(len, column)), "<" if column[0] in _LEFT else ">") for column in zip(*rows, strict=True)]
+        lines = [
+            "  ".join(f"{cell:{side}{width}}" for cell, (width, side) in zip(row, columns, strict=True)).rstrip()
+            for row in rows
+        ]
         return "\n".join([self._title, "", *lines, "", *self._remarks])
 
     __repr__ = __str__
@@ -187,30 +190,22 @@ class Plan:
             lines.append("~ predicted from the sizes that were compiled.")
         return [line for line in lines if line]
 
-    @property
-    def _shows_reduce(self) -> bool:
-        return any(candidate.reduce != "once" for candidate in self.candidates)
-
     def _cells(self, candidate: Candidate) -> list[str]:
         found, mark = candidate.bytes, "" if candidate.bytes is not None else "~"
-        total = "" if candidate.total is None else mark + readable(candidate.total)
-        kinds = ["", "", "", ""]
-        if found is not None:
-            numbers = (found.arguments, found.gradients, found.results, found.activations)
-            kinds = [readable(number) for number in numbers]
-        seconds = "" if candidate.seconds is None else _milliseconds(candidate.seconds)
-        fits = {True: "yes", False: "no", None: ""}[candidate.fits]
-        chosen = "<- chosen" if candidate == self.chosen else ""
+        kinds = [] if found is None else [found.arguments, found.gradients, found.results, found.activations]
+        milliseconds = 1e3 * (candidate.seconds or 0)
+        shows_reduce = any(each.reduce != "once" for each in self.candidates)
         return [
             candidate.route,
             str(candidate.microbatch_size),
+            "" if candidate.block_size is None else str(candidate.block_size),
             candidate.remat or "",
-            candidate.reduce if self._shows_reduce else "",
-            total,
-            *kinds,
-            seconds,
-            fits,
-            chosen,
+            candidate.reduce if shows_reduce else "",
+            "" if candidate.total is None else mark + readable(candidate.total),
+            *(map(readable, kinds) if kinds else [""] * 4),
+            "" if candidate.seconds is None else f"{milliseconds:.{1 if milliseconds >= 1 else 3}f} ms",
+            {True: "yes", False: "no", None: ""}[candidate.fits],
+            "<- chosen" if candidate == self.chosen else "",
         ]
 
     def plot(self, path: str | None = None) -> Any:
@@ -242,17 +237,8 @@ class Plan:
         return tag + rest
 
 
-def _milliseconds(seconds: float) -> str:
-    milliseconds = 1e3 * seconds
-    return f"{milliseconds:.1f} ms" if milliseconds >= 1 else f"{milliseconds:.3f} ms"
-
-
 def draw(plan: Plan) -> Any:
-    """A matplotlib figure: memory and time of the candidates against the microbatch size.
-
-    Raises:
-      InputError: if matplotlib is missing.
-    """
+    """A matplotlib figure: memory and time of the candidates against the microbatch size."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
@@ -282,21 +268,14 @@ def draw(plan: Plan) -> Any:
 
 def _draw_memory(axes: Any, plan: Plan) -> list[Any]:
     highest = max(each.total or 0 for each in plan.candidates)
-    unit, name = next(
-        ((2**power, name) for power, name in ((30, "GiB"), (20, "MiB")) if highest >= 2**power), (1024, "KiB")
-    )
-    lines = []
-    for number, variant in enumerate(dict.fromkeys(each.variant for each in plan.candidates)):
-        mine = [
-            (each, each.total / unit) for each in plan.candidates if each.variant == variant and each.total is not None
-        ]
-        label = f"memory, {variant}" if variant else "memory"
-        style = ("-", "--", "-.", ":")[number % 4]
-        sizes, totals = [each.microbatch_size for each, _ in mine], [total for _, total in mine]
-        lines += axes.plot(sizes, totals, style, color=BLUE, label=label, zorder=2)
-        for each, total in mine:
-            face = "white" if each.bytes is None else BLUE  # predicted totals are hollow circles
-            axes.plot(each.microbatch_size, total, "o", color=BLUE, markerfacecolor=face, markersize=5, zorder=3)
+    units = {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10}
+    name = next((name for name, unit in units.items() if highest >= unit), "KiB")
+    unit = units[name]
+    known = [(each, each.total / unit) for each in plan.candidates if each.total is not None]
+    lines = _draw_lines(axes, "memory", known, color=BLUE, zorder=2)
+    for each, total in known:
+        face = "white" if each.bytes is None else BLUE  # predicted totals are hollow circles
+        axes.plot(each.microbatch_size, total, "o", color=BLUE, markerfacecolor=face, markersize=5, zorder=3)
     if plan.budget is not None and plan.budget <= 4 * highest:  # a far larger budget would squeeze the curves
         lines.append(axes.axhline(plan.budget / unit, color=GRAY, linestyle=":", label="budget", zorder=1))
     axes.set_ylabel(f"memory, {name}", color=BLUE)
@@ -304,14 +283,18 @@ def _draw_memory(axes: Any, plan: Plan) -> list[Any]:
     return lines
 
 
-def _draw_time(axes: Any, plan: Plan) -> list[Any]:
+def _draw_lines(axes: Any, name: str, points: Sequence[tuple[Candidate, float]], **style: Any) -> list[Any]:
     lines = []
+    for number, variant in enumerate(dict.fromkeys(each.variant for each, _ in points)):
+        mine = [(each.microbatch_size, value) for each, value in points if each.variant == variant]
+        label = f"{name}, {variant}" if variant else name
+        lines += axes.plot(*zip(*mine, strict=True), ("-", "--", "-.", ":")[number % 4], label=label, **style)
+    return lines
+
+
+def _draw_time(axes: Any, plan: Plan) -> list[Any]:
     timed = [(each, 1e3 * each.seconds) for each in plan.candidates if each.seconds is not None]
-    for number, variant in enumerate(dict.fromkeys(each.variant for each, _ in timed)):
-        mine = [(each.microbatch_size, milliseconds) for each, milliseconds in timed if each.variant == variant]
-        label = f"time, {variant}" if variant else "time"
-        style = ("-", "--", "-.", ":")[number % 4]
-        lines += axes.plot(*zip(*mine, strict=True), style, marker="s", markersize=4, color=ORANGE, label=label)
+    lines = _draw_lines(axes, "time", timed, color=ORANGE, marker="s", markersize=4)
     axes.set_ylabel("time, ms", color=ORANGE)
     axes.set_ylim(bottom=0, top=1.15 * max(milliseconds for _, milliseconds in timed))
     return lines
@@ -328,14 +311,9 @@ def _ticks(sizes: Sequence[int], chosen: int | None) -> list[int]:
 
 
 def check_plot_path(path: str | os.PathLike[str], given: str | None = None) -> pathlib.Path:
-    """The file that a plot is written to, links followed.
+    """The file that a plot is written to, links followed: none, an empty one or an earlier plot.
 
-    Args:
-      path: where to write.
-      given: how the user named the path, for the error.
-
-    Raises:
-      InputError: if there is a file that is neither empty nor a plot of a plan.
+    Otherwise the error shows the path as it was `given`.
     """
 
     def is_ours(content: bytes) -> bool:
@@ -346,11 +324,7 @@ def check_plot_path(path: str | os.PathLike[str], given: str | None = None) -> p
 
 
 def save_plot(figure: Any, path: str | os.PathLike[str]) -> None:
-    """Writes a figure to a file, completely or not at all.
-
-    Raises:
-      InputError: if the name does not end in a format, or if there is another file of that name.
-    """
+    """Writes a figure to a file, completely or not at all. The name ends in the format."""
     target, content = check_plot_path(path), io.BytesIO()
     kind = target.suffix.removeprefix(".").lower()
     try:

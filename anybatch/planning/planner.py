@@ -8,9 +8,9 @@ a strategy was chosen, what limits it and what would help.
 import dataclasses
 import functools
 import itertools
+import math
 import os
 import time
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -18,10 +18,11 @@ import jax
 
 from anybatch import __version__
 from anybatch.call.caches import PROGRAMS, Cache
+from anybatch.call.checks import warn
 from anybatch.call.memory import default_device, readable
 from anybatch.call.options import POLICIES
 from anybatch.call.placement import describe_placed
-from anybatch.errors import AnybatchError, NothingFitsError, TightMemoryWarning, user_stacklevel
+from anybatch.errors import AnybatchError, NothingFitsError, TightMemoryWarning
 from anybatch.jaxprs import versions
 from anybatch.jaxprs.graph import uses
 from anybatch.planning import store
@@ -29,28 +30,34 @@ from anybatch.planning.budget import Budget, agreed, budget_of
 from anybatch.planning.candidates import AS_FAST, StrategySearch
 from anybatch.planning.measure import Bytes, Measurements, generous_bytes
 from anybatch.planning.plan import Candidate, Devices, Plan
+from anybatch.planning.problem import Problem
 from anybatch.planning.store import fingerprint, fingerprint_of_function
-from anybatch.planning.strategy import Computation, PlannableGradient, Strategy, Variant
+from anybatch.planning.strategy import Computation, Strategy, Variant
 from anybatch.reading.rules import USER_RULES
 
+Leanest = tuple[Strategy, Bytes] | None  # the compiled strategy with the least memory, and its bytes
 
-def as_plan(
-    search: StrategySearch, budget: Budget, strategy: Strategy | None, seconds: float, *, by_time: bool
-) -> Plan:
-    """The plan of a search.
 
-    Args:
-      search: the search, with everything it measured.
-      budget: the memory that the gradient may take.
-      strategy: the chosen strategy; None if none fits.
-      seconds: how long planning took.
-      by_time: whether it was chosen by measured times. If not, times of an earlier search may still be known.
+def as_plan(search: StrategySearch, budget: Budget, strategy: Strategy | None, *, by_time: bool) -> Plan:
+    """The plan of a search that chose this strategy, or none that fits.
+
+    `by_time` says whether measured times decided. If not, times of an earlier search may still be known.
     """
     gradient = search.measurements.gradient
     listed = sorted(_listed(search, strategy), key=_order)
     candidates = {each: _candidate(search, budget, each) for each in listed}
-    leanest = _leanest(search)
+    known = {each: found for each, found in search.compiled.items() if found is not None}
+    leanest = min(known.items(), key=lambda item: item[1].total) if known else None
     is_limited = strategy is None or search.is_limited_by_memory(strategy)
+    line = _line_of_large_head(search)
+    remarks = [
+        _limits(budget, leanest) if is_limited else "",
+        f"Smaller microbatches save little: from {line} on, the loss is computed from the full batch." if line else "",
+        _failures(search),
+    ]
+    devices = gradient.devices or [default_device()]
+    # Including the devices of other processes.
+    number = len(devices) if gradient.shardings is None else gradient.shardings.mesh.size
     return Plan(
         chosen=None if strategy is None else candidates[strategy],
         candidates=tuple(candidates.values()),
@@ -58,14 +65,14 @@ def as_plan(
         objective=gradient.options.objective,
         budget=budget.allowed,
         budget_source=budget.source,
-        reason=_reason(search, budget, strategy, leanest, by_time=by_time),
-        limits=" ".join(
-            filter(None, [_limits(budget, leanest) if is_limited else "", _full_batch_head(search), _failures(search)])
-        ),
-        advice=_advice(search, budget, strategy, leanest) if is_limited else "",
-        devices=_devices(search),
+        reason=_nothing_fits(search, budget, leanest)
+        if strategy is None
+        else _reason(search, strategy, by_time=by_time),
+        limits=" ".join(filter(None, remarks)),
+        advice=_advice(search, budget, strategy, leanest, has_large_head=bool(line)) if is_limited else "",
+        devices=Devices(str(devices[0].device_kind), number),
         compilations=search.measurements.compilations,
-        planning_seconds=seconds,
+        planning_seconds=0.0,
         noun=gradient.noun,
         note=gradient.note,
     )
@@ -74,26 +81,28 @@ def as_plan(
 def _listed(search: StrategySearch, strategy: Strategy | None) -> set[Strategy]:
     """The strategies of the table: all that were compiled, and sizes between them that can be predicted."""
     listed = set(search.compiled) | ({strategy} if strategy is not None else set())
-    previous: int | None = None
-    largest = max(
-        (each.microbatch_size or 0 for each in listed if not search.measurements.gradient.is_full_batch(each)),
-        default=0,
-    )
+    in_microbatches = [each for each in listed if not search.measurements.gradient.is_full_batch(each)]
+    largest = max((each.microbatch_size or 0 for each in in_microbatches), default=0)
+    previous: float = math.inf
     for size in search.sizes.steps_down(search.examples):
-        predicted = search.interpolate(Strategy(size, *search.variants[0]))
+        between = Strategy(size, *search.variants[0])
+        predicted = search.interpolate(between) if size <= 1.25 * largest else None
         # Where the total hardly changes any more, only the smallest size is added.
-        if (
-            predicted is not None
-            and size <= 1.25 * largest
-            and (previous is None or predicted < 0.9 * previous or size == search.sizes.smallest)
-        ):
-            listed.add(Strategy(size, *search.variants[0]))
+        if predicted is not None and (predicted < 0.9 * previous or size == search.sizes.smallest):
+            listed.add(between)
             previous = predicted
     return listed
 
 
-def _order(strategy: Strategy) -> tuple[str, str, bool, int]:
-    return strategy.method or "", strategy.remat or "", strategy.reduce != "once", -(strategy.microbatch_size or 0)
+def _order(strategy: Strategy) -> tuple[Any, ...]:
+    blocks, reduce = strategy.block_size or 0, strategy.reduce != "once"
+    return (
+        strategy.method or "",
+        strategy.remat or "",
+        -blocks if blocks else -(1 << 62),
+        reduce,
+        -(strategy.microbatch_size or 0),
+    )
 
 
 def _candidate(search: StrategySearch, budget: Budget, strategy: Strategy) -> Candidate:
@@ -112,6 +121,7 @@ def _candidate(search: StrategySearch, budget: Budget, strategy: Strategy) -> Ca
         remat=strategy.remat,
         reduce=strategy.reduce,
         method=strategy.method,
+        block_size=strategy.block_size,
         bytes=found,
         predicted=predicted,
         seconds=measurements.seconds.get(strategy),
@@ -120,30 +130,20 @@ def _candidate(search: StrategySearch, budget: Budget, strategy: Strategy) -> Ca
     )
 
 
-def _leanest(search: StrategySearch) -> tuple[Strategy, Bytes] | None:
-    """The compiled strategy with the least memory, and its bytes."""
-    known = {strategy: found for strategy, found in search.compiled.items() if found is not None}
-    return min(known.items(), key=lambda item: item[1].total) if known else None
+def _nothing_fits(search: StrategySearch, budget: Budget, leanest: Leanest) -> str:
+    needs = ""
+    if leanest is not None:
+        size = leanest[0].microbatch_size
+        which = f"even {size} example{'' if size == 1 else 's'} at a time"
+        which = which if size == search.sizes.smallest else f"the leanest, {leanest[0]},"
+        needs = f": {which} needs {readable(leanest[1].total)}"
+    left = "" if budget.allowed is None else f", and the budget is {readable(budget.allowed)}"
+    return f"Nothing fits{needs}{left}."
 
 
-def _reason(
-    search: StrategySearch,
-    budget: Budget,
-    strategy: Strategy | None,
-    leanest: tuple[Strategy, Bytes] | None,
-    *,
-    by_time: bool,
-) -> str:
+def _reason(search: StrategySearch, strategy: Strategy, *, by_time: bool) -> str:
     gradient = search.measurements.gradient
     timed = {each: search.seconds[each] for each in search.timed_and_fitting()}
-    if strategy is None:
-        needs = ""
-        if leanest is not None:
-            is_smallest = leanest[0].microbatch_size == search.sizes.smallest
-            which = f"even {_examples(leanest[0])} at a time" if is_smallest else f"the leanest, {leanest[0]},"
-            needs = f": {which} needs {readable(leanest[1].total)}"
-        left = "" if budget.allowed is None else f", and the budget is {readable(budget.allowed)}"
-        return f"Nothing fits{needs}{left}."
     if gradient.options.objective == "memory":
         return f"Chosen: {strategy}, which needs the least memory."
     if by_time and strategy in timed and len(timed) > 1:
@@ -158,29 +158,22 @@ def _reason(
         return f"Chosen: {strategy}, the fastest when it was chosen. A candidate that was timed later is faster."
     if gradient.is_full_batch(strategy):
         which = "the full batch" if gradient.shardings is None else "one microbatch per device"
+        which += "" if strategy.block_size is None else f", big values in blocks of {strategy.block_size} rows"
         return f"Chosen: {which}, since it fits."
     not_timed = "It was not timed." if strategy not in timed else "Its time was not compared with others."
     return f"Chosen: {strategy}, the largest that fits. {not_timed}"
 
 
-def _limits(budget: Budget, leanest: tuple[Strategy, Bytes] | None) -> str:
+def _limits(budget: Budget, leanest: Leanest) -> str:
     """Sentences about the memory that is the same for every microbatch size, and about the memory of others."""
     texts = []
     if leanest is not None and budget.allowed is not None:
         found = leanest[1]
-        largest = max(budget.allowed, found.total)
-        fixed = found.arguments + found.gradients + found.results
-        parts = [
-            f"{readable(number)} {name}"
-            for number, name in (
-                (found.parameters, "parameters"),
-                (found.batch, "batch"),
-                (found.others, "other arguments"),
-                (found.gradients, "gradients"),
-                (found.results, "results"),
-            )
-            if number > 0.01 * largest
-        ]
+        fixed = found.total - found.activations
+        names = {"others": "other arguments", "activations": None}
+        kinds = [(number, names.get(kind, kind)) for kind, number in dataclasses.asdict(found).items()]
+        least = 0.01 * max(budget.allowed, found.total)
+        parts = [f"{readable(number)} {name}" for number, name in kinds if name and number > least]
         if parts:
             total = f"{readable(budget.allowed)} are" if fixed <= budget.allowed else "that is"
             texts.append(f"{readable(fixed)} of {total} the same for every microbatch size: {', '.join(parts)}.")
@@ -194,11 +187,8 @@ def _limits(budget: Budget, leanest: tuple[Strategy, Bytes] | None) -> str:
 
 def _failures(search: StrategySearch) -> str:
     """A sentence that names the strategies that XLA cannot compile, for other reasons than memory."""
-    failures = {
-        strategy: error
-        for strategy, error in search.measurements.failures.items()
-        if strategy.variant in search.variants
-    }
+    found = search.measurements.failures.items()
+    failures = {strategy: error for strategy, error in found if strategy.variant in search.variants}
     if not failures:
         return ""
     first = str(next(iter(failures.values()))).partition("\n")[0][:200]
@@ -206,7 +196,7 @@ def _failures(search: StrategySearch) -> str:
 
 
 def _advice(
-    search: StrategySearch, budget: Budget, strategy: Strategy | None, leanest: tuple[Strategy, Bytes] | None
+    search: StrategySearch, budget: Budget, strategy: Strategy | None, leanest: Leanest, *, has_large_head: bool
 ) -> str:
     gradient = search.measurements.gradient
     if leanest is None or budget.allowed is None:
@@ -219,18 +209,19 @@ def _advice(
             helps.append("shard the batch over several devices (mesh=)")
         if found.parameters + found.gradients > 0.25 * fixed:
             helps.append(_shard_further(gradient))
-    if _line_of_large_head(search):
-        pass  # neither recomputed activations nor smaller microbatches make the head smaller
-    elif strategy is not None and strategy.remat is None:
+    # Neither recomputed activations nor smaller microbatches make a large head smaller.
+    if strategy is not None and strategy.remat is None and not has_large_head:
         if gradient.options.remat is None and strategy.method is None:  # per-example functions have no remat option
             helps.append('pass remat="auto", which may recompute activations instead of keeping them')
         helps.append("wrap blocks of the model in jax.checkpoint")
-    if strategy is None and not _line_of_large_head(search) and _fits_with_remat(search, leanest[0], budget.allowed):
-        helps.append('pass remat="auto", which recomputes activations instead of keeping them, and fits')
     if strategy is None:
+        if not has_large_head and _fits_with_remat(search, leanest[0], budget.allowed):
+            helps.append('pass remat="auto", which recomputes activations instead of keeping them, and fits')
+        if gradient.options.block_size is None and gradient.may_have_blocks:
+            helps.append("leave block_size out, so that big values may be computed in blocks")
         helps.append("allow more memory with memory=")
     text = "What would help: " + "; ".join(helps) + "." if helps else ""
-    return " ".join(filter(None, [text, gradient.checked_reading.remedy if _line_of_large_head(search) else ""]))
+    return " ".join(filter(None, [text, gradient.checked_reading.remedy if has_large_head else ""]))
 
 
 def _line_of_large_head(search: StrategySearch) -> str:
@@ -241,23 +232,12 @@ def _line_of_large_head(search: StrategySearch) -> str:
     gradient = search.measurements.gradient
     if not gradient.is_coupled or not gradient.checked_reading.blame:
         return ""
-    sizes = [each for each, found in search.compiled.items() if found is not None and not gradient.is_full_batch(each)]
     full = search.compiled.get(Strategy(search.examples, *search.variants[0]))
-    smallest = min(sizes, key=lambda each: each.microbatch_size or 0, default=None)
-    if smallest is None or full is None:
+    others = [(each, found) for each, found in search.compiled.items() if found and not gradient.is_full_batch(each)]
+    if full is None or not others:
         return ""
-    found = search.compiled[smallest]
-    assert found is not None
-    if 2 * found.activations < full.activations:
-        return ""
-    return gradient.checked_reading.blame[0].place
-
-
-def _full_batch_head(search: StrategySearch) -> str:
-    """A sentence that smaller microbatches hardly help, if the head takes most of the memory."""
-    line = _line_of_large_head(search)
-    text = "Smaller microbatches save little: from {} on, the loss is computed from the full batch."
-    return text.format(line) if line else ""
+    _, smallest = min(others, key=lambda pair: pair[0].microbatch_size or 0)
+    return gradient.checked_reading.blame[0].place if 2 * smallest.activations >= full.activations else ""
 
 
 def _fits_with_remat(search: StrategySearch, leanest: Strategy, allowed: int) -> bool:
@@ -268,8 +248,7 @@ def _fits_with_remat(search: StrategySearch, leanest: Strategy, allowed: int) ->
     return search.fits(dataclasses.replace(leanest, remat="nothing_saveable"), allowed)
 
 
-def _shard_further(gradient: PlannableGradient) -> str:
-    """Advice that makes parameters and gradients take less on each device."""
+def _shard_further(gradient: Problem) -> str:
     shardings = gradient.shardings
     if shardings is None:
         return "shard the parameters over a mesh (mesh=), or keep them in bfloat16"
@@ -279,19 +258,6 @@ def _shard_further(gradient: PlannableGradient) -> str:
     if "each" not in gradient.reduce_modes:
         return 'pass reduce="each", with the same number of examples on every device'
     return "use more devices, or keep the parameters in bfloat16"
-
-
-def _examples(strategy: Strategy) -> str:
-    return "1 example" if strategy.microbatch_size == 1 else f"{strategy.microbatch_size} examples"
-
-
-def _devices(search: StrategySearch) -> Devices:
-    gradient = search.measurements.gradient
-    devices = gradient.devices or [default_device()]
-    kind, number = devices[0].device_kind, len(devices)
-    if gradient.shardings is not None:
-        number = gradient.shardings.mesh.size  # including those of other processes
-    return Devices(str(kind), number)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -314,20 +280,19 @@ class Planner:
 
     def __init__(
         self,
-        gradient: PlannableGradient,
+        gradient: Problem,
         *,
         arrays_exist: bool = True,
         parameter_copies: int = 0,
         source: str | None = None,
         notify: Callable[[str], None] = lambda text: None,
     ) -> None:
-        """Makes a planner.
+        """Makes the planner of a gradient.
 
         Args:
           gradient: the gradient.
           arrays_exist: False if it is planned from shapes alone, so that its arrays take no memory yet.
-          parameter_copies: how many copies of the differentiated arguments the training step around it needs, beside
-            the memory of the gradient.
+          parameter_copies: how many copies of the differentiated arguments the training step around it needs besides.
           source: where the budget comes from, in words, if not from the `memory=` of the user.
           notify: called with a text before each step that takes long.
         """
@@ -337,41 +302,42 @@ class Planner:
         # times or records, which may differ between them.
         self.is_multiprocess = gradient.shardings is not None and jax.process_count() > 1
         self.is_recorded = not gradient.loss.traced.has_effects and not self.is_multiprocess
-        self.full = Strategy(gradient.max_microbatch_size, *self.variants[0])
+        self.full = Strategy(gradient.max_microbatch_size, *self._variants(self.options.fixed_block_size)[0])
         self.arrays_exist = arrays_exist
         self.key = store.key_of(_identity(gradient))
 
     @functools.cached_property
     def budget(self) -> Budget:
-        """The memory that the gradient may take."""
         budget = budget_of(self.gradient, arrays_exist=self.arrays_exist)
         if self.source is not None:
             budget = dataclasses.replace(budget, source=self.source)
         if self.parameter_copies and budget.allowed is not None and self.options.memory is None:
             less = self.parameter_copies * self.gradient.local_bytes("wrt")
-            budget = dataclasses.replace(
-                budget,
-                allowed=max(1, budget.allowed - less),
-                source=f"{budget.source}, less {readable(less)} to update",
-            )
+            source = f"{budget.source}, less {readable(less)} to update"
+            budget = dataclasses.replace(budget, allowed=max(1, budget.allowed - less), source=source)
         return agreed(budget) if self.is_multiprocess else budget
 
-    @property
+    @functools.cached_property
     def variants(self) -> tuple[Variant, ...]:
         """The variants to choose from, the one that takes the least time first."""
+        if self.options.block_size != "auto":
+            return self._variants(self.options.block_size)
+        return self._variants(*self.gradient.block_sizes(self.budget.allowed))
+
+    def _variants(self, *block_sizes: int | None) -> tuple[Variant, ...]:
         remats: tuple[str | None, ...] = (self.options.remat,)
         if self.options.remat == "auto":
             remats = (None,) if self.gradient.loss.traced.has_effects else (None, *POLICIES)
         reduce_modes, methods = self.gradient.reduce_modes, self.gradient.methods
-        return tuple(Variant(*each) for each in itertools.product(remats, reduce_modes, methods))
+        found = itertools.product(remats, block_sizes, reduce_modes, methods)
+        return tuple(Variant(remat, reduce, method, block_size) for remat, block_size, reduce, method in found)
 
     # The decision, for value_and_grad.
 
     def decide(self) -> Decision:
         """The strategy to compute the gradient with. No candidate is run to choose it.
 
-        Raises:
-          NothingFitsError: if no strategy fits, and that is certain.
+        If certainly no strategy fits, a NothingFitsError is raised.
         """
         if self.options.on_coupled == "error" and self.options.reduction == "infer":
             _ = self.gradient.checked_reading  # so that a refusal does not depend on the memory
@@ -396,8 +362,7 @@ class Planner:
 
     @property
     def _decision_key(self) -> str:
-        options = self.options
-        return store.key_of(self.key, self._choice_key(timed=False), options.on_coupled)
+        return store.key_of(self.key, self._choice_key(timed=False), self.options.on_coupled)
 
     def _recorded(self) -> Decision | None:
         """The strategy of a record on disk, perhaps by another process, if it still applies."""
@@ -434,19 +399,16 @@ class Planner:
         budget = self.budget
         try:
             plan, measurements = self._search(budget, timed=False)
-        except (AnybatchError, jax.errors.JaxRuntimeError):
-            raise
-        except Exception:
-            if Measurements(self.gradient).can_run:
+        except Exception as error:
+            if isinstance(error, AnybatchError | jax.errors.JaxRuntimeError) or Measurements(self.gradient).can_run:
                 raise
             # Part of a program that cannot be compiled by itself. Every size gives the right gradient, so an estimate
             # of the memory will do.
             likely = StrategySearch(Measurements(self.gradient), budget.allowed, self.variants).likely_fitting()
-            warnings.warn(
+            warn(
                 f"This gradient cannot be compiled apart from the program around it, so its memory is estimated: "
                 f"{likely} should fit {budget}. Pass a microbatch_size if you know better.",
                 TightMemoryWarning,
-                stacklevel=user_stacklevel(),
             )
             return Decision(likely, is_guess=True)
         if plan.chosen is None:
@@ -461,9 +423,7 @@ class Planner:
     def plan(self, *, timed: bool, thorough: bool = False) -> Plan:
         """The plan, from a record on disk or by a search.
 
-        Args:
-          timed: whether to run candidates, to find the fastest.
-          thorough: whether to compile more than the decision needs, for the table.
+        If `timed`, candidates are run, to find the fastest. If `thorough`, more is compiled, for the table.
         """
         start = time.perf_counter()
         budget, record = self.budget, self._load()
@@ -474,10 +434,10 @@ class Planner:
         if recorded is not None:
             measurements = Measurements(self.gradient, record)
             search = StrategySearch(measurements, budget.allowed, self.variants, self.notify)
-            shown = {self.full, *(Strategy(recorded.microbatch_size, *variant) for variant in self.variants)}
+            shown = {self.full, *search.shown_variants(recorded)}
             if not thorough or shown <= set(measurements.bytes):
-                seconds = time.perf_counter() - start
-                return as_plan(search, budget, recorded, seconds, by_time=measured is not None)
+                plan = as_plan(search, budget, recorded, by_time=measured is not None)
+                return dataclasses.replace(plan, planning_seconds=time.perf_counter() - start)
         may_time = timed and self._can_run_candidates
         plan, measurements = self._search(budget, timed=may_time, thorough=thorough, measured=measured)
         if plan.chosen is not None:
@@ -493,46 +453,36 @@ class Planner:
     def _search(
         self, budget: Budget, *, timed: bool, thorough: bool = False, measured: Strategy | None = None
     ) -> tuple[Plan, Measurements]:
-        """Searches for the strategy, and saves what was measured.
+        """Searches for the strategy, and saves what was measured. The flags are those of `plan`.
 
-        Args:
-          budget: the memory that the gradient may take.
-          timed: whether to run candidates.
-          thorough: whether to compile more than the decision needs, for the table.
-          measured: the strategy that an earlier search found to be fastest. It is then only measured for the table.
+        A strategy that an earlier search has `measured` to be the fastest is taken; others are only for the table.
         """
-        start = time.perf_counter()
         measurements = Measurements(self.gradient, self._load())
         search = StrategySearch(measurements, budget.allowed, self.variants, self.notify)
         strategy = measured
-        if measured is not None:
-            pass
-        elif self.options.objective == "memory":
+        if strategy is None and self.options.objective == "memory":
             strategy = search.leanest()
-        elif timed:
+        elif strategy is None and timed:
             strategy = search.fastest()
-        else:
-            if budget.reserve and budget.allowed is not None:
-                roomy = StrategySearch(measurements, budget.allowed - budget.reserve, self.variants, self.notify)
-                strategy = roomy.first_fitting()
-                search.predicted.update(roomy.predicted)
-            strategy = strategy or search.first_fitting()
+        elif strategy is None:
+            strategy = search.first_fitting(budget.reserve)
+            if strategy is None and budget.reserve:
+                strategy = search.first_fitting()
         if thorough:
             search.measure_for_table(strategy, timed=timed)
         if strategy is None and measurements.failures and not any(search.compiled.values()):
-            raise next(
-                iter(measurements.failures.values())
-            )  # nothing could be compiled, for another reason than memory
+            raise next(iter(measurements.failures.values()))  # nothing compiles, for another reason than memory
         by_time = timed or measured is not None
         self._save(measurements, strategy, budget, timed=by_time)
-        seconds = time.perf_counter() - start
-        return as_plan(search, budget, strategy, seconds, by_time=by_time), measurements
+        return as_plan(search, budget, strategy, by_time=by_time), measurements
 
     # The record on disk.
 
     def _choice_key(self, *, timed: bool) -> str:
         options = self.options
-        return store.key_of(options.objective, options.memory, self.variants, self.arrays_exist, timed)
+        # Without the block sizes that a plan would choose from: these take time to find.
+        variants = self._variants(options.fixed_block_size), options.block_size
+        return store.key_of(options.objective, options.memory, variants, self.arrays_exist, timed)
 
     def _load(self) -> dict[str, Any]:
         return store.load(self.key) if self.is_recorded else {}
@@ -541,16 +491,17 @@ class Planner:
         """The strategy in a record, if it would be chosen again."""
         try:
             choice = record["choices"][self._choice_key(timed=timed)]
-            strategy = Strategy(choice["size"], choice["remat"], choice["reduce"], choice.get("method"))
+            how = (choice["remat"], choice["reduce"], choice.get("method"), choice.get("block_size"))
+            strategy = Strategy(choice["size"], *how)
             found, then = Measurements(self.gradient, record).bytes[strategy], choice["budget"]
-            allowed = self.budget.allowed
-            if found is None or allowed is None or then is None:
-                return strategy if found is not None and allowed is None else None
+            if found is None:
+                return None
+            if (allowed := self.budget.allowed) is None:
+                return strategy
             # With much more memory than then, another strategy may be better.
-            is_similar = allowed <= 1.25 * then or self.gradient.is_full_batch(strategy)
-            return (
-                strategy if found.total <= allowed and self._leaves_room_for_step(found.total) and is_similar else None
-            )
+            is_similar = then is not None and (allowed <= 1.25 * then or self.gradient.is_full_batch(strategy))
+            fits = found.total <= allowed and self._leaves_room_for_step(found.total)
+            return strategy if fits and is_similar else None
         except (KeyError, TypeError):  # the record has none, or is damaged
             return None
 
@@ -570,31 +521,25 @@ def report_nothing_fits(plan: Plan, *, certain: bool) -> None:
     """Raises an error, or warns if that is not certain: a tracer does not show how its array will be sharded."""
     if certain:
         raise NothingFitsError(str(plan))
-    warnings.warn(str(plan), TightMemoryWarning, stacklevel=user_stacklevel())
+    warn(str(plan), TightMemoryWarning)
 
 
-def _identity(gradient: PlannableGradient) -> list[Any]:
-    """Everything that the memory and time of a gradient depend on."""
-    options = gradient.options
+def _identity(gradient: Problem) -> list[Any]:
+    options, jaxpr, shardings = gradient.options, gradient.loss.traced.jaxpr, gradient.shardings
     config: Any = jax.config
     devices = gradient.devices or [default_device()]
     kinds = sorted({device.device_kind for device in devices})
     roles = [[describe_placed(leaf) for leaf in part] for part in gradient.arguments.arrays]
     return [
-        fingerprint(gradient.loss.traced.jaxpr),
+        fingerprint(jaxpr),
         gradient.identity,
-        *_registered_rules(gradient.loss.traced.jaxpr),
+        # With another rule of the user's for a primitive, the plan may be another.
+        *(f"{name}: {fingerprint_of_function(USER_RULES[name])}" for name in sorted(USER_RULES) if uses(jaxpr, name)),
         [options.reduction, str(options.accumulator_dtype), str(options.aux_reduction), options.has_aux],
         roles,
         *(["noise"] if options.noise else []),  # this takes the memory of one more gradient
         [kinds, len(devices), str(jax.sharding.get_abstract_mesh()), gradient.vmap_copies],
-        None if gradient.shardings is None else gradient.shardings.description,
+        None if shardings is None else [str(shardings.options), str(shardings.specs)],
         [*versions.versions(), __version__],
         [os.environ.get("XLA_FLAGS", ""), str(config.jax_default_matmul_precision), str(config.jax_enable_x64)],
     ]
-
-
-def _registered_rules(jaxpr: Any) -> list[str]:
-    """The user-registered rules for primitives of this jaxpr: with another rule, the plan may be another."""
-    rules = ((name, fingerprint_of_function(pair)) for name, pair in sorted(USER_RULES.items()) if uses(jaxpr, name))
-    return [f"{name}: {text}" for name, text in rules]

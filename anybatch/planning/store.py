@@ -54,12 +54,10 @@ def key_of(*parts: Any) -> str:
 def load(key: str) -> dict[str, Any]:
     """The record with this key; an empty one if there is none that can be used."""
     where = folder()
-    if where is None:
-        return {}
-    try:
-        record = json.loads((where / f"{key}.json").read_text())
-    except (OSError, ValueError, RecursionError):
-        return {}
+    record: Any = None
+    if where is not None:
+        with contextlib.suppress(OSError, ValueError, RecursionError):
+            record = json.loads((where / f"{key}.json").read_text())
     usable = isinstance(record, dict) and record.get("schema") == SCHEMA and record.get("key") == key
     return record if usable else {}
 

@@ -14,22 +14,11 @@ import numpy as np
 from jax import lax
 
 from anybatch.errors import AnybatchError
-from anybatch.jaxprs.graph import Node, Value
+from anybatch.jaxprs.graph import Node, Value, sources
 from anybatch.jaxprs.primitives import ELEMENTWISE, MOVES
 from anybatch.reading import positions
 from anybatch.reading.reader import Reader, RuleResult
-from anybatch.reading.states import (
-    INVARIANT,
-    SUMMED,
-    Batched,
-    Coupling,
-    RuleFailed,
-    State,
-    blame_of,
-    failure_of,
-    replaced,
-    take_rows,
-)
+from anybatch.reading.states import INVARIANT, SUMMED, Batched, RuleFailed, State, failure_of, replaced, take_rows
 
 _MAX_DEPTH = 60  # operations that an invariant value is followed back through, in search of rows that are cheap
 _MAX_STEPS = 200  # operations that the rows of one value are followed back through, before all of it is computed
@@ -39,12 +28,7 @@ _MAX_CONSTANT_DEPTH = 60  # operations that such a constant is computed by
 
 
 class FullBatch:
-    """Computes values for the full batch, each when it is first asked for.
-
-    Args:
-      known: the values that are given: the inputs, and for the head also the frontier.
-      draw: where to note which random numbers are drawn.
-    """
+    """Computes values for the full batch from known ones, each when it is first asked for. Notes what is drawn."""
 
     def __init__(self, known: Mapping[Value, Any], draw: positions.Draw | None = None) -> None:
         self.known, self.draw = dict(known), draw
@@ -58,16 +42,11 @@ class FullBatch:
 
     def _compute(self, wanted: Value) -> None:
         nodes: dict[int, Node] = {}
-        pending = [wanted]
-        while pending:
-            value = pending.pop()
-            if value.is_constant or value in self.known:
-                continue
-            if value.node is None:
-                raise KeyError("an input that was not given")
-            if value.node.index not in nodes:
+        for value in sources([wanted], self.known.__contains__):
+            if value.node is not None and value not in self.known:
                 nodes[value.node.index] = value.node
-                pending.extend(value.node.inputs)
+            elif value not in self.known:
+                raise KeyError("an input that was not given")
         for index in sorted(nodes):
             self.run(nodes[index])
 
@@ -80,31 +59,20 @@ class FullBatch:
 
 
 class Examples(NamedTuple):
-    """The examples of a microbatch.
+    """The examples of a microbatch."""
 
-    Args:
-      start: the index in the batch of the first example. It may be traced.
-      size: the number of examples.
-      runs: the number of runs of consecutive examples that they are made of; `start` is in the first.
-      selection: the rows that count as examples, if they are not those of the batch; see `Fact`.
-    """
-
-    start: Any
+    start: Any  # the index in the batch of the first example. It may be traced.
     size: int
-    runs: int = 1
-    selection: int | None = None
+    runs: int = 1  # of consecutive examples that they are made of; `start` is in the first
+    selection: int | None = None  # the rows that count as examples, if they are not those of the batch; see `Fact`
 
 
 class Microbatch:
     """Computes the values of the prefix for the examples of a microbatch.
 
-    Args:
-      reader: the states of the values.
-      examples: the examples.
-      known: the inputs. Batched ones have the rows of these examples only.
-      full: values of the full batch: batched inputs, and values that were computed before.
-      draw: how to draw random numbers of which only some rows are needed.
-      looks_up: whether `full` holds the full batch, so that selected rows can be looked up in it.
+    `known` has the inputs, of which batched ones have the rows of these examples only. `full` has values of the full
+    batch: batched inputs, and values that were computed before. If `looks_up`, it has all batched inputs, so that
+    selected rows can be looked up in them.
     """
 
     def __init__(
@@ -144,13 +112,14 @@ class Microbatch:
 
     def run(self, wanted: Sequence[Value]) -> None:
         """Computes the wanted values. Invariant ones are computed when they are first used."""
-        nodes: dict[int, Node] = {}
-        pending = list(wanted)
-        for node in self.reader.graph.nodes:
-            outcome = self.reader.outcomes.get(node)
-            if node.has_effects and outcome is not None and outcome.selection == self.selection:
-                nodes[node.index] = node
-                pending.extend(operand for operand in node.inputs if operand not in outcome.in_full)
+        outcomes, pending = self.reader.outcomes, list(wanted)
+        nodes = {
+            node.index: node
+            for node, outcome in outcomes.items()
+            if node.has_effects and outcome.selection == self.selection
+        }
+        for node in nodes.values():
+            pending.extend(operand for operand in node.inputs if operand not in outcomes[node].in_full)
         while pending:
             value = pending.pop()
             if value.is_constant or value in self.known or value.node is None or value.node.index in nodes:
@@ -161,10 +130,8 @@ class Microbatch:
                 self.known[value] = self._rows_known_first(value)
                 continue
             nodes[value.node.index] = value.node
-            outcome = self.reader.outcomes.get(value.node)
-            pending.extend(
-                operand for operand in value.node.inputs if outcome is None or operand not in outcome.in_full
-            )
+            in_full = outcomes[value.node].in_full if value.node in outcomes else ()
+            pending.extend(operand for operand in value.node.inputs if operand not in in_full)
         for index in sorted(nodes):
             self._run_node(nodes[index])
 
@@ -178,8 +145,7 @@ class Microbatch:
         except (AnybatchError, jax.errors.JaxRuntimeError, FloatingPointError):
             raise
         except Exception as error:
-            why = failure_of(node.name, error)
-            raise RuleFailed(blame_of(node, why, Coupling.RULE_FAILED)) from error
+            raise RuleFailed(failure_of(node, error)) from error
         self._in_full = ()
         for output, result in zip(node.outputs, results, strict=True):
             self.known[output] = result
@@ -266,11 +232,7 @@ class Microbatch:
 
 
 class Lookup:
-    """Computes rows of data at given positions, from rows of the operands where that is possible.
-
-    Args:
-      known: the values of the full batch.
-    """
+    """Computes rows of data at given positions, from rows of the operands where that is possible."""
 
     def __init__(self, known: FullBatch) -> None:
         self._known = known
@@ -278,13 +240,7 @@ class Lookup:
         self._depth = self._steps = 0
 
     def rows(self, value: Value, numbers: Any, axis: int) -> Any:
-        """The rows of a value along an axis, or None if all rows must be computed first.
-
-        Args:
-          value: the value, which depends on data alone.
-          numbers: the numbers of the rows, all of them within the value.
-          axis: the axis of the rows.
-        """
+        """The rows of these numbers along an axis, of a value of data alone; None if all must be computed first."""
         if self._depth == 0:
             self._steps = 0
         key = (value, id(numbers), axis)
@@ -325,19 +281,16 @@ class Lookup:
             return self._joined(node, numbers, axis)
         if node.name == "gather":
             return self._gathered(node, numbers, axis)
-        if node.name == "broadcast_in_dim" and len(node.inputs) == 1 and axis in params["broadcast_dimensions"]:
-            before = list(params["broadcast_dimensions"]).index(axis)
-            if node.inputs[0].shape[before] != value.shape[axis]:
-                return None
-            found = self.rows(node.inputs[0], numbers, before)
-            smaller = {**params, "shape": replaced(params["shape"], axis, numbers.size)}
-            return None if found is None else node([found], smaller)[0]
-        if node.name in ELEMENTWISE and all(operand.shape in ((), value.shape) for operand in node.inputs):
-            operands = [
-                self.rows(operand, numbers, axis) if operand.ndim else self._known[operand] for operand in node.inputs
-            ]
-            return None if any(operand is None for operand in operands) else node(operands)[0]
-        return None
+        axes = positions.axes_of_operands(node, value, axis)
+        if axes in (None, [None]) or node.name not in ELEMENTWISE | {"broadcast_in_dim"}:
+            return None
+        operands = [
+            self._known[operand] if before is None else self.rows(operand, numbers, before)
+            for operand, before in zip(node.inputs, axes or (), strict=True)
+        ]
+        if any(operand is None for operand in operands):
+            return None
+        return node(operands, positions.with_length(node, axis, numbers.size))[0]
 
     def _dynamically_sliced(self, node: Node, numbers: Any, axis: int) -> Any:
         source, *starts = node.inputs

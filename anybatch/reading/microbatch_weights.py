@@ -5,19 +5,17 @@ a sum over the examples, for a function of one such mean, and for a ratio of sum
 """
 
 import dataclasses
-from collections.abc import Iterator
 from typing import Any
 
 import jax
 import numpy as np
 
 from anybatch.errors import CoupledError, InputError
-from anybatch.jaxprs import tracing
-from anybatch.jaxprs.graph import Value
+from anybatch.jaxprs.graph import Value, sources
 from anybatch.reading.evaluation import Examples, constant_value
-from anybatch.reading.report import form_of
-from anybatch.reading.split import PrefixInputs, Seeds, Split, ancestors
-from anybatch.reading.states import SUMMED, Head
+from anybatch.reading.report import form_of, scales
+from anybatch.reading.split import PrefixInputs, Seeds, Split
+from anybatch.reading.states import SUMMED
 
 # Of one element, which a weight is. So not `transpose`, which `report` follows too.
 _UNCHANGED = frozenset("convert_element_type reshape squeeze broadcast_in_dim copy copy_p neg reduce_precision".split())
@@ -56,7 +54,7 @@ def microbatch_weights(split: Split, later: Split) -> MicrobatchWeights:
       InputError: for a loss whose microbatches have no known weight.
     """
     loss = later.graph.outputs[0]
-    if _couples(split):
+    if split.loss_couples:
         where = f" at {split.reader.blames[0]}." if split.reader.blames else "."
         raise CoupledError(
             f"This loss looks across examples{where}\nThe noise scale is that of gradients of examples by themselves, "
@@ -65,7 +63,8 @@ def microbatch_weights(split: Split, later: Split) -> MicrobatchWeights:
         )
     if split.hoisted:
         raise _unknown(split, "with a custom backward pass of parameters alone that is not linear")
-    if _couples(later) or any(later.reader.uses_batch[value] for value in _known_first(later, loss)):
+    known_first = [value for value in sources([loss]) if value in later.reader.computed_first]
+    if later.loss_couples or any(later.reader.uses_batch[value] for value in known_first):
         raise _unknown(split, "in which examples are divided by, or compared with, what is computed from all of them")
     if later.seeds == Seeds.NONE:
         return MicrobatchWeights()
@@ -84,11 +83,6 @@ def microbatch_weights(split: Split, later: Split) -> MicrobatchWeights:
     raise _unknown(split, "with a denominator that is not known to count anything")
 
 
-def _couples(split: Split) -> bool:
-    state = split.reader.state(split.graph.outputs[0])
-    return isinstance(state, Head) and state.couples
-
-
 def _unknown(split: Split, what: str) -> InputError:
     return InputError(
         "The noise scale needs to know what each microbatch counts: its examples, or its weight",
@@ -97,52 +91,26 @@ def _unknown(split: Split, what: str) -> InputError:
     )
 
 
-def _known_first(split: Split, loss: Value) -> Iterator[Value]:
-    """The values known before the first microbatch that the loss depends on."""
-    for node in ancestors(loss):
-        for value in (*node.inputs, *node.outputs):
-            if not value.is_constant and value in split.reader.computed_first:
-                yield value
-
-
 def _reached(split: Split, loss: Value) -> list[Value]:
     """The values of the frontier that the loss depends on."""
     frontier = set(split.frontier)
-    found: list[Value] = []
-    seen: set[Value] = set()
-    pending = [loss]
-    while pending:
-        value = pending.pop()
-        if value.is_constant or value in seen:
-            continue
-        seen.add(value)
-        if value in frontier:
-            found.append(value)
-        elif value.node is not None:
-            pending.extend(value.node.inputs)
-    return found
+    return [value for value in sources([loss], frontier.__contains__) if value in frontier]
 
 
 def _own_gradient_varies(split: Split) -> bool:
     """Whether the head itself has a gradient of the parameters that depends on the examples."""
-    types = [value.type for value in split.graph.inputs]
-    known = [value.type for value in split.known_first]
-    frontier = [value.type for value in split.frontier]
-    first, num_wrt = split.num_consts, len(split.loss.types.wrt)
-    start = len(types) + len(known)
+    first, last = split.num_consts, split.batch_positions.start
 
-    def own_gradient(*flat: Any) -> list[Any]:
-        inputs = list(flat[: len(types)])
-
+    def own_gradient(inputs: list[Any], known: list[Any], frontier: list[Any]) -> list[Any]:
         def head(wrt: list[Any]) -> Any:
-            with_wrt = [*inputs[:first], *wrt, *inputs[first + num_wrt :]]
-            return split.head(with_wrt, list(flat[len(types) : start]), [], list(flat[start:]), num_outputs=1)[0]
+            return split.head([*inputs[:first], *wrt, *inputs[last:]], known, [], frontier, num_outputs=1)[0]
 
-        return jax.grad(head)(inputs[first : first + num_wrt])
+        return jax.grad(head)(inputs[first:last])
 
-    traced, _ = tracing.trace(own_gradient, *types, *known, *frontier)
-    examples = [*split.batch_positions, *range(start, start + len(frontier))]
-    return any(traced.inputs_used_by(output)[position] for output in range(num_wrt) for position in examples)
+    return any(
+        any(frontier) or any(inputs[position] for position in split.batch_positions)
+        for inputs, _, frontier in split.uses_of(own_gradient)
+    )
 
 
 def _is_ratio(split: Split, loss: Value, total: Value, weight: Value) -> bool:
@@ -163,13 +131,12 @@ def _is_ratio(split: Split, loss: Value, total: Value, weight: Value) -> bool:
 def _follow(split: Split, value: Value) -> Value:
     """Follows a value back through constant factors, casts and terms without examples."""
     frontier = set(split.frontier)
-    while not value.is_constant and value not in frontier and value.node is not None:
+    while value not in frontier and value.node is not None:
         node = value.node
-        operands = [operand for operand in node.inputs if _uses_batch(split, operand)]
+        operands = [operand for operand in node.inputs if split.reader.depends_on_batch(operand)]
         if len(operands) != 1:
             break
-        is_scaled = node.name == "mul" or (node.name == "div" and operands[0] is node.inputs[0])
-        if not is_scaled and node.name not in ("add", "add_any", "sub") and node.name not in _UNCHANGED:
+        if not scales(node, operands[0]) and node.name not in {"add", "add_any", "sub", *_UNCHANGED}:
             break
         value = operands[0]
     return value
@@ -190,7 +157,3 @@ def _power(split: Split, value: Value, weight: Value) -> int | None:
         if np.allclose([at[1] / at[0], at[2] / at[0]], [2.0**power, 16.0**power], rtol=1e-4):
             return power
     return None
-
-
-def _uses_batch(split: Split, value: Value) -> bool:
-    return not value.is_constant and split.reader.uses_batch[value]

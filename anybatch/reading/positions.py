@@ -48,40 +48,55 @@ class Draw:
 
 def compute_rows(microbatch: Any, node: Node, value: Value, rows: Batched) -> Any:
     """The rows of a microbatch, of a result of `node`; None if all rows must be computed first."""
-    axis, length = rows.axis, rows.length(microbatch.size)
-    name, params = node.name, node.params
+    name, params, length = node.name, node.params, rows.length(microbatch.size)
     if name == "iota":
         return _iota(microbatch, node, rows)
-    if name == "broadcast_in_dim" and len(node.inputs) == 1:
-        return _broadcast(microbatch, node, rows)
-    if name in ELEMENTWISE and all(operand.ndim in (0, value.ndim) for operand in node.inputs):
-        full = value.shape[axis]
-        operands = [
-            microbatch.rows(operand, rows)
-            if operand.ndim and operand.shape[axis] == full
-            else microbatch.full_batch[operand]
-            for operand in node.inputs
-        ]
-        return node(operands)[0]
-    if name == "bitcast_convert_type" and node.inputs[0].shape == value.shape:
-        return node([microbatch.rows(node.inputs[0], rows)])[0]
-    if name == "transpose":
-        return node([microbatch.rows(node.inputs[0], rows.at(params["permutation"][axis]))])[0]
+    if name in ("random_bits", "random_split", "random_wrap", "random_unwrap"):
+        return _random(microbatch, node, value, rows)
     if name == "reshape" and params.get("dimensions") is None and len(node.inputs) == 1:
         before = reshaped(value.shape, node.inputs[0].shape, rows, microbatch.num_examples)
         if before is None:
             return None
-        smaller = {**params, "new_sizes": replaced(params["new_sizes"], axis, length)}
+        smaller = {**params, "new_sizes": replaced(params["new_sizes"], rows.axis, length)}
         return node([microbatch.rows(node.inputs[0], before)], smaller)[0]
+    axes = axes_of_operands(node, value, rows.axis)
+    if axes is None:
+        return None
+    operands = [
+        microbatch.full_batch[operand] if axis is None else microbatch.rows(operand, rows.at(axis))
+        for operand, axis in zip(node.inputs, axes, strict=True)
+    ]
+    return node(operands, with_length(node, rows.axis, length))[node.outputs.index(value)]
+
+
+def axes_of_operands(node: Node, value: Value, axis: int) -> list[int | None] | None:
+    """The axis of each operand that becomes an axis of the result, or None for those that are needed in full.
+
+    None for nodes of which not each row is computed from the same row of the operands.
+    """
+    name, params = node.name, node.params
+    if name in ELEMENTWISE | {"threefry2x32"} and all(operand.ndim in (0, value.ndim) for operand in node.inputs):
+        return [axis if each.ndim and each.shape[axis] == value.shape[axis] else None for each in node.inputs]
+    if name == "broadcast_in_dim" and len(node.inputs) == 1:
+        dimensions = list(params["broadcast_dimensions"])
+        is_repeated = axis not in dimensions or node.inputs[0].shape[dimensions.index(axis)] != value.shape[axis]
+        return [None if is_repeated else dimensions.index(axis)]
+    if name == "bitcast_convert_type" and node.inputs[0].shape == value.shape:
+        return [axis]
+    if name == "transpose":
+        return [params["permutation"][axis]]
     if name in ("squeeze", "reduce_sum", "reduce_max", "reduce_min", "argmax", "argmin"):
-        dropped = {
-            dimension % node.inputs[0].ndim for dimension in params["dimensions" if name == "squeeze" else "axes"]
-        }
-        kept = [dimension for dimension in range(node.inputs[0].ndim) if dimension not in dropped]
-        return node([microbatch.rows(node.inputs[0], rows.at(kept[axis]))])[0]
-    if name in ("random_bits", "random_split", "random_wrap", "random_unwrap"):
-        return _random(microbatch, node, value, rows)
+        ndim = node.inputs[0].ndim
+        dropped = {dimension % ndim for dimension in params["dimensions" if name == "squeeze" else "axes"]}
+        return [[dimension for dimension in range(ndim) if dimension not in dropped][axis]]
     return None
+
+
+def with_length(node: Node, axis: int, length: int) -> dict[str, Any] | None:
+    """The parameters of a node whose result has another length along an axis; None if they are the same."""
+    if "shape" not in node.params:
+        return None
+    return {**node.params, "shape": replaced(node.params["shape"], axis, length)}
 
 
 def reshaped(old: tuple[int, ...], new: tuple[int, ...], rows: Batched, num_examples: int) -> Batched | None:
@@ -98,27 +113,15 @@ def reshaped(old: tuple[int, ...], new: tuple[int, ...], rows: Batched, num_exam
     return None
 
 
-def _broadcast(microbatch: Any, node: Node, rows: Batched) -> Any:
-    (operand,) = node.inputs
-    params, axis = node.params, rows.axis
-    dimensions = list(params["broadcast_dimensions"])
-    smaller = {**params, "shape": replaced(params["shape"], axis, rows.length(microbatch.size))}
-    if axis not in dimensions or operand.shape[dimensions.index(axis)] == 1:
-        return node([microbatch.full_batch[operand]], smaller)[0]
-    return node([microbatch.rows(operand, rows.at(dimensions.index(axis)))], smaller)[0]
-
-
 def _iota(microbatch: Any, node: Node, rows: Batched) -> Any:
-    params, axis = node.params, rows.axis
-    smaller = {**params, "shape": replaced(params["shape"], axis, rows.length(microbatch.size))}
-    if params["dimension"] != axis:
-        return node([], smaller)[0]
+    counted = node([], with_length(node, rows.axis, rows.length(microbatch.size)))[0]
+    if node.params["dimension"] != rows.axis:
+        return counted
     if rows.outer != 1:
         return None
-    counted = node([], smaller)[0]
     if microbatch.runs == 1:
         return counted + jnp.asarray(microbatch.start * rows.inner).astype(counted.dtype)
-    wide = lax.broadcasted_iota(jnp.int32, smaller["shape"], axis)  # a narrow dtype may not hold the lengths
+    wide = lax.broadcasted_iota(jnp.int32, counted.shape, rows.axis)  # a narrow dtype may not hold the lengths
     return microbatch.numbers(wide, rows.inner).astype(counted.dtype)
 
 
@@ -145,8 +148,7 @@ def _random(microbatch: Any, node: Node, value: Value, rows: Batched) -> Any:
         )
     microbatch.draw.note(node, microbatch.draw.per_microbatch)
     fresh = jax.random.fold_in(microbatch.full_batch[keys], microbatch.start)
-    smaller = replaced(node.params["shape"], rows.axis, rows.length(microbatch.size))
-    return node([fresh], {**node.params, "shape": smaller})[0]
+    return node([fresh], with_length(node, rows.axis, rows.length(microbatch.size)))[0]
 
 
 def _drawn_by_counter(microbatch: Any, node: Node, value: Value, rows: Batched) -> Any:

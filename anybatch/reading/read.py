@@ -16,17 +16,20 @@ from anybatch.call.arguments import Roles
 from anybatch.call.loss import TracedLoss, trace_loss
 from anybatch.call.models import partition_models
 from anybatch.errors import InputError
-from anybatch.jaxprs import interpreter, source
-from anybatch.jaxprs.graph import Graph, Value
-from anybatch.reading.evaluation import Examples
+from anybatch.jaxprs import source
+from anybatch.jaxprs.graph import Graph, uses
+from anybatch.reading.blocks import prefix_of_one, wide_values
 from anybatch.reading.positions import Draw
 from anybatch.reading.reader import Fact, NeedsInlining, Reader, ReadOptions
 from anybatch.reading.report import Randomness, Reading, report
 from anybatch.reading.rules import RULEBOOK
-from anybatch.reading.split import PrefixInputs, Seeds, Split
+from anybatch.reading.split import Seeds, Split
 from anybatch.reading.states import INVARIANT, Batched
 
 _MAX_HINT = 1 << 20  # elements of a closed-over array whose numbers are looked at while the loss is read
+
+# The bytes from which on a value is reported that is larger than all around it.
+LEAST_WIDE = 2**20
 
 # Prints; and the names of mesh axes, which JAX counts as effects too.
 _HARMLESS_EFFECTS = ("DebugEffect", "OrderedDebugEffect", "NamedAxisEffect")
@@ -73,7 +76,7 @@ def split_loss(
     ]
     opened: dict[int, Any] = {}
     options = ReadOptions(
-        may_reorder=_multiplies_groups(loss.traced.jaxpr),
+        may_reorder=uses(loss.traced.jaxpr, "ragged_dot_general"),  # only then may microbatches sort their own rows
         sums_data_later=sums_data_later,
         may_select=may_select,
         failed=failed or {},
@@ -96,14 +99,6 @@ def split_loss(
             options = dataclasses.replace(options, may_reorder=False)
             continue
         return split
-
-
-def _multiplies_groups(jaxpr: Any) -> bool:
-    """Whether a jaxpr has, at any depth, a product of sorted groups. Only then may microbatches sort their own rows."""
-    return any(
-        equation.primitive.name == "ragged_dot_general" or any(map(_multiplies_groups, interpreter.jaxprs_in(equation)))
-        for equation in interpreter.equations_of(jaxpr)
-    )
 
 
 def _refuse_mutation(graph: Graph) -> None:
@@ -170,20 +165,16 @@ def read(
         loss, consts = trace_loss(fun, arguments, arguments.num_examples, weighted=False, has_aux=has_aux)
         split = split_loss(loss, consts, fresh_draws=bool(arguments.arrays.keys), may_select=True)
         seen_whole = tuple(leaf.name for leaf, _, _ in arguments.unnamed_rows())
-        reading = dataclasses.replace(report(split), seen_whole=seen_whole)
+        wide = () if loss.traced.has_effects else tuple(wide_values(split, LEAST_WIDE))
+        reading = dataclasses.replace(report(split), seen_whole=seen_whole, wide=wide)
         if reading.randomness is Randomness.IN_DISTRIBUTION:
             # Raises now what a call would raise, if these numbers cannot be drawn per microbatch.
             types = [[value.type for value in values] for values in (split.graph.inputs, split.frontier)]
             for selection, positions in split.selections.items():
                 wanted = [split.frontier[position] for position in positions]
-                jax.eval_shape(functools.partial(_prefix_of_one, split, selection, wanted), types[0])
+                jax.eval_shape(functools.partial(prefix_of_one, split, selection, wanted), types[0])
             jax.eval_shape(lambda inputs, made: split.head(inputs, None, [], made), *types)
 
     jax.eval_shape(read_with, *(leaves[position] for position in abstract))
     assert reading is not None
     return reading
-
-
-def _prefix_of_one(split: Split, selection: int | None, wanted: list[Value], inputs: list[Any]) -> list[Any]:
-    given = PrefixInputs(variables=[], inputs=inputs, known=None, selected=[], place=[])
-    return split.prefix(given, Examples(0, 1, selection=selection), wanted)

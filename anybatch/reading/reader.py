@@ -27,6 +27,7 @@ from anybatch.reading.states import (
     State,
     blame_of,
     failure_of,
+    refuse_sums,
 )
 
 # A selection of few rows, such as anchors, is read as invariant: at most 16 rows, and at most this share of the batch.
@@ -45,48 +46,30 @@ class NeedsInlining(Exception):
 
 @dataclasses.dataclass
 class RuleResult:
-    """What a rule returns for a node.
+    """What a rule returns for a node."""
 
-    Args:
-      states: the states of its outputs.
-      takes: for each invariant operand, the rows of it that a microbatch takes; None: all of it.
-      params: a function from the number of examples to the parameters of the equation, if these hold shapes.
-      run: computes the node for a microbatch, if that is not the same equation with other parameters.
-      scales: whether its derivative is linear in the cotangent. That of a custom_vjp may not be.
-      nested: the readers of the functions inside it.
-      in_full: batched operands of which a microbatch reads all rows. They are computed before the first microbatch.
-      reorders: whether it sorts rows or looks up sorted ones, so that the rule itself has checked their order.
-      selection: the selection of its batched operands, see `Fact`.
-    """
-
-    states: Sequence[State]
-    takes: Sequence[Batched | None] | None = None
-    params: Callable[[int], dict[str, Any]] | None = None
-    run: Callable[[Any], list[Any]] | None = None
-    scales: bool = True
-    nested: Sequence["Reader"] = ()
-    in_full: frozenset[Value] = frozenset()
-    reorders: bool = False
-    selection: int | None = None
+    states: Sequence[State]  # of its outputs
+    takes: Sequence[Batched | None] | None = None  # the rows of invariant operands that a microbatch takes; None: all
+    params: Callable[[int], dict[str, Any]] | None = None  # of the equation, for a number of examples, if these differ
+    run: Callable[[Any], list[Any]] | None = None  # computes it for a microbatch, if that is another equation
+    scales: bool = True  # whether its derivative is linear in the cotangent. That of a custom_vjp may not be.
+    in_full: frozenset[Value] = frozenset()  # batched operands, computed first, of which a microbatch reads all rows
+    reorders: bool = False  # it sorts rows or looks up sorted ones: the rule itself has checked their order
+    selection: int | None = None  # of its batched operands, see `Fact`
 
 
 @dataclasses.dataclass(frozen=True)
 class Fact:
     """What is known of a value.
 
-    Args:
-      state: its state, see `states`.
-      moves: whether it depends on the differentiated arguments.
-      has_gradient: whether a gradient flows through it: it moves, is inexact, and no `stop_gradient` is in between.
-      is_zero: whether it is known to be zero.
-      selection: which rows the value has or sums over. None: the examples of the batch. An integer M: M rows that the
-        loss selected from its data, for example by `x[::2]`. Values with different M are computed in different loops.
+    The selection tells which rows the value has or sums over. None: the examples of the batch. An integer M: M rows
+    that the loss selected from its data, for example by `x[::2]`. Values with different M have different loops.
     """
 
     state: State
-    moves: bool = False
-    has_gradient: bool = False
-    is_zero: bool = False
+    moves: bool = False  # it depends on the differentiated arguments
+    has_gradient: bool = False  # a gradient flows through it: it moves, is inexact, without `stop_gradient` in between
+    is_zero: bool = False  # it is known to be zero
     selection: int | None = None
 
 
@@ -100,35 +83,22 @@ class Rulebook:
 
 @dataclasses.dataclass(frozen=True)
 class ReadOptions:
-    """How a loss is read.
+    """How a loss is read."""
 
-    Args:
-      may_reorder: whether a microbatch may sort its own examples where the loss sorts those of the batch.
-      sums_data_later: whether sums of data alone are added up over the microbatches, as all other sums are. If not,
-        they are computed before the first microbatch.
-      reads_derivatives: whether functions with custom derivatives are differentiated here. If not, their derivatives
-        are read when an outer `grad` asks for them.
-      may_select: whether rows that are selected from the data may have a loop of their own.
-      failed: primitives that could not be computed as their rules say, and why. They are taken to couple examples.
-    """
-
-    may_reorder: bool = False
+    may_reorder: bool = False  # a microbatch may sort its own examples where the loss sorts those of the batch
+    # Sums of data alone are added up over the microbatches, as all others are, and not computed before the first one.
     sums_data_later: bool = False
+    # Functions with custom derivatives are differentiated here, and not when an outer `grad` asks for it.
     reads_derivatives: bool = True
-    may_select: bool = False
+    may_select: bool = False  # rows that are selected from the data may have a loop of their own
+    # Primitives that could not be computed as their rules say, and why. They are taken to couple examples.
     failed: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 
 class Reader:
-    """The states of all values of a graph.
+    """The states of all values of a graph, which was traced at `num_examples`. The facts are those of its inputs.
 
-    Args:
-      graph: the function.
-      num_examples: the size of the batch that it was traced at.
-      facts: what is known of its inputs.
-      rulebook: the rules.
-      options: how to read it.
-      top: True for the loss itself; False for a function nested in it, all of which must run per microbatch.
+    `top` is True for the loss itself, and False for a function nested in it, all of which must run per microbatch.
     """
 
     def __init__(
@@ -172,6 +142,9 @@ class Reader:
     def has_gradient(self, value: Value) -> bool:
         return not value.is_constant and self.facts[value].has_gradient
 
+    def depends_on_batch(self, value: Value) -> bool:
+        return not value.is_constant and self.uses_batch[value]
+
     def selection(self, value: Value) -> int | None:
         """The selection of a value, see `Fact`."""
         return None if value.is_constant else self.facts[value].selection
@@ -201,7 +174,7 @@ class Reader:
         states = [self.state(value) for value in node.inputs]
         moves = any(map(self.moves, node.inputs))
         has_gradient = any(map(self.has_gradient, node.inputs)) and node.name != "stop_gradient"
-        uses_batch = any(not value.is_constant and self.uses_batch[value] for value in node.inputs)
+        uses_batch = any(map(self.depends_on_batch, node.inputs))
         selection: int | None = None
         if all(state == INVARIANT for state in states):
             found: list[State] = [INVARIANT] * len(node.outputs)
@@ -217,12 +190,12 @@ class Reader:
                 found = self._refused(node, states, moves, refusal)
         for output, state in zip(node.outputs, found, strict=True):
             of = selection
-            if self.top and not moves and self._is_computed_first(state, states):
+            if self.top and not moves and self._is_computed_first(state):
                 state, of = self._compute_first(output, state, node, states)
             self.facts[output] = Fact(state, moves, has_gradient and output.is_inexact, selection=of)
             self.uses_batch[output] = uses_batch
 
-    def _is_computed_first(self, state: State, states: Sequence[State]) -> bool:
+    def _is_computed_first(self, state: State) -> bool:
         """Whether a value of data alone in this state is computed before the first microbatch."""
         if not self.options.sums_data_later:
             return state == SUMMED or isinstance(state, Head)
@@ -250,8 +223,8 @@ class Reader:
                 raise
             outcome = with_data_in_full
         if self.top and moves and not all(state == INVARIANT for state in outcome.states):
-            live = [state for output, state in zip(node.outputs, outcome.states, strict=True) if self._is_live(output)]
-            if INVARIANT in live:
+            outputs = zip(node.outputs, outcome.states, strict=True)
+            if any(state == INVARIANT and id(output) in self.graph.live for output, state in outputs):
                 raise NotRowwise("one equation returns both values of the examples and values of the parameters alone")
         return outcome
 
@@ -299,9 +272,9 @@ class Reader:
         except (NotRowwise, NeedsInlining):
             raise
         except Exception as error:  # a rule that fails must not lead to a wrong gradient
-            why = failure_of(node.name, error)
-            warn_of_failed_rule(blame_of(node, why, Coupling.RULE_FAILED))
-            raise NotRowwise(why, reason=Coupling.RULE_FAILED) from error
+            blame = failure_of(node, error)
+            warn_of_failed_rule(blame)
+            raise NotRowwise(blame.why, reason=blame.reason) from error
         finally:
             self.num_examples = self.batch_size
 
@@ -361,9 +334,6 @@ class Reader:
             why = "a custom backward pass of parameters is not linear in the gradient"
             raise NotRowwise(why, blame=blame_of(node, why))
         self.hoisted.append(node)
-
-    def _is_live(self, value: Value) -> bool:
-        return id(value) in self.graph.live
 
     def is_zero(self, value: Value) -> bool:
         """Whether an invariant value is known to be zero everywhere."""
@@ -439,15 +409,26 @@ Rule = Callable[[Reader, Node, Sequence[State]], RuleResult]
 RULES: dict[str, Rule] = {}
 
 
-def rule(*names: str) -> Callable[[Rule], Rule]:
+def rule(*names: str, linear: bool | None = None) -> Callable[[Rule], Rule]:
     """Adds the decorated function to the table, as the rule of the primitives of these names.
 
     A rule is called with the states of the operands. At least one of them is batched or summed, and none is a head. It
     returns a `RuleResult`, or raises `NotRowwise`.
+
+    Args:
+      *names: the primitives.
+      linear: True if the results are linear in the first operand: those of a sum are sums. False if they are not. In
+        both cases the function is called without sums. With None it is called with sums, too.
     """
 
     def enter(function: Rule) -> Rule:
-        RULES.update(dict.fromkeys(names, function))
+        def without_sums(reader: Reader, node: Node, states: Sequence[State]) -> RuleResult:
+            if linear and states[0] == SUMMED and all(state == INVARIANT for state in states[1:]):
+                return RuleResult([SUMMED] * len(node.outputs))
+            refuse_sums(states)
+            return function(reader, node, states)
+
+        RULES.update(dict.fromkeys(names, function if linear is None else without_sums))
         return function
 
     return enter

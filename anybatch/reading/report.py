@@ -12,7 +12,7 @@ from typing import Any
 
 from anybatch.call.memory import readable
 from anybatch.jaxprs import interpreter, source
-from anybatch.jaxprs.graph import Node, Value, written_bytes
+from anybatch.jaxprs.graph import Node, Value, sources, written_bytes
 from anybatch.jaxprs.primitives import FUSED, RANDOM_DRAWS
 from anybatch.reading.evaluation import constant_value
 from anybatch.reading.split import Seeds, Split
@@ -42,21 +42,13 @@ class LossKind(enum.StrEnum):
 
 @dataclasses.dataclass(frozen=True)
 class LossForm:
-    """What a loss, or a term of it, is over its examples: its kind, and how to say it.
-
-    Args:
-      kind: the kind.
-      words: the same for people to read, with the number of examples.
-      selection: for a mean or a sum, the number of rows that the loss selected from the batch; None: all examples.
-      parts: the terms that are added up, or those of the value that a function is taken of.
-      adds_parameters: whether a term of the parameters alone is added.
-    """
+    """What a loss, or a term of it, is over its examples: its kind, and how to say it."""
 
     kind: LossKind
-    words: str
-    selection: int | None = None
-    parts: tuple["LossForm", ...] = ()
-    adds_parameters: bool = False
+    words: str  # the same for people to read, with the number of examples
+    selection: int | None = None  # of a mean or a sum: the rows that the loss selected from the batch; None: all
+    parts: tuple["LossForm", ...] = ()  # the terms that are added up, or those of the value that it is a function of
+    adds_parameters: bool = False  # a term of the parameters alone is added
 
     def contains(self, kind: LossKind) -> bool:
         """Whether it, or one of its parts, is of a kind."""
@@ -109,6 +101,8 @@ class Reading:
       seen_whole: arguments that have a row for each example but are not part of the batch, so that every microbatch
         sees all of their rows. Only `anybatch.read` looks for them.
       layers_in_head: whether layers of the model are computed from the full batch.
+      wide: values that are much larger than what they are computed from, such as logits, and whether `block_size` can
+        compute them in blocks. Only `anybatch.read` looks for them; otherwise it is None.
     """
 
     form: LossForm
@@ -124,6 +118,7 @@ class Reading:
     activation_bytes: int
     layers_in_head: bool = False
     seen_whole: tuple[str, ...] = ()
+    wide: tuple[Any, ...] | None = None
 
     @property
     def kind(self) -> str:
@@ -154,11 +149,12 @@ class Reading:
                 'keep the examples apart. reduction="mean" takes the statistics of each microbatch instead, which is '
                 "another loss."
             )
-        if self.blame and self.blame[0].primitive == "dot_general":
-            return (
-                "To take less, compare one block of rows at a time with all others: "
-                "jax.lax.map(jax.checkpoint(loss_of_row), rows, batch_size=128)."
-            )
+        if not self.blame or self.blame[0].primitive != "dot_general":
+            return ""
+        if self.wide is None:
+            return "block_size=128 may compare so many rows at a time with all others: anybatch.read says if it can."
+        if any(value.axis is not None and not value.per_example for value in self.wide):
+            return "To take less, pass block_size=128, or another number: so many rows are then compared at a time."
         return ""
 
     @property
@@ -201,6 +197,9 @@ class Reading:
         if self.rearranged:
             lines.append("selects, sorts or shifts rows of the data:")
             lines += [f"  {blame}" for blame in self.rearranged[:_MAX_SHOWN]]
+        if self.wide:
+            lines.append("has values that are much larger than what they are computed from:")
+            lines += [f"  {value}" for value in self.wide[:_MAX_SHOWN]]
         if self.seen_whole:
             lines.append(
                 f"every microbatch sees all rows of {', '.join(self.seen_whole)}: if these belong to the examples, "
@@ -210,7 +209,7 @@ class Reading:
 
     def _repr_html_(self) -> str:
         rows = "".join(
-            f"<tr><td>{'sum' if item.how == 'sum' else 'rows'}</td><td><code>{item.dtype}{list(item.shape)}</code></td>"
+            f"<tr><td>{item.how}</td><td><code>{item.dtype}{list(item.shape)}</code></td>"
             f"<td>{readable(item.bytes)}</td><td><code>{html.escape(item.file)}:{item.line}</code></td></tr>"
             for item in self.frontier
         )
@@ -228,10 +227,9 @@ def report(split: Split) -> Reading:
     draws = _generators(split.loss.traced.jaxpr)
     of_draws = Randomness.EXACT if all(name == "key<fry>" for name in draws) else Randomness.IN_DISTRIBUTION
     gathers = any(isinstance(split.states[position], Batched) for position in split.differentiated)
-    loss = split.reader.state(split.graph.outputs[0])
     return Reading(
         form=form_of(split),
-        separable=not gathers and not (isinstance(loss, Head) and loss.couples) and not split.reader.kept_in_full,
+        separable=not (gathers or split.loss_couples or split.reader.kept_in_full),
         passes=2 if split.seeds == Seeds.BETWEEN else 1,
         stochastic=bool(draws),
         randomness=of_draws if draws else Randomness.NONE,
@@ -257,20 +255,14 @@ def _bytes(node: Node, split: Split) -> int:
         return 0
     if node.name == "scan":
         return node.params["length"] * written_bytes(node.params["jaxpr"])
-    return sum(output.num_bytes for output in node.outputs) + sum(
-        map(written_bytes, interpreter.jaxprs_in(node.equation))
-    )
+    inside = map(written_bytes, interpreter.jaxprs_in(node.equation))
+    return sum(output.num_bytes for output in node.outputs) + sum(inside)
 
 
 def _generators(jaxpr: Any) -> set[str]:
     """The dtypes of the keys that random numbers are drawn from, at any depth."""
-    found: set[str] = set()
-    for equation in interpreter.equations_of(jaxpr):
-        if equation.primitive.name in RANDOM_DRAWS:
-            found.add(str(equation.invars[0].aval.dtype))
-        for inner in interpreter.jaxprs_in(equation):
-            found |= _generators(inner)
-    return found
+    draws = [equation for equation in interpreter.walk(jaxpr) if equation.primitive.name in RANDOM_DRAWS]
+    return {str(equation.invars[0].aval.dtype) for equation in draws}
 
 
 _RATIO = LossForm(LossKind.RATIO, "ratio of sums")
@@ -279,15 +271,15 @@ _RATIO = LossForm(LossKind.RATIO, "ratio of sums")
 def form_of(split: Split) -> LossForm:
     """What a loss is over its examples: "mean over 64 examples", "ratio of sums", "couples examples", ..."""
     loss = split.graph.outputs[0]
-    if loss.is_constant or not split.reader.uses_batch[loss]:
+    if not split.reader.depends_on_batch(loss):
         return LossForm(LossKind.INVARIANT, "does not depend on the batch")
-    state = split.reader.state(loss)
-    if isinstance(state, Head) and state.couples:
+    if split.loss_couples:
         return LossForm(LossKind.COUPLED, "couples examples")
     return _Forms(split).of_terms(loss)
 
 
-def _scales(node: Node, factor: Value) -> bool:
+def scales(node: Node, factor: Value) -> bool:
+    """Whether a node multiplies an operand by another, or divides it."""
     return node.name == "mul" or (node.name == "div" and factor is node.inputs[0])
 
 
@@ -298,9 +290,8 @@ class _Forms:
         self.reader, self.num_examples = split.reader, split.loss.num_examples
         self.examples = f"over {self.num_examples} example{'' if self.num_examples == 1 else 's'}"
 
-    def _over(self, value: Value) -> str:
+    def _over(self, selection: int | None) -> str:
         """Words for what a sum is over: the examples, or rows that are selected from them."""
-        selection = self.reader.selection(value)
         if selection is None:
             return self.examples
         return f"over {selection} row{'' if selection == 1 else 's'} of {self.num_examples} examples"
@@ -310,7 +301,7 @@ class _Forms:
         terms: dict[LossForm, None] = {}
         of_parameters = False
         for term in self._terms(value):
-            if self.reader.state(term) == INVARIANT and not self._uses_batch(term):
+            if self.reader.state(term) == INVARIANT and not self.reader.depends_on_batch(term):
                 of_parameters = of_parameters or self.reader.moves(term)
             else:
                 terms[self._of_term(term)] = None
@@ -330,14 +321,14 @@ class _Forms:
             if value in seen:
                 continue
             seen.add(value)
-            node = None if value.is_constant else value.node
-            is_head = isinstance(self.reader.state(value), Head)
-            factors = [] if node is None else [operand for operand in node.inputs if self._uses_batch(operand)]
+            node, is_head = value.node, isinstance(self.reader.state(value), Head)
+            inputs = [] if node is None else node.inputs
+            factors = [operand for operand in inputs if self.reader.depends_on_batch(operand)]
             if node is not None and node.name in ("add", "add_any", "sub"):
-                pending.extend(reversed(node.inputs))
+                pending.extend(reversed(inputs))
             elif node is not None and is_head and node.name in _UNCHANGED:
-                pending.append(node.inputs[0])
-            elif node is not None and is_head and len(factors) == 1 and _scales(node, factors[0]):
+                pending.append(inputs[0])
+            elif node is not None and is_head and len(factors) == 1 and scales(node, factors[0]):
                 pending.append(factors[0])
             else:
                 yield value
@@ -352,35 +343,33 @@ class _Forms:
         if node.name in _FUNCTIONS:
             inside = self.of_terms(node.inputs[0])
             return LossForm(LossKind.FUNCTION, f"{_FUNCTIONS[node.name]} of a {inside.words}", parts=(inside,))
-        if node.name == "div" and all(self._uses_batch(operand) for operand in node.inputs):
+        if node.name == "div" and all(self.reader.depends_on_batch(operand) for operand in node.inputs):
             return _RATIO
-        number = len(self._sums_below(value))
+        below = sources([value], lambda value: not isinstance(self.reader.state(value), Head))
+        number = sum(self.reader.state(value) == SUMMED for value in below)
         sums = f"{number} sums" if number > 1 else "a sum"
         return LossForm(LossKind.FUNCTION, f"function of {sums} {self.examples}")
 
     def _of_sum(self, value: Value) -> LossForm:
         """A sum; or a mean, if it is divided by the number of examples; or a ratio, if by a value of the batch."""
-        pending, divided, over = [value], False, self._over(value)
-        selection = self.reader.selection(value)
-        count = self.reader.count(selection)
+        pending, divided, selection = [value], False, self.reader.selection(value)
+        over, count = self._over(selection), self.reader.count(selection)
         seen: set[Value] = set()
         while pending:
             value = pending.pop()
-            node = None if value.is_constant else value.node
+            node = value.node
             if node is None or value in seen:
                 continue
             seen.add(value)
             if node.name in ("mul", "div"):
-                factors = [operand for operand in node.inputs if self.reader.state(operand) == INVARIANT]
-                for operand in factors:
-                    if self._uses_batch(operand):
+                for operand in (each for each in node.inputs if self.reader.state(each) == INVARIANT):
+                    if self.reader.depends_on_batch(operand):
                         return _RATIO
                     divided = divided or self._grows_with_batch(node, operand, count)
             if self.reader.state(value) == SUMMED or node.name in ("mul", "div") or node.name in _UNCHANGED:
                 pending.extend(operand for operand in node.inputs if self.reader.state(operand) != INVARIANT)
-        if divided:
-            return LossForm(LossKind.MEAN, f"mean {over}", selection)
-        return LossForm(LossKind.SUM, f"sum {over}", selection)
+        kind = LossKind.MEAN if divided else LossKind.SUM
+        return LossForm(kind, f"{kind} {over}", selection)
 
     def _grows_with_batch(self, node: Node, operand: Value, count: int) -> bool:
         known = constant_value(self.reader, operand)
@@ -389,21 +378,3 @@ class _Forms:
         number = abs(float(known.flat[0].real))
         divisor = number if node.name == "div" else 1 / number
         return divisor >= count and abs(divisor / count % 1 - 0.5) > 0.5 - 1e-4
-
-    def _sums_below(self, value: Value) -> set[Value]:
-        found: set[Value] = set()
-        seen: set[Value] = set()
-        pending = [value]
-        while pending:
-            value = pending.pop()
-            if value.is_constant or value in seen:
-                continue
-            seen.add(value)
-            if self.reader.state(value) == SUMMED:
-                found.add(value)
-            elif value.node is not None and isinstance(self.reader.state(value), Head):
-                pending.extend(value.node.inputs)
-        return found
-
-    def _uses_batch(self, value: Value) -> bool:
-        return not value.is_constant and self.reader.uses_batch[value]

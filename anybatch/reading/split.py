@@ -8,7 +8,7 @@ The frontier is what the prefix computes for the head: sums over the batch, and 
 import dataclasses
 import enum
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -18,7 +18,7 @@ from anybatch.call.arguments import Arrays
 from anybatch.call.loss import TracedLoss
 from anybatch.call.microbatches import slice_examples
 from anybatch.jaxprs import avals, tracing
-from anybatch.jaxprs.graph import Graph, Node, Value
+from anybatch.jaxprs.graph import Graph, Node, Value, sources
 from anybatch.jaxprs.primitives import ELEMENTWISE
 from anybatch.reading.evaluation import Examples, FullBatch, Microbatch
 from anybatch.reading.positions import Draw
@@ -26,7 +26,7 @@ from anybatch.reading.reader import Reader
 from anybatch.reading.states import INVARIANT, SUMMED, Batched, Head, State, take_rows
 
 # Too costly to compute for the full batch. Rows of data that need these are computed per microbatch, and gathered.
-_HEAVY = frozenset("dot_general conv_general_dilated scan while cond pallas_call ragged_dot_general".split())
+HEAVY = frozenset("dot_general conv_general_dilated scan while cond pallas_call ragged_dot_general".split())
 # The head can do these after gathering, so that the rows before them are gathered.
 _MOVES = frozenset("transpose reshape squeeze broadcast_in_dim copy".split())
 
@@ -99,6 +99,12 @@ class Split:
         return node.has_effects and not node.outputs and node not in self.reader.outcomes
 
     @property
+    def loss_couples(self) -> bool:
+        """Whether the loss itself is a function of rows, and not of sums alone."""
+        state = self.reader.state(self.graph.outputs[0])
+        return isinstance(state, Head) and state.couples
+
+    @property
     def head_couples(self) -> bool:
         """Whether any value of the head is one of rows, and not of sums alone."""
         states = [self.reader.state(output) for node in self.head_nodes for output in node.outputs]
@@ -112,18 +118,13 @@ class Split:
         with parameters and with data that is known by then.
         """
         gathered = set(self.gathered_first)
-        found: dict[Node, None] = dict.fromkeys(
-            [*self.head_nodes, *filter(self._combines_full_batch, self.graph.nodes)]
-        )
-        pending = list(self.known_first)
-        while pending:
-            value = pending.pop()
-            if value.is_constant or value.node is None or value.node in found or value in gathered:
-                continue
-            if self.reader.uses_batch[value]:
-                found[value.node] = None
-                pending.extend(value.node.inputs)
-        return list(found)
+        found = dict.fromkeys([*self.head_nodes, *filter(self._combines_full_batch, self.graph.nodes)])
+
+        def is_last(value: Value) -> bool:
+            return value.node in found or value in gathered or not self.reader.uses_batch[value]
+
+        known_first = [value.node for value in sources(self.known_first, is_last) if not is_last(value)]
+        return list(dict.fromkeys([*found, *(node for node in known_first if node is not None)]))
 
     def _combines_full_batch(self, node: Node) -> bool:
         """Whether parameters meet data of the full batch in a node outside of the microbatches."""
@@ -137,12 +138,12 @@ class Split:
         """Whether layers of the model run on the full batch: products of the batch with parameters."""
 
         def is_layer(node: Node) -> bool:
-            batch = [not value.is_constant and self.reader.uses_batch[value] for value in node.inputs]
+            batch = list(map(self.reader.depends_on_batch, node.inputs))
             parameters = [
                 self.reader.moves(value) and value.ndim > 1 and not uses_batch
                 for value, uses_batch in zip(node.inputs, batch, strict=True)
             ]
-            return node.name in _HEAVY and any(batch) and any(parameters)
+            return node.name in HEAVY and any(batch) and any(parameters)
 
         return any(map(is_layer, self.full_batch_nodes))
 
@@ -205,16 +206,7 @@ class Split:
     @functools.cached_property
     def differentiated(self) -> list[int]:
         """The positions of those values of the frontier that have a gradient and that the loss depends on."""
-        frontier = set(self.frontier)
-        reached: set[Value] = set()
-        pending = [self.graph.outputs[0]]
-        while pending:
-            value = pending.pop()
-            if value.is_constant or value in reached:
-                continue
-            reached.add(value)
-            if value not in frontier and value.node is not None:
-                pending.extend(value.node.inputs)
+        reached = set(sources(self.graph.outputs[:1], set(self.frontier).__contains__))
         return [
             position
             for position, value in enumerate(self.frontier)
@@ -235,33 +227,19 @@ class Split:
     @functools.cached_property
     def gathered_first(self) -> list[Value]:
         """Costly rows of data alone that the values known first are computed from. They are computed per microbatch."""
-        found: dict[Value, None] = {}
-        seen: set[Value] = set()
-        pending = list(self.known_first)
-        while pending:
-            value = pending.pop()
-            if value.is_constant or value in seen or value.node is None:
-                continue
-            seen.add(value)
+
+        @functools.cache
+        def is_gathered(value: Value) -> bool:
             state = self.reader.state(value)
             is_rows = isinstance(state, Batched) and state.in_batch_order and value not in self.reader.cut_later
-            is_rows = is_rows and self.reader.selection(value) is None
-            if is_rows and self._costs_much(value) and not self._needs_known_first(value):
-                found[value] = None
-            else:
-                pending.extend(value.node.inputs)
-        return list(found)
+            if not is_rows or self.reader.selection(value) is not None:
+                return False
+            before = ancestors(value)
+            outputs = {output for node in before for output in node.outputs if output is not value}
+            costs_much = any(node.name in HEAVY for node in before if node in self.reader.outcomes)
+            return costs_much and self.reader.computed_first.isdisjoint(outputs)
 
-    def _costs_much(self, value: Value) -> bool:
-        return any(node.name in _HEAVY for node in ancestors(value) if node in self.reader.outcomes)
-
-    def _needs_known_first(self, value: Value) -> bool:
-        return any(
-            output in self.reader.computed_first
-            for node in ancestors(value)
-            for output in node.outputs
-            if output is not value
-        )
+        return [value for value in sources(self.known_first, is_gathered) if is_gathered(value)]
 
     @functools.cached_property
     def seeds(self) -> Seeds:
@@ -289,14 +267,7 @@ class Split:
         return self.reader.scales and not is_complex and not uneven and not self.loss.traced.uses_dtype(jnp.float16)
 
     def _seeds_depend_on_frontier(self) -> bool:
-        types = [value.type for value in self.graph.inputs]
-        first = [value.type for value in self.known_first]
-        frontier = [value.type for value in self.frontier]
-        counts = [len(types), len(first)]
-
-        def seeds(*flat: Any) -> list[Any]:
-            inputs, known, made = flat[: counts[0]], flat[counts[0] : sum(counts)], list(flat[sum(counts) :])
-
+        def seeds(inputs: list[Any], known: list[Any], made: list[Any]) -> list[Any]:
             def loss(moving: Sequence[Any]) -> Any:
                 now = dict(zip(self.differentiated, moving, strict=True))
                 frontier = [now.get(position, value) for position, value in enumerate(made)]
@@ -304,8 +275,18 @@ class Split:
 
             return jax.grad(loss)([made[position] for position in self.differentiated])
 
-        traced, _ = tracing.trace(seeds, *types, *first, *frontier)
-        return any(any(traced.inputs_used_by(position)[sum(counts) :]) for position in range(len(self.differentiated)))
+        return any(any(frontier) for _, _, frontier in self.uses_of(seeds))
+
+    def uses_of(self, fun: Callable[..., list[Any]]) -> list[tuple[list[bool], list[bool], list[bool]]]:
+        """For each result of a function of the inputs, the values known first and the frontier: which of them it uses.
+
+        A result that is computed from a value but does not depend on it, as 0 * x, counts as using it.
+        """
+        groups = self.graph.inputs, self.known_first, self.frontier
+        types, tree = jax.tree.flatten([[value.type for value in group] for group in groups])
+        traced, _ = tracing.trace(lambda *flat: fun(*jax.tree.unflatten(tree, flat)), *types)
+        uses = [traced.inputs_used_by(output) for output in range(len(traced.out_avals))]
+        return [tuple(jax.tree.unflatten(tree, used)) for used in uses]
 
     # Evaluation. The inputs are flat: the arrays that the loss closes over, then its arguments by role.
 
@@ -315,29 +296,28 @@ class Split:
 
     def compute_first(self, inputs: Sequence[Any], gathered: Sequence[Any]) -> list[Any]:
         """The values known first."""
-        given = {
-            value: array for value, array in zip(self.graph.inputs, inputs, strict=True) if not self.reader.moves(value)
-        }
-        full = FullBatch({**given, **dict(zip(self.gathered_first, gathered, strict=True))}, self.draw)
+        given = dict(zip([*self.graph.inputs, *self.gathered_first], [*inputs, *gathered], strict=True))
+        full = FullBatch(given, self.draw)
         return [full[value] for value in self.known_first]
 
     def compute_hoisted(self, inputs: Sequence[Any], known: Sequence[Any]) -> list[Any]:
         """The hoisted values."""
-        full = FullBatch({**self._given(inputs), **dict(zip(self.known_first, known, strict=True))}, self.draw)
+        given = dict(zip([*self.graph.inputs, *self.known_first], [*inputs, *known], strict=True))
+        full = FullBatch(given, self.draw)
         return [full[value] for value in self.hoisted]
+
+    def _known(self, known: Sequence[Any] | None, hoisted: Sequence[Any]) -> dict[Value, Any]:
+        """The values known first, unless they are None, and the hoisted ones, unless there are none."""
+        given = {} if known is None else dict(zip(self.known_first, known, strict=True))
+        return given | dict(zip(self.hoisted, hoisted, strict=True)) if hoisted else given
 
     def prefix(self, given: PrefixInputs, examples: Examples, wanted: Sequence[Value]) -> list[Any]:
         """The wanted values of the prefix, for the examples of one microbatch, as they are numbered in the inputs."""
         start, size, selection = examples.start, examples.size, examples.selection
-        known, hoisted = given.known, given.variables[len(self.loss.types.wrt) :]
-        full: dict[Value, Any] = dict(zip(self.known_first if known is not None else [], known or [], strict=True))
-        full.update(zip(self.hoisted if hoisted else [], hoisted, strict=True))
-        mine: dict[Value, Any] = {}
-        for value, array in zip(self.graph.inputs, given.inputs, strict=True):
-            state = self.reader.state(value)
-            if isinstance(state, Batched) and given.origin is None:
-                full[value] = array
-            mine[value] = array
+        full = self._known(given.known, given.variables[len(self.loss.types.wrt) :])
+        mine = dict(zip(self.graph.inputs, given.inputs, strict=True))
+        if given.origin is None:
+            full |= {value: array for value, array in mine.items() if isinstance(self.reader.state(value), Batched)}
         if selection is None:
             batch = [given.inputs[position] for position in self.batch_positions]
             taken = slice_examples(batch, start, size, examples.runs)
@@ -362,11 +342,8 @@ class Split:
         num_outputs: int | None = None,
     ) -> list[Any]:
         """The outputs of the loss, from the frontier of the full batch. `known` is None before it is computed."""
-        given = self._given(inputs)
-        given.update(zip(self.known_first if known is not None else [], known or [], strict=True))
-        given.update(zip(self.hoisted if hoisted else [], hoisted, strict=True))
-        given.update(zip(self.frontier, frontier, strict=True))
-        full = FullBatch(given, self.draw)
+        given = dict(zip(self.graph.inputs, inputs, strict=True)) | self._known(known, hoisted)
+        full = FullBatch(given | dict(zip(self.frontier, frontier, strict=True)), self.draw)
         outputs = [jnp.asarray(full[value]) for value in self.graph.outputs[:num_outputs]]
         if num_outputs is None:
             for node in self.head_nodes:
@@ -374,17 +351,7 @@ class Split:
                     full.run(node)
         return outputs
 
-    def _given(self, inputs: Sequence[Any]) -> dict[Value, Any]:
-        return dict(zip(self.graph.inputs, inputs, strict=True))
-
 
 def ancestors(value: Value) -> set[Node]:
     """All nodes that a value depends on."""
-    found: set[Node] = set()
-    pending = [value]
-    while pending:
-        node = pending.pop().node
-        if node is not None and node not in found:
-            found.add(node)
-            pending.extend(node.inputs)
-    return found
+    return {found.node for found in sources([value]) if found.node is not None}

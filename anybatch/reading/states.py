@@ -87,20 +87,17 @@ class NotRowwise(Exception):
 
 
 class RuleFailed(AnybatchError):
-    """Raised while a microbatch is computed: the rule accepted an equation that then could not be computed.
+    """Raised while a microbatch is computed: the rule accepted an equation that then could not be computed."""
 
-    Args:
-      blame: the line, and what happened.
-    """
-
-    def __init__(self, blame: Any) -> None:
+    def __init__(self, blame: Blame) -> None:
         super().__init__(str(blame))
         self.blame = blame
 
 
-def failure_of(primitive: str, error: Exception) -> str:
-    """The reason to give for an equation whose rule raised an unexpected error."""
-    return f"the rule for the primitive {primitive!r} failed ({type(error).__name__}: {error})"
+def failure_of(node: Node, error: Exception) -> Blame:
+    """Blames the user's line of an equation whose rule raised an unexpected error."""
+    why = f"the rule for the primitive {node.name!r} failed ({type(error).__name__}: {error})"
+    return blame_of(node, why, Coupling.RULE_FAILED)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -173,14 +170,11 @@ def join(one: State, other: State, one_is_zero: bool = False, other_is_zero: boo
     """The state of a value that is sometimes `one` and sometimes `other`: a loop's carry, a branch's result."""
     if one == other:
         return one
-    if one == INVARIANT and isinstance(other, Batched) and other.in_batch_order:
-        return other
-    if other == INVARIANT and isinstance(one, Batched) and one.in_batch_order:
-        return one
-    if one == SUMMED and other == INVARIANT and other_is_zero:
-        return SUMMED
-    if other == SUMMED and one == INVARIANT and one_is_zero:
-        return SUMMED
+    for state, is_zero, wider in ((one, one_is_zero, other), (other, other_is_zero, one)):
+        if state == INVARIANT and isinstance(wider, Batched) and wider.in_batch_order:
+            return wider
+        if state == INVARIANT and wider == SUMMED and is_zero:
+            return SUMMED
     raise NotRowwise(f"in a loop or a branch the same value is once {one} and once {other}")
 
 

@@ -226,6 +226,19 @@ def params_with_a_clipped_gradient(params, batch):
     return jnp.mean(squared_errors(params, batch))
 
 
+@PROGRAMS.case(passes=2)
+def a_solver_with_a_clipped_gradient(params, batch):
+    """Not linear in the cotangent, inside the functions of a solver: the gradient of the sum must not be scaled."""
+    diagonal = 2 + logits_of(params, batch["x"])
+
+    def multiply(vector):
+        return clip_the_gradient(diagonal) * vector
+
+    sides = jnp.ones_like(diagonal)
+    solution = jax.lax.custom_linear_solve(multiply, sides, lambda _, side: side / diagonal, symmetric=True)
+    return jnp.sqrt(jnp.sum((solution @ params["out"] - batch["y"]) ** 2))
+
+
 @jax.custom_jvp
 def round_straight_through(x):
     return jnp.round(x)

@@ -1,10 +1,11 @@
 """Any number of random programs, from a start seed: `python tests/fuzz_long.py --models 14000 --readings 6000`.
 
-`--models` are random models with trees of parameters (`model_programs.py`), `--readings` random losses (`programs.py`).
-Both are compared with `jax.value_and_grad` at the full batch, in float64, by an interpreter of jaxprs that compiles
-nothing (`interpreter.py`). One program in `--compiled` is compiled by XLA instead, and of these every fifth is spread
-over two simulated devices. A finding is printed with the seed that makes it again:
-`python tests/model_programs.py SEED`, `python tests/programs.py SEED`.
+`--models` are random models with trees of parameters (`model_programs.py`), `--readings` random losses (`programs.py`),
+`--wides` random losses with big values, in blocks (`wide_programs.py`). All are compared with `jax.value_and_grad` at
+the full batch, in float64, by an interpreter of jaxprs that compiles nothing (`interpreter.py`). One program in
+`--compiled` is compiled by XLA instead, and of these every fifth model or reading is spread over two simulated devices.
+A finding is printed with the seed that makes it again: `python tests/fuzz/model_programs.py SEED`,
+`python tests/fuzz/programs.py SEED`, `python tests/fuzz/wide_programs.py SEED`.
 
 Takes 0.1 to 0.2 s of a core for each program. Exits with 1 if a gradient was wrong, or anything raised an error that is
 not one of anybatch's own.
@@ -20,6 +21,9 @@ import time
 import jax
 from fuzz.model_programs import ModelProgram, compare_compiled, compare_model
 from fuzz.programs import Program, compare, compare_interpreted
+from fuzz.wide_programs import WideProgram
+from fuzz.wide_programs import compare as compare_wide
+from fuzz.wide_programs import compare_compiled as compare_wide_compiled
 
 WRONG = ("different", "crashed")
 
@@ -46,20 +50,28 @@ def reading(seed, compiled, devices):
     return program, compare(program) if compiled else compare_interpreted(program)
 
 
+def wide(seed, compiled, devices):
+    program = WideProgram(seed)
+    return program, compare_wide_compiled(program) if compiled else compare_wide(program)
+
+
 def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--models", type=int, default=1000, help="how many random models")
     parser.add_argument("--readings", type=int, default=500, help="how many random losses")
-    parser.add_argument("--start", type=int, default=0, help="the first seed of both")
+    parser.add_argument("--wides", type=int, default=0, help="how many random losses with big values, in blocks")
+    parser.add_argument("--start", type=int, default=0, help="the first seed of each")
     parser.add_argument("--compiled", type=int, default=100, help="one program in so many is compiled; 0 for none")
     options = parser.parse_args(argv)
     configure()
     began, counts, wrong = time.time(), collections.Counter(), 0
     todo = [("model", model, number, options.models) for number in range(options.models)]
     todo += [("reading", reading, number, options.readings) for number in range(options.readings)]
-    todo.sort(key=lambda one: one[2] / one[3])  # Some of both, wherever it is stopped.
+    todo += [("wide", wide, number, options.wides) for number in range(options.wides)]
+    todo.sort(key=lambda one: one[2] / one[3])  # Some of each, wherever it is stopped.
     gc.disable()  # What tracing leaves behind is collected below, once for many programs.
-    print(f"JAX {jax.__version__}: {options.models} models and {options.readings} readings, from {options.start}")
+    what = f"{options.models} models, {options.readings} readings, {options.wides} wides"
+    print(f"JAX {jax.__version__}: {what}, from {options.start}")
     for done, (kind, run, number, _) in enumerate(todo, 1):
         seed = options.start + number
         compiled = options.compiled and number % options.compiled == options.compiled - 1
@@ -82,7 +94,7 @@ def main(argv=None):
         if done % 200 == 0 or done == len(todo):
             each = f"{time.process_time() / done:.3f} s of a core each"
             print(f"{done} of {len(todo)} in {time.time() - began:.0f} s, {each}: {dict(counts)}", flush=True)
-    refused = counts["model refused"] + counts["reading refused"]
+    refused = counts["model refused"] + counts["reading refused"] + counts["wide refused"]
     print(
         f"JAX {jax.__version__}: {len(todo)} programs, {refused} refused, {wrong} findings, "
         f"{time.time() - began:.0f} seconds, {time.process_time():.0f} of a core"

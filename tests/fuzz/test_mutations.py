@@ -248,7 +248,7 @@ REPLACEMENTS = {
     "positions count from zero": replace("iota", positions, "_iota", positions_from_zero),
     "random bits of every microbatch alike": replace("random_bits", positions, "_drawn_by_counter", drawn_as_if_alone),
     "the first rows for every microbatch": replace(
-        ANY, evaluation, "take_rows", lambda right: lambda array, rows, n, start, size: right(array, rows, n, 0, size)
+        ANY, evaluation, "take_rows", lambda right: lambda x, rows, n, start, *sizes: right(x, rows, n, 0, *sizes)
     ),
     "a branch or a loop keeps its first state": replace(
         "scan cond while", control, "join", lambda right: lambda one, *_: one

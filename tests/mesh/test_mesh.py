@@ -355,3 +355,20 @@ def test_a_bfloat16_mean_of_shares_of_different_size(microbatch_size):
     x = jnp.arange(1, 8, dtype=jnp.float32) ** 2
     gradient = ab.grad(loss, microbatch_size=microbatch_size, reduction="mean", mesh=mesh)(jnp.float32(0.5), x)
     np.testing.assert_allclose(gradient, jnp.mean(x), rtol=1e-6)
+
+
+@pytest.mark.every_jax
+def test_narrow_and_wide_sums_in_one_collective():
+    """They are added up in one dtype, also where JAX is configured to promote none."""
+
+    def loss(params, x):
+        return jnp.mean((params["narrow"].astype(jnp.float32) * params["wide"] * x) ** 2)
+
+    params = {"narrow": jnp.bfloat16(0.5), "wide": jnp.float32(3.0)}
+    x = jnp.arange(1, 8, dtype=jnp.float32)
+    expected = jax.grad(loss)(params, x)
+    with jax.numpy_dtype_promotion("strict"):
+        gradient = ab.grad(loss, microbatch_size=3, mesh=mesh_of(2), accumulator_dtype=None)(params, x)
+    assert (gradient["narrow"].dtype, gradient["wide"].dtype) == (jnp.bfloat16, jnp.float32)
+    np.testing.assert_allclose(gradient["wide"], expected["wide"], rtol=1e-6)
+    np.testing.assert_allclose(np.float32(gradient["narrow"]), np.float32(expected["narrow"]), rtol=2**-6)

@@ -270,6 +270,17 @@ def experts_some_of_whom_are_nobody(params, x):
     return out[jnp.argsort(order)].reshape(-1, CHOSEN, WIDTH).sum(1).reshape(x.shape)
 
 
+def experts_by_the_largest_value(params, x):
+    """Sorted by what `top_k` found to be largest, not by where: values may be negative, or too large."""
+    hidden = x.reshape(-1, WIDTH)
+    values, _ = jax.lax.top_k(jnp.round(2 * (hidden @ params["router"])).astype(jnp.int32), 1)
+    flat = values.reshape(-1)
+    order = jnp.argsort(flat)
+    sizes = jax.nn.one_hot(flat, EXPERTS, dtype=jnp.int32).sum(0)
+    out = jax.lax.ragged_dot(jax.lax.ragged_dot(hidden[order], params["up"], sizes), params["down"], sizes)
+    return out[jnp.argsort(order)].reshape(x.shape)
+
+
 def experts_problem(layer):
     keys = jax.random.split(jax.random.key(0), 4)
     shapes = {"router": (WIDTH, EXPERTS), "up": (EXPERTS, WIDTH, 5), "down": (EXPERTS, 5, WIDTH)}
@@ -288,7 +299,15 @@ def test_tokens_sorted_by_expert_take_one_pass(layer, float64):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("layer", [experts_that_overflow, experts_with_noise_by_place, experts_some_of_whom_are_nobody])
+@pytest.mark.parametrize(
+    "layer",
+    [
+        experts_by_the_largest_value,
+        experts_that_overflow,
+        experts_with_noise_by_place,
+        experts_some_of_whom_are_nobody,
+    ],
+)
 def test_tokens_whose_place_matters_are_not_taken_apart(layer, float64):
     loss, params, x = experts_problem(layer)
     reading = ab.read(loss, params, x)

@@ -1,7 +1,8 @@
 """Rules of checkpoints, branches and loops. All of the functions inside them must run per microbatch."""
 
+import collections
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -34,7 +35,7 @@ def _checkpoint(reader: Reader, node: Node, states: Sequence[State]) -> RuleResu
         checkpointed = jax.checkpoint(lambda *operands: microbatch.nested(inner, operands, found), **options)
         return checkpointed(*(microbatch.value(value) for value in node.inputs))
 
-    return RuleResult(found, run=run, scales=inner.scales, nested=[inner])
+    return RuleResult(found, run=run, scales=inner.scales)
 
 
 @rule("cond")
@@ -87,9 +88,7 @@ def _some_branches(reader: Reader, node: Node, states: Sequence[State], numbers:
         branches = [lambda *args, inner=inner: microbatch.nested(inner, args, found) for inner in chosen]
         return lax.switch(jnp.asarray(index).astype(jnp.int32), branches, *operands)
 
-    return RuleResult(
-        found, run=run, scales=all(inner.scales for inner in inners.values()), nested=list(inners.values())
-    )
+    return RuleResult(found, run=run, scales=all(inner.scales for inner in inners.values()))
 
 
 def _refuse_orders(states: Sequence[State]) -> None:
@@ -105,39 +104,50 @@ def _zeros(inner: Reader) -> list[bool]:
 @rule("while")
 def _while(reader: Reader, node: Node, states: Sequence[State]) -> RuleResult:
     params, facts = node.params, _facts(reader, node, states)
-    split = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
-    cond_consts, body_consts, carry = facts[: split[0]], facts[split[0] : split[1]], facts[split[1] :]
-    for _ in range(4 + 2 * len(carry)):
-        condition = reader.nested(node, params["cond_jaxpr"], [*cond_consts, *carry])
-        if condition.output_states() != [INVARIANT]:
-            raise NotRowwise("how often the loop runs depends on the batch")
-        body = reader.nested(node, params["body_jaxpr"], [*body_consts, *carry])
-        after = [_joined(fact, body.fact(output)) for fact, output in zip(carry, body.graph.outputs, strict=True)]
-        if after == carry:
-            break
-        carry = after
-    else:
-        raise NotRowwise("the state of what the loop carries changes from one iteration to the next")
+    first, last = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
+    carry, body = _settled(
+        facts[last:], lambda carry: reader.nested(node, params["body_jaxpr"], [*facts[first:last], *carry])
+    )
+    condition = reader.nested(node, params["cond_jaxpr"], [*facts[:first], *carry])
+    if condition.output_states() != [INVARIANT]:
+        raise NotRowwise("how often the loop runs depends on the batch")
     found = [fact.state for fact in carry]
     _refuse_orders(found)
-    takes = [*[None] * split[1], *(state if isinstance(state, Batched) else None for state in found)]
+    takes = [*[None] * last, *_batched(found)]
 
     def run(microbatch: Any) -> list[Any]:
         operands = [microbatch.value(value, rows) for value, rows in zip(node.inputs, takes, strict=True)]
         return lax.while_loop(
-            lambda carried: microbatch.nested(condition, [*operands[: split[0]], *carried], [INVARIANT])[0],
-            lambda carried: microbatch.nested(body, [*operands[split[0] : split[1]], *carried], found),
-            operands[split[1] :],
+            lambda carried: microbatch.nested(condition, [*operands[:first], *carried], [INVARIANT])[0],
+            lambda carried: microbatch.nested(body, [*operands[first:last], *carried], found),
+            operands[last:],
         )
 
-    return RuleResult(found, takes, run=run, nested=[condition, body])
+    return RuleResult(found, takes, run=run)
 
 
-def _joined(before: Fact, after: Fact) -> Fact:
+def _settled(carry: list[Fact], read_body: Callable[[list[Fact]], Reader]) -> tuple[list[Fact], Reader]:
+    """What a loop carries, in states that no iteration changes, and its body, read with these."""
+    for _ in range(8 + 3 * len(carry)):
+        body = read_body(carry)
+        after = [_joined(fact, body, output) for fact, output in zip(carry, body.graph.outputs, strict=False)]
+        if after == carry:
+            return carry, body
+        carry = after
+    raise NotRowwise("the state of what the loop carries changes from one iteration to the next")
+
+
+def _joined(before: Fact, body: Reader, output: Value) -> Fact:
     """The fact about a carried value that holds both before and after an iteration."""
-    zero = before.is_zero and after.is_zero
-    state = join(before.state, after.state, before.is_zero, after.is_zero)
-    return Fact(state, before.moves or after.moves, before.has_gradient or after.has_gradient, zero)
+    after, is_zero = body.fact(output), body.is_zero(output)
+    state = join(before.state, after.state, before.is_zero, is_zero)
+    # A carry that starts from zero is taken to stay zero until an iteration changes it.
+    stays_zero = before.is_zero and is_zero and state == INVARIANT
+    return Fact(state, before.moves or after.moves, before.has_gradient or after.has_gradient, stays_zero)
+
+
+def _batched(states: Sequence[State]) -> list[Batched | None]:
+    return [state if isinstance(state, Batched) else None for state in states]
 
 
 @rule("scan")
@@ -156,20 +166,9 @@ def _scan(reader: Reader, node: Node, states: Sequence[State]) -> RuleResult:
         dataclasses.replace(fact, state=fact.state.at(fact.state.axis - 1)) if isinstance(fact.state, Batched) else fact
         for fact in facts[first:]
     ]
-    carry = initial
-    for _ in range(8 + 3 * num_carry):
-        # A carry that starts from zero is taken to stay zero until an iteration changes it.
-        body = reader.nested(node, params["jaxpr"], [*facts[:num_consts], *carry, *scanned])
-        after = [
-            _joined(fact, dataclasses.replace(body.fact(output), is_zero=body.is_zero(output)))
-            for fact, output in zip(carry, body.graph.outputs, strict=False)
-        ]
-        after = [dataclasses.replace(fact, is_zero=fact.is_zero and fact.state == INVARIANT) for fact in after]
-        if after == carry:
-            break
-        carry = after
-    else:
-        raise NotRowwise("the state of what the loop carries changes from one iteration to the next")
+    carry, body = _settled(
+        initial, lambda carry: reader.nested(node, params["jaxpr"], [*facts[:num_consts], *carry, *scanned])
+    )
     for fact, start in zip(carry, initial, strict=True):
         # Its start would be added once for each microbatch.
         if fact.state == SUMMED and start.state == INVARIANT and not start.is_zero:
@@ -178,26 +177,33 @@ def _scan(reader: Reader, node: Node, states: Sequence[State]) -> RuleResult:
     emitted = body.output_states()[num_carry:]
     _refuse_orders([*carried, *emitted])
     found = [*carried, *(state.at(state.axis + 1) if isinstance(state, Batched) else state for state in emitted)]
-    takes = [
-        *[None] * num_consts,
-        *(state if isinstance(state, Batched) else None for state in carried),
-        *[None] * (len(states) - first),
-    ]
+    takes = [*[None] * num_consts, *_batched(carried), *[None] * (len(states) - first)]
 
     def run(microbatch: Any) -> list[Any]:
         operands = [microbatch.value(value, rows) for value, rows in zip(node.inputs, takes, strict=True)]
         # A sum starts from zero in each microbatch.
-        consts, start, arrays = operands[:num_consts], operands[num_consts:first], operands[first:]
+        return _run_scan(
+            params,
+            lambda *flat: microbatch.nested(body, flat, [*carried, *emitted]),
+            operands,
+            length=params["length"],
+            unroll=params["unroll"],
+        )
 
-        def step(carry: Any, slices: Any) -> tuple[Any, Any]:
-            results = microbatch.nested(body, [*consts, *carry, *slices], [*carried, *emitted])
-            return results[:num_carry], results[num_carry:]
+    return RuleResult(found, takes, run=run, scales=body.scales)
 
-        options = {name: params[name] for name in ("length", "reverse", "unroll") if name in params}
-        last, stacked = lax.scan(step, list(map(jnp.asarray, start)), arrays, **options)
-        return [*last, *stacked]
 
-    return RuleResult(found, takes, run=run, scales=body.scales, nested=[body])
+def _run_scan(params: dict[str, Any], body: Callable[..., list[Any]], operands: list[Any], **options: Any) -> list[Any]:
+    num_consts, num_carry = interpreter.scan_counts(params)
+    first = num_consts + num_carry
+
+    def step(carry: Any, slices: Any) -> tuple[Any, Any]:
+        results = body(*operands[:num_consts], *carry, *slices)
+        return results[:num_carry], results[num_carry:]
+
+    start = list(map(jnp.asarray, operands[num_consts:first]))
+    last, stacked = lax.scan(step, start, operands[first:], reverse=params["reverse"], **options)
+    return [*last, *stacked]
 
 
 def _scan_over_examples(reader: Reader, node: Node, states: Sequence[State]) -> RuleResult:
@@ -209,57 +215,41 @@ def _scan_over_examples(reader: Reader, node: Node, states: Sequence[State]) -> 
     if rows.axis != 0 or rows.outer != 1 or any(state != INVARIANT for state in states[:first]):
         raise NotRowwise("it goes over the examples with other values of the batch at hand", unroll=False)
     graph = Graph(params["jaxpr"])
+    starts = node.inputs[num_consts:first]
     carried = [
-        _carried_over_examples(
-            graph, number, graph.inputs[num_consts + number], reader, node.inputs[num_consts + number]
-        )
-        for number in range(num_carry)
+        _carried_over_examples(graph, before, after, reader.is_zero(start))
+        for before, after, start in zip(graph.inputs[num_consts:first], graph.outputs, starts, strict=False)
     ]
-    takes = [*[None] * first, *(rows if state == INVARIANT else None for state in states[first:])]
+    takes = [*[None] * first, *[rows] * len(states[first:])]
 
     def run(microbatch: Any) -> list[Any]:
         operands = [microbatch.value(value, take) for value, take in zip(node.inputs, takes, strict=True)]
         body = interpreter.as_function(params["jaxpr"])
-
-        def step(carry: Any, slices: Any) -> tuple[Any, Any]:
-            results = list(map(jnp.asarray, body(*operands[:num_consts], *carry, *slices)))
-            return results[:num_carry], results[num_carry:]
-
-        start = list(map(jnp.asarray, operands[num_consts:first]))
         length = rows.length(microbatch.size)
-        last, stacked = lax.scan(step, start, operands[first:], length=length, reverse=params["reverse"])
-        return [*last, *stacked]
+        return _run_scan(params, lambda *flat: list(map(jnp.asarray, body(*flat))), operands, length=length)
 
     found: list[State] = [*carried, *[rows] * (len(node.outputs) - num_carry)]
     return RuleResult(found, takes, run=run, scales=not contains_custom_vjp(node))
 
 
-def _carried_over_examples(graph: Graph, number: int, before: Value, reader: Reader, start: Value) -> State:
+def _carried_over_examples(graph: Graph, before: Value, after: Value, starts_from_zero: bool) -> State:
     """The state of a value carried from example to example: invariant if none changes it, summed if each adds to it."""
-    after = graph.outputs[number]
     if after is before:
         return INVARIANT
-    uses = [(node, value) for node in graph.nodes for value in node.inputs]
-    is_output = [sum(output is value for output in graph.outputs) for value in (before, after)]
-    if is_output == [0, 1] and not any(value is after for _, value in uses) and reader.is_zero(start):
-        # A weakly typed zero is cast to the dtype that it has, before or after the addition.
-        while after.node is not None and _is_cast_to_itself(after.node):
-            after = after.node.inputs[0]
-        added, node = before, _only_user(uses, before)
-        while node is not None and _is_cast_to_itself(node):
-            added = node.outputs[0]
-            node = _only_user(uses, added)
-        if node is not None and node is after.node and node.name in ("add", "add_any"):
-            if sum(operand is added for operand in node.inputs) == 1 and added.shape == after.shape:
-                if sum(value is after for _, value in uses) <= 1:
-                    return SUMMED
+    used = [*graph.outputs, *(value for node in graph.nodes for value in node.inputs)]
+    uses = collections.Counter(map(id, used))
+
+    def before_casts(value: Value) -> Value:
+        """A weakly typed zero is cast to the dtype that it has, before or after the addition."""
+        while uses[id(value)] == 1 and value.node is not None and value.node.name == "convert_element_type":
+            if value.node.inputs[0].dtype != value.dtype:
+                break
+            value = value.node.inputs[0]
+        return value
+
+    total = before_casts(after)
+    if starts_from_zero and uses[id(total)] == uses[id(before)] == 1 and total.shape == before.shape:
+        if total.node is not None and total.node.name in ("add", "add_any"):
+            if any(before_casts(operand) is before for operand in total.node.inputs):
+                return SUMMED
     raise NotRowwise("it carries something from one example to the next", unroll=False)
-
-
-def _is_cast_to_itself(node: Node) -> bool:
-    return node.name == "convert_element_type" and node.inputs[0].dtype == node.outputs[0].dtype
-
-
-def _only_user(uses: Sequence[tuple[Node, Value]], value: Value) -> Node | None:
-    users = [node for node, used in uses if used is value]
-    return users[0] if len(users) == 1 else None

@@ -10,22 +10,18 @@ import numpy as np
 
 from anybatch.errors import InputError
 from anybatch.jaxprs import interpreter
-from anybatch.jaxprs.graph import Node
+from anybatch.jaxprs.graph import Node, uses
 from anybatch.jaxprs.primitives import CUSTOM_JVP, CUSTOM_VJP
 from anybatch.reading.reader import Fact, Reader, RuleResult, rule
+from anybatch.reading.rules.elementwise import all_sums
 from anybatch.reading.states import INVARIANT, SUMMED, Batched, Coupling, NotRowwise, State, blame_of, refuse_sums
 
 Part = TypeVar("Part")
 
 
-def contains_custom_vjp(node_or_equation: Any) -> bool:
-    """Whether an equation has a custom_vjp inside, at any depth."""
-    equation = getattr(node_or_equation, "equation", node_or_equation)
-    return any(
-        inner.primitive.name in CUSTOM_VJP or contains_custom_vjp(inner)
-        for jaxpr in interpreter.jaxprs_in(equation)
-        for inner in interpreter.equations_of(jaxpr)
-    )
+def contains_custom_vjp(node: Node) -> bool:
+    """Whether a node has a custom_vjp inside, at any depth."""
+    return any(uses(jaxpr, name) for jaxpr in interpreter.jaxprs_in(node.equation) for name in CUSTOM_VJP)
 
 
 def has_linear_backward(reader: Reader, node: Node) -> bool:
@@ -79,14 +75,11 @@ class _Passes:
             inner = reader.nested(self.node, self.backward, facts)
         except NotRowwise:
             return False
-        return all(
-            state == SUMMED or (state == INVARIANT and inner.is_zero(output))
-            for output, state in zip(inner.graph.outputs, inner.output_states(), strict=True)
-        )
+        return all_sums(inner, inner.graph.outputs, inner.output_states())
 
 
-def _must_have(inner: Reader, found: Sequence[State], wanted: Sequence[State], why: str) -> None:
-    for output, state, goal in zip(inner.graph.outputs, found, wanted, strict=False):
+def _must_have(inner: Reader, wanted: Sequence[State], why: str) -> None:
+    for output, state, goal in zip(inner.graph.outputs, inner.output_states(), wanted, strict=False):
         fits = state == goal or (state == INVARIANT and isinstance(goal, Batched) and goal.in_batch_order)
         if not fits and not (state == INVARIANT and goal == SUMMED and inner.is_zero(output)):
             raise NotRowwise(why)
@@ -141,15 +134,14 @@ def _custom_jvp(reader: Reader, node: Node, states: Sequence[State]) -> RuleResu
             return [outputs[position] for position in results]
 
         outputs, pushed = jax.jvp(of_moving, tuple(operands[position] for position in moving), tuple(tangents))
-        return _replace(
-            node(operands), results, outputs
-        ), pushed  # the outputs are those of the custom rule, as under jax.grad
+        # The outputs are those of the custom rule, as under jax.grad.
+        return _replace(node(operands), results, outputs), pushed
 
     def read() -> Reader:
         types = [value.type for value in node.inputs]
         traced = jax.make_jaxpr(jvp)(types, [types[position] for position in moving])
         tangent = _read_part(reader, node, traced, [*states, *(states[position] for position in moving)])
-        _must_have(tangent, tangent.output_states(), goal, "its custom derivative combines examples")
+        _must_have(tangent, goal, "its custom derivative combines examples")
         return tangent
 
     tangent = _read_when_asked(read, node, needed)
@@ -162,17 +154,15 @@ def _custom_jvp(reader: Reader, node: Node, states: Sequence[State]) -> RuleResu
         @function.defjvp
         def _(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Any, Any]:
             (start, *points), (_, *directions) = primals, tangents
-            pushed = microbatch.nested(
-                tangent(), [*points, *(directions[position] for position in moving)], goal, start
-            )
+            moved = [directions[position] for position in moving]
+            pushed = microbatch.nested(tangent(), [*points, *moved], goal, start)
             outputs = pushed[: len(found)]
-            with_tangent = dict(zip(results, pushed[len(found) :], strict=True))
             still = [np.zeros(np.shape(output), jax.dtypes.float0) for output in outputs]
-            return tuple(outputs), tuple(with_tangent.get(position, zero) for position, zero in enumerate(still))
+            return tuple(outputs), tuple(_replace(still, results, pushed[len(found) :]))
 
         return list(function(microbatch.start, *(microbatch.value(value) for value in node.inputs)))
 
-    return RuleResult(found, run=run, nested=[primal])
+    return RuleResult(found, run=run)
 
 
 def _of_backward(refusal: NotRowwise, why: str) -> NotRowwise:
@@ -205,7 +195,7 @@ def _custom_vjp(reader: Reader, node: Node, states: Sequence[State]) -> RuleResu
         passes = _Passes(node, moving, results)
         forward = _read_part(reader, node, passes.forward, states)
         saved = forward.output_states()[passes.num_outputs :]
-        _must_have(forward, forward.output_states(), outputs, "its custom forward pass combines examples")
+        _must_have(forward, outputs, "its custom forward pass combines examples")
         # The cotangent of a batched value is batched. That of a sum is the same for every microbatch. That of an
         # invariant value is the sum of what each microbatch contributes.
         seeds = [state if isinstance(state, Batched) else INVARIANT if state == SUMMED else SUMMED for state in outputs]
@@ -214,7 +204,7 @@ def _custom_vjp(reader: Reader, node: Node, states: Sequence[State]) -> RuleResu
             backward = _read_part(reader, node, passes.backward, [*saved, *seeds])
         except NotRowwise as refusal:
             raise _of_backward(refusal, why) from None
-        _must_have(backward, backward.output_states(), goal, why)
+        _must_have(backward, goal, why)
         return _Derivative(forward, backward, saved, passes.num_outputs, passes.is_linear(reader))
 
     derivative = _read_when_asked(read, node, needed)
@@ -241,4 +231,4 @@ def _custom_vjp(reader: Reader, node: Node, states: Sequence[State]) -> RuleResu
         function.defvjp(run_forward, run_backward)
         return list(function(microbatch.start, *(microbatch.value(value) for value in node.inputs)))
 
-    return RuleResult(found, run=run, scales=not needed or derivative().is_linear, nested=[primal])
+    return RuleResult(found, run=run, scales=not needed or derivative().is_linear)

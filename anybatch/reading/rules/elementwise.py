@@ -13,52 +13,33 @@ from anybatch.jaxprs.graph import Node, Value
 from anybatch.jaxprs.primitives import ELEMENTWISE
 from anybatch.reading.positions import reshaped
 from anybatch.reading.reader import Reader, RuleResult, rule
-from anybatch.reading.states import (
-    INVARIANT,
-    SUMMED,
-    Batched,
-    Coupling,
-    NotRowwise,
-    State,
-    common_rows,
-    refuse_sums,
-    replaced,
-)
+from anybatch.reading.states import INVARIANT, SUMMED, Batched, NotRowwise, State, common_rows, refuse_sums, replaced
 
 # Linear in their one operand.
 LINEAR = frozenset("neg real imag copy copy_p name stop_gradient sharding_constraint sharding_hint pvary pcast".split())
 
 
-@rule(*ELEMENTWISE)
+@rule(*ELEMENTWISE, "threefry2x32")
 def elementwise(reader: Reader, node: Node, states: Sequence[State]) -> RuleResult:
     """Batched operands have a batched result. Summed ones have a summed result if the operation is linear in them."""
-    if SUMMED in states:
-        return _of_sums(reader, node, states)
+    if SUMMED in states and _is_linear(reader, node, states):
+        return RuleResult([SUMMED] * len(node.outputs))
+    refuse_sums(states)
     rows = common_rows(states)
     output = node.outputs[0]
     size = output.shape[rows.axis]
-    takes: list[Batched | None] = []
     for value, state in zip(node.inputs, states, strict=True):
         if value.ndim != output.ndim and (value.ndim != 0 or isinstance(state, Batched)):
             raise NotRowwise("it changes the rank of an operand")
-        if isinstance(state, Batched):
-            takes.append(None)
-        else:
-            takes.append(rows if value.ndim and value.shape[rows.axis] == size else None)
+    takes = [rows if value.ndim and value.shape[rows.axis] == size else None for value in node.inputs]
     return RuleResult([rows] * len(node.outputs), takes)
-
-
-def _of_sums(reader: Reader, node: Node, states: Sequence[State]) -> RuleResult:
-    if any(isinstance(state, Batched) for state in states):
-        raise NotRowwise(Coupling.FED_BACK)
-    if not _is_linear(reader, node, states):
-        raise NotRowwise(Coupling.NOT_LINEAR)
-    return RuleResult([SUMMED] * len(node.outputs))
 
 
 def _is_linear(reader: Reader, node: Node, states: Sequence[State]) -> bool:
     """Whether the outputs are additive in the summed operands."""
     name = node.name
+    if any(isinstance(state, Batched) for state in states):
+        return False
     if name in LINEAR:
         return True
     if name == "convert_element_type":
@@ -95,24 +76,24 @@ def _keeps_precision(old: Value, new: Value) -> bool:
     return jnp.finfo(new.dtype).bits >= jnp.finfo(old.dtype).bits
 
 
-@rule("bitcast_convert_type")
-def _bitcast(reader: Reader, node: Node, states: Sequence[State]) -> RuleResult:
-    refuse_sums(states)
-    if node.outputs[0].shape != node.inputs[0].shape:
-        raise NotRowwise("it changes the shape while it changes the type")
-    return RuleResult([common_rows(states)])
-
-
 @rule("debug_callback", "debug_print")
 def _debug(reader: Reader, node: Node, states: Sequence[State]) -> RuleResult:
     return RuleResult([])  # each microbatch prints its own values
 
 
-@rule("random_bits", "random_split")
-def _draw(reader: Reader, node: Node, states: Sequence[State]) -> RuleResult:
-    refuse_sums(states)
-    _refuse_other_generators(node)
-    return RuleResult([common_rows(states)])
+@rule(
+    "bitcast_convert_type", "random_bits", "random_split", "random_wrap", "random_unwrap", "random_seed", linear=False
+)
+def _same_axes(reader: Reader, node: Node, states: Sequence[State]) -> RuleResult:
+    """The result has the axes of the one operand, and perhaps others after them."""
+    rows = common_rows(states)
+    if node.name in ("random_bits", "random_split"):
+        _refuse_other_generators(node)
+    if node.name == "bitcast_convert_type" and node.outputs[0].shape != node.inputs[0].shape:
+        raise NotRowwise("it changes the shape while it changes the type")
+    if rows.axis >= node.outputs[0].ndim:
+        raise NotRowwise("it makes one key from several examples")
+    return RuleResult([rows])
 
 
 def _refuse_other_generators(node: Node) -> None:
@@ -121,46 +102,12 @@ def _refuse_other_generators(node: Node) -> None:
         raise NotRowwise(f"numbers from several keys of the generator {node.inputs[0].dtype} depend on one another")
 
 
-@rule("random_wrap")
-def _wrap(reader: Reader, node: Node, states: Sequence[State]) -> RuleResult:
-    refuse_sums(states)
-    rows = common_rows(states)
-    if rows.axis >= node.outputs[0].ndim:
-        raise NotRowwise("it makes one key from several examples")
-    return RuleResult([rows])
-
-
-@rule("random_unwrap", "random_seed")
-def _unwrap(reader: Reader, node: Node, states: Sequence[State]) -> RuleResult:
-    refuse_sums(states)
-    return RuleResult([common_rows(states)])
-
-
-@rule("threefry2x32")
-def _threefry(reader: Reader, node: Node, states: Sequence[State]) -> RuleResult:
-    refuse_sums(states)
-    rows = common_rows(states)
-    size = node.outputs[0].shape[rows.axis]
-    if any(value.ndim not in (0, node.outputs[0].ndim) for value in node.inputs):
-        raise NotRowwise("it changes the rank of an operand")
-    takes = [rows if value.ndim and value.shape[rows.axis] == size else None for value in node.inputs]
-    return RuleResult([rows] * len(node.outputs), takes)
-
-
-@rule("random_gamma")
+@rule("random_gamma", linear=False)
 def _gamma(reader: Reader, node: Node, states: Sequence[State]) -> RuleResult:
-    refuse_sums(states)
-    rows = common_rows(states)
-    keys, alphas = node.inputs
     _refuse_other_generators(node)
-    if rows.axis >= keys.ndim or keys.shape != alphas.shape:
+    if node.inputs[0].shape != node.inputs[1].shape:
         raise NotRowwise("it draws for several examples from one key")
-    return RuleResult([rows] * len(node.outputs), [rows, rows])
-
-
-def takes_of(rows: Batched, states: Sequence[State]) -> list[Batched | None]:
-    """What a microbatch takes of each operand, if all have the batch axis: of invariant ones, its rows."""
-    return [rows if state == INVARIANT else None for state in states]
+    return elementwise(reader, node, states)
 
 
 def without(axes: Sequence[int], axis: int) -> int:
@@ -168,10 +115,8 @@ def without(axes: Sequence[int], axis: int) -> int:
     return axis - sum(gone < axis for gone in axes)
 
 
-@rule("broadcast_in_dim")
+@rule("broadcast_in_dim", linear=True)
 def _broadcast(reader: Reader, node: Node, states: Sequence[State]) -> RuleResult:
-    if states[0] == SUMMED:
-        return RuleResult([SUMMED])
     rows = common_rows(states[:1])
     axis, shape = node.params["broadcast_dimensions"][rows.axis], node.params["shape"]
     if len(node.inputs) > 1 or shape[axis] != node.inputs[0].shape[rows.axis]:
@@ -182,10 +127,8 @@ def _broadcast(reader: Reader, node: Node, states: Sequence[State]) -> RuleResul
     )
 
 
-@rule("reshape")
+@rule("reshape", linear=True)
 def _reshape(reader: Reader, node: Node, states: Sequence[State]) -> RuleResult:
-    if states[0] == SUMMED:
-        return RuleResult([SUMMED])
     shape, new, before = node.inputs[0].shape, node.params["new_sizes"], common_rows(states[:1])
     order = node.params.get("dimensions") or range(len(shape))  # it may transpose first
     transposed = tuple(shape[axis] for axis in order)
@@ -197,18 +140,14 @@ def _reshape(reader: Reader, node: Node, states: Sequence[State]) -> RuleResult:
     )
 
 
-@rule("transpose")
+@rule("transpose", linear=True)
 def _transpose(reader: Reader, node: Node, states: Sequence[State]) -> RuleResult:
-    if states[0] == SUMMED:
-        return RuleResult([SUMMED])
     rows = common_rows(states)
     return RuleResult([rows.at(list(node.params["permutation"]).index(rows.axis))])
 
 
-@rule("squeeze")
+@rule("squeeze", linear=True)
 def _squeeze(reader: Reader, node: Node, states: Sequence[State]) -> RuleResult:
-    if states[0] == SUMMED:
-        return RuleResult([SUMMED])
     rows = common_rows(states)
     gone = [axis % node.inputs[0].ndim for axis in node.params["dimensions"]]
     if rows.axis in gone:
@@ -216,20 +155,8 @@ def _squeeze(reader: Reader, node: Node, states: Sequence[State]) -> RuleResult:
     return RuleResult([rows.at(without(gone, rows.axis))])
 
 
-@rule("rev")
-def _rev(reader: Reader, node: Node, states: Sequence[State]) -> RuleResult:
-    if states[0] == SUMMED:
-        return RuleResult([SUMMED])
-    rows = common_rows(states)
-    if rows.axis in node.params["dimensions"]:
-        raise NotRowwise("it reverses the order of the examples")
-    return RuleResult([rows])
-
-
-@rule("tile")
+@rule("tile", linear=True)
 def _tile(reader: Reader, node: Node, states: Sequence[State]) -> RuleResult:
-    if states[0] == SUMMED:
-        return RuleResult([SUMMED])
     rows = common_rows(states)
     return RuleResult([dataclasses.replace(rows, outer=rows.outer * node.params["reps"][rows.axis])])
 
@@ -243,23 +170,17 @@ def _concatenate(reader: Reader, node: Node, states: Sequence[State]) -> RuleRes
     first = all_rows[0]
     if first.axis != dimension:
         rows = common_rows(states)
-        return RuleResult([rows], takes_of(rows, states))
+        return RuleResult([rows], [rows] * len(states))
     if any(rows.axis != dimension or rows.inner != first.inner for rows in all_rows):
         raise NotRowwise("it joins examples along different axes")
     # Two views of a batch, one after the other: blocks of N examples each.
-    outer = 0
-    takes: list[Batched | None] = []
-    for value, state in zip(node.inputs, states, strict=True):
-        if isinstance(state, Batched):
-            outer += state.outer
-            takes.append(None)
-            continue
+    takes = []
+    for value in node.inputs:
         blocks, rest = divmod(value.shape[dimension], reader.num_examples * first.inner)
         if rest or not blocks:
             raise NotRowwise("it appends further rows to those of the examples")
-        outer += blocks
         takes.append(Batched(dimension, blocks, first.inner))
-    return RuleResult([Batched(dimension, outer, first.inner)], takes)
+    return RuleResult([Batched(dimension, sum(rows.outer for rows in takes), first.inner)], takes)
 
 
 @rule("stack")
@@ -267,14 +188,14 @@ def _stack(reader: Reader, node: Node, states: Sequence[State]) -> RuleResult:
     if SUMMED in states:
         return _join_sums(reader, node, states)
     rows = common_rows(states)
-    return RuleResult([rows.at(rows.axis + (node.params["axis"] <= rows.axis))], takes_of(rows, states))
+    return RuleResult([rows.at(rows.axis + (node.params["axis"] <= rows.axis))], [rows] * len(states))
 
 
 def _join_sums(reader: Reader, node: Node, states: Sequence[State]) -> RuleResult:
     if all_sums(reader, node.inputs, states):
         return RuleResult([SUMMED])
     if any(isinstance(state, Batched) for state in states):
-        raise NotRowwise(Coupling.FED_BACK)
+        refuse_sums(states)
     raise NotRowwise("it joins a sum over the batch with other values")
 
 
@@ -290,10 +211,8 @@ def _pad(reader: Reader, node: Node, states: Sequence[State]) -> RuleResult:
     return RuleResult([states[0]])
 
 
-@rule("slice")
+@rule("slice", linear=True)
 def _slice(reader: Reader, node: Node, states: Sequence[State]) -> RuleResult:
-    if states[0] == SUMMED:
-        return RuleResult([SUMMED])
     rows, params = common_rows(states), node.params
     axis, block = rows.axis, reader.num_examples * rows.inner
     first, limit = params["start_indices"][axis], params["limit_indices"][axis]
@@ -309,10 +228,8 @@ def _slice(reader: Reader, node: Node, states: Sequence[State]) -> RuleResult:
     return RuleResult([dataclasses.replace(rows, outer=(limit - first) // block)], params=smaller)
 
 
-@rule("split")
+@rule("split", linear=True)
 def _split(reader: Reader, node: Node, states: Sequence[State]) -> RuleResult:
-    if states[0] == SUMMED:
-        return RuleResult([SUMMED] * len(node.outputs))
     rows, params = common_rows(states), node.params
     if params["axis"] != rows.axis:
         return RuleResult([rows] * len(node.outputs))
@@ -325,10 +242,8 @@ def _split(reader: Reader, node: Node, states: Sequence[State]) -> RuleResult:
     )
 
 
-@rule("unstack")
+@rule("unstack", linear=True)
 def _unstack(reader: Reader, node: Node, states: Sequence[State]) -> RuleResult:
-    if states[0] == SUMMED:
-        return RuleResult([SUMMED] * len(node.outputs))
     rows, axis = common_rows(states), node.params["axis"]
     if axis == rows.axis:
         raise NotRowwise("it takes the examples apart")

@@ -23,18 +23,8 @@ from anybatch.jaxprs.graph import Node, Value
 from anybatch.jaxprs.primitives import SCATTER_ADD
 from anybatch.reading.evaluation import FullBatch, constant_value
 from anybatch.reading.reader import Reader, RuleResult, rule
-from anybatch.reading.rules.elementwise import all_sums, takes_of
-from anybatch.reading.states import (
-    INVARIANT,
-    SUMMED,
-    Batched,
-    Coupling,
-    NotRowwise,
-    State,
-    common_rows,
-    refuse_sums,
-    replaced,
-)
+from anybatch.reading.rules.elementwise import all_sums
+from anybatch.reading.states import INVARIANT, SUMMED, Batched, NotRowwise, State, common_rows, refuse_sums, replaced
 
 _numbers = itertools.count(1)
 
@@ -180,23 +170,29 @@ def multiply_groups(reader: Reader, node: Node, states: Sequence[State]) -> Rule
     if not fits:
         raise NotRowwise("it multiplies examples in groups that are formed across the batch")
     assert isinstance(rows, Batched)
-    keys, length = reader.sorted_by[rows.order], rows.length(reader.num_examples)
-    if not _is_below(keys, node.inputs[1].shape[0]) or not _counts(
-        keys, node.inputs[2], node.inputs[1].shape[0], length
-    ):
+    keys, length, num_groups = reader.sorted_by[rows.order], rows.length(reader.num_examples), node.inputs[1].shape[0]
+    if not _is_below(keys, num_groups) or not _counts(keys, node.inputs[2], num_groups, length):
         raise NotRowwise("it multiplies groups of examples that are not those by which they were sorted")
     return RuleResult([rows], reorders=True)
 
 
 def _is_below(keys: Value, num_groups: int) -> bool:
-    """Whether the keys are known to be below `num_groups`: they are positions along an axis, as from `top_k`."""
+    """Whether the keys are known to be 0 or more and below `num_groups`: they are positions, as from `top_k`."""
+    narrowest = _largest(keys)
+    while keys.node is not None and keys.node.name in ("reshape", "squeeze", "convert_element_type", "copy", "slice"):
+        keys = keys.node.inputs[0]
+        narrowest = min(narrowest, _largest(keys))
     node = keys.node
-    while node is not None and node.name in ("reshape", "squeeze", "convert_element_type", "copy", "slice"):
-        node = node.inputs[0].node
-    if node is None or node.name not in ("top_k", "argmax", "argmin"):
+    # top_k returns the largest values, then their positions.
+    if node is None or node.name not in ("top_k", "argmax", "argmin") or keys is not node.outputs[-1]:
         return False
     axis = node.params["axes"][0] if "axes" in node.params else node.params.get("axis", -1)
-    return node.inputs[0].shape[axis] <= num_groups
+    return node.inputs[0].shape[axis] <= min(num_groups, narrowest + 1)
+
+
+def _largest(value: Value) -> int:
+    """The largest integer that the dtype of a value can hold; 0 for other dtypes, which may round."""
+    return int(jnp.iinfo(value.dtype).max) if jax.dtypes.issubdtype(value.dtype, np.integer) else 0
 
 
 def _counts(keys: Value, sizes: Value, num_groups: int, length: int) -> bool:
@@ -243,7 +239,7 @@ def _dynamic_update_slice(reader: Reader, node: Node, states: Sequence[State]) -
     rows = common_rows(states)
     if node.inputs[0].shape[rows.axis] != node.inputs[1].shape[rows.axis]:
         raise NotRowwise("it overwrites some of the examples")
-    return RuleResult([rows], [*takes_of(rows, states[:2]), *[None] * len(states[2:])])
+    return RuleResult([rows], [rows, rows, *[None] * len(states[2:])])
 
 
 def own_row_axis(reader: Reader, indices: Value, column: int, length: int) -> int | None:
@@ -286,11 +282,9 @@ def _gather(reader: Reader, node: Node, states: Sequence[State]) -> RuleResult:
     operand, indices = states
     if operand == SUMMED:
         fill = node.params.get("fill_value")
-        if isinstance(indices, Batched):
-            raise NotRowwise(Coupling.FED_BACK)
-        if indices != INVARIANT or (fill is not None and fill == fill and fill != 0):
-            raise NotRowwise(Coupling.NOT_LINEAR)
-        return RuleResult([SUMMED])
+        if indices == INVARIANT and (fill is None or fill != fill or fill == 0):
+            return RuleResult([SUMMED])
+        refuse_sums(states)
     if indices == SUMMED:
         raise NotRowwise("it looks up by an index that is a sum over the batch")
     if isinstance(indices, Batched) and indices.points is not None:
@@ -357,9 +351,7 @@ def _scatter(reader: Reader, node: Node, states: Sequence[State]) -> RuleResult:
         arrays = [node.inputs[0], node.inputs[2]]
         if node.name in SCATTER_ADD and indices == INVARIANT and all_sums(reader, arrays, [operand, updates]):
             return RuleResult([SUMMED])
-        raise NotRowwise(
-            Coupling.FED_BACK if any(isinstance(state, Batched) for state in states) else Coupling.NOT_LINEAR
-        )
+        refuse_sums(states)
     if isinstance(indices, Batched) and indices.points is not None:
         return put_back(reader, node, states)
     attempts: tuple[Callable[..., RuleResult | None], ...] = (_batched, _in_windows, _into_own_rows, _into_segments)

@@ -7,29 +7,28 @@ from typing import Any
 from anybatch.jaxprs import interpreter
 from anybatch.jaxprs.graph import Node
 from anybatch.reading.reader import Reader, RuleResult, rule
-from anybatch.reading.states import INVARIANT, SUMMED, Batched, NotRowwise, State, common_rows, refuse_sums, replaced
+from anybatch.reading.states import SUMMED, Batched, NotRowwise, State, common_rows, replaced
 
 _NUM_FORWARD_OPERANDS = 10  # query, key, value, bias, lengths, offsets and page tables
 
 
-@rule("dot_product_attention_fwd_wrapper")
+@rule("dot_product_attention_fwd_wrapper", linear=False)
 def _cudnn_forward(reader: Reader, node: Node, states: Sequence[State]) -> RuleResult:
     rows, takes = _cudnn_operands(reader, node, states)
     return RuleResult([rows] * len(node.outputs), takes)
 
 
-@rule("dot_product_attention_bwd_wrapper")
+@rule("dot_product_attention_bwd_wrapper", linear=False)
 def _cudnn_backward(reader: Reader, node: Node, states: Sequence[State]) -> RuleResult:
     rows, takes = _cudnn_operands(reader, node, states)
     found: list[State] = [rows] * len(node.outputs)
     if len(found) > 3:  # the gradient of a bias: batched if each example has a bias, summed if they share one
-        found[3] = rows if states[3] == rows or takes[3] is not None else SUMMED
+        found[3] = rows if takes[3] is not None else SUMMED
     return RuleResult(found, takes)
 
 
 def _cudnn_operands(reader: Reader, node: Node, states: Sequence[State]) -> tuple[Batched, list[Batched | None]]:
     """The state of the operands, with the examples along axis 0, and what a microbatch takes of invariant ones."""
-    refuse_sums(states)
     rows = common_rows(states)
     if rows.axis != 0:
         raise NotRowwise("it attends from one example to another")
@@ -41,18 +40,12 @@ def _cudnn_operands(reader: Reader, node: Node, states: Sequence[State]) -> tupl
     if any(value.ndim > 1 for value in page_tables):
         raise NotRowwise("its keys and values are in pages that examples share")
     length = rows.length(reader.num_examples)
-    takes: list[Batched | None] = []
-    for value, state in zip(node.inputs, states, strict=True):
-        takes.append(rows if state == INVARIANT and value.ndim and value.shape[0] == length else None)
-    return rows, takes
+    return rows, [rows if value.ndim and value.shape[0] == length else None for value in node.inputs]
 
 
-@rule("pallas_call")
-def _pallas(  # noqa: C901 - all that must hold of a kernel, one after the other
-    reader: Reader, node: Node, states: Sequence[State]
-) -> RuleResult:
+@rule("pallas_call", linear=False)
+def _pallas(reader: Reader, node: Node, states: Sequence[State]) -> RuleResult:
     """A kernel over a grid with an axis for the examples, where each example has its own block."""
-    refuse_sums(states)
     params, mapping = node.params, node.params["grid_mapping"]
     simple = (
         not mapping.num_index_operands
@@ -64,17 +57,12 @@ def _pallas(  # noqa: C901 - all that must hold of a kernel, one after the other
     if not simple:
         raise NotRowwise("it is a kernel whose steps may depend on one another")
     blocks = [*mapping.block_mappings]
-    grid_axis, rows = None, common_rows([state.at(0) if isinstance(state, Batched) else state for state in states])
-    for block, operand in zip(blocks, states, strict=False):
-        if isinstance(operand, Batched):
-            mine = _grid_axis(block, operand.axis)
-            if mine is None or grid_axis not in (None, mine):
-                raise NotRowwise("it is a kernel whose blocks hold several examples")
-            grid_axis = mine
-    assert grid_axis is not None
-    length = rows.length(reader.num_examples)
-    if mapping.grid[grid_axis] != length or _asks_for_position(params["jaxpr"], mapping, grid_axis):
-        raise NotRowwise("it is a kernel that asks for the position of an example")
+    rows = common_rows([state.at(0) if isinstance(state, Batched) else state for state in states])
+    grid_axis = next(
+        _grid_axis(block, operand.axis)
+        for block, operand in zip(blocks, states, strict=False)
+        if isinstance(operand, Batched)
+    )
     axes: list[int | None] = []
     num_inputs = len(node.inputs)
     for position, block in enumerate(blocks):
@@ -85,10 +73,10 @@ def _pallas(  # noqa: C901 - all that must hold of a kernel, one after the other
         if state is None and axis is None:
             raise NotRowwise("it is a kernel that combines examples")
         axes.append(axis)
-    takes = [
-        rows.at(axis) if state == INVARIANT and axis is not None else None
-        for state, axis in zip(states, axes[:num_inputs], strict=True)
-    ]
+    length = rows.length(reader.num_examples)
+    if mapping.grid[grid_axis] != length or _asks_for_position(params["jaxpr"], mapping, grid_axis):
+        raise NotRowwise("it is a kernel that asks for the position of an example")
+    takes = [None if axis is None else rows.at(axis) for axis in axes[:num_inputs]]
 
     def smaller(size: int) -> dict[str, Any]:
         local = rows.length(size)
@@ -112,12 +100,12 @@ def _block_size(block: Any, axis: int) -> int:
     return getattr(size, "block_size", 1 if size is None or type(size).__name__ == "Squeezed" else size)
 
 
-def _grid_axis(block: Any, axis: int) -> int | None:
-    """The axis of the grid that counts the blocks along `axis`, if each block has one row."""
+def _grid_axis(block: Any, axis: int) -> int:
+    """The axis of the grid that counts the blocks along `axis`."""
     jaxpr = interpreter.opened(block.index_map_jaxpr)
     index = jaxpr.outvars[axis]
-    if _block_size(block, axis) != 1 or interpreter.is_literal(index) or index not in jaxpr.invars:
-        return None
+    if interpreter.is_literal(index) or index not in jaxpr.invars:
+        raise NotRowwise("it is a kernel whose blocks hold several examples")
     return jaxpr.invars.index(index)
 
 
@@ -141,7 +129,6 @@ def _asks_for_position(kernel: Any, mapping: Any, grid_axis: int) -> bool:
         return False  # vmap added the axis: the kernel was written for one example
     axis = grid_axis - sum(hidden < grid_axis for hidden in mapping.vmapped_dims)
     return any(
-        (equation.primitive.name in ("program_id", "num_programs") and equation.params["axis"] == axis)
-        or any(_asks_for_position(inner, mapping, grid_axis) for inner in interpreter.jaxprs_in(equation))
-        for equation in interpreter.equations_of(kernel)
+        equation.primitive.name in ("program_id", "num_programs") and equation.params["axis"] == axis
+        for equation in interpreter.walk(kernel)
     )

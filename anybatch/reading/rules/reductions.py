@@ -8,8 +8,8 @@ from jax import lax
 from anybatch.jaxprs.graph import Node
 from anybatch.reading.reader import Fact, Reader, RuleResult, rule
 from anybatch.reading.rules import indexing
-from anybatch.reading.rules.elementwise import all_sums, takes_of, without
-from anybatch.reading.states import INVARIANT, SUMMED, Batched, Coupling, NotRowwise, State, common_rows, refuse_sums
+from anybatch.reading.rules.elementwise import all_sums, without
+from anybatch.reading.states import INVARIANT, SUMMED, Batched, NotRowwise, State, common_rows, refuse_sums
 
 
 def _reduced_axes(node: Node) -> list[int]:
@@ -17,10 +17,8 @@ def _reduced_axes(node: Node) -> list[int]:
     return [axis % node.inputs[0].ndim for axis in axes]
 
 
-@rule("reduce_sum")
+@rule("reduce_sum", linear=True)
 def _sum(reader: Reader, node: Node, states: Sequence[State]) -> RuleResult:
-    if states[0] == SUMMED:
-        return RuleResult([SUMMED])
     rows, axes = common_rows(states), _reduced_axes(node)
     return RuleResult([SUMMED if rows.axis in axes else rows.at(without(axes, rows.axis))])
 
@@ -34,17 +32,15 @@ def _psum(reader: Reader, node: Node, states: Sequence[State]) -> RuleResult:
     if SUMMED in states:
         if all_sums(reader, node.inputs, states):
             return RuleResult([SUMMED] * len(node.outputs))
-        raise NotRowwise(Coupling.NOT_LINEAR)
+        refuse_sums(states)
     rows = common_rows(states)
     state = SUMMED if rows.axis in axes else rows.at(without(axes, rows.axis))
-    return RuleResult([state] * len(node.outputs), takes_of(rows, states))
+    return RuleResult([state] * len(node.outputs), [rows] * len(states))
 
 
-@rule(
-    *("reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or", "reduce_xor"), "argmax", "argmin", "reduce"
-)
+@rule("reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or", "reduce_xor", linear=False)
+@rule("argmax", "argmin", "reduce", linear=False)
 def _reduction(reader: Reader, node: Node, states: Sequence[State]) -> RuleResult:
-    refuse_sums(states)
     rows, axes = common_rows(states), _reduced_axes(node)
     num_operands = len(node.inputs) // 2 if node.name == "reduce" else len(node.inputs)
     if any(state != INVARIANT for state in states[num_operands:]):
@@ -53,38 +49,43 @@ def _reduction(reader: Reader, node: Node, states: Sequence[State]) -> RuleResul
         name = node.name.removeprefix("reduce_")
         words = {"and": "asks something of all examples", "or": "asks something of all examples"}
         raise NotRowwise(f"it {words.get(name, f'takes the {name} over the examples')}")
-    takes = [*takes_of(rows, states[:num_operands]), *[None] * (len(states) - num_operands)]
+    takes = [*[rows] * num_operands, *[None] * (len(states) - num_operands)]
     return RuleResult([rows.at(without(axes, rows.axis))] * len(node.outputs), takes)
 
 
-@rule("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp")
-def _cumulative(reader: Reader, node: Node, states: Sequence[State]) -> RuleResult:
-    if states[0] == SUMMED and node.name == "cumsum":
-        return RuleResult([SUMMED])
-    refuse_sums(states)
+def _axes_along(node: Node) -> Sequence[int]:
+    """The axes that an operation with one operand works along, if its results have the axes of the operand."""
+    ndim, params = node.inputs[0].ndim, node.params
+    if node.name == "fft":
+        return range(ndim - len(params["fft_lengths"]), ndim)
+    if node.name == "rev":
+        return params["dimensions"]
+    return [params.get("axis", params.get("reduction_dimension", -1)) % ndim]
+
+
+_ALONG_THE_BATCH = {
+    "rev": "it reverses the order of the examples",
+    "fft": "it transforms along the batch",
+    "top_k": "it picks the largest of the examples",
+    "approx_top_k": "it picks the largest of the examples",
+}
+
+
+@rule("rev", "cumsum", "fft", linear=True)
+@rule("cumprod", "cummax", "cummin", "cumlogsumexp", "top_k", "approx_top_k", linear=False)
+def _along_other_axes(reader: Reader, node: Node, states: Sequence[State]) -> RuleResult:
     rows = common_rows(states)
-    if node.params["axis"] == rows.axis:
-        raise NotRowwise("it runs from one example to the next")
-    return RuleResult([rows])
+    if rows.axis in _axes_along(node):
+        raise NotRowwise(_ALONG_THE_BATCH.get(node.name, "it runs from one example to the next"))
+    return RuleResult([rows] * len(node.outputs))
 
 
-@rule("sort")
+@rule("sort", linear=False)
 def _sort(reader: Reader, node: Node, states: Sequence[State]) -> RuleResult:
-    refuse_sums(states)
     rows = common_rows(states)
     if node.params["dimension"] == rows.axis:
         return indexing.sort_rows(reader, node, states)
-    return RuleResult([rows] * len(node.outputs), takes_of(rows, states))
-
-
-@rule("top_k", "approx_top_k")
-def _top_k(reader: Reader, node: Node, states: Sequence[State]) -> RuleResult:
-    refuse_sums(states)
-    rows = common_rows(states)
-    axis = node.params.get("axis", node.params.get("reduction_dimension", -1)) % node.inputs[0].ndim
-    if axis == rows.axis:
-        raise NotRowwise("it picks the largest of the examples")
-    return RuleResult([rows] * len(node.outputs))
+    return RuleResult([rows] * len(node.outputs), [rows] * len(states))
 
 
 @rule("dot_general")
@@ -146,90 +147,60 @@ def _ragged_dot(reader: Reader, node: Node, states: Sequence[State]) -> RuleResu
     raise NotRowwise("it multiplies examples in groups that are formed across the batch")
 
 
-@rule("conv_general_dilated")
+@rule("conv_general_dilated", linear=True)
 def _convolution(reader: Reader, node: Node, states: Sequence[State]) -> RuleResult:
-    numbers = node.params["dimension_numbers"]
-    image, kernel = states
-    if image == SUMMED and kernel == INVARIANT:
-        return RuleResult([SUMMED])
-    refuse_sums(states)
-    groups = node.params["batch_group_count"]
-    if isinstance(image, Batched) and kernel == INVARIANT and image.axis == numbers.lhs_spec[0] and groups == 1:
-        return RuleResult([image.at(numbers.out_spec[0])])
-    return _grouped_convolution(reader, node, states)
-
-
-def _grouped_convolution(reader: Reader, node: Node, states: Sequence[State]) -> RuleResult:
-    """A kernel for each example: `vmap` makes the examples groups of channels, the example first."""
     numbers, params = node.params["dimension_numbers"], node.params
     image, kernel = states
-    image_axis, kernel_axis = numbers.lhs_spec[1], numbers.rhs_spec[0]
-    found = image if isinstance(image, Batched) else kernel
-    assert isinstance(found, Batched)
-    groups = params["feature_group_count"]
-    fits = (
-        groups % reader.num_examples == 0
-        and found.outer == 1
-        and params["batch_group_count"] == 1
-        and (image == INVARIANT or (isinstance(image, Batched) and image.axis == image_axis and image.outer == 1))
-        and (kernel == INVARIANT or (isinstance(kernel, Batched) and kernel.axis == kernel_axis and kernel.outer == 1))
-    )
-    if not fits:
+    is_ungrouped = kernel == INVARIANT and params["batch_group_count"] == 1
+    if is_ungrouped and isinstance(image, Batched) and image.axis == numbers.lhs_spec[0]:
+        return RuleResult([image.at(numbers.out_spec[0])])
+    # A kernel for each example: `vmap` makes the examples groups of channels, the example first.
+    channels, groups = (numbers.lhs_spec[1], numbers.rhs_spec[0]), params["feature_group_count"]
+    fits = [
+        state == INVARIANT or (isinstance(state, Batched) and state.axis == axis and state.outer == 1)
+        for state, axis in zip(states, channels, strict=True)
+    ]
+    if not all(fits) or groups % reader.num_examples or params["batch_group_count"] != 1:
         raise NotRowwise("it convolves across the examples, or with kernels that depend on them")
     per_example = groups // reader.num_examples
     takes = [
-        Batched(axis, 1, value.shape[axis] // reader.num_examples) if state == INVARIANT else None
-        for axis, value, state in zip((image_axis, kernel_axis), node.inputs, states, strict=True)
+        Batched(axis, 1, value.shape[axis] // reader.num_examples)
+        for axis, value in zip(channels, node.inputs, strict=True)
     ]
     axis = numbers.out_spec[1]
     rows = Batched(axis, 1, node.outputs[0].shape[axis] // reader.num_examples)
     return RuleResult([rows], takes, params=lambda size: {**params, "feature_group_count": per_example * size})
 
 
-@rule("reduce_window", "reduce_window_sum", "reduce_window_max", "reduce_window_min")
+@rule("reduce_window_sum", linear=True)
+@rule("reduce_window", "reduce_window_max", "reduce_window_min", linear=False)
+@rule("select_and_gather_add", "select_and_scatter_add", linear=False)  # the derivatives of pooling
 def _window(reader: Reader, node: Node, states: Sequence[State]) -> RuleResult:
-    if node.name == "reduce_window_sum" and states[0] == SUMMED:
-        return RuleResult([SUMMED])
-    refuse_sums(states)
-    rows, params, num_operands = common_rows(states), node.params, len(node.outputs)
+    rows, params = common_rows(states), node.params
+    num_operands = len(node.outputs) if node.name == "reduce_window" else len(node.inputs)
     if any(state != INVARIANT for state in states[num_operands:]):
         raise NotRowwise("it starts a reduction from a value of the batch")
-    one = [params[name][rows.axis] for name in ("window_dimensions", "window_strides", "base_dilation")]
-    if one != [1, 1, 1] or tuple(params["padding"][rows.axis]) != (0, 0):
+    sizes = [params[name] for name in ("window_dimensions", "window_strides", "base_dilation") if name in params]
+    if any(size[rows.axis] != 1 for size in sizes) or tuple(params["padding"][rows.axis]) != (0, 0):
         raise NotRowwise("its window covers several examples")
-    takes = [*takes_of(rows, states[:num_operands]), *[None] * (len(states) - num_operands)]
-    return RuleResult([rows] * num_operands, takes)
-
-
-@rule("select_and_gather_add", "select_and_scatter_add")
-def _pooling_gradient(reader: Reader, node: Node, states: Sequence[State]) -> RuleResult:
-    """The derivatives of pooling, in a loss that itself takes a gradient."""
-    refuse_sums(states)
-    rows, params = common_rows(states), node.params
-    if params["window_dimensions"][rows.axis] != 1 or params["window_strides"][rows.axis] != 1:
-        raise NotRowwise("its window covers several examples")
-    if tuple(params["padding"][rows.axis]) != (0, 0):
-        raise NotRowwise("its window covers several examples")
-    return RuleResult([rows], takes_of(rows, states))
+    takes = [*[rows] * num_operands, *[None] * (len(states) - num_operands)]
+    return RuleResult([rows] * len(node.outputs), takes)
 
 
 # The number of last axes of each operand that an operation works along; two unless it is named here.
 _CORE_AXES = {"lu_pivots_to_permutation": (1,), "tridiagonal_solve": (1, 1, 1, 2), "householder_product": (2, 1)}
 
 
-@rule("cholesky", "lu", "qr", "geqrf", "geqp3", "eigh", "svd", "eig", "householder_product")
-@rule("tridiagonal_solve", "lu_pivots_to_permutation", "schur", "hessenberg", "tridiagonal", "ormqr", "eigvalsh")
-@rule("cholesky_update", "symmetric_product")
+@rule("cholesky", "lu", "qr", "geqrf", "geqp3", "eigh", "svd", "eig", "householder_product", linear=False)
+@rule("tridiagonal_solve", "lu_pivots_to_permutation", "schur", "hessenberg", "tridiagonal", "ormqr", linear=False)
+@rule("eigvalsh", "cholesky_update", "symmetric_product", linear=False)
 def _matrices(reader: Reader, node: Node, states: Sequence[State]) -> RuleResult:
-    refuse_sums(states)
     rows = common_rows(states)
     core = _CORE_AXES.get(node.name, (2,) * len(node.inputs))
-    for value, axes in zip(node.inputs, core, strict=False):
-        if rows.axis >= value.ndim - axes:
-            raise NotRowwise("its matrices are made of several examples")
-    if any(rows.axis >= output.ndim for output in node.outputs):
+    inside = [rows.axis >= value.ndim - axes for value, axes in zip(node.inputs, core, strict=False)]
+    if any(inside) or any(rows.axis >= output.ndim for output in node.outputs):
         raise NotRowwise("its matrices are made of several examples")
-    return RuleResult([rows] * len(node.outputs), takes_of(rows, states))
+    return RuleResult([rows] * len(node.outputs), [rows] * len(states))
 
 
 @rule("triangular_solve")
@@ -241,25 +212,15 @@ def _triangular_solve(reader: Reader, node: Node, states: Sequence[State]) -> Ru
         return RuleResult([side])
     if matrix == INVARIANT and side == SUMMED:
         return RuleResult([SUMMED])
+    refuse_sums(states)
     return _matrices(reader, node, states)
 
 
-@rule("fft")
-def _fft(reader: Reader, node: Node, states: Sequence[State]) -> RuleResult:
-    if states[0] == SUMMED:
-        return RuleResult([SUMMED])
-    rows = common_rows(states)
-    if rows.axis >= node.inputs[0].ndim - len(node.params["fft_lengths"]):
-        raise NotRowwise("it transforms along the batch")
-    return RuleResult([rows])
-
-
-@rule("custom_linear_solve")
+@rule("custom_linear_solve", linear=False)
 def _linear_solve(  # noqa: C901 - the four functions of a solver, one after the other
     reader: Reader, node: Node, states: Sequence[State]
 ) -> RuleResult:
     """A solver that is given as functions. Each of them must run per microbatch."""
-    refuse_sums(states)
     lengths, jaxprs = node.params["const_lengths"], node.params["jaxprs"]
     num_consts = sum(lengths)
     sides, rows = node.inputs[num_consts:], common_rows(states)
@@ -308,4 +269,4 @@ def _linear_solve(  # noqa: C901 - the four functions of a solver, one after the
             (lambda _, x: transpose(x)) if transpose else None,
         )
 
-    return RuleResult(found, run=run)
+    return RuleResult(found, run=run, scales=all(inner.scales for inner, _, _ in parts.values()))

@@ -1,13 +1,15 @@
 """The problem that one call poses: its loss, its arguments and its mesh. Strategies are different ways to solve it.
 
 `Problem` traces the loss, and knows where its arrays are and how many examples a device has. `Gradient` (in
-`computation.py`) and `ExampleGradient` (in `per_example/computation.py`) add what is computed.
+`gradients/computation.py`) and `ExampleGradient` (in `per_example/computation.py`) add what is computed. The planner
+works with any of them.
 """
 
+import abc
 import contextlib
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -18,11 +20,11 @@ from anybatch.call.loss import TracedLoss, trace_loss
 from anybatch.call.options import Options
 from anybatch.jaxprs import avals
 from anybatch.mesh.call_shardings import CallShardings, groups_of
-from anybatch.mesh.executor import Executor, FixedOrderExecutor, LocalExecutor
-from anybatch.planning.strategy import Strategy
+from anybatch.mesh.executor import Executor
+from anybatch.planning.strategy import Computation, Route, Strategy
 
 
-class Problem:
+class Problem(abc.ABC):
     """The loss, the arguments and the mesh of one call."""
 
     def __init__(self, fun: Callable[..., Any], options: Options, arguments: Arguments) -> None:
@@ -63,12 +65,76 @@ class Problem:
     @property
     def max_microbatch_size(self) -> int:
         """The largest possible microbatch: all examples; on a mesh, the largest number of examples on a device."""
-        return self.examples if self.shardings is None else self.shardings.share(self.examples)
+        return self.examples if self.shardings is None else max(1, -(-self.examples // self.num_batch_shards))
 
     @property
     def loss(self) -> TracedLoss:
-        """The loss of the full batch."""
         return self.trace(self.examples)[0]
+
+    # What is computed, and how.
+
+    @abc.abstractmethod
+    def route(self, strategy: Strategy) -> Route:
+        """What a strategy does with the batch."""
+
+    @abc.abstractmethod
+    def computation(self, strategy: Strategy) -> Computation:
+        """The function that a strategy compiles and runs, and its arrays."""
+
+    @property
+    @abc.abstractmethod
+    def reduce_modes(self) -> tuple[str, ...]:
+        """The choices for `Variant.reduce`, the one that sends the fewest bytes first."""
+
+    @property
+    def methods(self) -> tuple[str | None, ...]:
+        """The choices for `Variant.method`, the likely fastest first. Only per-example gradients have any."""
+        return (None,)
+
+    def block_sizes(self, allowed: int | None) -> tuple[int | None, ...]:
+        """The choices for `Variant.block_size` within a budget, the likely fastest first."""
+        return (None,)
+
+    @property
+    def may_have_blocks(self) -> bool:
+        """True if `block_size` is an option of this gradient."""
+        return False
+
+    @property
+    def checked_reading(self) -> Any:
+        """The reading of the loss, refused with an error where the options say so; None for single examples."""
+        return None
+
+    @property
+    def is_coupled(self) -> bool:
+        """True if every strategy computes a part of the loss from the full batch."""
+        return False
+
+    @property
+    def draws_per_microbatch(self) -> bool:
+        """True if random numbers may depend on the microbatch size."""
+        return bool(self.arguments.arrays.keys)
+
+    def bytes_written(self, count: Callable[[Any], int]) -> int:
+        """The bytes that the loss of the full batch writes. `count` counts those of a jaxpr."""
+        return count(self.loss.traced.jaxpr)
+
+    @property
+    def noun(self) -> str:
+        """What is computed, as a plan calls it."""
+        return "gradient"
+
+    @property
+    def note(self) -> str:
+        """A remark that a plan prints; may be empty."""
+        return ""
+
+    @property
+    def identity(self) -> Sequence[Any]:
+        """What bytes and times depend on, besides the loss, its arguments and the options: part of a plan's key."""
+        return ()
+
+    # The loss, traced, and its arrays.
 
     @property
     def ignores_batch(self) -> bool:
@@ -107,6 +173,11 @@ class Problem:
             return -(-known // self.num_batch_shards)
         return self.shardings.shard_bytes(leaves) if role == "wrt" else known
 
+    @property
+    def argument_bytes(self) -> int:
+        """The bytes of all arguments on one device."""
+        return sum(map(self.local_bytes, self.arguments.arrays._fields))
+
     @functools.cached_property
     def size_multiple(self) -> int:
         """What microbatch sizes should be a multiple of: without a mesh, the number of shards of the batch."""
@@ -121,23 +192,18 @@ class Problem:
 
     def size(self, strategy: Strategy) -> int:
         """The number of examples of a complete microbatch."""
-        return (
-            self.max_microbatch_size
-            if strategy.microbatch_size is None
-            else max(1, min(self.max_microbatch_size, strategy.microbatch_size))
-        )
+        largest, size = self.max_microbatch_size, strategy.microbatch_size
+        return largest if size is None else max(1, min(largest, size))
 
     def executor(self, strategy: Strategy) -> Executor:
-        """The executor that runs the passes over the batch."""
         num_groups = None
         if self.options.reproducible:
             assert strategy.microbatch_size is not None
             num_groups = groups_of(self.examples, strategy.microbatch_size, self.num_batch_shards)
         if self.shardings is not None:
             return self.shardings.executor(self.examples, reduce=strategy.reduce, num_groups=num_groups)
-        if num_groups is not None:
-            return FixedOrderExecutor(self.examples, number=num_groups)
-        return LocalExecutor(self.examples, self._runs(self.size(strategy)))
+        runs = 1 if self.options.reproducible else self._runs(self.size(strategy))
+        return Executor(self.examples, num_groups, runs)
 
     def _runs(self, size: int) -> int:
         """The number of slices that a microbatch consists of, so that a sharded batch is not moved between devices.
