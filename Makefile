@@ -26,7 +26,7 @@ test-slow: $(STAMP)
 	$(PYTEST) -m slow $(TESTS)
 
 test-jax: $(STAMP)
-	$(PYTEST) -m "every_jax and not slow" --at-most 3 $(TESTS)
+	$(PYTEST) -m "every_jax and not slow" --at-most 2 $(TESTS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

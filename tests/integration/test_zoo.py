@@ -64,6 +64,28 @@ def test_value_aux_and_gradient_are_those_of_the_full_batch(model_defaults, case
         check_equal(jax.jit(fun)(*args), expected)
 
 
+IN_BLOCKS = {"gpt_scanned", "transformer_with_dropout", "two_towers", "equinox_model_with_dropout"}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, id=case.name, marks=[] if case.name in IN_BLOCKS else pytest.mark.slow) for case in ZOO],
+)
+def test_with_big_values_in_blocks(model_defaults, case):
+    """The gradient of the keys' bias in attention is 0, by softmax: JAX and blocks find other roundings of it."""
+    loss, args = problem(case)
+    expected = jax.jit(jax.value_and_grad(loss, has_aux=case.has_aux))(*args)
+    fun = ab.value_and_grad(loss, has_aux=case.has_aux, microbatch_size=4, block_size=3)
+    actual, expected = comparable(jax.jit(fun)(*args)), comparable(expected)
+    chex.assert_trees_all_equal_shapes_and_dtypes(actual, expected)
+    for (path, one), other in zip(jax.tree_util.tree_leaves_with_path(actual), jax.tree.leaves(expected), strict=True):
+        name = jax.tree_util.keystr(path)
+        # nnx_model differs by 3e-9, which float32 inside its attention would explain. All others agree to 1e-9.
+        is_zero = ("key" in name and "bias" in name) or case.name == "nnx_model"
+        np.testing.assert_allclose(one, other, rtol=1e-9, atol=1e-7 if is_zero else 1e-12, err_msg=name)
+
+
 @pytest.mark.parametrize("case", ZOO, ids=by_name)
 def test_reading_counts_the_passes(model_defaults, case):
     loss, args = problem(case)

@@ -1,0 +1,224 @@
+"""What do blocks along another axis save, and what do they cost, beside the same loss written by hand in blocks?
+
+    python benchmarks/blocks.py                                  # CPU, about two minutes; look at the memory only
+    python benchmarks/blocks.py --accelerator                    # one 80 GiB GPU, about eight minutes
+    python benchmarks/blocks.py --accelerator logits clip        # some of the questions
+
+  logits      one example of 32,768 tokens and 128,256 words: the cross entropy in blocks of tokens
+  vocabulary  one example of 8,192 tokens and 256,128 words
+  planned     two examples of `logits`, planned within 24 GiB
+  gpt2        GPT-2 124M, one example at a time
+  clip        65,536 pairs of two towers with 12 layers: the matrix of all pairs in blocks of rows
+
+Every question prints the temporaries and the time of each contestant, and their ratios to the first.
+Found on one H200: see docs/blocks.md.
+"""
+
+import argparse
+import functools
+import gc
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from contrastive import TwoTowers
+from models import GPT, _norm
+
+import anybatch as ab
+from anybatch.jaxprs import versions
+
+
+def by_hand(model: GPT, block: int) -> Callable[..., Any]:
+    """The loss of a GPT whose cross entropy runs in blocks of tokens, with its gradient taken in the forward pass."""
+
+    @jax.custom_vjp
+    def cross_entropy(hidden: jax.Array, embedding: jax.Array, targets: jax.Array) -> jax.Array:
+        return forward(hidden, embedding, targets)[0]
+
+    def of_block(hidden: jax.Array, embedding: jax.Array, targets: jax.Array) -> jax.Array:
+        logits = (hidden @ embedding.astype(hidden.dtype).T).astype(jnp.float32)
+        right = jnp.take_along_axis(logits, targets[:, None], axis=-1)[:, 0]
+        return jnp.sum(jax.nn.logsumexp(logits, axis=-1) - right)
+
+    def forward(hidden: jax.Array, embedding: jax.Array, targets: jax.Array) -> Any:
+        wide = embedding.astype(jnp.float32)
+
+        def step(carry: Any, part: Any) -> Any:
+            total, of_embedding = carry
+            value, (of_hidden, more) = jax.value_and_grad(of_block, argnums=(0, 1))(part[0], wide, part[1])
+            return (total + value, of_embedding + more), of_hidden
+
+        parts = hidden.reshape(-1, block, hidden.shape[-1]), targets.reshape(-1, block)
+        (total, of_embedding), of_hidden = jax.lax.scan(step, (jnp.zeros(()), jnp.zeros_like(wide)), parts)
+        number = targets.size
+        return total / number, (of_hidden.reshape(hidden.shape), of_embedding, number)
+
+    def backward(kept: Any, cotangent: jax.Array) -> Any:
+        of_hidden, of_embedding, number = kept
+        scale = cotangent / number
+        return (of_hidden * scale).astype(of_hidden.dtype), (of_embedding * scale).astype(jnp.bfloat16), None
+
+    cross_entropy.defvjp(forward, backward)
+
+    def loss(params: Any, batch: Any) -> jax.Array:
+        hidden, embedding = hidden_of(model, params, batch), params["embedding"].astype(jnp.bfloat16)
+        return cross_entropy(hidden.reshape(-1, model.width), embedding, batch["targets"].reshape(-1))
+
+    return loss
+
+
+def hidden_of(model: GPT, params: Any, batch: Any) -> jax.Array:
+    """The model up to its logits."""
+    hidden = params["embedding"].astype(jnp.bfloat16)[batch["inputs"]] + params["position"].astype(jnp.bfloat16)
+    for layer in params["blocks"]:
+        hidden = model._block(layer, hidden)
+    return _norm(hidden, params["norm"])
+
+
+def logits(model: GPT, blocks: tuple[int, ...]) -> None:
+    """The tail of a language model."""
+    params = jax.jit(model.init)(jax.random.key(0))
+    batch = model.batch(jax.random.key(1), 1)
+    contestants = {"jax.value_and_grad": jax.value_and_grad(model.loss)}
+    for block in blocks:
+        contestants[f"by hand, {block}"] = jax.value_and_grad(by_hand(model, block))
+        contestants[f"anybatch, {block}"] = ab.value_and_grad(model.loss, microbatch_size=1, block_size=block)
+
+    def without_logits(params: Any, batch: Any) -> jax.Array:
+        return jnp.mean(hidden_of(model, params, batch).astype(jnp.float32) ** 2)
+
+    contestants["without the logits"] = jax.value_and_grad(without_logits)
+    compare(contestants, (params, batch))
+
+
+def planned(model: GPT, examples: int, memory: str) -> None:
+    """What a plan chooses within a budget that one example does not fit."""
+    params = jax.jit(model.init)(jax.random.key(0))
+    batch = model.batch(jax.random.key(1), examples)
+    print(ab.plan(model.loss, params, batch, memory=memory))
+
+
+def gpt2(model: GPT, examples: int, blocks: tuple[int, ...]) -> None:
+    """One example at a time."""
+    params = jax.jit(model.init)(jax.random.key(0))
+    batch = model.batch(jax.random.key(1), examples)
+    contestants = {"anybatch, 1 at a time": ab.value_and_grad(model.loss, microbatch_size=1)}
+    for block in blocks:
+        make = functools.partial(ab.value_and_grad, model.loss, microbatch_size=1, block_size=block)
+        contestants[f"in blocks of {block}"] = make()
+        contestants[f"in blocks of {block}, remat"] = make(remat="nothing_saveable")
+    compare(contestants, (params, batch))
+
+
+def clip(model: TwoTowers, pairs: int, few: int, size: int, blocks: tuple[int, ...]) -> None:
+    """All pairs. The first contestant has the towers' two passes, and next to nothing after them."""
+    params = jax.jit(model.init)(jax.random.key(0))
+    batch = jax.jit(lambda: model.batch(jax.random.key(1), pairs))()
+
+    def towers(params: Any, batch: Any) -> jax.Array:
+        images, texts = model.tower(params["images"], batch[0]), model.tower(params["texts"], batch[1])
+        return jnp.sqrt(jnp.sum(jnp.square(images.mean(0) - texts.mean(0)))) * jnp.exp(params["temperature"])
+
+    contestants = {"towers alone": ab.value_and_grad(towers, microbatch_size=size)}
+    for block in blocks:
+        contestants[f"anybatch, {block}"] = ab.value_and_grad(model.loss, microbatch_size=size, block_size=block)
+    programs = compare(contestants, (params, batch), rounds=2)
+    fun = ab.value_and_grad(model.loss, microbatch_size=size, block_size=blocks[-1])
+    small = jax.jit(fun).lower(params, [leaf[:few] for leaf in batch]).compile()
+    for number, program in ((few, small), (pairs, programs[f"anybatch, {blocks[-1]}"])):
+        taken = versions.temporaries(program)
+        # Embeddings and their gradients, of both towers, and copies of them in other layouts.
+        beside = taken - 4 * number * model.embedding * 4
+        print(
+            f"{number} pairs: {taken / 2**30:.3f} GiB, beside embeddings and their gradients {beside / 2**30:.3f} GiB"
+        )
+
+
+def compare(contestants: dict[str, Any], arguments: tuple[Any, ...], rounds: int = 7) -> dict[str, Any]:
+    """Compiles the contestants, runs them in turns, and prints bytes, times and ratios to the first."""
+    programs: dict[str, Any] = {}
+    for name, fun in contestants.items():
+        start = time.perf_counter()
+        try:
+            programs[name] = jax.jit(fun).lower(*arguments).compile()
+            jax.block_until_ready(programs[name](*arguments))
+        except jax.errors.JaxRuntimeError as error:
+            print(f"{name:28} {str(error)[:80]}")
+            programs.pop(name, None)
+            continue
+        print(f"{name:28} compiled in {time.perf_counter() - start:.1f} s", flush=True)
+    seconds: dict[str, list[float]] = {name: [] for name in programs}
+    values = {}
+    for _ in range(rounds):
+        for name, program in programs.items():
+            jax.block_until_ready(program(*arguments))  # it may profit from a device that the one before let cool
+            start = time.perf_counter()
+            value, grads = jax.block_until_ready(program(*arguments))
+            seconds[name].append(time.perf_counter() - start)
+            values[name] = float(value), sum(float(jnp.sum(jnp.square(leaf))) for leaf in jax.tree.leaves(grads))
+            del value, grads
+            gc.collect()
+    first: tuple[float, float] | None = None
+    for name, program in programs.items():
+        taken, median = versions.temporaries(program) / 2**30, statistics.median(seconds[name])
+        first = first or (taken, median)
+        print(
+            f"{name:28} {taken:8.3f} GiB {taken / first[0]:6.3f}   {1e3 * median:9.1f} ms {median / first[1]:6.3f}"
+            f"   loss {values[name][0]:.6f}, squared norm of the gradient {values[name][1]:.5g}",
+            flush=True,
+        )
+    return programs
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("questions", nargs="*", default=["logits", "vocabulary", "planned", "gpt2", "clip"])
+    parser.add_argument("--accelerator", action="store_true", help="the sizes for a large GPU")
+    options = parser.parse_args()
+    print(f"{jax.devices()[0].device_kind}, JAX {jax.__version__}, anybatch {ab.__version__}")
+    large = options.accelerator
+    questions: dict[str, Callable[[], None]] = {
+        "logits": lambda: logits(
+            GPT(layers=4, width=2048, heads=16, context=32768, vocabulary=128256, param_dtype=jnp.bfloat16)
+            if large
+            else GPT(layers=1, width=64, heads=4, context=512, vocabulary=8192),
+            (8192, 2048) if large else (128, 32),
+        ),
+        "vocabulary": lambda: logits(
+            GPT(layers=4, width=2048, heads=16, context=8192, vocabulary=256128, param_dtype=jnp.bfloat16)
+            if large
+            else GPT(layers=1, width=64, heads=4, context=128, vocabulary=32768),
+            (1024, 512) if large else (32, 8),
+        ),
+        "gpt2": lambda: gpt2(
+            GPT(layers=12, width=768, heads=12)
+            if large
+            else GPT(layers=4, width=128, heads=4, context=64, vocabulary=4096),
+            64 if large else 8,
+            (256, 128) if large else (16, 8),
+        ),
+        "planned": lambda: planned(
+            GPT(layers=4, width=2048, heads=16, context=32768, vocabulary=128256, param_dtype=jnp.bfloat16)
+            if large
+            else GPT(layers=1, width=64, heads=4, context=512, vocabulary=8192),
+            2,
+            "24GiB" if large else "48MiB",
+        ),
+        "clip": lambda: clip(
+            TwoTowers(12, 512, 64) if large else TwoTowers(2, 64, 4),
+            65536 if large else 2048,
+            2048 if large else 256,
+            1024 if large else 64,
+            (4096, 1024) if large else (256, 64),
+        ),
+    }
+    for name in options.questions:
+        print(f"\n{name}: {(questions[name].__doc__ or '').strip()}")
+        questions[name]()
+
+
+if __name__ == "__main__":
+    main()
