@@ -14,7 +14,7 @@ from typing import Any
 import jax
 
 from anybatch.jaxprs import avals, interpreter, tracing
-from anybatch.jaxprs.graph import num_bytes, written_bytes
+from anybatch.jaxprs.graph import num_bytes
 from anybatch.jaxprs.primitives import CALLS, FUSED, called_jaxpr
 from anybatch.reading.blocks import is_region
 
@@ -32,7 +32,7 @@ def rematerialised(traced: tracing.Traced, const_types: Sequence[Any], policy: s
     types = [avals.abstract(variable.aval) for variable in traced.arguments]
 
     def in_blocks(*flat: Any) -> list[Any]:
-        return _run(jaxpr, (*traced.inner, *flat), saveable, written_bytes(jaxpr))
+        return _run(jaxpr, (*traced.inner, *flat), saveable, _written(jaxpr))
 
     return dataclasses.replace(tracing.retrace(in_blocks, const_types, types), bound=traced.bound)
 
@@ -158,12 +158,21 @@ def _has_blocks_inside(equation: Any, all_written: int) -> bool:
     return name in CALLS and _weight(equation) > 0.5 * all_written
 
 
+def _written(jaxpr: Any) -> int:
+    """An estimate of the bytes that a program writes, except in regions, which keep nothing for the backward pass."""
+    return sum(map(_weight, interpreter.equations_of(jaxpr)))
+
+
 def _weight(equation: Any) -> int:
     """An estimate of the bytes that an equation writes."""
-    inner = sum(map(written_bytes, interpreter.jaxprs_in(equation)))
+    name = equation.primitive.name
+    if is_region(equation):
+        return 0
+    has_functions_of_numbers = name.startswith(("scatter", "reduce"))
+    inner = 0 if has_functions_of_numbers else sum(map(_written, interpreter.jaxprs_in(equation)))
     if inner:
-        return inner * (equation.params["length"] if equation.primitive.name == "scan" else 1)
-    return 0 if equation.primitive.name in FUSED else sum(num_bytes(output.aval) for output in equation.outvars)
+        return inner * (equation.params["length"] if name == "scan" else 1)
+    return 0 if name in FUSED else sum(num_bytes(output.aval) for output in equation.outvars)
 
 
 def _variables(operands: Sequence[Any]) -> list[Any]:

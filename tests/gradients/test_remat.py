@@ -76,6 +76,29 @@ def test_layers_that_are_written_out_become_blocks():
     assert 3 <= text.count("remat2[") + text.count("checkpoint[") <= 40
 
 
+def test_layers_become_blocks_beside_wide_values():
+    """However many bytes the logits have: those in blocks keep nothing that could be computed again."""
+    words, width, depth = 2048, 32, 12
+    keys = jax.random.split(jax.random.key(0), depth + 1)
+    params = {
+        "embedding": jax.random.normal(keys[0], (words, width)),
+        "layers": [0.1 * jax.random.normal(key, (width, 4 * width)) for key in keys[1:]],
+    }
+    tokens = jax.random.randint(jax.random.key(1), (4, 129), 0, words)
+
+    def loss(params, tokens):
+        hidden = params["embedding"][tokens[:, :-1]]
+        for weights in params["layers"]:
+            hidden = hidden + jnp.tanh(jnp.tanh(hidden @ weights) * 2) @ weights.T
+        logits = hidden @ params["embedding"].T
+        right = jnp.take_along_axis(logits, tokens[:, 1:, None], axis=-1)[..., 0]
+        return jnp.mean(jax.nn.logsumexp(logits, axis=-1) - right)
+
+    fun = ab.value_and_grad(loss, microbatch_size=1, block_size=8, remat="nothing_saveable")
+    text = str(jax.make_jaxpr(fun)(params, tokens))
+    assert 4 <= text.count("remat2[") + text.count("checkpoint[") <= 40
+
+
 def _double(leaf):
     leaf = jnp.asarray(leaf)
     return leaf.astype(jnp.float64) if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf
