@@ -3,14 +3,19 @@
     python benchmarks/blocks.py                                  # CPU, about two minutes; look at the memory only
     python benchmarks/blocks.py --accelerator                    # one 80 GiB GPU, about eight minutes
     python benchmarks/blocks.py --accelerator logits clip        # some of the questions
+    python benchmarks/blocks.py --described logits gpt2          # the memory on an H200, on a machine without one
 
   logits      one example of 32,768 tokens and 128,256 words: the cross entropy in blocks of tokens
   vocabulary  one example of 8,192 tokens and 256,128 words
+  float32     the same with float32 parameters, whose gradients need no wider sums
   planned     two examples of `logits`, planned within 24 GiB
   gpt2        GPT-2 124M, one example at a time
   clip        65,536 pairs of two towers with 12 layers: the matrix of all pairs in blocks of rows
 
-Every question prints the temporaries and the time of each contestant, and their ratios to the first.
+Every question prints the temporaries and the time of each contestant, and their ratios to the first. With
+`--described`, XLA's compiler for GPUs compiles for an H200 that is only described to it, and nothing runs: install
+`jax[cuda13]`. Its kernels are then not tuned, so that temporaries may differ by some percent.
+
 Found on one H200: see docs/blocks.md.
 """
 
@@ -24,11 +29,42 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import models
 from contrastive import TwoTowers
+from jax.experimental import topologies
 from models import GPT, _norm
 
 import anybatch as ab
 from anybatch.jaxprs import versions
+
+# What XLA asks about a GPU that it compiles for.
+H200 = """
+gpu_device_info {
+  cuda_compute_capability { major: 9 }
+  core_count: 132
+  fpus_per_core: 128
+  clock_rate_ghz: 1.98
+  memory_bandwidth: 4800000000000
+  device_memory_size: 149000000000
+  l2_cache_size: 62914560
+  threads_per_warp: 32
+  threads_per_block_limit: 1024
+  threads_per_core_limit: 2048
+  registers_per_block_limit: 65536
+  registers_per_core_limit: 65536
+  shared_memory_per_block: 49152
+  shared_memory_per_block_optin: 232448
+  shared_memory_per_core: 233472
+  block_dim_limit_x: 2147483647
+  block_dim_limit_y: 65535
+  block_dim_limit_z: 65535
+}
+platform_name: "CUDA"
+dnn_version_info { major: 9 minor: 13 }
+runtime_version { major: 13 }
+device_description_str: "NVIDIA H200"
+"""
+DESCRIBED: list[jax.Device] = []  # the device to compile for, if it is only described
 
 
 def by_hand(model: GPT, block: int) -> Callable[..., Any]:
@@ -80,8 +116,7 @@ def hidden_of(model: GPT, params: Any, batch: Any) -> jax.Array:
 
 def logits(model: GPT, blocks: tuple[int, ...]) -> None:
     """The tail of a language model."""
-    params = jax.jit(model.init)(jax.random.key(0))
-    batch = model.batch(jax.random.key(1), 1)
+    params, batch = problem(model, 1)
     contestants = {"jax.value_and_grad": jax.value_and_grad(model.loss)}
     for block in blocks:
         contestants[f"by hand, {block}"] = jax.value_and_grad(by_hand(model, block))
@@ -96,15 +131,13 @@ def logits(model: GPT, blocks: tuple[int, ...]) -> None:
 
 def planned(model: GPT, examples: int, memory: str) -> None:
     """What a plan chooses within a budget that one example does not fit."""
-    params = jax.jit(model.init)(jax.random.key(0))
-    batch = model.batch(jax.random.key(1), examples)
+    params, batch = problem(model, examples)
     print(ab.plan(model.loss, params, batch, memory=memory))
 
 
 def gpt2(model: GPT, examples: int, blocks: tuple[int, ...]) -> None:
     """One example at a time."""
-    params = jax.jit(model.init)(jax.random.key(0))
-    batch = model.batch(jax.random.key(1), examples)
+    params, batch = problem(model, examples)
     contestants = {"anybatch, 1 at a time": ab.value_and_grad(model.loss, microbatch_size=1)}
     for block in blocks:
         make = functools.partial(ab.value_and_grad, model.loss, microbatch_size=1, block_size=block)
@@ -115,8 +148,7 @@ def gpt2(model: GPT, examples: int, blocks: tuple[int, ...]) -> None:
 
 def clip(model: TwoTowers, pairs: int, few: int, size: int, blocks: tuple[int, ...]) -> None:
     """All pairs. The first contestant has the towers' two passes, and next to nothing after them."""
-    params = jax.jit(model.init)(jax.random.key(0))
-    batch = jax.jit(lambda: model.batch(jax.random.key(1), pairs))()
+    params, batch = problem(model, pairs)
 
     def towers(params: Any, batch: Any) -> jax.Array:
         images, texts = model.tower(params["images"], batch[0]), model.tower(params["texts"], batch[1])
@@ -127,7 +159,7 @@ def clip(model: TwoTowers, pairs: int, few: int, size: int, blocks: tuple[int, .
         contestants[f"anybatch, {block}"] = ab.value_and_grad(model.loss, microbatch_size=size, block_size=block)
     programs = compare(contestants, (params, batch), rounds=2)
     fun = ab.value_and_grad(model.loss, microbatch_size=size, block_size=blocks[-1])
-    small = jax.jit(fun).lower(params, [leaf[:few] for leaf in batch]).compile()
+    small = compiled(fun, params, jax.eval_shape(lambda batch: [leaf[:few] for leaf in batch], batch))
     for number, program in ((few, small), (pairs, programs[f"anybatch, {blocks[-1]}"])):
         taken = versions.temporaries(program)
         # Embeddings and their gradients, of both towers, and copies of them in other layouts.
@@ -137,19 +169,41 @@ def clip(model: TwoTowers, pairs: int, few: int, size: int, blocks: tuple[int, .
         )
 
 
+def problem(model: Any, examples: int) -> tuple[Any, Any]:
+    """The parameters and a batch of a model; their types, if the device is only described."""
+    make = jax.eval_shape if DESCRIBED else lambda fun, *arguments: jax.jit(fun)(*arguments)
+    return make(model.init, jax.random.key(0)), make(lambda key: model.batch(key, examples), jax.random.key(1))
+
+
+def compiled(fun: Callable[..., Any], *arguments: Any) -> Any:
+    """The program of a function on the device."""
+    if DESCRIBED:
+        place = jax.sharding.SingleDeviceSharding(DESCRIBED[0])
+        arguments = jax.tree.map(
+            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place), tuple(arguments)
+        )
+    return jax.jit(fun).lower(*arguments).compile()
+
+
 def compare(contestants: dict[str, Any], arguments: tuple[Any, ...], rounds: int = 7) -> dict[str, Any]:
     """Compiles the contestants, runs them in turns, and prints bytes, times and ratios to the first."""
     programs: dict[str, Any] = {}
     for name, fun in contestants.items():
         start = time.perf_counter()
         try:
-            programs[name] = jax.jit(fun).lower(*arguments).compile()
-            jax.block_until_ready(programs[name](*arguments))
+            programs[name] = compiled(fun, *arguments)
+            if not DESCRIBED:
+                jax.block_until_ready(programs[name](*arguments))
         except jax.errors.JaxRuntimeError as error:
             print(f"{name:28} {str(error)[:80]}")
             programs.pop(name, None)
             continue
         print(f"{name:28} compiled in {time.perf_counter() - start:.1f} s", flush=True)
+    if DESCRIBED:
+        sizes = {name: versions.temporaries(program) / 2**30 for name, program in programs.items()}
+        for name, taken in sizes.items():
+            print(f"{name:28} {taken:8.3f} GiB {taken / next(iter(sizes.values())):6.3f}", flush=True)
+        return programs
     seconds: dict[str, list[float]] = {name: [] for name in programs}
     values = {}
     for _ in range(rounds):
@@ -175,11 +229,17 @@ def compare(contestants: dict[str, Any], arguments: tuple[Any, ...], rounds: int
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("questions", nargs="*", default=["logits", "vocabulary", "planned", "gpt2", "clip"])
+    parser.add_argument("questions", nargs="*", default=["logits", "vocabulary", "float32", "planned", "gpt2", "clip"])
     parser.add_argument("--accelerator", action="store_true", help="the sizes for a large GPU")
+    parser.add_argument("--described", action="store_true", help="compile for an H200 that is not there, run nothing")
     options = parser.parse_args()
-    print(f"{jax.devices()[0].device_kind}, JAX {jax.__version__}, anybatch {ab.__version__}")
-    large = options.accelerator
+    if options.described:
+        models.ATTENTION = "cudnn"
+        DESCRIBED.extend(topologies.get_topology_desc(platform="cuda", target_config=H200, topology="1x1x1").devices)
+        options.questions = [name for name in options.questions if name != "planned"]  # plans are for devices that run
+    kind = "described H200" if DESCRIBED else jax.devices()[0].device_kind
+    print(f"{kind}, JAX {jax.__version__}, anybatch {ab.__version__}")
+    large = options.accelerator or options.described
     questions: dict[str, Callable[[], None]] = {
         "logits": lambda: logits(
             GPT(layers=4, width=2048, heads=16, context=32768, vocabulary=128256, param_dtype=jnp.bfloat16)
@@ -192,6 +252,12 @@ def main() -> None:
             if large
             else GPT(layers=1, width=64, heads=4, context=128, vocabulary=32768),
             (1024, 512) if large else (32, 8),
+        ),
+        "float32": lambda: logits(
+            GPT(layers=4, width=2048, heads=16, context=8192, vocabulary=256128)
+            if large
+            else GPT(layers=1, width=64, heads=4, context=128, vocabulary=32768),
+            (512, 256, 128) if large else (32, 8),
         ),
         "gpt2": lambda: gpt2(
             GPT(layers=12, width=768, heads=12)

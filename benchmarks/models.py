@@ -6,6 +6,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+# The implementation of attention; None for cuDNN's if JAX runs on a GPU.
+ATTENTION: str | None = None
+
 
 @dataclasses.dataclass(frozen=True)
 class GPT:
@@ -80,7 +83,7 @@ class GPT:
         block = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), block)
         shape = (*hidden.shape[:-1], self.heads, self.width // self.heads)
         q, k, v = (x.reshape(shape) for x in jnp.split(_norm(hidden, block["norm1"]) @ block["qkv"], 3, axis=-1))
-        implementation = "cudnn" if jax.default_backend() == "gpu" else "xla"
+        implementation = ATTENTION or ("cudnn" if jax.default_backend() == "gpu" else "xla")
         attended = jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation=implementation)
         hidden = hidden + attended.reshape(hidden.shape) @ block["project"]
         return hidden + jax.nn.gelu(_norm(hidden, block["norm2"]) @ block["up"]) @ block["down"]
