@@ -49,12 +49,15 @@ class ExampleGradient(Problem):
     ) -> None:
         arguments.refuse_unnamed_rows("example")
         super().__init__(fun, options, _varying(arguments))
-        self._programs: dict[str, ExampleProgram] = {}
+        self._programs: dict[tuple[str, int | None], ExampleProgram] = {}
         self.is_padding = _check_padding(is_padding, self.examples)
         _check_keys(arguments)
 
+    def trace(self, num_examples: int) -> tuple[TracedLoss, Any]:
+        """The loss of one example, whatever the number of examples, and the arrays that it closes over."""
+        return super().trace(1)
+
     def _trace_loss(self, num_examples: int) -> tuple[TracedLoss, Any]:
-        """Traces the loss of one example, whatever the number of examples."""
         if not self.options.keep_batch_dim:
             traced = self._traced_at(None, self._say_if_written_for_batches)
         else:
@@ -108,19 +111,21 @@ class ExampleGradient(Problem):
 
     @property
     def program(self) -> ExampleProgram:
-        """The program of one example's gradient, with the preferred method."""
-        return self._program(None)
+        """The program of one example's gradient, with the preferred method, and without blocks unless all have them."""
+        return self._program(None, self.options.fixed_block_size)
 
-    def _program(self, method: str | None) -> ExampleProgram:
+    def _program(self, method: str | None, block_size: int | None) -> ExampleProgram:
         method = method or self.methods[0]
         assert method is not None
-        if method not in self._programs:
+        key = method, block_size
+        if key not in self._programs:
             # Devices that share a model run its collectives together, so none may loop more often than another. With
             # factors, doubtful norms are recomputed, which happens as often as the data of a device need it.
             prefer = "cost" if self._has_no_other_axes else "direct"
             transform = None if self.options.transform is None else self._flat_transform
-            self._programs[method] = ExampleProgram(self.loss, method, prefer, self.options.strict, transform)
-        return self._programs[method]
+            how = (prefer, self.options.strict, transform, block_size)
+            self._programs[key] = ExampleProgram(self.loss, method, *how)
+        return self._programs[key]
 
     @property
     def noun(self) -> str:
@@ -228,7 +233,8 @@ class ExampleGradient(Problem):
 
     def _pass(self, strategy: Strategy) -> ExamplePass:
         skips_padding = not self.loss.traced.has_effects and self._has_no_other_axes
-        return ExamplePass(self._program(strategy.method), self.options, self.size(strategy), skips_padding)
+        program = self._program(strategy.method, strategy.block_size)
+        return ExamplePass(program, self.options, self.size(strategy), skips_padding)
 
     def _padding(self) -> Any:
         if self.is_padding is None or self.shardings is None or not self.shardings.is_eager:

@@ -16,11 +16,14 @@ from jax import lax
 
 from anybatch.call.arguments import Arrays
 from anybatch.call.loss import TracedLoss
-from anybatch.jaxprs import chosen_values
+from anybatch.jaxprs import chosen_values, tracing
 from anybatch.jaxprs.chosen_values import Body, Source
 from anybatch.per_example.forms import GradientForm, choose_form
 from anybatch.per_example.norms import Squares, TermArrays, is_doubtful, rows_of, squares_of, sum_of
 from anybatch.per_example.terms import Convolution, DirectTerm, Lookups, Product, common_dtype, identity
+from anybatch.reading import blocks
+from anybatch.reading.reader import warn_of_failed_rule
+from anybatch.reading.states import RuleFailed
 
 _LARGE = 2**16  # entries of a parameter whose sum gets a kernel of its own
 _FEW_EXAMPLES = 32  # up to which gradients are added up one by one, in one pass over them
@@ -34,7 +37,8 @@ class ExampleProgram:
     """The program of one example's gradient, to be run for the examples of a microbatch.
 
     With `method="vmap"` it is `jax.vmap(jax.grad(...))`. With `method="factored"` the equation that multiplies the
-    factors of a gradient is left out, and the factors are kept instead, where that is cheaper.
+    factors of a gradient is left out, and the factors are kept instead, where that is cheaper. With blocks, the gradient
+    of a parameter that all blocks read is their sum. Its factors are kept only if they take fewer bytes than that.
     """
 
     loss: TracedLoss  # of one example
@@ -43,12 +47,25 @@ class ExampleProgram:
     strict: bool = False  # if True, bounds hold even where the roundings of all factors have the same sign
     # A function of the gradient leaves of one example; what it returns takes their place. Only with method="vmap".
     transform: Callable[[list[Any]], list[Any]] | None = None
+    block_size: int | None = None  # the rows of big values that are computed at a time; None: all
 
     @functools.cached_property
     def gradient_types(self) -> list[Any]:
         """The types of one example's gradient leaves, after `transform`."""
         types = [jax.ShapeDtypeStruct(each.shape, each.dtype) for each in self.loss.types.wrt]
         return types if self.transform is None else jax.eval_shape(self.transform, types)
+
+    @functools.cached_property
+    def _blocks(self) -> tracing.Traced | None:
+        """The loss with its big values in blocks. It takes the cotangent of the loss as a further argument."""
+        if self.block_size is None:
+            return None
+        loss, roles = self.loss, blocks.Roles.of_loss(self.loss)
+        try:
+            return blocks.in_blocks(loss.traced, loss.const_types, roles, self.block_size, [0])[0]
+        except RuleFailed as failure:
+            warn_of_failed_rule(failure.blame)
+            return None
 
     @functools.cached_property
     def body(self) -> Body:
@@ -64,7 +81,8 @@ class ExampleProgram:
             sources = [(Source(number), identity(len(each.shape))) for number, each in enumerate(types)]
             return [GradientForm((DirectTerm(source, path),)) for source, path in sources]
         variables = self.body.outputs[len(self.body.outputs) - len(types) :]
-        return [choose_form(self.body, variable, self.prefer) for variable in variables]
+        forms = [choose_form(self.body, variable, self.prefer) for variable in variables]
+        return forms
 
     def __call__(self, consts: Sequence[Any], arrays: Arrays) -> "KeptGradients":
         """Runs the program for some examples: batch and keys have one entry for each of them along axis 0."""
@@ -93,7 +111,13 @@ class ExampleProgram:
         arrays = jax.tree.unflatten(jax.tree.structure(self.loss.types), flat[number:])
 
         def loss(wrt: list[Any]) -> tuple[Any, list[Any]]:
-            value, *aux = self.loss(flat[:number], arrays._replace(wrt=wrt))
+            leaves = jax.tree.leaves(arrays._replace(wrt=wrt))
+            if self._blocks is None:
+                value, *aux = self.loss.traced(flat[:number], *leaves)
+            else:
+                # It is differentiated with this cotangent below, and with no other.
+                one = jnp.ones((), self.loss.out_avals[0].dtype)
+                value, *aux = self._blocks(flat[:number], *leaves, one)
             return value, aux
 
         (value, aux), grads = jax.value_and_grad(loss, has_aux=True)(arrays.wrt)
