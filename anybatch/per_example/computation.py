@@ -122,6 +122,8 @@ class ExampleGradient(Problem):
             # Devices that share a model run its collectives together, so none may loop more often than another. With
             # factors, doubtful norms are recomputed, which happens as often as the data of a device need it.
             prefer = "cost" if self._has_no_other_axes else "direct"
+            if block_size is not None and prefer == "cost":
+                prefer = "bytes"  # the factors of all blocks together may be a big value
             transform = None if self.options.transform is None else self._flat_transform
             how = (prefer, self.options.strict, transform, block_size)
             self._programs[key] = ExampleProgram(self.loss, method, *how)

@@ -16,7 +16,7 @@ from jax import lax
 
 from anybatch.call.arguments import Arrays
 from anybatch.call.loss import TracedLoss
-from anybatch.jaxprs import chosen_values, tracing
+from anybatch.jaxprs import avals, chosen_values, tracing
 from anybatch.jaxprs.chosen_values import Body, Source
 from anybatch.per_example.forms import GradientForm, choose_form
 from anybatch.per_example.norms import Squares, TermArrays, is_doubtful, rows_of, squares_of, sum_of
@@ -37,8 +37,7 @@ class ExampleProgram:
     """The program of one example's gradient, to be run for the examples of a microbatch.
 
     With `method="vmap"` it is `jax.vmap(jax.grad(...))`. With `method="factored"` the equation that multiplies the
-    factors of a gradient is left out, and the factors are kept instead, where that is cheaper. With blocks, the gradient
-    of a parameter that all blocks read is their sum. Its factors are kept only if they take fewer bytes than that.
+    factors of a gradient is left out, and the factors are kept instead, where that is cheaper.
     """
 
     loss: TracedLoss  # of one example
@@ -81,8 +80,7 @@ class ExampleProgram:
             sources = [(Source(number), identity(len(each.shape))) for number, each in enumerate(types)]
             return [GradientForm((DirectTerm(source, path),)) for source, path in sources]
         variables = self.body.outputs[len(self.body.outputs) - len(types) :]
-        forms = [choose_form(self.body, variable, self.prefer) for variable in variables]
-        return forms
+        return [choose_form(self.body, variable, self.prefer) for variable in variables]
 
     def __call__(self, consts: Sequence[Any], arrays: Arrays) -> "KeptGradients":
         """Runs the program for some examples: batch and keys have one entry for each of them along axis 0."""
@@ -116,7 +114,8 @@ class ExampleProgram:
                 value, *aux = self.loss.traced(flat[:number], *leaves)
             else:
                 # It is differentiated with this cotangent below, and with no other.
-                one = jnp.ones((), self.loss.out_avals[0].dtype)
+                aval = self.loss.out_avals[0]
+                one = avals.zeros_of(aval, aval.dtype) + 1
                 value, *aux = self._blocks(flat[:number], *leaves, one)
             return value, aux
 
