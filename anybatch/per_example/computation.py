@@ -122,8 +122,6 @@ class ExampleGradient(Problem):
             # Devices that share a model run its collectives together, so none may loop more often than another. With
             # factors, doubtful norms are recomputed, which happens as often as the data of a device need it.
             prefer = "cost" if self._has_no_other_axes else "direct"
-            if block_size is not None and prefer == "cost":
-                prefer = "bytes"  # the factors of all blocks together may be a big value
             transform = None if self.options.transform is None else self._flat_transform
             how = (prefer, self.options.strict, transform, block_size)
             self._programs[key] = ExampleProgram(self.loss, method, *how)
@@ -148,10 +146,9 @@ class ExampleGradient(Problem):
         flags += [options.normalize_by == 1, self.is_padding is not None]
         return [options.wants.value, options.method, flags, transform]
 
-    @property
-    def note(self) -> str:
+    def note(self, block_size: int | None) -> str:
         """A sentence that says what is kept of every example instead of its gradient; empty if nothing is."""
-        program = self.program
+        program = self._program(None, block_size)
         if program.method == "vmap":
             return ""
         kinds = {

@@ -61,8 +61,7 @@ class GradientForm:
 def choose_form(body: Body, variable: Any, prefer: str = "cost") -> GradientForm:
     """The form in which to keep the per-example gradients of a parameter, a variable of the program of one example.
 
-    With `prefer="cost"` it is the cheaper one. With `"bytes"`, factors are kept only if they also take no more bytes than
-    the gradient. With `"direct"` gradients are kept, except for looked-up rows.
+    It is the cheaper one with `prefer="cost"`, and otherwise `"direct"`, except for looked-up rows.
     """
     rank, recognizer = len(variable.aval.shape), Recognizer(body)
     form = GradientForm(tuple(recognizer.terms(variable)))
@@ -105,9 +104,7 @@ def _row_axes(term: Term) -> tuple[int, ...] | None:
 
 
 def _prefers_gram(products: Sequence[FactoredTerm], lookups: Sequence[Lookups], prefer: str) -> bool:
-    if prefer == "bytes" and kept_bytes(GradientForm((*products, *lookups))) > direct_cost(products) / _TIMES_MOVED:
-        return False
-    return prefer != "direct" and gram_cost(products, lookups) <= direct_cost(products)
+    return prefer == "cost" and gram_cost(products, lookups) <= direct_cost(products)
 
 
 def gram_cost(products: Sequence[FactoredTerm], lookups: Sequence[Lookups]) -> float:

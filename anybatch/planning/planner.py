@@ -74,7 +74,7 @@ def as_plan(search: StrategySearch, budget: Budget, strategy: Strategy | None, *
         compilations=search.measurements.compilations,
         planning_seconds=0.0,
         noun=gradient.noun,
-        note=gradient.note,
+        note=gradient.note(gradient.options.fixed_block_size if strategy is None else strategy.block_size),
     )
 
 

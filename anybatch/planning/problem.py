@@ -149,9 +149,8 @@ class Problem(abc.ABC):
         """What is computed, as a plan calls it."""
         return "gradient"
 
-    @property
-    def note(self) -> str:
-        """A remark that a plan prints; may be empty."""
+    def note(self, block_size: int | None) -> str:
+        """A remark that a plan prints; may be empty. `block_size` is that of the chosen strategy."""
         return ""
 
     @property
