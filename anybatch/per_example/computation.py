@@ -17,13 +17,16 @@ from anybatch.call.loss import TracedLoss
 from anybatch.call.memory import readable
 from anybatch.errors import InputError
 from anybatch.gradients import head_budget
-from anybatch.jaxprs import avals
+from anybatch.jaxprs import avals, tracing
 from anybatch.per_example.example_pass import ExamplePass, varying_as
 from anybatch.per_example.forms import kept_bytes
 from anybatch.per_example.kept_gradients import ExampleProgram
 from anybatch.per_example.options import PerExampleOptions, Wants
 from anybatch.planning.problem import Problem
 from anybatch.planning.strategy import Computation, Route, Strategy
+from anybatch.reading import blocks
+from anybatch.reading.reader import warn_of_failed_rule
+from anybatch.reading.states import RuleFailed
 
 
 class PerExample(NamedTuple):
@@ -50,6 +53,7 @@ class ExampleGradient(Problem):
         arguments.refuse_unnamed_rows("example")
         super().__init__(fun, options, _varying(arguments))
         self._programs: dict[tuple[str, int | None], ExampleProgram] = {}
+        self._in_blocks: dict[int | None, tracing.Traced | None] = {None: None}
         self.is_padding = _check_padding(is_padding, self.examples)
         _check_keys(arguments)
 
@@ -123,9 +127,22 @@ class ExampleGradient(Problem):
             # factors, doubtful norms are recomputed, which happens as often as the data of a device need it.
             prefer = "cost" if self._has_no_other_axes else "direct"
             transform = None if self.options.transform is None else self._flat_transform
-            how = (prefer, self.options.strict, transform, block_size)
+            how = (prefer, self.options.strict, transform, self._loss_in_blocks(block_size))
             self._programs[key] = ExampleProgram(self.loss, method, *how)
         return self._programs[key]
+
+    def _loss_in_blocks(self, block_size: int | None) -> tracing.Traced | None:
+        """The loss with its big values in blocks, which takes its cotangent as a further argument; None without."""
+        if block_size not in self._in_blocks:
+            loss = self.loss
+            assert block_size is not None
+            try:
+                found, _ = blocks.in_blocks(loss.traced, loss.const_types, blocks.Roles.of_loss(loss), block_size, [0])
+                self._in_blocks[block_size] = found
+            except RuleFailed as failure:
+                warn_of_failed_rule(failure.blame)
+                self._in_blocks[block_size] = None
+        return self._in_blocks[block_size]
 
     @property
     def noun(self) -> str:

@@ -21,9 +21,6 @@ from anybatch.jaxprs.chosen_values import Body, Source
 from anybatch.per_example.forms import GradientForm, choose_form
 from anybatch.per_example.norms import Squares, TermArrays, is_doubtful, rows_of, squares_of, sum_of
 from anybatch.per_example.terms import Convolution, DirectTerm, Lookups, Product, common_dtype, identity
-from anybatch.reading import blocks
-from anybatch.reading.reader import warn_of_failed_rule
-from anybatch.reading.states import RuleFailed
 
 _LARGE = 2**16  # entries of a parameter whose sum gets a kernel of its own
 _FEW_EXAMPLES = 32  # up to which gradients are added up one by one, in one pass over them
@@ -46,25 +43,15 @@ class ExampleProgram:
     strict: bool = False  # if True, bounds hold even where the roundings of all factors have the same sign
     # A function of the gradient leaves of one example; what it returns takes their place. Only with method="vmap".
     transform: Callable[[list[Any]], list[Any]] | None = None
-    block_size: int | None = None  # the rows of big values that are computed at a time; None: all
+    # The loss with its big values in blocks, if they are not computed in full. It takes its cotangent, 1, as a further
+    # argument, and must be differentiated with that.
+    in_blocks: tracing.Traced | None = None
 
     @functools.cached_property
     def gradient_types(self) -> list[Any]:
         """The types of one example's gradient leaves, after `transform`."""
         types = [jax.ShapeDtypeStruct(each.shape, each.dtype) for each in self.loss.types.wrt]
         return types if self.transform is None else jax.eval_shape(self.transform, types)
-
-    @functools.cached_property
-    def _blocks(self) -> tracing.Traced | None:
-        """The loss with its big values in blocks. It takes the cotangent of the loss as a further argument."""
-        if self.block_size is None:
-            return None
-        loss, roles = self.loss, blocks.Roles.of_loss(self.loss)
-        try:
-            return blocks.in_blocks(loss.traced, loss.const_types, roles, self.block_size, [0])[0]
-        except RuleFailed as failure:
-            warn_of_failed_rule(failure.blame)
-            return None
 
     @functools.cached_property
     def body(self) -> Body:
@@ -109,14 +96,13 @@ class ExampleProgram:
         arrays = jax.tree.unflatten(jax.tree.structure(self.loss.types), flat[number:])
 
         def loss(wrt: list[Any]) -> tuple[Any, list[Any]]:
-            leaves = jax.tree.leaves(arrays._replace(wrt=wrt))
-            if self._blocks is None:
-                value, *aux = self.loss.traced(flat[:number], *leaves)
+            given = arrays._replace(wrt=wrt)
+            if self.in_blocks is None:
+                value, *aux = self.loss(flat[:number], given)
             else:
-                # It is differentiated with this cotangent below, and with no other.
                 aval = self.loss.out_avals[0]
                 one = avals.zeros_of(aval, aval.dtype) + 1
-                value, *aux = self._blocks(flat[:number], *leaves, one)
+                value, *aux = self.in_blocks(flat[:number], *jax.tree.leaves(given), one)
             return value, aux
 
         (value, aux), grads = jax.value_and_grad(loss, has_aux=True)(arrays.wrt)

@@ -115,13 +115,14 @@ class Problem(abc.ABC):
     @property
     def _largest_value(self) -> int:
         """The bytes of the largest value that is computed at once. Here, of all that the loss computes from data."""
-        roles = blocks.Roles.of_loss(self.loss).after(self.loss.const_types)
-        return blocks.largest_value(self.loss.traced.jaxpr, roles.of_data)
+        loss = self.loss
+        roles = blocks.Roles.of_loss(loss).after([*loss.traced.inner, *loss.const_types])
+        return blocks.largest_value(loss.traced.jaxpr, roles.of_data)
 
     def _wide_values(self, least: int) -> list[blocks.WideValue]:
         """The values of at least so many bytes that dwarf what they are computed from. Here, those of one example."""
         loss, _ = self.trace(min(self.examples, 1))
-        roles = blocks.Roles.of_loss(loss).after(loss.const_types)
+        roles = blocks.Roles.of_loss(loss).after([*loss.traced.inner, *loss.const_types])
         program = blocks.BlockedProgram(loss.traced.jaxpr, roles, 1, range(loss.num_heads))
         return [value for value in program.wide_values(per_example=True) if value.bytes >= least]
 
