@@ -251,28 +251,34 @@ def test_a_transform_of_each_gradient(float64):
     np.testing.assert_allclose(fun(params, batch), grads["out"].sum(2), rtol=0, atol=1e-12)
 
 
+SEPARATE = [case for case in WIDE if case.kind != "pairs"]
+
+
 def check_batches_of_one(case):
+    """Compares the norms of a loss of batches. False if it looks across examples, or fails for batches of one."""
     params, batch = case.make(jnp.float64)
     loss = (lambda *args: case.loss(*args)[0]) if case.has_aux else case.loss
-    options = {"keep_batch_dim": True, "microbatch_size": 2, "block_size": 3}
+    alone = jax.tree.map(lambda leaf: leaf[:, None], batch)
     try:
-        norms = ab.per_example_norms(loss, **options)(params, batch)
+        expected = norms_of(jax.vmap(jax.grad(loss), (None, 0))(params, alone))
+    except TypeError:
+        return False
+    try:
+        norms = ab.per_example_norms(loss, keep_batch_dim=True, microbatch_size=2, block_size=3)(params, batch)
     except ab.CoupledError:
         return False
-    alone = jax.tree.map(lambda leaf: leaf[:, None], batch)
-    expected = norms_of(jax.vmap(jax.grad(loss), (None, 0))(params, alone))
     np.testing.assert_allclose(norms, expected, rtol=1e-9, atol=1e-12 * (1e-3 + np.nanmax(expected, initial=0)))
     return True
 
 
 @pytest.mark.full
 def test_some_losses_with_big_values(float64):
-    assert sum(map(check_batches_of_one, WIDE[5::24])) >= 4
+    assert sum(map(check_batches_of_one, SEPARATE[5::40])) >= 3
 
 
 @pytest.mark.slow
 def test_all_losses_with_big_values(float64):
-    assert sum(map(check_batches_of_one, WIDE)) >= 100
+    assert sum(map(check_batches_of_one, SEPARATE)) >= 120
 
 
 def test_the_comparison_can_fail(float64, monkeypatch):
