@@ -124,7 +124,7 @@ def clipped_grad(
         large vocabulary. `None` computes them in full. `"auto"` lets a plan choose: blocks are used if not even one
         example fits the memory in full, or if `anybatch.plan` timed them to be faster. With a fixed `microbatch_size`,
         it is `None`. The result is the same. The gradient of a parameter that all blocks read, such as the matrix that
-        makes logits, takes its full size for each example in the microbatch.
+        makes logits, takes its full size for each example in the microbatch, unless its factors are smaller.
       method: `"vmap"` computes the gradient of every example. `"factored"` keeps the factors that a gradient is the
         product of, wherever that is cheaper, and computes norms and the clipped sum from them. `"auto"` prefers
         `"factored"`. Only results of `"vmap"` can be differentiated again by `jax.grad`.
@@ -250,7 +250,7 @@ def clipped_value_and_grad(
         large vocabulary. `None` computes them in full. `"auto"` lets a plan choose: blocks are used if not even one
         example fits the memory in full, or if `anybatch.plan` timed them to be faster. With a fixed `microbatch_size`,
         it is `None`. The result is the same. The gradient of a parameter that all blocks read, such as the matrix that
-        makes logits, takes its full size for each example in the microbatch.
+        makes logits, takes its full size for each example in the microbatch, unless its factors are smaller.
       method: `"vmap"` computes the gradient of every example. `"factored"` keeps the factors that a gradient is the
         product of, wherever that is cheaper, and computes norms and the clipped sum from them. `"auto"` prefers
         `"factored"`. Only results of `"vmap"` can be differentiated again by `jax.grad`.
