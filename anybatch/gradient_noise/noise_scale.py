@@ -29,8 +29,8 @@ TERMS_TOLERANCE = 0.02
 
 # The options of `value_and_grad` that `per_example_norms` has, too.
 PER_EXAMPLE_OPTIONS = (
-    *("batch_argnums", "batch_argnames", "rng_argnums", "microbatch_size", "memory", "accumulator_dtype"),
-    *("mesh", "axis_name", "param_specs"),
+    *("batch_argnums", "batch_argnames", "rng_argnums", "microbatch_size", "block_size", "memory"),
+    *("accumulator_dtype", "mesh", "axis_name", "param_specs"),
 )
 
 

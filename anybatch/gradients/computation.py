@@ -33,10 +33,6 @@ from anybatch.reading.report import Reading
 from anybatch.reading.split import Split
 from anybatch.reading.states import RuleFailed
 
-# A value needs no blocks if it takes less than this part of the memory. Blocks take about these parts of it.
-SMALL_SHARE = 64
-BLOCK_SHARES = (16, 128)
-
 
 class Gradient(Problem):
     """The gradient of one call, to be computed with any strategy."""
@@ -84,49 +80,16 @@ class Gradient(Problem):
     def is_coupled(self) -> bool:
         return self.options.reduction == "infer" and not self.checked_reading.separable
 
-    def block_sizes(self, allowed: int | None) -> tuple[int | None, ...]:
-        if self.options.block_size != "auto":
-            return (self.options.block_size,)
-        # Values that take a small part of the memory need no blocks, and looking for them takes time.
-        least = 0 if allowed is None else allowed // SMALL_SHARE
-        if allowed is None or self.loss.traced.has_effects or self._largest_value < least:
-            return (None,)
-        wide = [value for value in self._wide_values(least) if value.axis is not None]
-        if not wide:
-            return (None,)
-        largest = max(wide, key=lambda value: value.bytes)
-        row = max(1, largest.bytes // largest.num_rows)
-        sizes = [min(allowed // share // row, largest.num_rows // 2) for share in BLOCK_SHARES]
-        return (None, *dict.fromkeys(1 << (size.bit_length() - 1) for size in sizes if size > 0))
-
-    @property
-    def may_have_blocks(self) -> bool:
-        return True
-
     @property
     def _largest_value(self) -> int:
-        """The bytes of the largest value that is computed at once: of one example, or in a head for all of them."""
-        loss = self.loss
-        of_data = [False] * len(loss.const_types)
-        for role, types in zip(loss.types._fields, loss.types, strict=True):
-            of_data += [role == "batch"] * len(types)
-        largest = blocks.largest_value(loss.traced.jaxpr, of_data)
+        largest = super()._largest_value
         is_coupled = self.options.reduction == "infer" and self.split.loss_couples
         return largest if is_coupled else -(-largest // max(1, self.examples))
 
     def _wide_values(self, least: int) -> list[blocks.WideValue]:
         if self.options.reduction == "infer":
             return blocks.wide_values(self.split, least)
-        loss, _ = self.trace(min(self.examples, 1))
-        of_wrt, of_batch = len(loss.types.wrt), len(loss.types.batch)
-        positions = range(len(loss.const_types) + len(jax.tree.leaves(loss.types)))
-        first = len(loss.const_types)
-        roles = blocks.Roles(
-            tuple(first + of_wrt <= position < first + of_wrt + of_batch for position in positions),
-            tuple(first <= position < first + of_wrt for position in positions),
-        )
-        program = blocks.BlockedProgram(loss.traced.jaxpr, roles, 1, range(loss.num_heads))
-        return [value for value in program.wide_values(per_example=True) if value.bytes >= least]
+        return super()._wide_values(least)
 
     @property
     def reduce_modes(self) -> tuple[str, ...]:

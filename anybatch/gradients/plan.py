@@ -45,7 +45,8 @@ def plan(
 
     Args:
       fun: the loss, as for `value_and_grad`. Or the result of `clipped_grad`, `per_example_norms` or
-        `per_example_grads`: then `method` is planned too, and the only options here are `memory` and `objective`.
+        `per_example_grads`: then `method` is planned too, `block_size` is that of the function, and the
+        only options here are `memory` and `objective`.
       *args: the arguments of the loss. They may be arrays, or `jax.ShapeDtypeStruct` for arrays that do not exist yet;
         then nothing is timed.
       timed: whether to time strategies. If not, the largest microbatch that fits counts as the fastest.

@@ -63,6 +63,7 @@ def clipped_grad(
     batch_argnames: str | tuple[str, ...] = (),
     keep_batch_dim: bool = False,
     microbatch_size: int | str | None = "auto",
+    block_size: int | str | None = "auto",
     method: str = "auto",
     transform: Callable[[Any], Any] | None = None,
     rng_argnums: int | tuple[int, ...] = (),
@@ -119,6 +120,11 @@ def clipped_grad(
       microbatch_size: the number of examples at a time; the last microbatch may be smaller. `None` is the full batch.
         `"auto"` takes the size that `anybatch.plan` has measured to be the fastest, or else the largest that fits the
         memory. It changes memory and time, and not the result.
+      block_size: how many rows of a big value of one example to compute at a time, such as tokens of logits over a
+        large vocabulary. `None` computes them in full. `"auto"` lets a plan choose: blocks are used if not even one
+        example fits the memory in full, or if `anybatch.plan` timed them to be faster. With a fixed `microbatch_size`,
+        it is `None`. The result is the same. The gradient of a parameter that all blocks read, such as the matrix that
+        makes logits, takes its full size for each example in the microbatch, unless its factors are smaller.
       method: `"vmap"` computes the gradient of every example. `"factored"` keeps the factors that a gradient is the
         product of, wherever that is cheaper, and computes norms and the clipped sum from them. `"auto"` prefers
         `"factored"`. Only results of `"vmap"` can be differentiated again by `jax.grad`.
@@ -165,6 +171,7 @@ def clipped_grad(
         batch_argnames=batch_argnames,
         keep_batch_dim=keep_batch_dim,
         microbatch_size=microbatch_size,
+        block_size=block_size,
         method=method,
         transform=transform,
         rng_argnums=rng_argnums,
@@ -191,6 +198,7 @@ def clipped_value_and_grad(
     batch_argnames: str | tuple[str, ...] = (),
     keep_batch_dim: bool = False,
     microbatch_size: int | str | None = "auto",
+    block_size: int | str | None = "auto",
     method: str = "auto",
     transform: Callable[[Any], Any] | None = None,
     rng_argnums: int | tuple[int, ...] = (),
@@ -238,6 +246,11 @@ def clipped_value_and_grad(
       microbatch_size: the number of examples at a time; the last microbatch may be smaller. `None` is the full batch.
         `"auto"` takes the size that `anybatch.plan` has measured to be the fastest, or else the largest that fits the
         memory. It changes memory and time, and not the result.
+      block_size: how many rows of a big value of one example to compute at a time, such as tokens of logits over a
+        large vocabulary. `None` computes them in full. `"auto"` lets a plan choose: blocks are used if not even one
+        example fits the memory in full, or if `anybatch.plan` timed them to be faster. With a fixed `microbatch_size`,
+        it is `None`. The result is the same. The gradient of a parameter that all blocks read, such as the matrix that
+        makes logits, takes its full size for each example in the microbatch, unless its factors are smaller.
       method: `"vmap"` computes the gradient of every example. `"factored"` keeps the factors that a gradient is the
         product of, wherever that is cheaper, and computes norms and the clipped sum from them. `"auto"` prefers
         `"factored"`. Only results of `"vmap"` can be differentiated again by `jax.grad`.
@@ -284,6 +297,7 @@ def clipped_value_and_grad(
         batch_argnames=batch_argnames,
         keep_batch_dim=keep_batch_dim,
         microbatch_size=microbatch_size,
+        block_size=block_size,
         method=method,
         transform=transform,
         rng_argnums=rng_argnums,

@@ -17,13 +17,16 @@ from anybatch.call.loss import TracedLoss
 from anybatch.call.memory import readable
 from anybatch.errors import InputError
 from anybatch.gradients import head_budget
-from anybatch.jaxprs import avals
+from anybatch.jaxprs import avals, tracing
 from anybatch.per_example.example_pass import ExamplePass, varying_as
 from anybatch.per_example.forms import kept_bytes
 from anybatch.per_example.kept_gradients import ExampleProgram
 from anybatch.per_example.options import PerExampleOptions, Wants
 from anybatch.planning.problem import Problem
 from anybatch.planning.strategy import Computation, Route, Strategy
+from anybatch.reading import blocks
+from anybatch.reading.reader import warn_of_failed_rule
+from anybatch.reading.states import RuleFailed
 
 
 class PerExample(NamedTuple):
@@ -49,12 +52,16 @@ class ExampleGradient(Problem):
     ) -> None:
         arguments.refuse_unnamed_rows("example")
         super().__init__(fun, options, _varying(arguments))
-        self._programs: dict[str, ExampleProgram] = {}
+        self._programs: dict[tuple[str, int | None], ExampleProgram] = {}
+        self._in_blocks: dict[int | None, tracing.Traced | None] = {None: None}
         self.is_padding = _check_padding(is_padding, self.examples)
         _check_keys(arguments)
 
+    def trace(self, num_examples: int) -> tuple[TracedLoss, Any]:
+        """The loss of one example, whatever the number of examples, and the arrays that it closes over."""
+        return super().trace(1)
+
     def _trace_loss(self, num_examples: int) -> tuple[TracedLoss, Any]:
-        """Traces the loss of one example, whatever the number of examples."""
         if not self.options.keep_batch_dim:
             traced = self._traced_at(None, self._say_if_written_for_batches)
         else:
@@ -108,19 +115,34 @@ class ExampleGradient(Problem):
 
     @property
     def program(self) -> ExampleProgram:
-        """The program of one example's gradient, with the preferred method."""
-        return self._program(None)
+        """The program of one example's gradient, with the preferred method, and without blocks unless all have them."""
+        return self._program(None, self.options.fixed_block_size)
 
-    def _program(self, method: str | None) -> ExampleProgram:
+    def _program(self, method: str | None, block_size: int | None) -> ExampleProgram:
         method = method or self.methods[0]
         assert method is not None
-        if method not in self._programs:
+        key = method, block_size
+        if key not in self._programs:
             # Devices that share a model run its collectives together, so none may loop more often than another. With
             # factors, doubtful norms are recomputed, which happens as often as the data of a device need it.
             prefer = "cost" if self._has_no_other_axes else "direct"
             transform = None if self.options.transform is None else self._flat_transform
-            self._programs[method] = ExampleProgram(self.loss, method, prefer, self.options.strict, transform)
-        return self._programs[method]
+            how = (prefer, self.options.strict, transform, self._loss_in_blocks(block_size))
+            self._programs[key] = ExampleProgram(self.loss, method, *how)
+        return self._programs[key]
+
+    def _loss_in_blocks(self, block_size: int | None) -> tracing.Traced | None:
+        """The loss with its big values in blocks, which takes its cotangent as a further argument; None without."""
+        if block_size not in self._in_blocks:
+            loss = self.loss
+            assert block_size is not None
+            try:
+                found, _ = blocks.in_blocks(loss.traced, loss.const_types, blocks.Roles.of_loss(loss), block_size, [0])
+                self._in_blocks[block_size] = found
+            except RuleFailed as failure:
+                warn_of_failed_rule(failure.blame)
+                self._in_blocks[block_size] = None
+        return self._in_blocks[block_size]
 
     @property
     def noun(self) -> str:
@@ -141,10 +163,9 @@ class ExampleGradient(Problem):
         flags += [options.normalize_by == 1, self.is_padding is not None]
         return [options.wants.value, options.method, flags, transform]
 
-    @property
-    def note(self) -> str:
+    def note(self, block_size: int | None) -> str:
         """A sentence that says what is kept of every example instead of its gradient; empty if nothing is."""
-        program = self.program
+        program = self._program(None, block_size)
         if program.method == "vmap":
             return ""
         kinds = {
@@ -228,7 +249,8 @@ class ExampleGradient(Problem):
 
     def _pass(self, strategy: Strategy) -> ExamplePass:
         skips_padding = not self.loss.traced.has_effects and self._has_no_other_axes
-        return ExamplePass(self._program(strategy.method), self.options, self.size(strategy), skips_padding)
+        program = self._program(strategy.method, strategy.block_size)
+        return ExamplePass(program, self.options, self.size(strategy), skips_padding)
 
     def _padding(self) -> Any:
         if self.is_padding is None or self.shardings is None or not self.shardings.is_eager:

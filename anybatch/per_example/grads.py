@@ -71,7 +71,8 @@ class ExampleFunction:
             if size == "auto":
                 strategy, outputs = run_as_planned(gradient)
             else:
-                strategies = [Strategy(size, method=method) for method in gradient.methods]
+                block_size = self.options.fixed_block_size
+                strategies = [Strategy(size, method=method, block_size=block_size) for method in gradient.methods]
                 strategies = [strategy for strategy in strategies if strategy not in self._failed] or strategies
                 strategy, outputs = run_first_that_compiles(gradient, strategies)
                 self._failed.update(strategies[: strategies.index(strategy)])
@@ -106,6 +107,7 @@ def per_example_grads(
     batch_argnames: str | tuple[str, ...] = (),
     keep_batch_dim: bool = False,
     microbatch_size: int | str | None = "auto",
+    block_size: int | str | None = "auto",
     method: str = "auto",
     transform: Callable[[Any], Any] | None = None,
     rng_argnums: int | tuple[int, ...] = (),
@@ -152,6 +154,11 @@ def per_example_grads(
       microbatch_size: the number of examples at a time; the last microbatch may be smaller. `None` is the full batch.
         `"auto"` takes the size that `anybatch.plan` has measured to be the fastest, or else the largest that fits the
         memory. It changes memory and time, and not the result.
+      block_size: how many rows of a big value of one example to compute at a time, such as tokens of logits over a
+        large vocabulary. `None` computes them in full. `"auto"` lets a plan choose: blocks are used if not even one
+        example fits the memory in full, or if `anybatch.plan` timed them to be faster. With a fixed `microbatch_size`,
+        it is `None`. The result is the same. The gradient of a parameter that all blocks read, such as the matrix that
+        makes logits, takes its full size for each example in the microbatch.
       method: `"auto"` and `"vmap"` compute the gradient of every example. `"factored"` is for norms and clipped sums;
         where the gradients themselves are returned, it does the same as `"vmap"`.
       transform: a function of the gradient of one example, which returns any tree of floating-point arrays. What it
@@ -191,6 +198,7 @@ def per_example_grads(
         batch_argnames=batch_argnames,
         keep_batch_dim=keep_batch_dim,
         microbatch_size=microbatch_size,
+        block_size=block_size,
         method=method,
         transform=transform,
         rng_argnums=rng_argnums,
@@ -215,6 +223,7 @@ def per_example_norms(
     batch_argnames: str | tuple[str, ...] = (),
     keep_batch_dim: bool = False,
     microbatch_size: int | str | None = "auto",
+    block_size: int | str | None = "auto",
     method: str = "auto",
     transform: Callable[[Any], Any] | None = None,
     rng_argnums: int | tuple[int, ...] = (),
@@ -263,6 +272,11 @@ def per_example_norms(
       microbatch_size: the number of examples at a time; the last microbatch may be smaller. `None` is the full batch.
         `"auto"` takes the size that `anybatch.plan` has measured to be the fastest, or else the largest that fits the
         memory. It changes memory and time, and not the result.
+      block_size: how many rows of a big value of one example to compute at a time, such as tokens of logits over a
+        large vocabulary. `None` computes them in full. `"auto"` lets a plan choose: blocks are used if not even one
+        example fits the memory in full, or if `anybatch.plan` timed them to be faster. With a fixed `microbatch_size`,
+        it is `None`. The result is the same. The gradient of a parameter that all blocks read, such as the matrix that
+        makes logits, takes its full size for each example in the microbatch, unless its factors are smaller.
       method: `"vmap"` computes the gradient of every example. `"factored"` keeps the factors that a gradient is the
         product of, wherever that is cheaper, and computes norms from them. `"auto"` prefers `"factored"`. Only results
         of `"vmap"` can be differentiated again by `jax.grad`.
@@ -304,6 +318,7 @@ def per_example_norms(
         batch_argnames=batch_argnames,
         keep_batch_dim=keep_batch_dim,
         microbatch_size=microbatch_size,
+        block_size=block_size,
         method=method,
         transform=transform,
         rng_argnums=rng_argnums,

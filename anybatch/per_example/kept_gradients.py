@@ -16,7 +16,7 @@ from jax import lax
 
 from anybatch.call.arguments import Arrays
 from anybatch.call.loss import TracedLoss
-from anybatch.jaxprs import chosen_values
+from anybatch.jaxprs import avals, chosen_values, tracing
 from anybatch.jaxprs.chosen_values import Body, Source
 from anybatch.per_example.forms import GradientForm, choose_form
 from anybatch.per_example.norms import Squares, TermArrays, is_doubtful, rows_of, squares_of, sum_of
@@ -43,6 +43,9 @@ class ExampleProgram:
     strict: bool = False  # if True, bounds hold even where the roundings of all factors have the same sign
     # A function of the gradient leaves of one example; what it returns takes their place. Only with method="vmap".
     transform: Callable[[list[Any]], list[Any]] | None = None
+    # The loss with its big values in blocks, if they are not computed in full. It takes its cotangent, 1, as a further
+    # argument, and must be differentiated with that.
+    in_blocks: tracing.Traced | None = None
 
     @functools.cached_property
     def gradient_types(self) -> list[Any]:
@@ -93,7 +96,13 @@ class ExampleProgram:
         arrays = jax.tree.unflatten(jax.tree.structure(self.loss.types), flat[number:])
 
         def loss(wrt: list[Any]) -> tuple[Any, list[Any]]:
-            value, *aux = self.loss(flat[:number], arrays._replace(wrt=wrt))
+            given = arrays._replace(wrt=wrt)
+            if self.in_blocks is None:
+                value, *aux = self.loss(flat[:number], given)
+            else:
+                aval = self.loss.out_avals[0]
+                one = avals.zeros_of(aval, aval.dtype) + 1
+                value, *aux = self.in_blocks(flat[:number], *jax.tree.leaves(given), one)
             return value, aux
 
         (value, aux), grads = jax.value_and_grad(loss, has_aux=True)(arrays.wrt)

@@ -28,7 +28,6 @@ class PerExampleOptions(Options):
 
     wants: Wants
     reduction: str = "sum"
-    block_size: Any = None
     method: str = "auto"
     keep_batch_dim: bool = False
     nan_safe: bool = False

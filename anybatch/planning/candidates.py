@@ -295,8 +295,9 @@ class StrategySearch:
         top: Strategy | None = None
         for number, variant in enumerate(self.variants):
             # Recomputing activations takes longer, and so may blocks: they pay only where microbatches are small.
-            if top is not None and self.measurements.gradient.is_full_batch(top) and variant.method == top.method:
-                continue
+            if top is not None and self.measurements.gradient.is_full_batch(top):
+                if variant.method == top.method or variant.block_size != top.block_size:
+                    continue
             largest = self.largest_fitting(variant)
             if largest is not None:
                 self._time_downwards(largest)

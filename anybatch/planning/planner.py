@@ -74,7 +74,7 @@ def as_plan(search: StrategySearch, budget: Budget, strategy: Strategy | None, *
         compilations=search.measurements.compilations,
         planning_seconds=0.0,
         noun=gradient.noun,
-        note=gradient.note,
+        note=gradient.note(gradient.options.fixed_block_size if strategy is None else strategy.block_size),
     )
 
 
@@ -217,7 +217,7 @@ def _advice(
     if strategy is None:
         if not has_large_head and _fits_with_remat(search, leanest[0], budget.allowed):
             helps.append('pass remat="auto", which recomputes activations instead of keeping them, and fits')
-        if gradient.options.block_size is None and gradient.may_have_blocks:
+        if gradient.options.block_size is None:
             helps.append("leave block_size out, so that big values may be computed in blocks")
         helps.append("allow more memory with memory=")
     text = "What would help: " + "; ".join(helps) + "." if helps else ""

@@ -22,6 +22,11 @@ from anybatch.jaxprs import avals
 from anybatch.mesh.call_shardings import CallShardings, groups_of
 from anybatch.mesh.executor import Executor
 from anybatch.planning.strategy import Computation, Route, Strategy
+from anybatch.reading import blocks
+
+# A value needs no blocks if it takes less than this part of the memory. Blocks take about these parts of it.
+SMALL_SHARE = 64
+BLOCK_SHARES = (16, 128)
 
 
 class Problem(abc.ABC):
@@ -93,12 +98,33 @@ class Problem(abc.ABC):
 
     def block_sizes(self, allowed: int | None) -> tuple[int | None, ...]:
         """The choices for `Variant.block_size` within a budget, the likely fastest first."""
-        return (None,)
+        if self.options.block_size != "auto":
+            return (self.options.block_size,)
+        # Values that take a small part of the memory need no blocks, and looking for them takes time.
+        least = 0 if allowed is None else allowed // SMALL_SHARE
+        if allowed is None or self.loss.traced.has_effects or self._largest_value < least:
+            return (None,)
+        wide = [value for value in self._wide_values(least) if value.axis is not None]
+        if not wide:
+            return (None,)
+        largest = max(wide, key=lambda value: value.bytes)
+        row = max(1, largest.bytes // largest.num_rows)
+        sizes = [min(allowed // share // row, largest.num_rows // 2) for share in BLOCK_SHARES]
+        return (None, *dict.fromkeys(1 << (size.bit_length() - 1) for size in sizes if size > 0))
 
     @property
-    def may_have_blocks(self) -> bool:
-        """True if `block_size` is an option of this gradient."""
-        return False
+    def _largest_value(self) -> int:
+        """The bytes of the largest value that is computed at once. Here, of all that the loss computes from data."""
+        loss = self.loss
+        roles = blocks.Roles.of_loss(loss).after([*loss.traced.inner, *loss.const_types])
+        return blocks.largest_value(loss.traced.jaxpr, roles.of_data)
+
+    def _wide_values(self, least: int) -> list[blocks.WideValue]:
+        """The values of at least so many bytes that dwarf what they are computed from. Here, those of one example."""
+        loss, _ = self.trace(min(self.examples, 1))
+        roles = blocks.Roles.of_loss(loss).after([*loss.traced.inner, *loss.const_types])
+        program = blocks.BlockedProgram(loss.traced.jaxpr, roles, 1, range(loss.num_heads))
+        return [value for value in program.wide_values(per_example=True) if value.bytes >= least]
 
     @property
     def checked_reading(self) -> Any:
@@ -124,9 +150,8 @@ class Problem(abc.ABC):
         """What is computed, as a plan calls it."""
         return "gradient"
 
-    @property
-    def note(self) -> str:
-        """A remark that a plan prints; may be empty."""
+    def note(self, block_size: int | None) -> str:
+        """A remark that a plan prints; may be empty. `block_size` is that of the chosen strategy."""
         return ""
 
     @property

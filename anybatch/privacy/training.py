@@ -237,6 +237,8 @@ def dp_sgd(
         `keep_batch_dim`: whether `fun` is written for batches; it then gets batches of one example.
         `microbatch_size`: the number of examples at a time. `None` is the full batch. `"auto"`, the default, takes the
         size that `anybatch.plan` has measured to be the fastest, or else the largest that fits the memory.
+        `block_size`: how many rows of a big value of one example to compute at a time, such as tokens of logits. `None`
+        computes them in full. `"auto"`, the default, uses blocks only if a plan finds that they are needed or faster.
         `memory`: the bytes that the gradient and its arguments may take, for `"auto"`, e.g. `"16GiB"`.
         `method`: `"vmap"` computes every gradient, `"factored"` keeps its factors where that is cheaper, `"auto"`, the
         default, prefers `"factored"`.

@@ -13,13 +13,14 @@ differentiated with just these cotangents, as `gradients/accumulate.py` does.
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from anybatch.call.checks import warn
+from anybatch.call.loss import TracedLoss
 from anybatch.call.memory import readable
 from anybatch.errors import AnybatchError, RuleFailedWarning
 from anybatch.jaxprs import avals, interpreter, source, tracing
@@ -43,6 +44,17 @@ class Roles:
 
     of_data: tuple[bool, ...]
     moves: tuple[bool, ...]
+
+    @classmethod
+    def of_loss(cls, loss: TracedLoss) -> Self:
+        """The roles of the arguments of a loss."""
+        roles = [role for role, types in zip(loss.types._fields, loss.types, strict=True) for _ in types]
+        return cls(tuple(role == "batch" for role in roles), tuple(role == "wrt" for role in roles))
+
+    def after(self, consts: Sequence[Any]) -> Self:
+        """The roles of a program that takes arrays that it closes over as its first inputs."""
+        first = (False,) * len(consts)
+        return type(self)((*first, *self.of_data), (*first, *self.moves))
 
 
 def in_blocks(
@@ -70,8 +82,7 @@ def in_blocks(
     """
     types = [avals.abstract(variable.aval) for variable in traced.arguments]
     number = len(const_types) + len(types)
-    with_consts = Roles(*((*[False] * len(const_types), *flags) for flags in (roles.of_data, roles.moves)))
-    program = program_in_blocks(traced, with_consts, block_size, differentiated or ())
+    program = program_in_blocks(traced, roles.after(const_types), block_size, differentiated or ())
     more = [avals.abstract(traced.out_avals[position]) for position in differentiated or ()]
     first = len(const_types)
     accumulated = [] if program is None else [each for each in program.accumulated(first) if each in (copies or {})]
@@ -104,8 +115,7 @@ def blocked(
     """
     leaves, tree = jax.tree.flatten(tuple(arrays))
     traced, consts = tracing.trace(lambda *flat: fun(*jax.tree.unflatten(tree, flat)), *leaves)
-    roles = Roles(*((*[False] * len(consts), *flags) for flags in (roles.of_data, roles.moves)))
-    program = program_in_blocks(traced, roles, block_size, [0])
+    program = program_in_blocks(traced, roles.after(consts), block_size, [0])
     if program is None:
         return fun
 
