@@ -495,7 +495,7 @@ class BlockLoop:
         now = dict(zip(needs.cuts, slices, strict=True))
         known = {source: now[region.sources[source]] for source in needs.sources}
         full = dict(zip(needs.entries, entries, strict=True))
-        block = Microbatch(region.reader, Examples(start, size), known, full, Draw())
+        block = Microbatch(region.reader, Examples(start, size), known, full, Draw(in_full=True))
         block.run(needs.wanted)
         return [jnp.asarray(block.value(value)) for value in needs.wanted]
 
