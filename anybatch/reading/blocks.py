@@ -27,7 +27,7 @@ from anybatch.jaxprs.graph import Node, Value, num_bytes, sources
 from anybatch.jaxprs.primitives import CALLS, FUSED, REMAT
 from anybatch.reading.evaluation import Examples, Microbatch
 from anybatch.reading.positions import Draw
-from anybatch.reading.regions import Region, Regions
+from anybatch.reading.regions import Region, Regions, weight
 from anybatch.reading.split import HEAVY, PrefixInputs, Split
 from anybatch.reading.states import Batched, take_rows
 
@@ -199,19 +199,36 @@ class BlockedProgram:
     ) -> None:
         self.block_size, self.losses = block_size, list(losses)
         self._least_gain, self._is_survey = least_gain, is_survey
-        if threshold is None:
-            threshold = largest_value(jaxpr, roles.of_data) // SHARE
+        largest = largest_value(jaxpr, roles.of_data)
+        self._find(jaxpr, roles, largest // SHARE if threshold is None else threshold)
+        in_full = self._largest_in_full()
+        if threshold is None and in_full > largest // 2:
+            # Hidden states may be nearly as large as the logits: they are not big themselves if the threshold is higher.
+            found = self.threshold, self.regions
+            self._find(jaxpr, roles, largest // 2)
+            if self._largest_in_full() >= in_full:
+                self.threshold, self.regions = found
+        self.nested = self._blocked_inside()
+
+    def _find(self, jaxpr: Any, roles: Roles, threshold: int) -> None:
+        """Finds the regions of a program, in which values with more bytes than the threshold are big."""
         self.threshold = max(1, threshold)
         opened = _checkpoints_to_open(jaxpr, self.threshold)
-        regions = Regions(jaxpr, roles.of_data, roles.moves, self.threshold, self.losses, opened, is_survey)
+        regions = Regions(jaxpr, roles.of_data, roles.moves, self.threshold, self.losses, opened, self._is_survey)
         while regions.slices:  # the program in which slices are taken first
             self.regions, self.nested = regions, {}
             types = [value.type for value in regions.graph.inputs]
             jaxpr = tracing.close(lambda *flat: self(flat), types)
-            regions = Regions(jaxpr, roles.of_data, roles.moves, self.threshold, self.losses, None, is_survey)
+            regions = Regions(jaxpr, roles.of_data, roles.moves, self.threshold, self.losses, None, self._is_survey)
         self.regions = regions
         regions.keep(self._gains)
-        self.nested = self._blocked_inside()
+
+    def _largest_in_full(self) -> int:
+        """The bytes of the largest value that is computed in full, or in a single block."""
+        found = [value for value in self.regions.computed() if value in self.regions.big]
+        single = [region.needs for region in self.regions.regions if region.length <= self.block_size]
+        found += [output for needs in single for node in needs.nodes for output in node.outputs]
+        return max(map(weight, found), default=0)
 
     def _gains(self, region: Region) -> bool:
         """Whether a region saves memory: its big values are much larger than what it reads and writes by rows."""
@@ -384,7 +401,9 @@ class _Run:
         elif value in regions.region_of:
             region = regions.region_of[value]
             for each, result in zip(region.exits, self._region(region), strict=True):
-                self.known.setdefault(each, result)
+                # JAX takes every result of a custom_vjp to have a derivative, which a while loop for example refuses.
+                fixed = each.is_inexact and not regions.facts[each].has_gradient
+                self.known.setdefault(each, lax.stop_gradient(result) if fixed else result)
         else:
             node = value.node
             assert node is not None

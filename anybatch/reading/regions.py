@@ -28,7 +28,7 @@ from typing import Any
 
 from anybatch.jaxprs import source
 from anybatch.jaxprs.graph import Graph, Node, Value, operands_of, sources
-from anybatch.jaxprs.primitives import ELEMENTWISE
+from anybatch.jaxprs.primitives import ELEMENTWISE, WITHOUT_GRADIENT
 from anybatch.reading.reader import Fact, NeedsInlining, Reader, ReadOptions, RuleResult
 from anybatch.reading.rules import RULEBOOK
 from anybatch.reading.split import HEAVY
@@ -413,7 +413,7 @@ class Regions:
     def _follow(self, node: Node) -> None:
         inputs = [value for value in node.inputs if not value.is_constant]
         moving = any(self.facts[value].moves for value in inputs)
-        has_gradient = any(self.facts[value].has_gradient for value in inputs) and node.name != "stop_gradient"
+        has_gradient = any(self.facts[value].has_gradient for value in inputs) and node.name not in WITHOUT_GRADIENT
         for value in inputs:
             self.consumers.setdefault(value, []).append(node)
         for output in node.outputs:
@@ -628,11 +628,11 @@ class Regions:
         used = [(node, region) for region in self.regions for node in region.needs.not_linear]
         if not used:
             return None
-        outside = {value.node for value in self._computed() if value not in self.region_of}
+        outside = {value.node for value in self.computed() if value not in self.region_of}
         times = collections.Counter(node for node, _ in used)
         return next((region for node, region in used if node in outside or times[node] > 1), None)
 
-    def _computed(self) -> set[Value]:
+    def computed(self) -> set[Value]:
         """The values that are computed for the outputs, without those inside of regions."""
         found: set[Value] = set()
         pending = list(self.graph.outputs)
