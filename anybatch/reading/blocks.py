@@ -202,8 +202,8 @@ class BlockedProgram:
         largest = largest_value(jaxpr, roles.of_data)
         self._find(jaxpr, roles, largest // SHARE if threshold is None else threshold)
         in_full = self._largest_in_full()
-        if threshold is None and in_full > largest // 2:
-            # Hidden states may be nearly as large as the logits: they are not big themselves if the threshold is higher.
+        if in_full > largest // 2 > self.threshold:
+            # Hidden states may be nearly as large as logits. With a higher threshold, they are not big themselves.
             found = self.threshold, self.regions
             self._find(jaxpr, roles, largest // 2)
             if self._largest_in_full() >= in_full:
@@ -401,9 +401,8 @@ class _Run:
         elif value in regions.region_of:
             region = regions.region_of[value]
             for each, result in zip(region.exits, self._region(region), strict=True):
-                # JAX takes every result of a custom_vjp to have a derivative, which a while loop for example refuses.
-                fixed = each.is_inexact and not regions.facts[each].has_gradient
-                self.known.setdefault(each, lax.stop_gradient(result) if fixed else result)
+                fixed = not regions.facts[each].has_gradient and not each.is_key
+                self.known.setdefault(each, _without_derivative(result) if fixed else result)
         else:
             node = value.node
             assert node is not None
@@ -675,6 +674,13 @@ def _named(region: Callable[..., Any]) -> Callable[..., Any]:
 def is_region(equation: Any) -> bool:
     """Whether an equation computes a region: then it keeps no activations that could be computed again."""
     return equation.primitive.name in CALLS and equation.params.get("name") == REGION
+
+
+def _without_derivative(array: Any) -> Any:
+    """The same array. JAX takes all results of a custom_vjp to have a derivative, which some primitives do not have."""
+    if jnp.issubdtype(array.dtype, jnp.inexact):
+        return lax.stop_gradient(array)
+    return lax.bitwise_and(array, array)  # lax.stop_gradient does nothing to integers
 
 
 def _wide_value(value: Value, axis: int | None, per_example: bool) -> WideValue:
