@@ -204,19 +204,19 @@ class BlockedProgram:
         in_full = self._largest_in_full()
         if in_full > largest // 2 > self.threshold:
             # Hidden states may be nearly as large as logits. With a higher threshold, they are not big themselves.
-            found = self.threshold, self.regions
+            found = self.threshold, self.regions, self._is_sliced
             self._find(jaxpr, roles, largest // 2)
             if self._largest_in_full() >= in_full:
-                self.threshold, self.regions = found
+                self.threshold, self.regions, self._is_sliced = found
         self.nested = self._blocked_inside()
 
     def _find(self, jaxpr: Any, roles: Roles, threshold: int) -> None:
         """Finds the regions of a program, in which values with more bytes than the threshold are big."""
-        self.threshold = max(1, threshold)
+        self.threshold, self._is_sliced = max(1, threshold), False
         opened = _checkpoints_to_open(jaxpr, self.threshold)
         regions = Regions(jaxpr, roles.of_data, roles.moves, self.threshold, self.losses, opened, self._is_survey)
         while regions.slices:  # the program in which slices are taken first
-            self.regions, self.nested = regions, {}
+            self.regions, self.nested, self._is_sliced = regions, {}, True
             types = [value.type for value in regions.graph.inputs]
             jaxpr = tracing.close(lambda *flat: self(flat), types)
             regions = Regions(jaxpr, roles.of_data, roles.moves, self.threshold, self.losses, None, self._is_survey)
@@ -240,8 +240,8 @@ class BlockedProgram:
 
     @property
     def has_blocks(self) -> bool:
-        """True if anything is computed in blocks."""
-        return bool(self.regions.regions or self.nested)
+        """True if anything is computed in blocks, or from slices of what it is computed from."""
+        return bool(self.regions.regions or self.nested or self._is_sliced)
 
     def wide_values(self, *, per_example: bool) -> list[WideValue]:
         """The largest value of each region, also inside loops, then the values that are computed in full."""

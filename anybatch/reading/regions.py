@@ -404,6 +404,7 @@ class Regions:
         self._large: dict[Value, bool] = {}
         self.big = {value for value in computed if value in self.of_data and self.is_large(value)}
         self._descendants: dict[Value, set[Value]] = {}
+        self._after_big: dict[tuple[Value, int], set[Value]] = {}  # of a hypothesis
         self.slices = self._sliced()
         self.regions: list[Region] = []
         self.in_full: list[Value] = []  # big values that no region computes
@@ -574,7 +575,8 @@ class Regions:
     def _cost(self, region: Region, value: Value) -> tuple[int, int, bool, int]:
         """What must be known before, and the costly nodes; then a loop that exists already, and many rows."""
         needs = region.with_exits([value]).needs
-        waits = sum(each in self._after_big_of(region) for each in needs.before)
+        after = self._after_big_of(region)
+        waits = sum(each in after for each in needs.before)
         return waits, sum(node.name in HEAVY for node in needs.nodes), not region.exits, -region.length
 
     def _waits_for_itself(self, region: Region, value: Value) -> bool:
@@ -583,7 +585,11 @@ class Regions:
 
     def _after_big_of(self, region: Region) -> set[Value]:
         """What follows from the big values of a region."""
-        return self.descendants({root for root in self._roots if root in region.clone or root in region.grown})
+        key = region.root, region.axis
+        if key not in self._after_big:
+            roots = {root for root in self._roots if root in region.clone or root in region.grown}
+            self._after_big[key] = self.descendants(roots)
+        return self._after_big[key]
 
     @functools.cached_property
     def differentiated_exits(self) -> set[Value]:
