@@ -233,10 +233,15 @@ class BlockedProgram:
     def _gains(self, region: Region) -> bool:
         """Whether a region saves memory: its big values are much larger than what it reads and writes by rows."""
         needs = region.needs
-        by_rows = sum(value.num_bytes for value, _ in needs.cuts)
+        by_rows = sum(value.num_bytes for value, _ in needs.cuts if not self._is_shared(value))
         by_rows += sum(value.num_bytes for value in region.exits if isinstance(region.state(value), Batched))
         inside = max(output.num_bytes for node in needs.nodes for output in node.outputs)
         return inside >= self._least_gain * by_rows
+
+    def _is_shared(self, value: Value) -> bool:
+        """Whether a large value is computed from parameters alone, such as relative biases: it is there anyway."""
+        regions = self.regions
+        return regions.is_large(value) and value not in regions.of_data and regions.variable_of(value) is None
 
     @property
     def has_blocks(self) -> bool:
