@@ -392,6 +392,7 @@ class Regions:
         self.facts: dict[Value, Fact] = {}
         self.of_data: set[Value] = set()
         self.from_constants: set[Value] = set()
+        self._made_of: dict[Value, int] = {}  # the bytes that a value without parameters follows from elementwise
         self.consumers: dict[Value, list[Node]] = {}
         for value, data, moving in zip(self.graph.inputs, of_data, moves, strict=True):
             self.facts[value] = Fact(INVARIANT, moving, moving and value.is_inexact)
@@ -423,6 +424,8 @@ class Regions:
                 self.of_data.add(output)
             if all(value in self.from_constants for value in inputs):
                 self.from_constants.add(output)
+            if not moving and node.name in ELEMENTWISE | {"broadcast_in_dim"}:
+                self._made_of[output] = min(output.num_bytes, self._bytes_read(node))
 
     def next_index(self) -> int:
         """The number of a new node, which is later than all others."""
@@ -439,7 +442,12 @@ class Regions:
         node = value.node
         if value.is_constant or node is None or node.name not in ELEMENTWISE | {"broadcast_in_dim"}:
             return False
-        return sum(each.num_bytes for each in node.inputs if each not in self.from_constants) < value.num_bytes
+        return self._bytes_read(node) < value.num_bytes
+
+    def _bytes_read(self, node: Node) -> int:
+        """The bytes that a node reads, counting what labels are made of in the place of a mask or a one-hot vector."""
+        inputs = {value for value in node.inputs if value not in self.from_constants}
+        return sum(self._made_of.get(value, value.num_bytes) for value in inputs)
 
     def is_big_without_data(self, value: Value) -> bool:
         """Whether a value is large and depends on neither data nor parameters: random numbers, for example."""
@@ -572,12 +580,13 @@ class Regions:
         """Whether a value follows from big values of the region, without costly operations on small ones between."""
         return region.clone[value] in region.follows_from_big
 
-    def _cost(self, region: Region, value: Value) -> tuple[int, int, bool, int]:
-        """What must be known before, and the costly nodes; then a loop that exists already, and many rows."""
+    def _cost(self, region: Region, value: Value) -> tuple[int, int, int, bool, int]:
+        """What must be known before, big values in full, the costly nodes; then a loop that exists, and many rows."""
         needs = region.with_exits([value]).needs
         after = self._after_big_of(region)
         waits = sum(each in after for each in needs.before)
-        return waits, sum(node.name in HEAVY for node in needs.nodes), not region.exits, -region.length
+        in_full = sum(weight(each) for each in needs.before if each in self.big)
+        return waits, in_full, sum(node.name in HEAVY for node in needs.nodes), not region.exits, -region.length
 
     def _waits_for_itself(self, region: Region, value: Value) -> bool:
         after = self.descendants({region.root})
