@@ -406,7 +406,8 @@ class _Run:
         elif value in regions.region_of:
             region = regions.region_of[value]
             for each, result in zip(region.exits, self._region(region), strict=True):
-                fixed = not regions.facts[each].has_gradient and not each.is_key
+                # What has no gradient now may have one under an outer `grad` with respect to the batch.
+                fixed = each not in regions.with_derivative and not each.is_key
                 self.known.setdefault(each, _without_derivative(result) if fixed else result)
         else:
             node = value.node

@@ -393,11 +393,14 @@ class Regions:
         self.of_data: set[Value] = set()
         self.from_constants: set[Value] = set()
         self._made_of: dict[Value, int] = {}  # the bytes that a value without parameters follows from elementwise
+        self.with_derivative: set[Value] = set()  # with respect to some input, be it differentiated or not
         self.consumers: dict[Value, list[Node]] = {}
         for value, data, moving in zip(self.graph.inputs, of_data, moves, strict=True):
             self.facts[value] = Fact(INVARIANT, moving, moving and value.is_inexact)
             if data:
                 self.of_data.add(value)
+            if value.is_inexact:
+                self.with_derivative.add(value)
         for node in self.graph.nodes:
             self._follow(node)
         computed = [output for node in self.graph.nodes for output in node.outputs]
@@ -424,6 +427,8 @@ class Regions:
                 self.of_data.add(output)
             if all(value in self.from_constants for value in inputs):
                 self.from_constants.add(output)
+            if output.is_inexact and node.name not in WITHOUT_GRADIENT:
+                self.with_derivative.update([output] if self.with_derivative.intersection(inputs) else [])
             if not moving and node.name in ELEMENTWISE | {"broadcast_in_dim"}:
                 self._made_of[output] = min(output.num_bytes, self._bytes_read(node))
 
@@ -608,9 +613,9 @@ class Regions:
         return {value for value in reached if value in self.region_of and self.facts[value].has_gradient}
 
     def keep(self, gains: Callable[[Region], bool]) -> None:
-        """Drops the regions that save no memory, those that wait for one another, and those that divide a cotangent."""
+        """Drops the regions that save no memory, wait for one another, divide a cotangent, or come before a loop."""
         self._keep_only([region for region in self.regions if gains(region)])
-        while wrong := self._waiting_in_a_circle() or self._dividing_a_cotangent():
+        while wrong := self._waiting_in_a_circle() or self._dividing_a_cotangent() or self._before_a_loop():
             self._keep_only([region for region in self.regions if region is not wrong])
 
     def _keep_only(self, regions: list[Region]) -> None:
@@ -646,6 +651,19 @@ class Regions:
         outside = {value.node for value in self.computed() if value not in self.region_of}
         times = collections.Counter(node for node, _ in used)
         return next((region for node, region in used if node in outside or times[node] > 1), None)
+
+    def _before_a_loop(self) -> Region | None:
+        """A region with a result that is not differentiated, in a loop that cannot be; None if there is none.
+
+        JAX takes all results of a region to be differentiated. Of those without any derivative it is told otherwise.
+        """
+        for region in self.regions:
+            fixed = {value for value in region.exits if value in self.with_derivative}
+            fixed = {value for value in fixed if not self.facts[value].has_gradient} if region.differentiated else set()
+            nodes = (node for value in self.descendants(fixed) for node in self.consumers.get(value, ()))
+            if any(node.name in ("while", "pure_callback") for node in nodes):
+                return region
+        return None
 
     def computed(self) -> set[Value]:
         """The values that are computed for the outputs, without those inside of regions."""

@@ -3233,6 +3233,16 @@ def loop_over_rounded_rows(params, batch):
     return jnp.mean(scale * jax.nn.logsumexp(pairs, axis=1))
 
 
+@case("pairs", rows_with_targets(num_examples=NUM_ROWS, head=(WIDTH, 2)), stays_whole=True)
+def loop_over_detached_rows_and_data(params, batch):
+    """The same with a factor from the batch, with respect to which an outer `grad` might differentiate."""
+    embedded = full(batch["x"] @ params["head"])
+    pairs = embedded @ embedded.T
+    scale = jnp.sum(jnp.tanh(jax.lax.stop_gradient(pairs) * full(batch["y"])[:, :1]), axis=1)
+    scale = jax.lax.while_loop(lambda scale: jnp.max(scale) > 0.5, lambda scale: 0.7 * scale, scale)
+    return jnp.mean(scale * jax.nn.logsumexp(pairs, axis=1))
+
+
 @case("tokens", language(num_examples=5), has_aux=True)
 def aux_exact_match(params, batch):
     """Whether all words of a sequence are predicted, and whether any is."""

@@ -237,6 +237,28 @@ def test_a_generator_that_cannot_draw_some_rows(x64):
         ab.value_and_grad(loss, microbatch_size=2, block_size=5)(params, batch)
 
 
+def test_the_gradient_of_a_gradient_with_respect_to_the_batch(x64):
+    """A result of blocks that depends on data alone has no gradient now, and one under an outer `grad`."""
+
+    def loss(params, batch):
+        hidden = jnp.tanh(batch["x"] @ params["w"])
+        pairs = hidden @ hidden.T
+        weights = jnp.mean(jnp.tanh(batch["weight"][:, None] * batch["weight"][None]), axis=1)
+        return jnp.mean(weights * jax.nn.logsumexp(pairs, axis=1))
+
+    keys = jax.random.split(jax.random.key(0), 3)
+    params = {"w": jax.random.normal(keys[0], (8, 2), jnp.float64)}
+    x, weight = (
+        jax.random.normal(key, shape, jnp.float64) for key, shape in zip(keys[1:], ((23, 8), (23,)), strict=True)
+    )
+
+    def outer(grad):
+        return jax.grad(lambda weight: jnp.sum(jnp.sin(grad(params, {"x": x, "weight": weight})["w"])))
+
+    expected = outer(jax.grad(loss))(weight)
+    assert close(outer(ab.grad(loss, microbatch_size=None, block_size=4))(weight), expected)
+
+
 NOT_IN_FULL = {
     "small_vocabulary": (None, 4),
     "last_token": (None, 4),
