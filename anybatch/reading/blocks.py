@@ -186,6 +186,11 @@ class BlockedProgram:
       is_survey: whether one of several big values of the same line and shape is enough, as for a report.
     """
 
+    threshold: int
+    regions: Regions
+    nested: dict[Node, "BlockedProgram"]
+    _is_sliced: bool
+
     def __init__(
         self,
         jaxpr: Any,
