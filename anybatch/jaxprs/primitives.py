@@ -33,6 +33,9 @@ ELEMENTWISE = frozenset(
     zeta""".split()
 )
 
+# Their derivative is zero everywhere, and JAX does not differentiate what follows from them alone.
+WITHOUT_GRADIENT = frozenset("stop_gradient ceil floor round sign".split())
+
 # Each element of the result is an element of an operand, or a constant.
 MOVES = frozenset("broadcast_in_dim reshape transpose squeeze concatenate slice rev pad iota".split())
 

@@ -28,7 +28,7 @@ from anybatch.jaxprs.graph import Node, Value, num_bytes, sources
 from anybatch.jaxprs.primitives import CALLS, FUSED, REMAT
 from anybatch.reading.evaluation import Examples, Microbatch
 from anybatch.reading.positions import Draw
-from anybatch.reading.regions import Region, Regions
+from anybatch.reading.regions import Region, Regions, weight
 from anybatch.reading.split import HEAVY, PrefixInputs, Split
 from anybatch.reading.states import Batched, take_rows
 
@@ -196,6 +196,11 @@ class BlockedProgram:
       is_survey: whether one of several big values of the same line and shape is enough, as for a report.
     """
 
+    threshold: int
+    regions: Regions
+    nested: dict[Node, "BlockedProgram"]
+    _is_sliced: bool
+
     def __init__(
         self,
         jaxpr: Any,
@@ -209,32 +214,54 @@ class BlockedProgram:
     ) -> None:
         self.block_size, self.losses = block_size, list(losses)
         self._least_gain, self._is_survey = least_gain, is_survey
-        if threshold is None:
-            threshold = largest_value(jaxpr, roles.of_data) // SHARE
-        self.threshold = max(1, threshold)
+        largest = largest_value(jaxpr, roles.of_data)
+        self._find(jaxpr, roles, largest // SHARE if threshold is None else threshold)
+        in_full = self._largest_in_full()
+        if in_full > largest // 2 > self.threshold:
+            # Hidden states may be nearly as large as logits. With a higher threshold, they are not big themselves.
+            found = self.threshold, self.regions, self._is_sliced
+            self._find(jaxpr, roles, largest // 2)
+            if self._largest_in_full() >= in_full:
+                self.threshold, self.regions, self._is_sliced = found
+        self.nested = self._blocked_inside()
+
+    def _find(self, jaxpr: Any, roles: Roles, threshold: int) -> None:
+        """Finds the regions of a program, in which values with more bytes than the threshold are big."""
+        self.threshold, self._is_sliced = max(1, threshold), False
         opened = _checkpoints_to_open(jaxpr, self.threshold)
-        regions = Regions(jaxpr, roles.of_data, roles.moves, self.threshold, self.losses, opened, is_survey)
+        regions = Regions(jaxpr, roles.of_data, roles.moves, self.threshold, self.losses, opened, self._is_survey)
         while regions.slices:  # the program in which slices are taken first
-            self.regions, self.nested = regions, {}
+            self.regions, self.nested, self._is_sliced = regions, {}, True
             types = [value.type for value in regions.graph.inputs]
             jaxpr = tracing.close(lambda *flat: self(flat), types)
-            regions = Regions(jaxpr, roles.of_data, roles.moves, self.threshold, self.losses, None, is_survey)
+            regions = Regions(jaxpr, roles.of_data, roles.moves, self.threshold, self.losses, None, self._is_survey)
         self.regions = regions
         regions.keep(self._gains)
-        self.nested = self._blocked_inside()
+
+    def _largest_in_full(self) -> int:
+        """The bytes of the largest value that is computed in full, or in a single block."""
+        found = [value for value in self.regions.computed() if value in self.regions.big]
+        single = [region.needs for region in self.regions.regions if region.length <= self.block_size]
+        found += [output for needs in single for node in needs.nodes for output in node.outputs]
+        return max(map(weight, found), default=0)
 
     def _gains(self, region: Region) -> bool:
         """Whether a region saves memory: its big values are much larger than what it reads and writes by rows."""
         needs = region.needs
-        by_rows = sum(value.num_bytes for value, _ in needs.cuts)
+        by_rows = sum(value.num_bytes for value, _ in needs.cuts if not self._is_shared(value))
         by_rows += sum(value.num_bytes for value in region.exits if isinstance(region.state(value), Batched))
         inside = max(output.num_bytes for node in needs.nodes for output in node.outputs)
         return inside >= self._least_gain * by_rows
 
+    def _is_shared(self, value: Value) -> bool:
+        """Whether a large value is computed from parameters alone, such as relative biases: it is there anyway."""
+        regions = self.regions
+        return regions.is_large(value) and value not in regions.of_data and regions.variable_of(value) is None
+
     @property
     def has_blocks(self) -> bool:
-        """True if anything is computed in blocks."""
-        return bool(self.regions.regions or self.nested)
+        """True if anything is computed in blocks, or from slices of what it is computed from."""
+        return bool(self.regions.regions or self.nested or self._is_sliced)
 
     def wide_values(self, *, per_example: bool) -> list[WideValue]:
         """The largest value of each region, also inside loops, then the values that are computed in full."""
@@ -394,7 +421,9 @@ class _Run:
         elif value in regions.region_of:
             region = regions.region_of[value]
             for each, result in zip(region.exits, self._region(region), strict=True):
-                self.known.setdefault(each, result)
+                # What has no gradient now may have one under an outer `grad` with respect to the batch.
+                fixed = each not in regions.with_derivative and not each.is_key
+                self.known.setdefault(each, _without_derivative(result) if fixed else result)
         else:
             node = value.node
             assert node is not None
@@ -505,7 +534,7 @@ class BlockLoop:
         now = dict(zip(needs.cuts, slices, strict=True))
         known = {source: now[region.sources[source]] for source in needs.sources}
         full = dict(zip(needs.entries, entries, strict=True))
-        block = Microbatch(region.reader, Examples(start, size), known, full, Draw())
+        block = Microbatch(region.reader, Examples(start, size), known, full, Draw(in_full=True))
         block.run(needs.wanted)
         return [jnp.asarray(block.value(value)) for value in needs.wanted]
 
@@ -666,6 +695,13 @@ def _named(region: Callable[..., Any]) -> Callable[..., Any]:
 def is_region(equation: Any) -> bool:
     """Whether an equation computes a region: then it keeps no activations that could be computed again."""
     return equation.primitive.name in CALLS and equation.params.get("name") == REGION
+
+
+def _without_derivative(array: Any) -> Any:
+    """The same array. JAX takes all results of a custom_vjp to have a derivative, which some primitives do not have."""
+    if jnp.issubdtype(array.dtype, jnp.inexact):
+        return lax.stop_gradient(array)
+    return lax.bitwise_and(array, array)  # lax.stop_gradient does nothing to integers
 
 
 def _wide_value(value: Value, axis: int | None, per_example: bool) -> WideValue:

@@ -218,14 +218,6 @@ class Microbatch:
         first = jnp.asarray(self.start).astype(counted.dtype) * counted.dtype.type(inner)
         return counted // own * all_of_run + first + counted % own
 
-    def counted(self, numbers: Any, inner: int) -> Any:
-        """The numbers in this microbatch of its rows with the given numbers in the batch."""
-        first = jnp.asarray(self.start).astype(numbers.dtype) * numbers.dtype.type(inner)
-        if self.runs == 1:
-            return numbers - first
-        own, all_of_run = self._run_lengths(numbers.dtype, inner)
-        return numbers // all_of_run * own + numbers % all_of_run - first
-
     def _run_lengths(self, dtype: Any, inner: int) -> tuple[Any, Any]:
         own, everyone = self.size // self.runs, self.num_examples // self.runs
         return dtype.type(own * inner), dtype.type(everyone * inner)

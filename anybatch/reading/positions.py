@@ -26,10 +26,12 @@ class Draw:
     """How to draw random numbers of a generator that cannot draw some rows only.
 
     If `fresh`, each microbatch draws its own numbers, which are equal in distribution to those of the full batch. The
-    same node must then not be drawn for the full batch as well: the two draws would differ.
+    same node must then not be drawn for the full batch as well: the two draws would differ. If `in_full`, all rows are
+    drawn, and then sliced.
     """
 
     fresh: bool = False
+    in_full: bool = False
     per_microbatch: set[Node] = dataclasses.field(default_factory=set)
     for_full_batch: set[Node] = dataclasses.field(default_factory=set)
 
@@ -135,8 +137,10 @@ def _random(microbatch: Any, node: Node, value: Value, rows: Batched) -> Any:
         return None
     if avals.draws_by_counter(keys.dtype):
         return _drawn_by_counter(microbatch, node, value, rows)
-    if node.name == "random_split" or keys.ndim or avals.is_threefry(keys.dtype):
+    if node.name == "random_split" or keys.ndim or avals.is_threefry(keys.dtype) or microbatch.draw.in_full:
         return None  # drawn for the full batch, and then sliced
+    if microbatch.size == microbatch.num_examples:
+        return None  # it is the full batch
     if not microbatch.draw.fresh:
         place = source.locate(node)
         raise InputError(

@@ -28,7 +28,7 @@ from typing import Any
 
 from anybatch.jaxprs import source
 from anybatch.jaxprs.graph import Graph, Node, Value, operands_of, sources
-from anybatch.jaxprs.primitives import ELEMENTWISE
+from anybatch.jaxprs.primitives import ELEMENTWISE, WITHOUT_GRADIENT
 from anybatch.reading.reader import Fact, NeedsInlining, Reader, ReadOptions, RuleResult
 from anybatch.reading.rules import RULEBOOK
 from anybatch.reading.split import HEAVY
@@ -392,11 +392,15 @@ class Regions:
         self.facts: dict[Value, Fact] = {}
         self.of_data: set[Value] = set()
         self.from_constants: set[Value] = set()
+        self._made_of: dict[Value, int] = {}  # the bytes that a value without parameters follows from elementwise
+        self.with_derivative: set[Value] = set()  # with respect to some input, be it differentiated or not
         self.consumers: dict[Value, list[Node]] = {}
         for value, data, moving in zip(self.graph.inputs, of_data, moves, strict=True):
             self.facts[value] = Fact(INVARIANT, moving, moving and value.is_inexact)
             if data:
                 self.of_data.add(value)
+            if value.is_inexact:
+                self.with_derivative.add(value)
         for node in self.graph.nodes:
             self._follow(node)
         computed = [output for node in self.graph.nodes for output in node.outputs]
@@ -404,6 +408,7 @@ class Regions:
         self._large: dict[Value, bool] = {}
         self.big = {value for value in computed if value in self.of_data and self.is_large(value)}
         self._descendants: dict[Value, set[Value]] = {}
+        self._after_big: dict[tuple[Value, int], set[Value]] = {}  # of a hypothesis
         self.slices = self._sliced()
         self.regions: list[Region] = []
         self.in_full: list[Value] = []  # big values that no region computes
@@ -413,7 +418,7 @@ class Regions:
     def _follow(self, node: Node) -> None:
         inputs = [value for value in node.inputs if not value.is_constant]
         moving = any(self.facts[value].moves for value in inputs)
-        has_gradient = any(self.facts[value].has_gradient for value in inputs) and node.name != "stop_gradient"
+        has_gradient = any(self.facts[value].has_gradient for value in inputs) and node.name not in WITHOUT_GRADIENT
         for value in inputs:
             self.consumers.setdefault(value, []).append(node)
         for output in node.outputs:
@@ -422,6 +427,10 @@ class Regions:
                 self.of_data.add(output)
             if all(value in self.from_constants for value in inputs):
                 self.from_constants.add(output)
+            if output.is_inexact and node.name not in WITHOUT_GRADIENT:
+                self.with_derivative.update([output] if self.with_derivative.intersection(inputs) else [])
+            if not moving and node.name in ELEMENTWISE | {"broadcast_in_dim"}:
+                self._made_of[output] = min(output.num_bytes, self._bytes_read(node))
 
     def next_index(self) -> int:
         """The number of a new node, which is later than all others."""
@@ -438,7 +447,12 @@ class Regions:
         node = value.node
         if value.is_constant or node is None or node.name not in ELEMENTWISE | {"broadcast_in_dim"}:
             return False
-        return sum(each.num_bytes for each in node.inputs if each not in self.from_constants) < value.num_bytes
+        return self._bytes_read(node) < value.num_bytes
+
+    def _bytes_read(self, node: Node) -> int:
+        """The bytes that a node reads, counting what labels are made of in the place of a mask or a one-hot vector."""
+        inputs = {value for value in node.inputs if value not in self.from_constants}
+        return sum(self._made_of.get(value, value.num_bytes) for value in inputs)
 
     def is_big_without_data(self, value: Value) -> bool:
         """Whether a value is large and depends on neither data nor parameters: random numbers, for example."""
@@ -571,11 +585,13 @@ class Regions:
         """Whether a value follows from big values of the region, without costly operations on small ones between."""
         return region.clone[value] in region.follows_from_big
 
-    def _cost(self, region: Region, value: Value) -> tuple[int, int, bool, int]:
-        """What must be known before, and the costly nodes; then a loop that exists already, and many rows."""
+    def _cost(self, region: Region, value: Value) -> tuple[int, int, int, bool, int]:
+        """What must be known before, big values in full, the costly nodes; then a loop that exists, and many rows."""
         needs = region.with_exits([value]).needs
-        waits = sum(each in self._after_big_of(region) for each in needs.before)
-        return waits, sum(node.name in HEAVY for node in needs.nodes), not region.exits, -region.length
+        after = self._after_big_of(region)
+        waits = sum(each in after for each in needs.before)
+        in_full = sum(weight(each) for each in needs.before if each in self.big)
+        return waits, in_full, sum(node.name in HEAVY for node in needs.nodes), not region.exits, -region.length
 
     def _waits_for_itself(self, region: Region, value: Value) -> bool:
         after = self.descendants({region.root})
@@ -583,7 +599,11 @@ class Regions:
 
     def _after_big_of(self, region: Region) -> set[Value]:
         """What follows from the big values of a region."""
-        return self.descendants({root for root in self._roots if root in region.clone or root in region.grown})
+        key = region.root, region.axis
+        if key not in self._after_big:
+            roots = {root for root in self._roots if root in region.clone or root in region.grown}
+            self._after_big[key] = self.descendants(roots)
+        return self._after_big[key]
 
     @functools.cached_property
     def differentiated_exits(self) -> set[Value]:
@@ -593,9 +613,9 @@ class Regions:
         return {value for value in reached if value in self.region_of and self.facts[value].has_gradient}
 
     def keep(self, gains: Callable[[Region], bool]) -> None:
-        """Drops the regions that save no memory, those that wait for one another, and those that divide a cotangent."""
+        """Drops the regions that save no memory, wait for one another, divide a cotangent, or come before a loop."""
         self._keep_only([region for region in self.regions if gains(region)])
-        while wrong := self._waiting_in_a_circle() or self._dividing_a_cotangent():
+        while wrong := self._waiting_in_a_circle() or self._dividing_a_cotangent() or self._before_a_loop():
             self._keep_only([region for region in self.regions if region is not wrong])
 
     def _keep_only(self, regions: list[Region]) -> None:
@@ -628,11 +648,24 @@ class Regions:
         used = [(node, region) for region in self.regions for node in region.needs.not_linear]
         if not used:
             return None
-        outside = {value.node for value in self._computed() if value not in self.region_of}
+        outside = {value.node for value in self.computed() if value not in self.region_of}
         times = collections.Counter(node for node, _ in used)
         return next((region for node, region in used if node in outside or times[node] > 1), None)
 
-    def _computed(self) -> set[Value]:
+    def _before_a_loop(self) -> Region | None:
+        """A region with a result that is not differentiated, in a loop that cannot be; None if there is none.
+
+        JAX takes all results of a region to be differentiated. Of those without any derivative it is told otherwise.
+        """
+        for region in self.regions:
+            fixed = {value for value in region.exits if value in self.with_derivative}
+            fixed = {value for value in fixed if not self.facts[value].has_gradient} if region.differentiated else set()
+            nodes = (node for value in self.descendants(fixed) for node in self.consumers.get(value, ()))
+            if any(node.name in ("while", "pure_callback") for node in nodes):
+                return region
+        return None
+
+    def computed(self) -> set[Value]:
         """The values that are computed for the outputs, without those inside of regions."""
         found: set[Value] = set()
         pending = list(self.graph.outputs)

@@ -3208,3 +3208,404 @@ def range_of_all_pairs(params, batch):
     embedded = full(batch["x"] @ params["head"])
     pairs = jnp.sin(embedded @ embedded.T)
     return jnp.square(jnp.max(pairs) - jnp.min(pairs)) + jnp.sum(jnp.tanh(pairs))
+
+
+# What follows from wide values, but has no derivative.
+
+
+@case("pairs", rows_with_targets(num_examples=NUM_ROWS, head=(WIDTH, 2)))
+def loop_over_detached_rows(params, batch):
+    """A loop of unknown length scales what was detached from all pairs: JAX cannot differentiate such a loop."""
+    embedded = full(batch["x"] @ params["head"])
+    pairs = embedded @ embedded.T
+    scale = jax.nn.logsumexp(jax.lax.stop_gradient(pairs), axis=1)
+    scale = jax.lax.while_loop(lambda scale: jnp.max(scale) > 0.5, lambda scale: 0.7 * scale, scale)
+    return jnp.mean(scale * jax.nn.logsumexp(pairs, axis=1))
+
+
+@case("pairs", rows_with_targets(num_examples=NUM_ROWS, head=(WIDTH, 2)))
+def loop_over_rounded_rows(params, batch):
+    """The same with sums of rounded pairs, whose derivative is zero."""
+    embedded = full(batch["x"] @ params["head"])
+    pairs = embedded @ embedded.T
+    scale = jnp.sum(jnp.round(pairs) + jnp.sign(pairs), axis=1)
+    scale = jax.lax.while_loop(lambda scale: jnp.max(scale) > 0.5, lambda scale: 0.7 * scale, scale)
+    return jnp.mean(scale * jax.nn.logsumexp(pairs, axis=1))
+
+
+@case("pairs", rows_with_targets(num_examples=NUM_ROWS, head=(WIDTH, 2)), stays_whole=True)
+def loop_over_detached_rows_and_data(params, batch):
+    """The same with a factor from the batch, with respect to which an outer `grad` might differentiate."""
+    embedded = full(batch["x"] @ params["head"])
+    pairs = embedded @ embedded.T
+    scale = jnp.sum(jnp.tanh(jax.lax.stop_gradient(pairs) * full(batch["y"])[:, :1]), axis=1)
+    scale = jax.lax.while_loop(lambda scale: jnp.max(scale) > 0.5, lambda scale: 0.7 * scale, scale)
+    return jnp.mean(scale * jax.nn.logsumexp(pairs, axis=1))
+
+
+@case("tokens", language(num_examples=5), has_aux=True)
+def aux_exact_match(params, batch):
+    """Whether all words of a sequence are predicted, and whether any is."""
+    logits = logits_of(params, batch["tokens"])
+    right = jnp.argmax(logits, axis=-1) == batch["targets"]
+    aux = {"exact": jnp.all(right | (batch["mask"] == 0), axis=-1), "any": jnp.any(right, axis=-1)}
+    aux |= {"confident": jnp.all(jnp.any(logits > 2, axis=-1), axis=-1)}
+    return jnp.mean(nll_of(logits, batch["targets"])), aux
+
+
+@case("tokens", language(num_examples=5), has_aux=True)
+def aux_of_predicted_integers(params, batch):
+    """Sums, bits and counts of the predicted words, and a matrix of confusions."""
+    logits = logits_of(params, batch["tokens"])
+    best = jnp.argmax(logits, axis=-1)
+    confusions = jnp.zeros((VOCABULARY, VOCABULARY), jnp.int32).at[batch["targets"].ravel(), best.ravel()].add(1)
+    aux = {"parity": jnp.bitwise_xor.reduce(best, axis=1), "bits": jax.lax.population_count(best)}
+    aux |= {"confusions": confusions, "largest": jax.lax.cummax(best, 1), "positive": jnp.sum(logits > 0)}
+    return jnp.mean(nll_of(logits, batch["targets"])), aux
+
+
+@case("tokens", language(num_examples=3))
+def keys_of_predicted_words(params, batch):
+    """The predicted words choose random numbers."""
+    hidden = hidden_of(params, batch["tokens"])
+    logits = full(hidden @ params["embedding"].T)
+    fold = jax.vmap(jax.vmap(lambda word: jax.random.fold_in(jax.random.key(0), word)))
+    keys = fold(jnp.argmax(logits, axis=-1))
+    noise = jax.vmap(jax.vmap(lambda key: jax.random.normal(key, (WIDTH,), logits.dtype)))(keys)
+    return jnp.mean(nll_of(logits, batch["targets"])) + jnp.mean(noise * full(hidden))
+
+
+@case("tokens", language(num_examples=3), has_aux=True)
+def aux_of_a_loop(params, batch):
+    logits = logits_of(params, batch["tokens"])
+    log_z = jax.nn.logsumexp(logits, axis=-1)
+    shrunk = jax.lax.while_loop(lambda x: jnp.max(x) > 0.5, lambda x: 0.7 * x, log_z)
+    return jnp.mean(nll_of(logits, batch["targets"])), shrunk
+
+
+# Hidden states that are nearly as large as the logits, and values that all examples share.
+
+
+@case("tokens", language(layers=2, num_examples=3, head=(WIDTH, 52)))
+def small_vocabulary(params, batch):
+    """The logits are not even seven times as wide as the hidden states, and twice the layer inside a block."""
+    logits = full(hidden_of(params, batch["tokens"]) @ params["head"])
+    return jnp.mean(nll_of(logits, batch["targets"] % 52))
+
+
+@case("pairs", towers(num_examples=NUM_ROWS))
+def clip_of_wide_towers(params, batch):
+    """The matrix of pairs is only a few times as large as the embeddings."""
+    first, second = both_views(params, batch)
+    logits = 5 * full(first @ second.T)
+    hardest = jnp.argmax(jnp.where(jnp.eye(len(logits), dtype=bool), -jnp.inf, logits), axis=1)
+    margin = jax.nn.relu(0.3 + jnp.sum(full(first) * full(second)[hardest], axis=-1))
+    return jnp.mean(jax.nn.logsumexp(logits, axis=1) - jnp.diagonal(logits)) + jnp.mean(margin)
+
+
+@case("tokens", language())
+def last_token(params, batch):
+    return jnp.mean(nll_of(logits_of(params, batch["tokens"])[:, -1], batch["targets"][:, -1]))
+
+
+@case("tokens", language(num_examples=3))
+def slices_of_slices(params, batch):
+    logits = 2 * logits_of(params, batch["tokens"])[:, 1:][:, :-1]
+    return jnp.mean(nll_of(jnp.tanh(logits)[:, :, 1:], jnp.maximum(batch["targets"][:, 1:-1] - 1, 0)))
+
+
+@case("tokens", language(num_examples=3))
+def written_by_positions(params, batch):
+    """Every token writes into its own row of the logits."""
+    logits = logits_of(params, batch["tokens"])
+    rows = jnp.arange(3)[:, None], jnp.arange(LENGTH)[None]
+    logits = logits.at[(*rows, batch["tokens"])].set(-9.0).at[..., 3].set(-4.0)
+    logits = logits.at[(*rows, batch["targets"])].max(1.0)
+    return -jnp.mean(jax.nn.log_softmax(logits)[(*rows, batch["targets"])])
+
+
+@case("tokens", language(num_examples=3))
+def flat_rows_by_positions(params, batch):
+    logits = logits_of(params, batch["tokens"]).reshape(-1, VOCABULARY)
+    rows = jnp.arange(3 * LENGTH)
+    logits = logits.at[rows, batch["tokens"].ravel()].add(-1.0)
+    return jnp.mean(jax.nn.logsumexp(logits, axis=-1) - logits[rows, batch["targets"].ravel()])
+
+
+# Losses of optax, and other losses of tokens.
+
+
+@case("tokens", language())
+def optax_focal(params, batch):
+    logits = logits_of(params, batch["tokens"])
+    labels = jax.nn.one_hot(batch["targets"], VOCABULARY, dtype=logits.dtype)
+    return jnp.mean(optax.losses.sigmoid_focal_loss(logits, labels, alpha=0.3, gamma=1.7))
+
+
+@case("tokens", language())
+def optax_where(params, batch):
+    """A softmax over some words, and over the right one."""
+    logits = logits_of(params, batch["tokens"])
+    words = jnp.arange(VOCABULARY)[None, None]
+    allowed = (words < 50) | (words == batch["targets"][..., None])
+    return jnp.sum(optax.softmax_cross_entropy_with_integer_labels(logits, batch["targets"], where=allowed))
+
+
+@case("tokens", language(num_examples=3))
+def optax_ranking(params, batch):
+    logits = logits_of(params, batch["tokens"])
+    labels = jax.nn.one_hot(batch["targets"], VOCABULARY, dtype=logits.dtype)
+    where = jnp.broadcast_to(batch["mask"][..., None] > 0, logits.shape)
+    return optax.losses.ranking_softmax_loss(logits, labels, where=where)
+
+
+@case("tokens", language(scales=(VOCABULARY,)))
+def smoothing_with_class_weights(params, batch):
+    log_probs = jax.nn.log_softmax(logits_of(params, batch["tokens"]))
+    weight = jax.nn.softplus(full(params["scales"]))
+    targets = optax.smooth_labels(jax.nn.one_hot(batch["targets"], VOCABULARY, dtype=weight.dtype), 0.1)
+    return -jnp.sum(log_probs * targets * weight[None, None]) / jnp.sum(weight[batch["targets"]])
+
+
+@case("tokens", language(num_examples=3))
+def self_critical(params, batch):
+    """Sampled words, rewarded by how much better they are than the most likely ones."""
+    logits = logits_of(params, batch["tokens"])
+    sampled = jax.random.categorical(jax.random.key(3), logits)
+    right, expected = (words == batch["targets"] for words in (sampled, jnp.argmax(logits, axis=-1)))
+    reward = jnp.mean(right.astype(logits.dtype) - expected.astype(logits.dtype), axis=-1)
+    return -jnp.mean(jnp.sum(pick(jax.nn.log_softmax(logits), sampled), axis=-1) * reward)
+
+
+@case("tokens", language(num_examples=3))
+def beam_over_tokens_and_words(params, batch):
+    log_probs = jax.nn.log_softmax(logits_of(params, batch["tokens"]))
+    scores = jnp.cumsum(pick(log_probs, batch["targets"]), axis=-1)
+    best = jax.lax.top_k((scores[:, :, None] + log_probs).reshape(3, -1), 6)[0]
+    return jnp.mean(jax.nn.logsumexp(best, axis=-1) - scores[:, -1])
+
+
+@case("tokens", language(classes=(WIDTH, 9), words=(9, WIDTH, 8)))
+def hierarchical_softmax(params, batch):
+    """The class of a word, and the word in its class."""
+    hidden = full(hidden_of(params, batch["tokens"]))
+    group, word = batch["targets"] // 8, batch["targets"] % 8
+    of_words = jax.nn.log_softmax(jnp.einsum("ntd,cdw->ntcw", hidden, full(params["words"])))
+    mine = jnp.take_along_axis(of_words, group[..., None, None], axis=2)[:, :, 0]
+    return -jnp.mean(pick(jax.nn.log_softmax(hidden @ full(params["classes"])), group) + pick(mine, word))
+
+
+@case("tokens", language(gate=(WIDTH, 4), experts=(4, WIDTH, VOCABULARY)))
+def head_of_the_best_expert(params, batch):
+    """A matrix for each token."""
+    hidden = full(hidden_of(params, batch["tokens"]))
+    gate = jax.nn.softmax(hidden @ full(params["gate"]))
+    matrices = full(params["experts"])[jnp.argmax(gate, axis=-1)]
+    logits = jnp.einsum("ntd,ntdv->ntv", hidden, matrices) * jnp.max(gate, axis=-1, keepdims=True)
+    return jnp.mean(nll_of(logits, batch["targets"]))
+
+
+@case("tokens", language())
+def nucleus(params, batch):
+    """The most likely words that together have a probability of 0.9."""
+    logits = logits_of(params, batch["tokens"])
+    ordered = -jnp.sort(-logits, axis=-1)
+    least = jnp.min(jnp.where(jnp.cumsum(jax.nn.softmax(ordered), axis=-1) < 0.9, ordered, jnp.inf), -1, keepdims=True)
+    kept = (logits >= least) | (jnp.arange(VOCABULARY)[None, None] == batch["targets"][..., None])
+    return jnp.mean(nll_of(jnp.where(kept, logits, -1e9), batch["targets"]))
+
+
+@case("tokens", language())
+def survival(params, batch):
+    hazard = jax.nn.sigmoid(logits_of(params, batch["tokens"]) - 2)
+    return -jnp.mean(jnp.log(pick(jnp.cumprod(1 - hazard, axis=-1) * hazard, batch["targets"]) + 1e-9))
+
+
+@case("tokens", language())
+def logits_of_a_window(params, batch):
+    """A slice of the logits around each target."""
+
+    def of_one(logits, target):
+        around = jax.lax.dynamic_slice(logits, (jnp.clip(target - 5, 0, VOCABULARY - 11),), (11,))
+        return jax.nn.logsumexp(around) - logits[target]
+
+    return jnp.mean(jax.vmap(jax.vmap(of_one))(logits_of(params, batch["tokens"]), batch["targets"]))
+
+
+@case("tokens", language(), stays_whole=True)
+def overwritten_tokens(params, batch):
+    logits = logits_of(params, batch["tokens"])
+    logits = jax.lax.dynamic_update_slice(logits, 0.5 * logits[:, :2], (0, 3, 0))
+    return jnp.mean(nll_of(logits, batch["targets"]))
+
+
+@case("tokens", language(num_examples=3), stays_whole=True)
+def branch_by_a_mean(params, batch):
+    """Which branch the logits take depends on all of them."""
+    logits = logits_of(params, batch["tokens"])
+    logits = jax.lax.cond(jnp.mean(logits) > 0, lambda x: 2 * x, jnp.sin, logits)
+    return jnp.mean(nll_of(logits, batch["targets"]))
+
+
+@case("tokens", language())
+def roots_by_bisection(params, batch):
+    """A loop that finds a threshold for each row of the logits."""
+    logits = logits_of(params, batch["tokens"])
+    largest = jnp.max(logits, axis=-1, keepdims=True)
+
+    def step(bounds, _):
+        middle = sum(bounds) / 2
+        is_low = jnp.sum(jax.nn.relu(logits - middle) ** 2, axis=-1, keepdims=True) > 1
+        return (jnp.where(is_low, middle, bounds[0]), jnp.where(is_low, bounds[1], middle)), None
+
+    (low, _), _ = jax.lax.scan(step, (largest - 1, largest), None, length=6)
+    return jnp.mean(jnp.sum(jax.nn.relu(logits - low) ** 2 * logits, axis=-1) - pick(logits, batch["targets"]))
+
+
+@case("tokens", language(), stays_whole=True)
+def temperature_by_gradient_descent(params, batch):
+    """The gradient of the mean with respect to a temperature, in the loss."""
+    logits, scale = logits_of(params, batch["tokens"]), 1.0
+    for _ in range(2):
+        scale -= 0.1 * jax.grad(lambda scale: jnp.mean(nll_of(logits * scale, batch["targets"])))(scale)
+    return jnp.mean(nll_of(logits * scale, batch["targets"]))
+
+
+@case("tokens", language(num_examples=3))
+def one_step_of_the_head(params, batch):
+    """Meta-learning: the head takes a step on one target, and is judged by another."""
+    hidden = full(hidden_of(params, batch["tokens"]))
+    head = full(params["embedding"])
+    head = head - 0.5 * jax.grad(lambda head: jnp.mean(nll_of(hidden @ head.T, batch["targets"])))(head)
+    return jnp.mean(nll_of(hidden @ head.T, jnp.roll(batch["targets"], 1, axis=1)))
+
+
+@case("tokens", language())
+def adversarial_hidden_states(params, batch):
+    """The direction in which the predictions change the most, by a gradient in the loss."""
+    hidden, head = full(hidden_of(params, batch["tokens"])), full(params["embedding"])
+    log_probs = jax.nn.log_softmax(hidden @ head.T)
+    fixed = jax.lax.stop_gradient(log_probs)
+
+    def kl(change):
+        return jnp.sum(jnp.exp(fixed) * (fixed - jax.nn.log_softmax((hidden + change) @ head.T)), axis=-1)
+
+    start = 0.01 * jax.random.normal(jax.random.key(2), hidden.shape, hidden.dtype)
+    direction = unit(jax.lax.stop_gradient(jax.grad(lambda change: jnp.sum(kl(change)))(start)))
+    return -jnp.mean(pick(log_probs, batch["targets"])) + jnp.mean(kl(0.1 * direction))
+
+
+@case("tokens", language())
+def transducer(params, batch):
+    """Logits for every pair of a position and a label, and a loop over both."""
+    hidden, labels = full(hidden_of(params, batch["tokens"])), full(params["embedding"])[batch["targets"][:, :4]]
+    joint = jnp.tanh(hidden[:, :, None] + labels[:, None]) @ full(params["embedding"]).T
+    log_probs = jax.nn.log_softmax(joint)
+    blank = log_probs[..., 0]
+    words = jnp.take_along_axis(log_probs, batch["targets"][:, None, :4, None], axis=-1)[..., 0]
+
+    def over_positions(before, row):
+        def over_labels(left, column):
+            here = jnp.logaddexp(column[0], left + column[1])
+            return here, here
+
+        start = before + row[0]
+        _, after = jax.lax.scan(over_labels, start[:, 0] - 1e3, (start.T, row[1].T))
+        return after.T, None
+
+    rows = jnp.swapaxes(blank, 0, 1), jnp.swapaxes(words, 0, 1)
+    last, _ = jax.lax.scan(over_positions, jnp.zeros_like(blank[:, 0]), rows)
+    return -jnp.mean(last[:, -1])
+
+
+@case("tokens", language())
+def clipped_by_the_norm_of_rows(params, batch):
+    """A backward pass that shortens the gradient of each token's logits."""
+
+    @jax.custom_vjp
+    def shortened(x):
+        return x
+
+    def backward(_, grad):
+        return (grad / jnp.maximum(1.0, 1e3 * jnp.linalg.norm(grad, axis=-1, keepdims=True)),)
+
+    shortened.defvjp(lambda x: (x, None), backward)
+    return jnp.mean(nll_of(shortened(logits_of(params, batch["tokens"])), batch["targets"]))
+
+
+@case("tokens", language(), stays_whole=True)
+def clipped_by_the_norm_of_all(params, batch):
+    """A backward pass that shortens the gradient of all logits together, which no block can compute."""
+
+    @jax.custom_vjp
+    def shortened(x):
+        return x
+
+    shortened.defvjp(lambda x: (x, None), lambda _, grad: (grad / jnp.maximum(1.0, 1e3 * jnp.linalg.norm(grad)),))
+    return jnp.mean(nll_of(shortened(logits_of(params, batch["tokens"])), batch["targets"]))
+
+
+@case("tokens", language(), stays_whole=True)
+def clipped_gradient_of_the_head(params, batch):
+    """A backward pass that clips the gradient of the embedding itself: the sum over all tokens."""
+
+    @jax.custom_vjp
+    def project(hidden, head):
+        return hidden @ head.T
+
+    def backward(kept, grad):
+        hidden, head = kept
+        return grad @ head, jnp.clip(jnp.einsum("ntv,ntd->vd", grad, hidden), -0.01, 0.01)
+
+    project.defvjp(lambda hidden, head: (hidden @ head.T, (hidden, head)), backward)
+    logits = project(full(hidden_of(params, batch["tokens"])), full(params["embedding"]))
+    return jnp.mean(nll_of(logits, batch["targets"]))
+
+
+# Other wide values.
+
+
+@case("pairs", rows_with_targets(num_examples=NUM_ROWS, head=(WIDTH, 2)))
+def iterated_powers(params, batch):
+    """The largest eigenvalue of a kernel, by products with it."""
+    embedded = full(batch["x"] @ params["head"])
+    kernel = jnp.exp(-0.1 * squared_distances(embedded, embedded))
+    vector = jnp.ones(len(kernel), kernel.dtype)
+    for _ in range(3):
+        vector = kernel @ vector
+        vector = vector / jnp.linalg.norm(vector)
+    return vector @ kernel @ vector
+
+
+@case("pairs", rows_with_targets(num_examples=11, head=(WIDTH, 2), core=(2, 2, 2)))
+def triples_of_examples(params, batch):
+    embedded = full(batch["x"] @ params["head"])
+    triples = jnp.einsum("ia,jb,kc,abc->ijk", embedded, embedded, embedded, full(params["core"]))
+    return jnp.mean(jnp.tanh(triples) ** 2)
+
+
+@case("tokens", language())
+def spectra_of_the_logits(params, batch):
+    """Fourier transforms over words and over tokens."""
+    logits = logits_of(params, batch["tokens"])
+    over_words = jnp.abs(jnp.fft.rfft(logits, axis=-1)[..., 1:9])
+    return jnp.mean(over_words) + jnp.mean(jnp.log(1 + jnp.abs(jnp.fft.fft(jnp.sin(logits), axis=1)) ** 2))
+
+
+@case("tokens", language(num_examples=3))
+def products_of_neighbours(params, batch):
+    """How often two words follow each other, `(n, words, words)`."""
+    probs = jax.nn.softmax(logits_of(params, batch["tokens"]))
+    return jnp.mean(jnp.sum(jnp.einsum("ntv,ntw->nvw", probs[:, :-1], probs[:, 1:]) ** 2, axis=(1, 2)))
+
+
+@case("attention", sequences(num_examples=1, table=(2 * 40, HEADS)))
+def learned_biases_of_one_sequence(params, batch):
+    """The biases have as many entries as the scores."""
+    x = full(batch["x"])
+    distance = jnp.arange(x.shape[1])[:, None] - jnp.arange(x.shape[1])[None]
+    biases = jnp.moveaxis(full(params["table"])[distance + 40], -1, 0)
+    query, key, value = (split_heads(x @ full(params[name])) for name in ("query", "key", "value"))
+    scores = jnp.einsum("nthd,nshd->nhts", query, key) + biases[None]
+    out = jnp.einsum("nhts,nshd->nthd", jax.nn.softmax(scores), value).reshape(x.shape)
+    return jnp.mean((out - full(batch["y"])) ** 2)

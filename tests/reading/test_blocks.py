@@ -220,6 +220,65 @@ def test_a_backward_pass_that_is_not_linear(x64):
     assert close(ab.value_and_grad(loss, microbatch_size=2, block_size=5)(params, batch), expected)
 
 
+def test_a_generator_that_cannot_draw_some_rows(x64):
+    """The full batch draws what JAX draws, and so do blocks."""
+
+    def loss(params, batch):
+        hidden = jnp.tanh(params["embedding"][batch["x"]] @ params["mix"])
+        logits = hidden @ params["embedding"].T
+        kept = jax.random.bernoulli(jax.random.key(0, impl="rbg"), 0.5, logits.shape)
+        return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(jnp.where(kept, logits, 0), batch["y"]))
+
+    params, batch = language_model(dtype=jnp.float64)
+    expected = jax.value_and_grad(loss)(params, batch)
+    for microbatch_size in (None, 4):
+        assert close(ab.value_and_grad(loss, microbatch_size=microbatch_size, block_size=5)(params, batch), expected)
+    with pytest.raises(ab.InputError, match="threefry2x32"):
+        ab.value_and_grad(loss, microbatch_size=2, block_size=5)(params, batch)
+
+
+def test_the_gradient_of_a_gradient_with_respect_to_the_batch(x64):
+    """A result of blocks that depends on data alone has no gradient now, and one under an outer `grad`."""
+
+    def loss(params, batch):
+        hidden = jnp.tanh(batch["x"] @ params["w"])
+        pairs = hidden @ hidden.T
+        weights = jnp.mean(jnp.tanh(batch["weight"][:, None] * batch["weight"][None]), axis=1)
+        return jnp.mean(weights * jax.nn.logsumexp(pairs, axis=1))
+
+    keys = jax.random.split(jax.random.key(0), 3)
+    params = {"w": jax.random.normal(keys[0], (8, 2), jnp.float64)}
+    x, weight = (
+        jax.random.normal(key, shape, jnp.float64) for key, shape in zip(keys[1:], ((23, 8), (23,)), strict=True)
+    )
+
+    def outer(grad):
+        return jax.grad(lambda weight: jnp.sum(jnp.sin(grad(params, {"x": x, "weight": weight})["w"])))
+
+    expected = outer(jax.grad(loss))(weight)
+    assert close(outer(ab.grad(loss, microbatch_size=None, block_size=4))(weight), expected)
+
+
+NOT_IN_FULL = {
+    "small_vocabulary": (None, 4),
+    "last_token": (None, 4),
+    "written_by_positions": (None, 4),
+    "optax_focal": (None, 4),
+    "clip_of_wide_towers": (None, 4),
+    "binary_cross_entropies": (None, 4),
+}
+
+
+@pytest.mark.parametrize("name", NOT_IN_FULL)
+def test_no_value_is_as_large_as_the_largest_of_the_full_batch(name, x64):
+    case = next(case for case in WIDE if case.name == name)
+    params, batch = case.make(jnp.float64)
+    microbatch_size, block_size = NOT_IN_FULL[name]
+    fun = ab.value_and_grad(case.loss, microbatch_size=microbatch_size, block_size=block_size)
+    full, in_blocks = (jax.make_jaxpr(each)(params, batch) for each in (jax.value_and_grad(case.loss), fun))
+    assert blocks.largest_value(in_blocks) < 0.6 * blocks.largest_value(full)
+
+
 @pytest.mark.parametrize("name", ["embedding", "mix"])
 def test_some_parameters_only(name, x64):
     """If only the embedding has a gradient, JAX does not differentiate the region at all."""

@@ -242,21 +242,30 @@ def _dynamic_update_slice(reader: Reader, node: Node, states: Sequence[State]) -
     return RuleResult([rows], [rows, rows, *[None] * len(states[2:])])
 
 
+def _with_column(indices: Value, column: int) -> tuple[Value, int]:
+    """The value that a column of index vectors comes from, and the column of it."""
+    value, node = indices, indices.node
+    while node is not None:
+        if node.name in ("convert_element_type", "copy"):
+            value = node.inputs[0]
+        elif node.name == "concatenate" and node.params["dimension"] == value.ndim - 1:
+            ends = list(itertools.accumulate(part.shape[-1] for part in node.inputs))
+            number = next(number for number, end in enumerate(ends) if column < end)
+            value, column = node.inputs[number], column - (ends[number] - node.inputs[number].shape[-1])
+        elif node.name == "slice" and node.inputs[0].shape[:-1] == value.shape[:-1] and not node.params["strides"]:
+            value, column = node.inputs[0], column + node.params["start_indices"][-1]
+        else:
+            break
+        node = value.node
+    return value, column
+
+
 def own_row_axis(reader: Reader, indices: Value, column: int, length: int) -> int | None:
     """The axis of `indices` along which that column of the index vectors counts 0, 1, 2, ... up to `length`.
 
     With it `logits[arange(N), labels]` is recognised: each example looks up in its own row.
     """
-    value, node = indices, indices.node
-    while node is not None and node.name in ("convert_element_type", "copy"):
-        value = node.inputs[0]
-        node = value.node
-    if node is not None and node.name == "concatenate" and node.params["dimension"] == value.ndim - 1:
-        for part in node.inputs:
-            if column < part.shape[-1]:
-                value = part
-                break
-            column -= part.shape[-1]
+    value, column = _with_column(indices, column)
     if reader.state(value) != INVARIANT:
         return None
     known = constant_value(reader, value)
@@ -271,10 +280,11 @@ def own_row_axis(reader: Reader, indices: Value, column: int, length: int) -> in
     return None
 
 
-def _counted_from_here(indices: Any, column: int, microbatch: Any, inner: int) -> Any:
-    """Index vectors in which that column is a row number in the microbatch, not in the batch."""
-    is_column = np.arange(indices.shape[-1]) == column
-    return jnp.where(jnp.broadcast_to(is_column, indices.shape), microbatch.counted(indices, inner), indices)
+def _counted_from_here(indices: Any, column: int, axis: int) -> Any:
+    """Index vectors in which that column, which counts along an axis, is a row number in the microbatch."""
+    counted = lax.broadcasted_iota(indices.dtype, (*indices.shape[:-1], 1), axis)
+    parts = [indices[..., :column], counted, indices[..., column + 1 :]]
+    return lax.concatenate([part for part in parts if part.shape[-1]], indices.ndim - 1)
 
 
 @rule("gather")
@@ -335,7 +345,7 @@ def _gather_from_rows(
 
             def run(microbatch: Any) -> list[Any]:
                 local = microbatch.value(vectors, rows)
-                local = _counted_from_here(local, column, microbatch, operand.inner)
+                local = _counted_from_here(local, column, index_axis)
                 array = microbatch.value(source)
                 return node([array if batched is None else microbatch.cut(array, batched), local])
 
@@ -429,7 +439,7 @@ def _into_own_rows(reader: Reader, node: Node, states: Sequence[State]) -> RuleR
 
         def run(microbatch: Any, axes: Any = axes, column: int = column) -> list[Any]:
             operands = [microbatch.value(value, rows.at(each)) for value, each in zip(node.inputs, axes, strict=True)]
-            operands[1] = _counted_from_here(operands[1], column, microbatch, rows.inner)
+            operands[1] = _counted_from_here(operands[1], column, axes[1])
             return node(operands)
 
         return RuleResult([rows.at(axis)], [rows.at(each) for each in axes], run=run)
