@@ -503,8 +503,7 @@ class _Call:
                 parameters = self._with_wrt(inputs, variables[:num_wrt])
                 return split.head(parameters, known, variables[num_wrt:], frontier, num_outputs)
 
-            # On a mesh, XLA divides the head among the devices. Blocks would move rows between them.
-            if self.passes.block_size is not None and self.passes.executor.has_all_examples:
+            if self.passes.block_size is not None:
                 of_arrays = self._in_blocks(of_arrays, inputs, known, variables, frontier)
 
             def head(variables: Sequence[Any], moving: Sequence[Any]) -> tuple[Any, list[Any]]:
@@ -526,7 +525,27 @@ class _Call:
             return head
         assert self.passes.block_size is not None
         roles = blocks.head_roles(self.split, len(arrays[1]), len(arrays[2]))
-        return blocks.blocked(head, arrays, roles, self.passes.block_size)
+        # In a fixed order, every device computes the head for all rows.
+        executor = self.passes.executor
+        over_rows = None if executor.has_all_examples or executor.num_groups is not None else self._over_rows
+        return blocks.blocked(head, arrays, roles, self.passes.block_size, over_rows)
+
+    def _over_rows(
+        self,
+        fun: blocks.OfRows,
+        length: int,
+        invariant: list[Any],
+        rows: list[Any],
+        row_layouts: Sequence[Batched],
+        output_layouts: Sequence[Batched],
+    ) -> tuple[list[Any], list[Any]]:
+        """Divides the rows of a region of the head among the devices. Their sums are added up once, after the loops."""
+
+        def of_shard(shard: Shard, invariant: list[Any], rows: list[Any]) -> tuple[list[Any], list[Any]]:
+            return fun(shard.first, shard.examples, invariant, rows)
+
+        executor = self.passes.executor.for_rows(length)
+        return executor(BatchPass(of_shard, invariant, rows, row_layouts, list(map(OutputLayout, output_layouts))))
 
 
 def _noise(examples: int, sums: list[Any], summed: list[Any], grads: list[Any], factor: Any) -> list[Any]:

@@ -29,12 +29,26 @@ from anybatch.reading.evaluation import Examples, Microbatch
 from anybatch.reading.positions import Draw
 from anybatch.reading.regions import Region, Regions
 from anybatch.reading.split import HEAVY, PrefixInputs, Split
-from anybatch.reading.states import Batched, take_rows
+from anybatch.reading.states import Batched, replaced, take_rows
 
 # How many times more bytes the big values of a region must have than what it reads and writes by rows, unless the user
 # asks for blocks.
 LEAST_GAIN = 4
 SHARE = 8  # a value is big if it has more than this share of the bytes of the largest
+
+
+# `fun(first, length, invariant, rows)` returns sums over rows, and rows. It is given `length` consecutive rows of some
+# arrays, from the row `first` of the region on, and others in full.
+OfRows = Callable[[Any, int, list[Any], list[Any]], tuple[list[Any], list[Any]]]
+# `over_rows(fun, length, invariant, rows, row_layouts, output_layouts)` calls `fun` for all rows of a region, or on each
+# device for some of them, and returns the sums and rows of all.
+OverRows = Callable[
+    [OfRows, int, list[Any], list[Any], Sequence[Batched], Sequence[Batched]], tuple[list[Any], list[Any]]
+]
+
+
+def _here(fun: OfRows, length: int, invariant: list[Any], rows: list[Any], *_: Any) -> tuple[list[Any], list[Any]]:
+    return fun(0, length, invariant, rows)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,16 +110,21 @@ def in_blocks(
 
 
 def blocked(
-    fun: Callable[..., list[Any]], arrays: Sequence[list[Any]], roles: Roles, block_size: int
+    fun: Callable[..., list[Any]],
+    arrays: Sequence[list[Any]],
+    roles: Roles,
+    block_size: int,
+    over_rows: OverRows | None = None,
 ) -> Callable[..., list[Any]]:
     """A function of lists of arrays whose first output is a loss, with its big values computed in blocks.
 
-    The result must be differentiated with a cotangent of 1 for the loss.
+    The result must be differentiated with a cotangent of 1 for the loss. `over_rows` divides the rows of a region among
+    devices, which each run a loop over the blocks of their rows; None for a single loop over all rows.
     """
     leaves, tree = jax.tree.flatten(tuple(arrays))
     traced, consts = tracing.trace(lambda *flat: fun(*jax.tree.unflatten(tree, flat)), *leaves)
     roles = Roles(*((*[False] * len(consts), *flags) for flags in (roles.of_data, roles.moves)))
-    program = program_in_blocks(traced, roles, block_size, [0])
+    program = program_in_blocks(traced, roles, block_size, [0], over_rows)
     if program is None:
         return fun
 
@@ -117,13 +136,13 @@ def blocked(
 
 
 def program_in_blocks(
-    traced: tracing.Traced, roles: Roles, block_size: int, losses: Sequence[int]
+    traced: tracing.Traced, roles: Roles, block_size: int, losses: Sequence[int], over_rows: OverRows | None = None
 ) -> "BlockedProgram | None":
     """The program with its big values in blocks; None if it has none, or prints, or if looking for them failed."""
     if traced.has_effects:
         return None
     try:
-        program = BlockedProgram(traced.jaxpr, roles, block_size, losses, least_gain=1)
+        program = BlockedProgram(traced.jaxpr, roles, block_size, losses, least_gain=1, over_rows=over_rows)
         return program if program.has_blocks and program.cotangent_programs is not None else None
     except AnybatchError:
         raise
@@ -184,6 +203,8 @@ class BlockedProgram:
       least_gain: how many times more bytes the big values of a region must have than what it reads and writes by rows.
       threshold: the bytes from which on a value is big; None to derive it from the largest value.
       is_survey: whether one of several big values of the same line and shape is enough, as for a report.
+      over_rows: what divides the rows of a region among devices, if anything. Big values inside loops and checkpoints of
+        the program are then computed in full.
     """
 
     def __init__(
@@ -196,8 +217,9 @@ class BlockedProgram:
         least_gain: float = LEAST_GAIN,
         threshold: int | None = None,
         is_survey: bool = False,
+        over_rows: OverRows | None = None,
     ) -> None:
-        self.block_size, self.losses = block_size, list(losses)
+        self.block_size, self.losses, self.over_rows = block_size, list(losses), over_rows or _here
         self._least_gain, self._is_survey = least_gain, is_survey
         if threshold is None:
             threshold = largest_value(jaxpr, roles.of_data) // SHARE
@@ -211,7 +233,7 @@ class BlockedProgram:
             regions = Regions(jaxpr, roles.of_data, roles.moves, self.threshold, self.losses, None, is_survey)
         self.regions = regions
         regions.keep(self._gains)
-        self.nested = self._blocked_inside()
+        self.nested = self._blocked_inside() if over_rows is None else {}
 
     def _gains(self, region: Region) -> bool:
         """Whether a region saves memory: its big values are much larger than what it reads and writes by rows."""
@@ -397,7 +419,7 @@ class _Run:
     def _region(self, region: Region) -> list[Any]:
         needs = region.needs
         cuts = [jnp.asarray(self[value]) for value, _ in needs.cuts]
-        loop = BlockLoop(region, self.program.block_size)
+        loop = BlockLoop(region, self.program.block_size, self.program.over_rows)
         if not self.differentiable:
             return loop.forward(cuts, [jnp.asarray(self[value]) for value in needs.entries])
         if self.cotangents is None or region not in self.program.cotangent_programs:
@@ -479,18 +501,21 @@ class BlockLoop:
     Args:
       region: the region.
       block_size: the number of rows of a block. The last one may be smaller, and comes first.
+      over_rows: what divides the rows among devices. Each device runs the loop for its own rows.
     """
 
-    def __init__(self, region: Region, block_size: int) -> None:
-        self.region, self.length = region, region.length
-        self.size = max(1, min(block_size, self.length))
+    def __init__(self, region: Region, block_size: int, over_rows: OverRows = _here) -> None:
+        self.region, self.block_size, self._over_rows = region, block_size, over_rows
         self.states = [region.state(value) for value in region.exits]
         facts, needs = region.program.facts, region.needs
         self._moving_cuts = [facts[value].has_gradient for value, _ in needs.cuts]
         self._moving_entries = [facts[value].has_gradient for value in needs.entries]
+        self._cut_layouts = [rows for _, rows in needs.cuts]
+        self._in_rows = [isinstance(state, Batched) for state in self.states]
+        self._exit_layouts = [state for state in self.states if isinstance(state, Batched)]
 
     def of_block(self, slices: Sequence[Any], entries: Sequence[Any], start: Any, size: int) -> list[Any]:
-        """The exits of one block."""
+        """The exits of one block, which starts at this row of the region."""
         region, needs = self.region, self.region.needs
         now = dict(zip(needs.cuts, slices, strict=True))
         known = {source: now[region.sources[source]] for source in needs.sources}
@@ -502,10 +527,15 @@ class BlockLoop:
     def forward(self, cuts: Sequence[Any], entries: Sequence[Any]) -> list[Any]:
         """The exits, without gradients."""
 
-        def step(made: list[Any], start: Any, size: int) -> list[Any]:
-            return self._collect(made, self.of_block(self._slices(cuts, start, size), entries, start, size), start)
+        def of_rows(first: Any, length: int, entries: list[Any], cuts: list[Any]) -> tuple[list[Any], list[Any]]:
+            def step(made: list[Any], start: Any, size: int) -> list[Any]:
+                slices = self._slices(cuts, self._cut_layouts, length, start, size)
+                return self._collect(made, self.of_block(slices, entries, first + start, size), length, start)
 
-        return self._finish(self._over_blocks(step, self._zeros()))
+            return self._sums_and_rows(self._over_blocks(step, self._zeros(length), length))
+
+        layouts = self._cut_layouts, self._exit_layouts
+        return self._finish(*self._over_rows(of_rows, self.region.length, list(entries), list(cuts), *layouts))
 
     def differentiable(self, cuts: list[Any], entries: list[Any]) -> list[Any]:
         """The exits, with a derivative that computes every block again.
@@ -575,71 +605,102 @@ class BlockLoop:
 
         `totals` has for each entry what its gradient is added to; None for zeros.
         """
-        positions, rows_of_cuts = self.region.differentiated, self.region.needs.cuts
-        moving_cuts, moving_entries = _chosen(cuts, self._moving_cuts), _chosen(entries, self._moving_entries)
-        rows = [rows for _, rows in _chosen(rows_of_cuts, self._moving_cuts)]
+        positions, num_entries, num_cuts = self.region.differentiated, len(entries), len(cuts)
+        in_rows = [self._in_rows[position] for position in positions]
+        moving_layouts = _chosen(self._cut_layouts, self._moving_cuts)
+        own_layouts = [state for state in (self.states[position] for position in positions) if isinstance(state, Batched)]
+        # On several devices, a sum that starts from a total would count it several times.
+        assert self._over_rows is _here or not any(total is not None for total in totals or ())
 
-        def step(carry: Any, start: Any, size: int) -> Any:
-            made, of_cuts, of_entries = carry
-            slices = self._slices(cuts, start, size)
+        def of_rows(first: Any, length: int, invariant: list[Any], rows: list[Any]) -> tuple[list[Any], list[Any]]:
+            (entries, of_sums), (cuts, of_exits) = _divided(invariant, num_entries), _divided(rows, num_cuts)
+            moving_entries = _chosen(entries, self._moving_entries)
 
-            def fun(moving_slices: list[Any], wide_entries: list[Any]) -> tuple[list[Any], list[Any]]:
-                mine = _replaced(slices, self._moving_cuts, moving_slices)
-                # They are wide, so that their gradients are summed wide.
-                narrow = [wide.astype(each.dtype) for wide, each in zip(wide_entries, moving_entries, strict=True)]
-                exits = self.of_block(mine, _replaced(entries, self._moving_entries, narrow), start, size)
-                return [exits[position] for position in positions], exits
+            def step(carry: Any, start: Any, size: int) -> Any:
+                made, of_cuts, of_entries = carry
+                slices = self._slices(cuts, self._cut_layouts, length, start, size)
 
-            point = [each.astype(_summed_in(each.dtype)) for each in moving_entries]
-            _, pullback, exits = jax.vjp(fun, _chosen(slices, self._moving_cuts), point, has_aux=True)
-            own = [
-                take_rows(each, state, self.length, start, size) if isinstance(state, Batched) else each
-                for each, state in zip(cotangents, (self.states[position] for position in positions), strict=True)
+                def fun(moving_slices: list[Any], wide_entries: list[Any]) -> tuple[list[Any], list[Any]]:
+                    mine = _replaced(slices, self._moving_cuts, moving_slices)
+                    # They are wide, so that their gradients are summed wide.
+                    narrow = [wide.astype(each.dtype) for wide, each in zip(wide_entries, moving_entries, strict=True)]
+                    full = _replaced(entries, self._moving_entries, narrow)
+                    exits = self.of_block(mine, full, first + start, size)
+                    return [exits[position] for position in positions], exits
+
+                point = [each.astype(_summed_in(each.dtype)) for each in moving_entries]
+                _, pullback, exits = jax.vjp(fun, _chosen(slices, self._moving_cuts), point, has_aux=True)
+                new_cuts, new_entries = pullback(
+                    _joined(of_sums, self._slices(of_exits, own_layouts, length, start, size), in_rows)
+                )
+                of_cuts = [
+                    put_block(old, new, each, length, start)
+                    for old, new, each in zip(of_cuts, new_cuts, moving_layouts, strict=True)
+                ]
+                of_entries = [old + new.astype(old.dtype) for old, new in zip(of_entries, new_entries, strict=True)]
+                return self._collect(made, exits, length, start) if keeps_exits else made, of_cuts, of_entries
+
+            zeros = [jnp.zeros_like(each) for each in _chosen(cuts, self._moving_cuts)]
+            starts = _chosen(totals or [None] * num_entries, self._moving_entries)
+            starts = [
+                jnp.zeros_like(each, _summed_in(each.dtype)) if start is None else start
+                for each, start in zip(moving_entries, starts, strict=True)
             ]
-            new_cuts, new_entries = pullback(own)
-            of_cuts = [
-                put_block(old, new, each, self.length, start)
-                for old, new, each in zip(of_cuts, new_cuts, rows, strict=True)
-            ]
-            of_entries = [old + new.astype(old.dtype) for old, new in zip(of_entries, new_entries, strict=True)]
-            return self._collect(made, exits, start) if keeps_exits else made, of_cuts, of_entries
+            carry = self._zeros(length) if keeps_exits else [], zeros, starts
+            made, of_cuts, of_entries = self._over_blocks(step, carry, length)
+            sums, made_rows = self._sums_and_rows(made) if keeps_exits else ([], [])
+            return [*of_entries, *sums], [*of_cuts, *made_rows]
 
-        zeros = [jnp.zeros_like(each) for each in moving_cuts]
-        starts = _chosen(totals or [None] * len(entries), self._moving_entries)
-        starts = [
-            jnp.zeros_like(each, _summed_in(each.dtype)) if start is None else start
-            for each, start in zip(moving_entries, starts, strict=True)
-        ]
-        made, of_cuts, of_entries = self._over_blocks(step, (self._zeros() if keeps_exits else [], zeros, starts))
-        return self._finish(made) if keeps_exits else [], of_cuts, of_entries
+        of_sums, of_exits = _chosen(cotangents, [not each for each in in_rows]), _chosen(cotangents, in_rows)
+        sums, rows = self._over_rows(
+            of_rows,
+            self.region.length,
+            [*entries, *of_sums],
+            [*cuts, *of_exits],
+            [*self._cut_layouts, *own_layouts],
+            [*moving_layouts, *(self._exit_layouts if keeps_exits else [])],
+        )
+        of_entries, sums = _divided(sums, sum(self._moving_entries))
+        of_cuts, rows = _divided(rows, sum(self._moving_cuts))
+        return self._finish(sums, rows) if keeps_exits else [], list(of_cuts), list(of_entries)
 
-    def _slices(self, cuts: Sequence[Any], start: Any, size: int) -> list[Any]:
-        pairs = zip(cuts, self.region.needs.cuts, strict=True)
-        return [take_rows(array, rows, self.length, start, size) for array, (_, rows) in pairs]
+    def _slices(
+        self, arrays: Sequence[Any], layouts: Sequence[Batched], length: int, start: Any, size: int
+    ) -> list[Any]:
+        pairs = zip(arrays, layouts, strict=True)
+        return [take_rows(array, rows, length, start, size) for array, rows in pairs]
 
-    def _over_blocks(self, step: Callable[[Any, Any, int], Any], carry: Any) -> Any:
-        number, rest = divmod(self.length, self.size)
+    def _over_blocks(self, step: Callable[[Any, Any, int], Any], carry: Any, length: int) -> Any:
+        size = max(1, min(self.block_size, length))
+        number, rest = divmod(length, size)
         if rest:
-            carry = step(carry, jnp.int32(number * self.size), rest)
-        starts = jnp.arange(number, dtype=jnp.int32) * self.size
+            carry = step(carry, jnp.int32(number * size), rest)
+        if not number:  # a device without rows
+            return carry
+        starts = jnp.arange(number, dtype=jnp.int32) * size
         with jax.named_scope("anybatch_blocks"):
-            return lax.scan(lambda carry, start: (step(carry, start, self.size), None), carry, starts)[0]
+            return lax.scan(lambda carry, start: (step(carry, start, size), None), carry, starts)[0]
 
-    def _zeros(self) -> list[Any]:
+    def _zeros(self, length: int) -> list[Any]:
+        """Zeros for the exits of so many rows."""
         return [
-            avals.zeros_of(value.aval, value.dtype if isinstance(state, Batched) else _summed_in(value.dtype))
+            jnp.zeros(replaced(value.shape, state.axis, state.length(length)), value.dtype)
+            if isinstance(state, Batched)
+            else avals.zeros_of(value.aval, _summed_in(value.dtype))
             for value, state in zip(self.region.exits, self.states, strict=True)
         ]
 
-    def _collect(self, made: Sequence[Any], new: Sequence[Any], start: Any) -> list[Any]:
+    def _collect(self, made: Sequence[Any], new: Sequence[Any], length: int, start: Any) -> list[Any]:
         return [
-            put_block(old, each, state, self.length, start)
-            if isinstance(state, Batched)
-            else old + each.astype(old.dtype)
+            put_block(old, each, state, length, start) if isinstance(state, Batched) else old + each.astype(old.dtype)
             for old, each, state in zip(made, new, self.states, strict=True)
         ]
 
-    def _finish(self, made: Sequence[Any]) -> list[Any]:
+    def _sums_and_rows(self, made: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        return _chosen(made, [not each for each in self._in_rows]), _chosen(made, self._in_rows)
+
+    def _finish(self, sums: Sequence[Any], rows: Sequence[Any]) -> list[Any]:
+        made = _joined(sums, rows, self._in_rows)
         return [each.astype(value.dtype) for each, value in zip(made, self.region.exits, strict=True)]
 
 
@@ -686,6 +747,10 @@ def _chosen(values: Sequence[Any], flags: Sequence[bool]) -> list[Any]:
 
 def _divided(values: Sequence[Any], number: int) -> tuple[Sequence[Any], Sequence[Any]]:
     return values[:number], values[number:]
+
+
+def _joined(sums: Sequence[Any], rows: Sequence[Any], in_rows: Sequence[bool]) -> list[Any]:
+    return _replaced(_replaced([None] * len(in_rows), in_rows, rows), [not each for each in in_rows], sums)
 
 
 def _replaced(values: Sequence[Any], flags: Sequence[bool], new: Sequence[Any]) -> list[Any]:
