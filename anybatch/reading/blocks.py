@@ -225,12 +225,13 @@ class BlockedProgram:
             threshold = largest_value(jaxpr, roles.of_data) // SHARE
         self.threshold = max(1, threshold)
         opened = _checkpoints_to_open(jaxpr, self.threshold)
-        regions = Regions(jaxpr, roles.of_data, roles.moves, self.threshold, self.losses, opened, is_survey)
+        options = {"is_survey": is_survey, "divides_rows": over_rows is not None}
+        regions = Regions(jaxpr, roles.of_data, roles.moves, self.threshold, self.losses, opened, **options)
         while regions.slices:  # the program in which slices are taken first
             self.regions, self.nested = regions, {}
             types = [value.type for value in regions.graph.inputs]
             jaxpr = tracing.close(lambda *flat: self(flat), types)
-            regions = Regions(jaxpr, roles.of_data, roles.moves, self.threshold, self.losses, None, is_survey)
+            regions = Regions(jaxpr, roles.of_data, roles.moves, self.threshold, self.losses, None, **options)
         self.regions = regions
         regions.keep(self._gains)
         self.nested = self._blocked_inside() if over_rows is None else {}
@@ -238,10 +239,14 @@ class BlockedProgram:
     def _gains(self, region: Region) -> bool:
         """Whether a region saves memory: its big values are much larger than what it reads and writes by rows."""
         needs = region.needs
-        by_rows = sum(value.num_bytes for value, _ in needs.cuts)
+        by_rows = sum(value.num_bytes for value, _ in needs.cuts if not self._is_given(value))
         by_rows += sum(value.num_bytes for value in region.exits if isinstance(region.state(value), Batched))
         inside = max(output.num_bytes for node in needs.nodes for output in node.outputs)
         return inside >= self._least_gain * by_rows
+
+    def _is_given(self, value: Value) -> bool:
+        """Whether a value is there in any case, so that it costs nothing that devices take its rows."""
+        return self.regions.divides_rows and value.node is None and not self.regions.facts[value].has_gradient
 
     @property
     def has_blocks(self) -> bool:
@@ -417,19 +422,18 @@ class _Run:
                 self.known.setdefault(output, result)
 
     def _region(self, region: Region) -> list[Any]:
-        needs = region.needs
-        cuts = [jnp.asarray(self[value]) for value, _ in needs.cuts]
         loop = BlockLoop(region, self.program.block_size, self.program.over_rows)
+        cuts = [jnp.asarray(self[value]) for value, _ in loop.cuts]
         if not self.differentiable:
-            return loop.forward(cuts, [jnp.asarray(self[value]) for value in needs.entries])
+            return loop.forward(cuts, [jnp.asarray(self[value]) for value in loop.entries])
         if self.cotangents is None or region not in self.program.cotangent_programs:
-            return loop.differentiable(cuts, [jnp.asarray(self[value]) for value in needs.entries])
+            return loop.differentiable(cuts, [jnp.asarray(self[value]) for value in loop.entries])
         known = self.program.cotangent_programs[region](self, self.cotangents)
-        entries = [self.copies[value] if value in self.copies else jnp.asarray(self[value]) for value in needs.entries]
-        totals = [self.totals.get(value) for value in needs.entries]
+        entries = [self.copies[value] if value in self.copies else jnp.asarray(self[value]) for value in loop.entries]
+        totals = [self.totals.get(value) for value in loop.entries]
         exits, totals = loop.with_known_cotangents(cuts, entries, known, totals)
         self.totals.update(
-            {value: total for value, total in zip(needs.entries, totals, strict=True) if total is not None}
+            {value: total for value, total in zip(loop.entries, totals, strict=True) if total is not None}
         )
         return exits
 
@@ -508,18 +512,32 @@ class BlockLoop:
         self.region, self.block_size, self._over_rows = region, block_size, over_rows
         self.states = [region.state(value) for value in region.exits]
         facts, needs = region.program.facts, region.needs
-        self._moving_cuts = [facts[value].has_gradient for value, _ in needs.cuts]
-        self._moving_entries = [facts[value].has_gradient for value in needs.entries]
-        self._cut_layouts = [rows for _, rows in needs.cuts]
+        self.cuts = [(value, rows) for value, rows in needs.cuts if over_rows is _here or self._is_divided(value, rows)]
+        self.entries = list(dict.fromkeys((*needs.entries, *(cut[0] for cut in needs.cuts if cut not in self.cuts))))
+        self._moving_cuts = [facts[value].has_gradient for value, _ in self.cuts]
+        self._moving_entries = [facts[value].has_gradient for value in self.entries]
+        self._cut_layouts = [rows for _, rows in self.cuts]
         self._in_rows = [isinstance(state, Batched) for state in self.states]
         self._exit_layouts = [state for state in self.states if isinstance(state, Batched)]
+
+    def _is_divided(self, value: Value, rows: Batched) -> bool:
+        """Whether each device gets its rows of a value only.
+
+        Otherwise it takes them from the full value, which it reads anyway, or which is small and would have to be moved:
+        arrays are sharded along their first axis. The gradient is then summed with those of other entries.
+        """
+        is_in_place = rows.axis == 0 and rows.outer == 1
+        return value not in self.region.needs.entries and (is_in_place or self.region.program.is_large(value))
 
     def of_block(self, slices: Sequence[Any], entries: Sequence[Any], start: Any, size: int) -> list[Any]:
         """The exits of one block, which starts at this row of the region."""
         region, needs = self.region, self.region.needs
-        now = dict(zip(needs.cuts, slices, strict=True))
+        full = dict(zip(self.entries, entries, strict=True))
+        now = dict(zip(self.cuts, slices, strict=True))
+        for value, rows in needs.cuts:
+            if (value, rows) not in now:
+                now[value, rows] = take_rows(full[value], rows, region.length, start, size)
         known = {source: now[region.sources[source]] for source in needs.sources}
-        full = dict(zip(needs.entries, entries, strict=True))
         block = Microbatch(region.reader, Examples(start, size), known, full, Draw())
         block.run(needs.wanted)
         return [jnp.asarray(block.value(value)) for value in needs.wanted]
