@@ -525,27 +525,7 @@ class _Call:
             return head
         assert self.passes.block_size is not None
         roles = blocks.head_roles(self.split, len(arrays[1]), len(arrays[2]))
-        # In a fixed order, every device computes the head for all rows.
-        executor = self.passes.executor
-        over_rows = None if executor.has_all_examples or executor.num_groups is not None else self._over_rows
-        return blocks.blocked(head, arrays, roles, self.passes.block_size, over_rows)
-
-    def _over_rows(
-        self,
-        fun: blocks.OfRows,
-        length: int,
-        invariant: list[Any],
-        rows: list[Any],
-        row_layouts: Sequence[Batched],
-        output_layouts: Sequence[Batched],
-    ) -> tuple[list[Any], list[Any]]:
-        """Divides the rows of a region of the head among the devices. Their sums are added up once, after the loops."""
-
-        def of_shard(shard: Shard, invariant: list[Any], rows: list[Any]) -> tuple[list[Any], list[Any]]:
-            return fun(shard.first, shard.examples, invariant, rows)
-
-        executor = self.passes.executor.for_rows(length)
-        return executor(BatchPass(of_shard, invariant, rows, row_layouts, list(map(OutputLayout, output_layouts))))
+        return blocks.blocked(head, arrays, roles, self.passes.block_size, self.passes.executor.over_rows)
 
 
 def _noise(examples: int, sums: list[Any], summed: list[Any], grads: list[Any], factor: Any) -> list[Any]:

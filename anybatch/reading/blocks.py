@@ -693,8 +693,6 @@ class BlockLoop:
         number, rest = divmod(length, size)
         if rest:
             carry = step(carry, jnp.int32(number * size), rest)
-        if not number:  # a device without rows
-            return carry
         starts = jnp.arange(number, dtype=jnp.int32) * size
         with jax.named_scope("anybatch_blocks"):
             return lax.scan(lambda carry, start: (step(carry, start, size), None), carry, starts)[0]
