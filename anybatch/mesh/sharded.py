@@ -334,10 +334,10 @@ class ShardedExecutor(Executor):
 
     @property
     def over_rows(self) -> OverRows | None:
-        """Divides rows among the devices, if their number is a multiple of the devices.
+        """Divides rows among the devices, if the devices divide their number and that of the examples.
 
-        Otherwise every device computes all rows, as it does with a head without blocks: XLA shards evenly only. In a
-        fixed order, it does so in any case.
+        Otherwise every device computes all rows. So it does without blocks: XLA does not shard the head of an uneven
+        batch. In a fixed order, every device computes the whole head in any case.
         """
         return None if self.num_groups is not None else self._over_rows
 
@@ -350,7 +350,7 @@ class ShardedExecutor(Executor):
         row_layouts: Sequence[Batched],
         output_layouts: Sequence[Batched],
     ) -> tuple[list[Any], list[Any]]:
-        if length % self.devices:
+        if self.examples % self.devices or length % self.devices:
             return self._on_every_device(functools.partial(fun, 0, length), invariant, rows)
 
         def of_shard(shard: Shard, invariant: list[Any], rows: list[Any]) -> tuple[list[Any], list[Any]]:

@@ -37,11 +37,11 @@ LEAST_GAIN = 4
 SHARE = 8  # a value is big if it has more than this share of the bytes of the largest
 
 
-# `fun(first, length, invariant, rows)` returns sums over rows, and rows. It is given `length` consecutive rows of some
-# arrays, from the row `first` of the region on, and others in full.
+# `fun(first, length, invariant, rows)` returns sums over `length` rows of a region, from `first` on, and rows. It is
+# given these rows of some arrays, and other arrays in full.
 OfRows = Callable[[Any, int, list[Any], list[Any]], tuple[list[Any], list[Any]]]
-# `over_rows(fun, length, invariant, rows, row_layouts, output_layouts)` calls `fun` for all rows of a region, or on each
-# device for some of them, and returns the sums and rows of all.
+# `over_rows(fun, length, invariant, rows, row_layouts, output_layouts)` calls `fun` for all rows of a region, or on
+# each device for some of them. It returns the sums over all rows, and all rows.
 OverRows = Callable[
     [OfRows, int, list[Any], list[Any], Sequence[Batched], Sequence[Batched]], tuple[list[Any], list[Any]]
 ]
@@ -203,8 +203,8 @@ class BlockedProgram:
       least_gain: how many times more bytes the big values of a region must have than what it reads and writes by rows.
       threshold: the bytes from which on a value is big; None to derive it from the largest value.
       is_survey: whether one of several big values of the same line and shape is enough, as for a report.
-      over_rows: what divides the rows of a region among devices, if anything. Big values inside loops and checkpoints of
-        the program are then computed in full.
+      over_rows: what divides the rows of a region among devices, if anything. Big values inside loops and checkpoints
+        of the program are then computed in full.
     """
 
     def __init__(
@@ -523,8 +523,8 @@ class BlockLoop:
     def _is_divided(self, value: Value, rows: Batched) -> bool:
         """Whether each device gets its rows of a value only.
 
-        Otherwise it takes them from the full value, which it reads anyway, or which is small and would have to be moved:
-        arrays are sharded along their first axis. The gradient is then summed with those of other entries.
+        Otherwise it takes them from the full value, which it reads anyway, or which is small and would have to be
+        moved: arrays are sharded along their first axis. The gradient is then summed with those of other entries.
         """
         is_in_place = rows.axis == 0 and rows.outer == 1
         return value not in self.region.needs.entries and (is_in_place or self.region.program.is_large(value))
@@ -626,7 +626,8 @@ class BlockLoop:
         positions, num_entries, num_cuts = self.region.differentiated, len(entries), len(cuts)
         in_rows = [self._in_rows[position] for position in positions]
         moving_layouts = _chosen(self._cut_layouts, self._moving_cuts)
-        own_layouts = [state for state in (self.states[position] for position in positions) if isinstance(state, Batched)]
+        exit_states = [self.states[position] for position in positions]
+        own_layouts = [state for state in exit_states if isinstance(state, Batched)]
         # On several devices, a sum that starts from a total would count it several times.
         assert self._over_rows is _here or not any(total is not None for total in totals or ())
 
@@ -678,9 +679,9 @@ class BlockLoop:
             [*self._cut_layouts, *own_layouts],
             [*moving_layouts, *(self._exit_layouts if keeps_exits else [])],
         )
-        of_entries, sums = _divided(sums, sum(self._moving_entries))
-        of_cuts, rows = _divided(rows, sum(self._moving_cuts))
-        return self._finish(sums, rows) if keeps_exits else [], list(of_cuts), list(of_entries)
+        of_entries, exit_sums = _divided(sums, sum(self._moving_entries))
+        of_cuts, exit_rows = _divided(rows, sum(self._moving_cuts))
+        return self._finish(exit_sums, exit_rows) if keeps_exits else [], list(of_cuts), list(of_entries)
 
     def _slices(
         self, arrays: Sequence[Any], layouts: Sequence[Batched], length: int, start: Any, size: int
