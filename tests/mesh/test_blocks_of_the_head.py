@@ -47,7 +47,7 @@ def nt_xent(params, batch):
     """Two views in one array of 2N rows."""
     rows = jnp.concatenate(towers(params, batch))
     number = rows.shape[0]
-    logits = jnp.where(jnp.eye(number, dtype=bool), -1e9, 2 * rows @ rows.T)
+    logits = jnp.where(jnp.eye(number, dtype=bool), -1e9, 2 * (rows @ rows.T))
     other_view = (jnp.arange(number) + number // 2) % number
     right = jnp.take_along_axis(logits, other_view[:, None], 1)[:, 0]
     return jnp.mean(jax.nn.logsumexp(logits, 1) - right)
