@@ -503,8 +503,7 @@ class _Call:
                 parameters = self._with_wrt(inputs, variables[:num_wrt])
                 return split.head(parameters, known, variables[num_wrt:], frontier, num_outputs)
 
-            # On a mesh, XLA divides the head among the devices. Blocks would move rows between them.
-            if self.passes.block_size is not None and self.passes.executor.has_all_examples:
+            if self.passes.block_size is not None:
                 of_arrays = self._in_blocks(of_arrays, inputs, known, variables, frontier)
 
             def head(variables: Sequence[Any], moving: Sequence[Any]) -> tuple[Any, list[Any]]:
@@ -526,7 +525,7 @@ class _Call:
             return head
         assert self.passes.block_size is not None
         roles = blocks.head_roles(self.split, len(arrays[1]), len(arrays[2]))
-        return blocks.blocked(head, arrays, roles, self.passes.block_size)
+        return blocks.blocked(head, arrays, roles, self.passes.block_size, self.passes.executor.over_rows)
 
 
 def _noise(examples: int, sums: list[Any], summed: list[Any], grads: list[Any], factor: Any) -> list[Any]:

@@ -97,7 +97,7 @@ def value_and_grad(
         written out. anybatch finds these values in the jaxpr of the loss, and an axis along which their rows can be
         computed separately; the result is the same. `None` computes them in full. `"auto"` lets a plan choose: if
         blocks are needed to fit the memory, or make a larger microbatch possible. With a fixed `microbatch_size`, it is
-        `None`. On a `mesh`, the part of a loss that looks across examples is not computed in blocks.
+        `None`. On a `mesh`, each device computes its own rows in blocks.
       reduction: how the loss combines its examples. `"infer"` reads it from the loss, and computes it in one pass over
         the microbatches if possible, otherwise in two. The others declare it, and nothing is read.
         `"mean"`: a mean over the examples. It may also have terms that depend on the parameters alone.

@@ -21,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from anybatch.reading.blocks import OverRows
 from anybatch.reading.states import Batched, take_rows
 
 Variables = list[Any]
@@ -112,6 +113,11 @@ class Executor:
     def run_once(self, fun: Callable[..., Any], *arguments: Any) -> Any:
         """Calls a function of full arrays, or of lists and tuples of them, outside of any pass."""
         return fun(*arguments)
+
+    @property
+    def over_rows(self) -> OverRows | None:
+        """What divides the rows of big values among devices, for functions that `run_once` calls; None for nothing."""
+        return None
 
     def for_rows(self, number: int) -> "Executor":
         """The executor for this number of rows, selected from the examples. A microbatch is one slice of them."""

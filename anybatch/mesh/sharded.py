@@ -19,6 +19,7 @@ from jax.sharding import Mesh, PartitionSpec
 from anybatch.call.placement import axes_of
 from anybatch.jaxprs import avals
 from anybatch.mesh.executor import BatchPass, Executor, OutputLayout, Shard, in_fixed_order, merge_axis, split_axis
+from anybatch.reading.blocks import OfRows, OverRows
 from anybatch.reading.states import Batched, take_rows
 
 # Arrays of at most this many elements are converted to the dtype of the gradients, to be summed in the same collective.
@@ -321,14 +322,42 @@ class ShardedExecutor(Executor):
 
         In a fixed order, every device does all of the work: the bits of a sharded sum depend on the number of shards.
         """
-        if self.num_groups is None:
-            return fun(*arguments)
+        return fun(*arguments) if self.num_groups is None else self._on_every_device(fun, *arguments)
+
+    def _on_every_device(self, fun: Callable[..., Any], *arguments: Any) -> Any:
         everywhere = PartitionSpec()
         axes = set(self.axes)
         run = jax.shard_map(
             fun, mesh=self.mesh, in_specs=everywhere, out_specs=everywhere, axis_names=axes, check_vma=False
         )
         return run(*arguments)
+
+    @property
+    def over_rows(self) -> OverRows | None:
+        """Divides rows among the devices, if the devices divide their number and that of the examples.
+
+        Otherwise every device computes all rows. So it does without blocks: XLA does not shard the head of an uneven
+        batch. In a fixed order, every device computes the whole head in any case.
+        """
+        return None if self.num_groups is not None else self._over_rows
+
+    def _over_rows(
+        self,
+        fun: OfRows,
+        length: int,
+        invariant: list[Any],
+        rows: list[Any],
+        row_layouts: Sequence[Batched],
+        output_layouts: Sequence[Batched],
+    ) -> tuple[list[Any], list[Any]]:
+        if self.examples % self.devices or length % self.devices:
+            return self._on_every_device(functools.partial(fun, 0, length), invariant, rows)
+
+        def of_shard(shard: Shard, invariant: list[Any], rows: list[Any]) -> tuple[list[Any], list[Any]]:
+            return fun(shard.first, shard.examples, invariant, rows)
+
+        layouts = [OutputLayout(rows) for rows in output_layouts]
+        return self.for_rows(length)(BatchPass(of_shard, invariant, rows, row_layouts, layouts))
 
     def for_rows(self, number: int) -> "ShardedExecutor":
         return dataclasses.replace(self, examples=number, reduce="once")

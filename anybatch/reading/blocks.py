@@ -30,12 +30,26 @@ from anybatch.reading.evaluation import Examples, Microbatch
 from anybatch.reading.positions import Draw
 from anybatch.reading.regions import Region, Regions, weight
 from anybatch.reading.split import HEAVY, PrefixInputs, Split
-from anybatch.reading.states import Batched, take_rows
+from anybatch.reading.states import Batched, replaced, take_rows
 
 # How many times more bytes the big values of a region must have than what it reads and writes by rows, unless the user
 # asks for blocks.
 LEAST_GAIN = 4
 SHARE = 8  # a value is big if it has more than this share of the bytes of the largest
+
+
+# `fun(first, length, invariant, rows)` returns sums over `length` rows of a region, from `first` on, and rows. It is
+# given these rows of some arrays, and other arrays in full.
+OfRows = Callable[[Any, int, list[Any], list[Any]], tuple[list[Any], list[Any]]]
+# `over_rows(fun, length, invariant, rows, row_layouts, output_layouts)` calls `fun` for all rows of a region, or on
+# each device for some of them. It returns the sums over all rows, and all rows.
+OverRows = Callable[
+    [OfRows, int, list[Any], list[Any], Sequence[Batched], Sequence[Batched]], tuple[list[Any], list[Any]]
+]
+
+
+def _here(fun: OfRows, length: int, invariant: list[Any], rows: list[Any], *_: Any) -> tuple[list[Any], list[Any]]:
+    return fun(0, length, invariant, rows)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,15 +121,20 @@ def in_blocks(
 
 
 def blocked(
-    fun: Callable[..., list[Any]], arrays: Sequence[list[Any]], roles: Roles, block_size: int
+    fun: Callable[..., list[Any]],
+    arrays: Sequence[list[Any]],
+    roles: Roles,
+    block_size: int,
+    over_rows: OverRows | None = None,
 ) -> Callable[..., list[Any]]:
     """A function of lists of arrays whose first output is a loss, with its big values computed in blocks.
 
-    The result must be differentiated with a cotangent of 1 for the loss.
+    The result must be differentiated with a cotangent of 1 for the loss. `over_rows` divides the rows of a region among
+    devices, which each run a loop over the blocks of their rows; None for a single loop over all rows.
     """
     leaves, tree = jax.tree.flatten(tuple(arrays))
     traced, consts = tracing.trace(lambda *flat: fun(*jax.tree.unflatten(tree, flat)), *leaves)
-    program = program_in_blocks(traced, roles.after(consts), block_size, [0])
+    program = program_in_blocks(traced, roles.after(consts), block_size, [0], over_rows)
     if program is None:
         return fun
 
@@ -127,13 +146,13 @@ def blocked(
 
 
 def program_in_blocks(
-    traced: tracing.Traced, roles: Roles, block_size: int, losses: Sequence[int]
+    traced: tracing.Traced, roles: Roles, block_size: int, losses: Sequence[int], over_rows: OverRows | None = None
 ) -> "BlockedProgram | None":
     """The program with its big values in blocks; None if it has none, or prints, or if looking for them failed."""
     if traced.has_effects:
         return None
     try:
-        program = BlockedProgram(traced.jaxpr, roles, block_size, losses, least_gain=1)
+        program = BlockedProgram(traced.jaxpr, roles, block_size, losses, least_gain=1, over_rows=over_rows)
         return program if program.has_blocks and program.cotangent_programs is not None else None
     except AnybatchError:
         raise
@@ -194,6 +213,8 @@ class BlockedProgram:
       least_gain: how many times more bytes the big values of a region must have than what it reads and writes by rows.
       threshold: the bytes from which on a value is big; None to derive it from the largest value.
       is_survey: whether one of several big values of the same line and shape is enough, as for a report.
+      over_rows: what divides the rows of a region among devices, if anything. Big values inside loops and checkpoints
+        of the program are then computed in full.
     """
 
     threshold: int
@@ -211,8 +232,9 @@ class BlockedProgram:
         least_gain: float = LEAST_GAIN,
         threshold: int | None = None,
         is_survey: bool = False,
+        over_rows: OverRows | None = None,
     ) -> None:
-        self.block_size, self.losses = block_size, list(losses)
+        self.block_size, self.losses, self.over_rows = block_size, list(losses), over_rows or _here
         self._least_gain, self._is_survey = least_gain, is_survey
         largest = largest_value(jaxpr, roles.of_data)
         self._find(jaxpr, roles, largest // SHARE if threshold is None else threshold)
@@ -223,18 +245,19 @@ class BlockedProgram:
             self._find(jaxpr, roles, largest // 2)
             if self._largest_in_full() >= in_full:
                 self.threshold, self.regions, self._is_sliced = found
-        self.nested = self._blocked_inside()
+        self.nested = self._blocked_inside() if over_rows is None else {}
 
     def _find(self, jaxpr: Any, roles: Roles, threshold: int) -> None:
         """Finds the regions of a program, in which values with more bytes than the threshold are big."""
         self.threshold, self._is_sliced = max(1, threshold), False
         opened = _checkpoints_to_open(jaxpr, self.threshold)
-        regions = Regions(jaxpr, roles.of_data, roles.moves, self.threshold, self.losses, opened, self._is_survey)
+        options = {"is_survey": self._is_survey, "divides_rows": self.over_rows is not _here}
+        regions = Regions(jaxpr, roles.of_data, roles.moves, self.threshold, self.losses, opened, **options)
         while regions.slices:  # the program in which slices are taken first
             self.regions, self.nested, self._is_sliced = regions, {}, True
             types = [value.type for value in regions.graph.inputs]
             jaxpr = tracing.close(lambda *flat: self(flat), types)
-            regions = Regions(jaxpr, roles.of_data, roles.moves, self.threshold, self.losses, None, self._is_survey)
+            regions = Regions(jaxpr, roles.of_data, roles.moves, self.threshold, self.losses, None, **options)
         self.regions = regions
         regions.keep(self._gains)
 
@@ -248,7 +271,9 @@ class BlockedProgram:
     def _gains(self, region: Region) -> bool:
         """Whether a region saves memory: its big values are much larger than what it reads and writes by rows."""
         needs = region.needs
-        by_rows = sum(value.num_bytes for value, _ in needs.cuts if not self._is_shared(value))
+        by_rows = sum(
+            value.num_bytes for value, _ in needs.cuts if not (self._is_shared(value) or self._is_given(value))
+        )
         by_rows += sum(value.num_bytes for value in region.exits if isinstance(region.state(value), Batched))
         inside = max(output.num_bytes for node in needs.nodes for output in node.outputs)
         return inside >= self._least_gain * by_rows
@@ -257,6 +282,10 @@ class BlockedProgram:
         """Whether a large value is computed from parameters alone, such as relative biases: it is there anyway."""
         regions = self.regions
         return regions.is_large(value) and value not in regions.of_data and regions.variable_of(value) is None
+
+    def _is_given(self, value: Value) -> bool:
+        """Whether a value is there in any case, so that it costs nothing that devices take its rows."""
+        return self.regions.divides_rows and value.node is None and not self.regions.facts[value].has_gradient
 
     @property
     def has_blocks(self) -> bool:
@@ -434,19 +463,18 @@ class _Run:
                 self.known.setdefault(output, result)
 
     def _region(self, region: Region) -> list[Any]:
-        needs = region.needs
-        cuts = [jnp.asarray(self[value]) for value, _ in needs.cuts]
-        loop = BlockLoop(region, self.program.block_size)
+        loop = BlockLoop(region, self.program.block_size, self.program.over_rows)
+        cuts = [jnp.asarray(self[value]) for value, _ in loop.cuts]
         if not self.differentiable:
-            return loop.forward(cuts, [jnp.asarray(self[value]) for value in needs.entries])
+            return loop.forward(cuts, [jnp.asarray(self[value]) for value in loop.entries])
         if self.cotangents is None or region not in self.program.cotangent_programs:
-            return loop.differentiable(cuts, [jnp.asarray(self[value]) for value in needs.entries])
+            return loop.differentiable(cuts, [jnp.asarray(self[value]) for value in loop.entries])
         known = self.program.cotangent_programs[region](self, self.cotangents)
-        entries = [self.copies[value] if value in self.copies else jnp.asarray(self[value]) for value in needs.entries]
-        totals = [self.totals.get(value) for value in needs.entries]
+        entries = [self.copies[value] if value in self.copies else jnp.asarray(self[value]) for value in loop.entries]
+        totals = [self.totals.get(value) for value in loop.entries]
         exits, totals = loop.with_known_cotangents(cuts, entries, known, totals)
         self.totals.update(
-            {value: total for value, total in zip(needs.entries, totals, strict=True) if total is not None}
+            {value: total for value, total in zip(loop.entries, totals, strict=True) if total is not None}
         )
         return exits
 
@@ -518,22 +546,39 @@ class BlockLoop:
     Args:
       region: the region.
       block_size: the number of rows of a block. The last one may be smaller, and comes first.
+      over_rows: what divides the rows among devices. Each device runs the loop for its own rows.
     """
 
-    def __init__(self, region: Region, block_size: int) -> None:
-        self.region, self.length = region, region.length
-        self.size = max(1, min(block_size, self.length))
+    def __init__(self, region: Region, block_size: int, over_rows: OverRows = _here) -> None:
+        self.region, self.block_size, self._over_rows = region, block_size, over_rows
         self.states = [region.state(value) for value in region.exits]
         facts, needs = region.program.facts, region.needs
-        self._moving_cuts = [facts[value].has_gradient for value, _ in needs.cuts]
-        self._moving_entries = [facts[value].has_gradient for value in needs.entries]
+        self.cuts = [(value, rows) for value, rows in needs.cuts if over_rows is _here or self._is_divided(value, rows)]
+        self.entries = list(dict.fromkeys((*needs.entries, *(cut[0] for cut in needs.cuts if cut not in self.cuts))))
+        self._moving_cuts = [facts[value].has_gradient for value, _ in self.cuts]
+        self._moving_entries = [facts[value].has_gradient for value in self.entries]
+        self._cut_layouts = [rows for _, rows in self.cuts]
+        self._in_rows = [isinstance(state, Batched) for state in self.states]
+        self._exit_layouts = [state for state in self.states if isinstance(state, Batched)]
+
+    def _is_divided(self, value: Value, rows: Batched) -> bool:
+        """Whether each device gets its rows of a value only.
+
+        Otherwise it takes them from the full value, which it reads anyway, or which is small and would have to be
+        moved: arrays are sharded along their first axis. The gradient is then summed with those of other entries.
+        """
+        is_in_place = rows.axis == 0 and rows.outer == 1
+        return value not in self.region.needs.entries and (is_in_place or self.region.program.is_large(value))
 
     def of_block(self, slices: Sequence[Any], entries: Sequence[Any], start: Any, size: int) -> list[Any]:
-        """The exits of one block."""
+        """The exits of one block, which starts at this row of the region."""
         region, needs = self.region, self.region.needs
-        now = dict(zip(needs.cuts, slices, strict=True))
+        full = dict(zip(self.entries, entries, strict=True))
+        now = dict(zip(self.cuts, slices, strict=True))
+        for value, rows in needs.cuts:
+            if (value, rows) not in now:
+                now[value, rows] = take_rows(full[value], rows, region.length, start, size)
         known = {source: now[region.sources[source]] for source in needs.sources}
-        full = dict(zip(needs.entries, entries, strict=True))
         block = Microbatch(region.reader, Examples(start, size), known, full, Draw(in_full=True))
         block.run(needs.wanted)
         return [jnp.asarray(block.value(value)) for value in needs.wanted]
@@ -541,10 +586,15 @@ class BlockLoop:
     def forward(self, cuts: Sequence[Any], entries: Sequence[Any]) -> list[Any]:
         """The exits, without gradients."""
 
-        def step(made: list[Any], start: Any, size: int) -> list[Any]:
-            return self._collect(made, self.of_block(self._slices(cuts, start, size), entries, start, size), start)
+        def of_rows(first: Any, length: int, entries: list[Any], cuts: list[Any]) -> tuple[list[Any], list[Any]]:
+            def step(made: list[Any], start: Any, size: int) -> list[Any]:
+                slices = self._slices(cuts, self._cut_layouts, length, start, size)
+                return self._collect(made, self.of_block(slices, entries, first + start, size), length, start)
 
-        return self._finish(self._over_blocks(step, self._zeros()))
+            return self._sums_and_rows(self._over_blocks(step, self._zeros(length), length))
+
+        layouts = self._cut_layouts, self._exit_layouts
+        return self._finish(*self._over_rows(of_rows, self.region.length, list(entries), list(cuts), *layouts))
 
     def differentiable(self, cuts: list[Any], entries: list[Any]) -> list[Any]:
         """The exits, with a derivative that computes every block again.
@@ -614,71 +664,101 @@ class BlockLoop:
 
         `totals` has for each entry what its gradient is added to; None for zeros.
         """
-        positions, rows_of_cuts = self.region.differentiated, self.region.needs.cuts
-        moving_cuts, moving_entries = _chosen(cuts, self._moving_cuts), _chosen(entries, self._moving_entries)
-        rows = [rows for _, rows in _chosen(rows_of_cuts, self._moving_cuts)]
+        positions, num_entries, num_cuts = self.region.differentiated, len(entries), len(cuts)
+        in_rows = [self._in_rows[position] for position in positions]
+        moving_layouts = _chosen(self._cut_layouts, self._moving_cuts)
+        exit_states = [self.states[position] for position in positions]
+        own_layouts = [state for state in exit_states if isinstance(state, Batched)]
+        # On several devices, a sum that starts from a total would count it several times.
+        assert self._over_rows is _here or not any(total is not None for total in totals or ())
 
-        def step(carry: Any, start: Any, size: int) -> Any:
-            made, of_cuts, of_entries = carry
-            slices = self._slices(cuts, start, size)
+        def of_rows(first: Any, length: int, invariant: list[Any], rows: list[Any]) -> tuple[list[Any], list[Any]]:
+            (entries, of_sums), (cuts, of_exits) = _divided(invariant, num_entries), _divided(rows, num_cuts)
+            moving_entries = _chosen(entries, self._moving_entries)
 
-            def fun(moving_slices: list[Any], wide_entries: list[Any]) -> tuple[list[Any], list[Any]]:
-                mine = _replaced(slices, self._moving_cuts, moving_slices)
-                # They are wide, so that their gradients are summed wide.
-                narrow = [wide.astype(each.dtype) for wide, each in zip(wide_entries, moving_entries, strict=True)]
-                exits = self.of_block(mine, _replaced(entries, self._moving_entries, narrow), start, size)
-                return [exits[position] for position in positions], exits
+            def step(carry: Any, start: Any, size: int) -> Any:
+                made, of_cuts, of_entries = carry
+                slices = self._slices(cuts, self._cut_layouts, length, start, size)
 
-            point = [each.astype(_summed_in(each.dtype)) for each in moving_entries]
-            _, pullback, exits = jax.vjp(fun, _chosen(slices, self._moving_cuts), point, has_aux=True)
-            own = [
-                take_rows(each, state, self.length, start, size) if isinstance(state, Batched) else each
-                for each, state in zip(cotangents, (self.states[position] for position in positions), strict=True)
+                def fun(moving_slices: list[Any], wide_entries: list[Any]) -> tuple[list[Any], list[Any]]:
+                    mine = _replaced(slices, self._moving_cuts, moving_slices)
+                    # They are wide, so that their gradients are summed wide.
+                    narrow = [wide.astype(each.dtype) for wide, each in zip(wide_entries, moving_entries, strict=True)]
+                    full = _replaced(entries, self._moving_entries, narrow)
+                    exits = self.of_block(mine, full, first + start, size)
+                    return [exits[position] for position in positions], exits
+
+                point = [each.astype(_summed_in(each.dtype)) for each in moving_entries]
+                _, pullback, exits = jax.vjp(fun, _chosen(slices, self._moving_cuts), point, has_aux=True)
+                new_cuts, new_entries = pullback(
+                    _joined(of_sums, self._slices(of_exits, own_layouts, length, start, size), in_rows)
+                )
+                of_cuts = [
+                    put_block(old, new, each, length, start)
+                    for old, new, each in zip(of_cuts, new_cuts, moving_layouts, strict=True)
+                ]
+                of_entries = [old + new.astype(old.dtype) for old, new in zip(of_entries, new_entries, strict=True)]
+                return self._collect(made, exits, length, start) if keeps_exits else made, of_cuts, of_entries
+
+            zeros = [jnp.zeros_like(each) for each in _chosen(cuts, self._moving_cuts)]
+            starts = _chosen(totals or [None] * num_entries, self._moving_entries)
+            starts = [
+                jnp.zeros_like(each, _summed_in(each.dtype)) if start is None else start
+                for each, start in zip(moving_entries, starts, strict=True)
             ]
-            new_cuts, new_entries = pullback(own)
-            of_cuts = [
-                put_block(old, new, each, self.length, start)
-                for old, new, each in zip(of_cuts, new_cuts, rows, strict=True)
-            ]
-            of_entries = [old + new.astype(old.dtype) for old, new in zip(of_entries, new_entries, strict=True)]
-            return self._collect(made, exits, start) if keeps_exits else made, of_cuts, of_entries
+            carry = self._zeros(length) if keeps_exits else [], zeros, starts
+            made, of_cuts, of_entries = self._over_blocks(step, carry, length)
+            sums, made_rows = self._sums_and_rows(made) if keeps_exits else ([], [])
+            return [*of_entries, *sums], [*of_cuts, *made_rows]
 
-        zeros = [jnp.zeros_like(each) for each in moving_cuts]
-        starts = _chosen(totals or [None] * len(entries), self._moving_entries)
-        starts = [
-            jnp.zeros_like(each, _summed_in(each.dtype)) if start is None else start
-            for each, start in zip(moving_entries, starts, strict=True)
-        ]
-        made, of_cuts, of_entries = self._over_blocks(step, (self._zeros() if keeps_exits else [], zeros, starts))
-        return self._finish(made) if keeps_exits else [], of_cuts, of_entries
+        of_sums, of_exits = _chosen(cotangents, [not each for each in in_rows]), _chosen(cotangents, in_rows)
+        sums, rows = self._over_rows(
+            of_rows,
+            self.region.length,
+            [*entries, *of_sums],
+            [*cuts, *of_exits],
+            [*self._cut_layouts, *own_layouts],
+            [*moving_layouts, *(self._exit_layouts if keeps_exits else [])],
+        )
+        of_entries, exit_sums = _divided(sums, sum(self._moving_entries))
+        of_cuts, exit_rows = _divided(rows, sum(self._moving_cuts))
+        return self._finish(exit_sums, exit_rows) if keeps_exits else [], list(of_cuts), list(of_entries)
 
-    def _slices(self, cuts: Sequence[Any], start: Any, size: int) -> list[Any]:
-        pairs = zip(cuts, self.region.needs.cuts, strict=True)
-        return [take_rows(array, rows, self.length, start, size) for array, (_, rows) in pairs]
+    def _slices(
+        self, arrays: Sequence[Any], layouts: Sequence[Batched], length: int, start: Any, size: int
+    ) -> list[Any]:
+        pairs = zip(arrays, layouts, strict=True)
+        return [take_rows(array, rows, length, start, size) for array, rows in pairs]
 
-    def _over_blocks(self, step: Callable[[Any, Any, int], Any], carry: Any) -> Any:
-        number, rest = divmod(self.length, self.size)
+    def _over_blocks(self, step: Callable[[Any, Any, int], Any], carry: Any, length: int) -> Any:
+        size = max(1, min(self.block_size, length))
+        number, rest = divmod(length, size)
         if rest:
-            carry = step(carry, jnp.int32(number * self.size), rest)
-        starts = jnp.arange(number, dtype=jnp.int32) * self.size
+            carry = step(carry, jnp.int32(number * size), rest)
+        starts = jnp.arange(number, dtype=jnp.int32) * size
         with jax.named_scope("anybatch_blocks"):
-            return lax.scan(lambda carry, start: (step(carry, start, self.size), None), carry, starts)[0]
+            return lax.scan(lambda carry, start: (step(carry, start, size), None), carry, starts)[0]
 
-    def _zeros(self) -> list[Any]:
+    def _zeros(self, length: int) -> list[Any]:
+        """Zeros for the exits of so many rows."""
         return [
-            avals.zeros_of(value.aval, value.dtype if isinstance(state, Batched) else _summed_in(value.dtype))
+            jnp.zeros(replaced(value.shape, state.axis, state.length(length)), value.dtype)
+            if isinstance(state, Batched)
+            else avals.zeros_of(value.aval, _summed_in(value.dtype))
             for value, state in zip(self.region.exits, self.states, strict=True)
         ]
 
-    def _collect(self, made: Sequence[Any], new: Sequence[Any], start: Any) -> list[Any]:
+    def _collect(self, made: Sequence[Any], new: Sequence[Any], length: int, start: Any) -> list[Any]:
         return [
-            put_block(old, each, state, self.length, start)
-            if isinstance(state, Batched)
-            else old + each.astype(old.dtype)
+            put_block(old, each, state, length, start) if isinstance(state, Batched) else old + each.astype(old.dtype)
             for old, each, state in zip(made, new, self.states, strict=True)
         ]
 
-    def _finish(self, made: Sequence[Any]) -> list[Any]:
+    def _sums_and_rows(self, made: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        return _chosen(made, [not each for each in self._in_rows]), _chosen(made, self._in_rows)
+
+    def _finish(self, sums: Sequence[Any], rows: Sequence[Any]) -> list[Any]:
+        made = _joined(sums, rows, self._in_rows)
         return [each.astype(value.dtype) for each, value in zip(made, self.region.exits, strict=True)]
 
 
@@ -732,6 +812,10 @@ def _chosen(values: Sequence[Any], flags: Sequence[bool]) -> list[Any]:
 
 def _divided(values: Sequence[Any], number: int) -> tuple[Sequence[Any], Sequence[Any]]:
     return values[:number], values[number:]
+
+
+def _joined(sums: Sequence[Any], rows: Sequence[Any], in_rows: Sequence[bool]) -> list[Any]:
+    return _replaced(_replaced([None] * len(in_rows), in_rows, rows), [not each for each in in_rows], sums)
 
 
 def _replaced(values: Sequence[Any], flags: Sequence[bool], new: Sequence[Any]) -> list[Any]:

@@ -193,7 +193,7 @@ class Region:
         for position, (value, rows) in enumerate(zip(inputs, outcome.takes, strict=True)):
             if rows is None or value.is_constant or value not in self.program.facts:
                 continue
-            if value in self.program.big or self.program.facts[value].has_gradient:
+            if value in self.program.big or self.program.facts[value].has_gradient or self.program.divides_rows:
                 better[position] = self._rows_of(value, rows) or value
         if better == inputs:
             return cloned
@@ -375,6 +375,8 @@ class Regions:
       losses: the positions of the outputs that are differentiated.
       opened: nested functions to inline, as `Graph` takes them.
       is_survey: whether one of several big values of the same line and shape is enough, as for a report.
+      divides_rows: whether the rows of a region are divided among devices, which have arrays sharded along their first
+        axis. Then rows along this axis are preferred, since they need not be moved.
     """
 
     def __init__(
@@ -386,8 +388,10 @@ class Regions:
         losses: Sequence[int],
         opened: Any = None,
         is_survey: bool = False,
+        divides_rows: bool = False,
     ) -> None:
         self.graph, self._losses, self._is_survey = Graph(jaxpr, opened), list(losses), is_survey
+        self.divides_rows = divides_rows
         self._index = itertools.count(len(self.graph.nodes))
         self.facts: dict[Value, Fact] = {}
         self.of_data: set[Value] = set()
@@ -585,13 +589,18 @@ class Regions:
         """Whether a value follows from big values of the region, without costly operations on small ones between."""
         return region.clone[value] in region.follows_from_big
 
-    def _cost(self, region: Region, value: Value) -> tuple[int, int, int, bool, int]:
-        """What must be known before, big values in full, the costly nodes; then a loop that exists, and many rows."""
+    def _cost(self, region: Region, value: Value) -> tuple[int, int, int, bool, bool, int]:
+        """What must be known before, big values in full, the costly nodes; then a loop that exists, and many rows.
+
+        If rows are divided among devices, arrays that have to be moved come before the last two.
+        """
         needs = region.with_exits([value]).needs
         after = self._after_big_of(region)
         waits = sum(each in after for each in needs.before)
         in_full = sum(weight(each) for each in needs.before if each in self.big)
-        return waits, in_full, sum(node.name in HEAVY for node in needs.nodes), not region.exits, -region.length
+        costly = sum(node.name in HEAVY for node in needs.nodes)
+        moves_rows = self.divides_rows and any(rows.axis > 0 or rows.outer > 1 for _, rows in needs.cuts)
+        return waits, in_full, costly, moves_rows, not region.exits, -region.length
 
     def _waits_for_itself(self, region: Region, value: Value) -> bool:
         after = self.descendants({region.root})

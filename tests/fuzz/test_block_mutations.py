@@ -75,33 +75,33 @@ def untransposed(right):
 
 
 def without_the_ragged_block(right):
-    def over_blocks(self, step, carry):
-        number = self.length // self.size
-        starts = jnp.arange(number, dtype=jnp.int32) * self.size
-        return lax.scan(lambda carry, start: (step(carry, start, self.size), None), carry, starts)[0]
+    def over_blocks(self, step, carry, length):
+        size = max(1, min(self.block_size, length))
+        starts = jnp.arange(length // size, dtype=jnp.int32) * size
+        return lax.scan(lambda carry, start: (step(carry, start, size), None), carry, starts)[0]
 
     return over_blocks
 
 
 def entries_of_the_last_block(right):
-    def over_blocks(self, step, carry):
+    def over_blocks(self, step, carry, length):
         def forgetful(carry, start, size):
             if isinstance(carry, tuple):
                 carry = (*carry[:2], [jnp.zeros_like(each) for each in carry[2]])
             return step(carry, start, size)
 
-        return right(self, forgetful, carry)
+        return right(self, forgetful, carry, length)
 
     return over_blocks
 
 
 def sums_of_the_last_block(right):
-    def collect(self, made, new, start):
+    def collect(self, made, new, length, start):
         kept = [
             each if isinstance(state, Batched) else jnp.zeros_like(each)
             for each, state in zip(made, self.states, strict=True)
         ]
-        return right(self, kept, new, start)
+        return right(self, kept, new, length, start)
 
     return collect
 
