@@ -36,6 +36,9 @@ ELEMENTWISE = frozenset(
 # Their derivative is zero everywhere, and JAX does not differentiate what follows from them alone.
 WITHOUT_GRADIENT = frozenset("stop_gradient ceil floor round sign".split())
 
+# Their results are floating-point numbers that jump where an operand changes by a rounding error.
+STEPS = frozenset("ceil floor round sign rem sort top_k".split())
+
 # Each element of the result is an element of an operand, or a constant.
 MOVES = frozenset("broadcast_in_dim reshape transpose squeeze concatenate slice rev pad iota".split())
 

@@ -26,9 +26,11 @@ import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from anybatch.jaxprs import source
+import jax.numpy as jnp
+
+from anybatch.jaxprs import interpreter, source
 from anybatch.jaxprs.graph import Graph, Node, Value, operands_of, sources
-from anybatch.jaxprs.primitives import ELEMENTWISE, WITHOUT_GRADIENT
+from anybatch.jaxprs.primitives import ELEMENTWISE, STEPS, WITHOUT_GRADIENT
 from anybatch.reading.reader import Fact, NeedsInlining, Reader, ReadOptions, RuleResult
 from anybatch.reading.rules import RULEBOOK
 from anybatch.reading.split import HEAVY
@@ -622,8 +624,8 @@ class Regions:
         return {value for value in reached if value in self.region_of and self.facts[value].has_gradient}
 
     def keep(self, gains: Callable[[Region], bool]) -> None:
-        """Drops the regions that save no memory, wait for one another, divide a cotangent, or come before a loop."""
-        self._keep_only([region for region in self.regions if gains(region)])
+        """Drops regions that save no memory, or that would wait for one another, not be exact, or raise an error."""
+        self._keep_only([region for region in self.regions if gains(region) and not self._compares_with_itself(region)])
         while wrong := self._waiting_in_a_circle() or self._dividing_a_cotangent() or self._before_a_loop():
             self._keep_only([region for region in self.regions if region is not wrong])
 
@@ -661,6 +663,29 @@ class Regions:
         times = collections.Counter(node for node, _ in used)
         return next((region for node, region in used if node in outside or times[node] > 1), None)
 
+    def _compares_with_itself(self, region: Region) -> bool:
+        """Whether a region compares big values with a result of theirs that is computed elsewhere.
+
+        As in `x == x.max(0)`, where the maximum is computed along the other axis. A value that is computed twice, from
+        blocks of other shapes, may differ by a rounding error, and is then neither equal to itself nor the largest.
+        """
+        after = self._after_big_of(region)
+        if not any(value in after for value in region.needs.before):
+            return False
+        own: set[Value] = set()
+        from_elsewhere: set[Value] = set()
+        for node in sorted(region.needs.nodes, key=lambda node: node.index):
+            inputs = [value for value in node.inputs if not value.is_constant]
+            originals = [region.sources[value][0] if value in region.sources else value for value in inputs]
+            is_own = any(value in own for value in inputs)
+            is_from_elsewhere = any(value in after or value in from_elsewhere for value in originals)
+            if is_own and is_from_elsewhere and _may_jump(node.equation):
+                return True
+            for output, original in zip(node.outputs, region.original[node].outputs, strict=True):
+                own.update([output] if is_own or original in after else [])
+                from_elsewhere.update([output] if is_from_elsewhere else [])
+        return False
+
     def _before_a_loop(self) -> Region | None:
         """A region with a result that is not differentiated, in a loop that cannot be; None if there is none.
 
@@ -695,6 +720,15 @@ class Regions:
         """The region of each exit; for a slice, the part of the program that it is computed from."""
         found = {value: region for region in self.regions for value in region.exits}
         return found | {value: region for value, (region, _, _) in self.slices.items()}
+
+
+def _may_jump(equation: Any) -> bool:
+    """Whether results of an equation may jump where an operand changes by a rounding error, as comparisons do."""
+    takes_floats = any(jnp.issubdtype(operand.aval.dtype, jnp.inexact) for operand in equation.invars)
+    gives_others = any(not jnp.issubdtype(output.aval.dtype, jnp.inexact) for output in equation.outvars)
+    if equation.primitive.name in STEPS or (takes_floats and gives_others):
+        return True
+    return any(_may_jump(each) for inner in interpreter.jaxprs_in(equation) for each in interpreter.equations_of(inner))
 
 
 def weight(value: Value) -> int:

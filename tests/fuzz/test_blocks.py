@@ -30,12 +30,18 @@ def check(seeds, compare=compare):
     print(f"programs {seeds.start} to {seeds.stop - 1}:", dict(counts))
     assert not wrong, "\n\n".join(wrong)
     assert counts["refused"] + counts["invalid"] + counts["not finite"] <= max(2, 0.05 * len(seeds))
-    assert counts["with regions"] >= SHARE_WITH_REGIONS * len(seeds)
+    assert counts["with regions"] >= SHARE_WITH_REGIONS * len(seeds) or len(seeds) == 1
 
 
 @pytest.mark.every_jax
 def test_random_wide_programs_interpreted():
     check(range(FIRST_SEED, FIRST_SEED + PROGRAMS_PER_TEST))
+
+
+@pytest.mark.every_jax
+@pytest.mark.parametrize("seed", [31_201_243, 31_201_447, 31_301_310])
+def test_programs_that_were_wrong_or_crashed_once(seed):
+    check(range(seed, seed + 1))
 
 
 @pytest.mark.full

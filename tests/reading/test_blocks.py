@@ -279,6 +279,27 @@ def test_no_value_is_as_large_as_the_largest_of_the_full_batch(name, x64):
     assert blocks.largest_value(in_blocks) < 0.6 * blocks.largest_value(full)
 
 
+def mutual_neighbours(params, batch):
+    """The pairs that are the largest of their row and of their column."""
+    z = jnp.tanh(batch @ params)
+    pairs = z @ jnp.roll(z, 1, axis=1).T
+    best = (pairs == pairs.max(axis=1, keepdims=True)) & (pairs == pairs.max(axis=0, keepdims=True))
+    return jnp.sum(jnp.where(best, pairs, 0))
+
+
+@pytest.mark.every_jax
+@pytest.mark.parametrize("compares", [False, True])
+def test_values_are_not_compared_with_themselves_across_loops(compares, x64, monkeypatch):
+    """A value from blocks of rows is not always equal to the same value from blocks of columns."""
+    params = jax.random.normal(jax.random.key(0), (8, 777))
+    batch = jax.random.normal(jax.random.key(1), (600, 8))
+    expected = jax.value_and_grad(mutual_neighbours)(params, batch)
+    if compares:  # the control
+        monkeypatch.setattr(regions.Regions, "_compares_with_itself", lambda self, region: False)
+    actual = jax.jit(ab.value_and_grad(mutual_neighbours, microbatch_size=None, block_size=7))(params, batch)
+    assert close(actual, expected) is not compares
+
+
 @pytest.mark.parametrize("name", ["embedding", "mix"])
 def test_some_parameters_only(name, x64):
     """If only the embedding has a gradient, JAX does not differentiate the region at all."""
