@@ -16,7 +16,7 @@ import jax
 from anybatch.jaxprs import avals, interpreter, tracing
 from anybatch.jaxprs.graph import num_bytes
 from anybatch.jaxprs.primitives import CALLS, FUSED, called_jaxpr
-from anybatch.reading.blocks import is_region
+from anybatch.reading.block_loop import is_region
 
 MOST_BLOCKS = 64
 

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from anybatch.reading.blocks import OverRows
+from anybatch.reading.block_loop import OverRows
 from anybatch.reading.states import Batched, take_rows
 
 Variables = list[Any]

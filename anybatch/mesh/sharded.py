@@ -19,7 +19,7 @@ from jax.sharding import Mesh, PartitionSpec
 from anybatch.call.placement import axes_of
 from anybatch.jaxprs import avals
 from anybatch.mesh.executor import BatchPass, Executor, OutputLayout, Shard, in_fixed_order, merge_axis, split_axis
-from anybatch.reading.blocks import OfRows, OverRows
+from anybatch.reading.block_loop import OfRows, OverRows
 from anybatch.reading.states import Batched, take_rows
 
 # Arrays of at most this many elements are converted to the dtype of the gradients, to be summed in the same collective.

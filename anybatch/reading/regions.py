@@ -16,7 +16,7 @@ such an axis apart, so that it can be computed one block of rows at a time:
   4. *Exits* are the last values that are not big, and are rows or sums under some hypothesis. A hypothesis with exits
      is a region. A value that no hypothesis explains is computed in full.
 
-`Regions` does this for the graph of a program, and `gradients/blocks.py` runs it.
+`Regions` does this for the graph of a program, and `blocks.py` runs it.
 """
 
 import collections

@@ -15,8 +15,9 @@ from jax import lax
 
 import anybatch as ab
 from anybatch.jaxprs import tracing
-from anybatch.reading import blocks
-from anybatch.reading.blocks import BlockedProgram, BlockLoop, CotangentProgram
+from anybatch.reading import block_loop
+from anybatch.reading.block_loop import BlockLoop
+from anybatch.reading.blocks import BlockedProgram, CotangentProgram
 from anybatch.reading.reader import RuleResult
 from anybatch.reading.regions import Region, RegionReader, Regions
 from anybatch.reading.states import SUMMED, Batched, NotRowwise
@@ -122,9 +123,13 @@ def first_exit_alone(right):
 
 
 MUTATIONS = {
-    "positions start at 0 in every block": replace(blocks, "Examples", lambda right: lambda start, *a: right(0, *a)),
+    "positions start at 0 in every block": replace(
+        block_loop, "Examples", lambda right: lambda start, *a: right(0, *a)
+    ),
     "the first rows for every block": replace(
-        blocks, "take_rows", lambda right: lambda array, rows, length, start, size: right(array, rows, length, 0, size)
+        block_loop,
+        "take_rows",
+        lambda right: lambda array, rows, length, start, size: right(array, rows, length, 0, size),
     ),
     "a maximum over the rows is a sum": believe("reduce_max reduce_min argmax argmin", a_sum),
     "a cumulative sum over the rows is rows": believe("cumsum cumlogsumexp cummax", same_rows),
@@ -139,10 +144,12 @@ MUTATIONS = {
     ),
     "only the first result has a cotangent": replace(Region, "differentiated", first_exit_alone),
     "blocks are put at the beginning": replace(
-        blocks, "put_block", lambda right: lambda array, new, rows, length, start: right(array, new, rows, length, 0)
+        block_loop,
+        "put_block",
+        lambda right: lambda array, new, rows, length, start: right(array, new, rows, length, 0),
     ),
     "blocks are put one row too far": replace(
-        blocks,
+        block_loop,
         "put_block",
         lambda right: lambda array, new, rows, length, start: right(array, new, rows, length, start + 1),
     ),

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 import anybatch as ab
 from anybatch.jaxprs import versions
 from anybatch.mesh.sharded import ShardedExecutor
-from anybatch.reading import blocks
+from anybatch.reading import block_loop, blocks
 
 EXACT = 1e-12
 
@@ -149,7 +149,7 @@ def regions_on_devices(monkeypatch):
     run = blocks._Run._region
 
     def counted(self, region):
-        if self.program.over_rows is not blocks._here:
+        if self.program.over_rows is not block_loop.here:
             found.append(region)
         return run(self, region)
 

@@ -15,7 +15,7 @@ import anybatch as ab
 from anybatch import privacy
 from anybatch.jaxprs import versions
 from anybatch.per_example import forms
-from anybatch.reading import blocks, regions
+from anybatch.reading import block_loop, blocks, regions
 from anybatch.reading.states import Blame, RuleFailed
 
 METHODS = ("factored", "vmap")
@@ -283,8 +283,8 @@ def test_all_losses_with_big_values(float64):
 
 def test_the_comparison_can_fail(float64, monkeypatch):
     """The control: every block computes the rows of the first one."""
-    take_rows = blocks.take_rows
-    monkeypatch.setattr(blocks, "take_rows", lambda array, rows, n, start, size: take_rows(array, rows, n, 0, size))
+    take_rows = block_loop.take_rows
+    monkeypatch.setattr(block_loop, "take_rows", lambda array, rows, n, start, size: take_rows(array, rows, n, 0, size))
     for method in METHODS:
         with pytest.raises(AssertionError):
             check(tied, method=method, microbatch_size=2, block_size=7)
@@ -358,7 +358,7 @@ def test_a_number_is_kept_by_plans_and_a_fixed_microbatch_has_no_blocks():
         fun = ab.per_example_norms(tied, method="vmap", microbatch_size=1, block_size=block_size)
         return str(jax.make_jaxpr(fun)(params, batch))
 
-    assert blocks.REGION in computed(32) and blocks.REGION not in computed("auto") + computed(None)
+    assert block_loop.REGION in computed(32) and block_loop.REGION not in computed("auto") + computed(None)
 
 
 # Options.
@@ -420,7 +420,7 @@ def test_if_blocks_fail_the_gradient_is_computed_in_full(method, float64, monkey
 
     for owner, name, fails in [
         (regions.Regions, "_cover", finds_nothing),
-        (blocks.BlockLoop, "of_block", computes_nothing),
+        (block_loop.BlockLoop, "of_block", computes_nothing),
     ]:
         with monkeypatch.context() as patch, pytest.warns(ab.RuleFailedWarning, match="a mistake"):
             patch.setattr(owner, name, fails)

@@ -14,7 +14,7 @@ from cases.wide_losses import WIDE
 import anybatch as ab
 from anybatch.jaxprs import versions
 from anybatch.jaxprs.graph import Graph
-from anybatch.reading import blocks, regions
+from anybatch.reading import block_loop, blocks, regions
 from anybatch.reading.states import Blame, RuleFailed
 
 SIZES = [(None, 4), (2, 3)]
@@ -65,8 +65,8 @@ def test_the_comparison_can_fail(x64, monkeypatch):
     """The control: every block computes the rows of the first one."""
     case = next(case for case in WIDE if case.name == "mean_of_log_softmax")
     params, batch = case.make(jnp.float64)
-    take_rows = blocks.take_rows
-    monkeypatch.setattr(blocks, "take_rows", lambda array, rows, n, start, size: take_rows(array, rows, n, 0, size))
+    take_rows = block_loop.take_rows
+    monkeypatch.setattr(block_loop, "take_rows", lambda array, rows, n, start, size: take_rows(array, rows, n, 0, size))
     actual = ab.value_and_grad(case.loss, microbatch_size=None, block_size=4)(params, batch)
     assert not close(actual, jax.jit(jax.value_and_grad(case.loss))(params, batch), 1e-3)
 
@@ -500,9 +500,9 @@ def test_verify_compares_blocks_too():
 def test_verify_finds_wrong_blocks(monkeypatch):
     """The control."""
     params, batch = language_model()
-    put_block = blocks.put_block
+    put_block = block_loop.put_block
     wrong = lambda array, new, rows, length, start: put_block(array, 2 * new, rows, length, start)  # noqa: E731
-    monkeypatch.setattr(blocks, "put_block", wrong)
+    monkeypatch.setattr(block_loop, "put_block", wrong)
     found = ab.verify(mean_loss, params, batch, microbatch_sizes=4, block_sizes=5)
     assert not found.ok and "blocks do not" in found.diagnosis
 
@@ -526,7 +526,7 @@ def test_if_a_block_cannot_be_computed_the_gradient_is_computed_in_full(monkeypa
 
     params, batch = language_model()
     expected = jax.value_and_grad(mean_loss)(params, batch)
-    monkeypatch.setattr(blocks.BlockLoop, "of_block", fails)
+    monkeypatch.setattr(block_loop.BlockLoop, "of_block", fails)
     with pytest.warns(ab.RuleFailedWarning, match="a mistake"):
         actual = ab.value_and_grad(mean_loss, microbatch_size=2, block_size=5)(params, batch)
     chex.assert_trees_all_close(actual, expected, rtol=2e-5, atol=1e-6)
