@@ -300,9 +300,11 @@ class Log:
             self._lock.release()
             if not isinstance(error, OSError):
                 raise
+            # Of a parent that is a file, `mkdir` says that it exists.
+            why = "Not a directory" if isinstance(error, FileExistsError) else error.strerror
             raise InputError(
                 "A log must be a file that can be written to",
-                given=f"{self.path} ({error.strerror})",
+                given=f"{self.path} ({why})",
                 remedy="Name another one, or check its permissions and the space on its disk.",
             ) from error
 
