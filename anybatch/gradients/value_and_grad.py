@@ -92,12 +92,12 @@ def value_and_grad(
         is not certain, from two or three compilations. Under `jit`, it is chosen when the function is traced. If memory
         runs out nevertheless, a call outside `jit` halves the microbatch, with a warning. The result is the same,
         except for random numbers that `rng_argnums` lets each microbatch draw.
-      block_size: how many rows of a big value to compute at a time, along another axis than the batch: tokens of logits
-        over a large vocabulary, rows of the matrix of all pairs of a contrastive loss, queries of attention that is
-        written out. anybatch finds these values in the jaxpr of the loss, and an axis along which their rows can be
-        computed separately; the result is the same. `None` computes them in full. `"auto"` lets a plan choose: if
-        blocks are needed to fit the memory, or make a larger microbatch possible. With a fixed `microbatch_size`, it is
-        `None`. On a `mesh`, each device computes its own rows in blocks.
+      block_size: how many rows of a big value to compute at a time. Rows are, for example, the tokens of logits over a
+        large vocabulary, the examples in the matrix of all pairs of a contrastive loss, or the queries in a matrix of
+        attention scores. anybatch finds big values in the jaxpr of the loss, and an axis along which their rows can be
+        computed separately. The result is the same. `None` computes big values in full. `"auto"` lets a plan choose: it
+        uses blocks if not even one example fits the memory without them, or if `anybatch.plan` timed them to be faster.
+        With a fixed `microbatch_size`, `"auto"` is `None`. On a `mesh`, each device computes its own rows in blocks.
       reduction: how the loss combines its examples. `"infer"` reads it from the loss, and computes it in one pass over
         the microbatches if possible, otherwise in two. The others declare it, and nothing is read.
         `"mean"`: a mean over the examples. It may also have terms that depend on the parameters alone.

@@ -35,11 +35,12 @@ def here(fun: OfRows, length: int, invariant: list[Any], rows: list[Any], *_: An
 
 
 class BlockLoop:
-    """A region as a loop over blocks of rows.
+    """Computes a region, the part of a program around a big value, in a loop over blocks of rows.
 
     Args:
       region: the region.
-      block_size: the number of rows of a block. The last one may be smaller, and comes first.
+      block_size: the number of rows of a block. If it does not divide the rows, the remaining last rows are a smaller
+        block, which is computed first.
       over_rows: what divides the rows among devices. Each device runs the loop for its own rows.
     """
 

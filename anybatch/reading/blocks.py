@@ -189,7 +189,7 @@ class WideValue:
 
 
 class BlockedProgram:
-    """A program whose regions are computed block by block.
+    """Runs a program with its big values, such as logits, computed in blocks of rows.
 
     Args:
       jaxpr: the program.
@@ -197,10 +197,10 @@ class BlockedProgram:
       block_size: the number of rows of a block.
       losses: the positions of the outputs that are differentiated.
       least_gain: how many times more bytes the big values of a region must have than what it reads and writes by rows.
-      threshold: the bytes from which on a value is big; None to derive it from the largest value.
+      threshold: a value with more bytes than this is big; None to derive it from the largest value.
       is_survey: whether one of several big values of the same line and shape is enough, as for a report.
-      over_rows: what divides the rows of a region among devices, if anything. Big values inside loops and checkpoints
-        of the program are then computed in full.
+      over_rows: what divides the rows of a region among devices; None for a single loop over all rows. With it, big
+        values inside loops are computed in full, and so are those inside checkpoints unless their results are small.
     """
 
     threshold: int
@@ -473,7 +473,7 @@ class _Run:
 
 
 class CotangentProgram:
-    """Computes the cotangents of the results of a region, before these are known."""
+    """Computes the cotangents of the results of a region before the region runs."""
 
     def __init__(self, traced: tracing.Traced, num_exits: int, outside: list[Value]) -> None:
         self._traced, self._num_exits, self.outside = traced, num_exits, outside

@@ -1,8 +1,8 @@
 """Finds big values of a program, such as logits, and an axis along which they can be computed block by block.
 
-The batch axis is only one axis. The logits of one example have rows along its tokens; the matrix of all pairs of a
-contrastive loss has rows along either side. A *region* is a part of a program around big values that keeps the rows of
-such an axis apart, so that it can be computed one block of rows at a time:
+Big values have rows along other axes than the batch axis too. The logits of one example have rows along its tokens. The
+matrix of all pairs of a contrastive loss has rows along either axis. A *region* is a part of a program that has big
+values and computes the rows along such an axis separately, so that it can be computed one block of rows at a time:
 
   1. A value is *big* if it depends on data and has more bytes than a threshold. A *root* is a big value that is
      computed from values that are not big.
@@ -13,8 +13,9 @@ such an axis apart, so that it can be computed one block of rows at a time:
   3. What follows from the root is read by the same rules as along the batch, on clones of the nodes. Clones are needed,
      because one value can be rows and invariant at once, as in `z @ z.T`. All values of the program itself are
      invariant to a region.
-  4. *Exits* are the last values that are not big, and are rows or sums under some hypothesis. A hypothesis with exits
-     is a region. A value that no hypothesis explains is computed in full.
+  4. *Exits* are the values that the rest of the program takes from a region. They are not big, and under the
+     hypothesis they are rows, or sums over the rows. A hypothesis with exits is a region. A big value for which no
+     hypothesis works is computed in full.
 
 `Regions` does this for the graph of a program, and `blocks.py` runs it.
 """
@@ -42,7 +43,7 @@ MAX_ROOTS = 64  # roots that hypotheses are made for, the largest first
 
 
 class _Clones:
-    """The nodes that a `RegionReader` has read, in the place of a graph."""
+    """Stands in for the graph of a `RegionReader`: it holds the nodes that were read so far."""
 
     def __init__(self) -> None:
         self.inputs: list[Value] = []
@@ -51,14 +52,16 @@ class _Clones:
 
 
 class _AllBut(set[int]):
-    """All numbers but those that were added: the values of which it is not known that nothing uses them."""
+    """A set of all numbers except those that are added to it, which are the ids of values that nothing uses."""
 
     def __contains__(self, number: object) -> bool:
         return not super().__contains__(number)
 
 
 class RegionReader(Reader):
-    """A reader that starts in the middle of a program, and visits the clones that it is given one by one.
+    """Finds out how values depend on the rows of a big value: a `Reader` that starts in the middle of a program.
+
+    It is given the nodes to read one by one, as clones.
 
     Args:
       facts: what is known of the values of the program, which are all invariant.
@@ -108,12 +111,15 @@ class RegionReader(Reader):
 
 
 class Region:
-    """What follows if one big value has rows along one axis.
+    """A part of a program around a big value, which may be computed one block of rows at a time.
+
+    It starts as a hypothesis, that the big value has rows along one axis. `holds` says whether these rows can be
+    computed separately. `Regions` then chooses its exits, the values that the rest of the program takes from it.
 
     Args:
       program: the program.
       root: the big value.
-      axis: its axis of rows.
+      axis: the axis of its rows.
       reads_on: whether to read what follows from the root.
     """
 
@@ -315,7 +321,7 @@ class Region:
 
 
 class Needs:
-    """The nodes, sources and invariant values that the exits of a region are computed from."""
+    """What the results of a region are computed from: nodes, rows of some values, and other values in full."""
 
     def __init__(self, region: Region) -> None:
         program = region.program
@@ -367,13 +373,13 @@ class Needs:
 
 
 class Regions:
-    """The graph of a program, its big values, and the regions that compute them.
+    """Finds the big values of a program, and the regions that compute them in blocks of rows.
 
     Args:
       jaxpr: the program.
       of_data: for each input, whether it depends on the examples.
       moves: for each input, whether the program is differentiated with respect to it.
-      threshold: the bytes from which on a value is big.
+      threshold: a value that depends on the examples is big if it has more bytes than this.
       losses: the positions of the outputs that are differentiated.
       opened: nested functions to inline, as `Graph` takes them.
       is_survey: whether one of several big values of the same line and shape is enough, as for a report.
