@@ -306,6 +306,11 @@ class Region:
                         costly.add(output)
         return after - costly
 
+    @property
+    def own_originals(self) -> set[Value]:
+        """The values of the program that the region computes."""
+        return {output for node in self.needs.nodes for output in self.original[node].outputs}
+
     def _is_own(self, value: Value) -> bool:
         return not value.is_constant and value not in self.sources and value not in self.program.facts
 
@@ -631,8 +636,13 @@ class Regions:
 
     def keep(self, gains: Callable[[Region], bool]) -> None:
         """Drops regions that save no memory, or that would wait for one another, not be exact, or raise an error."""
-        self._keep_only([region for region in self.regions if gains(region) and not self._compares_with_itself(region)])
-        while wrong := self._waiting_in_a_circle() or self._dividing_a_cotangent() or self._before_a_loop():
+        self._keep_only([region for region in self.regions if gains(region)])
+        while wrong := (
+            self._waiting_in_a_circle()
+            or self._dividing_a_cotangent()
+            or self._before_a_loop()
+            or self._computing_differently()
+        ):
             self._keep_only([region for region in self.regions if region is not wrong])
 
     def _keep_only(self, regions: list[Region]) -> None:
@@ -669,28 +679,19 @@ class Regions:
         times = collections.Counter(node for node, _ in used)
         return next((region for node, region in used if node in outside or times[node] > 1), None)
 
-    def _compares_with_itself(self, region: Region) -> bool:
-        """Whether a region compares big values with a result of theirs that is computed elsewhere.
+    def _computing_differently(self) -> Region | None:
+        """A region with a big value that is computed elsewhere too, if the results of both are compared; None if none.
 
-        As in `x == x.max(0)`, where the maximum is computed along the other axis. A value that is computed twice, from
-        blocks of other shapes, may differ by a rounding error, and is then neither equal to itself nor the largest.
+        As in `x == x.max(0)`, if `x` is computed from blocks of rows, and the maximum from blocks of columns. A value
+        that is computed twice, from blocks of other shapes, may differ by a rounding error, and is then neither equal
+        to itself nor the largest.
         """
-        after = self._after_big_of(region)
-        if not any(value in after for value in region.needs.before):
-            return False
-        own: set[Value] = set()
-        from_elsewhere: set[Value] = set()
-        for node in sorted(region.needs.nodes, key=lambda node: node.index):
-            inputs = [value for value in node.inputs if not value.is_constant]
-            originals = [region.sources[value][0] if value in region.sources else value for value in inputs]
-            is_own = any(value in own for value in inputs)
-            is_from_elsewhere = any(value in after or value in from_elsewhere for value in originals)
-            if is_own and is_from_elsewhere and _may_jump(node.equation):
-                return True
-            for output, original in zip(node.outputs, region.original[node].outputs, strict=True):
-                own.update([output] if is_own or original in after else [])
-                from_elsewhere.update([output] if is_from_elsewhere else [])
-        return False
+        places = collections.Counter(value for value in self.computed() if value in self.big)
+        inside = {region: region.own_originals for region in self.regions}
+        for originals in inside.values():
+            places.update(value for value in originals if value in self.big)
+        twice = {value for value, number in places.items() if number > 1}
+        return _Origins(self, twice).conflict() if twice else None
 
     def _before_a_loop(self) -> Region | None:
         """A region with a result that is not differentiated, in a loop that cannot be; None if there is none.
@@ -728,13 +729,69 @@ class Regions:
         return found | {value: region for value, (region, _, _) in self.slices.items()}
 
 
-def _may_jump(equation: Any) -> bool:
-    """Whether results of an equation may jump where an operand changes by a rounding error, as comparisons do."""
-    takes_floats = any(jnp.issubdtype(operand.aval.dtype, jnp.inexact) for operand in equation.invars)
+class _Origins:
+    """Where the big values are computed that each value of a program depends on.
+
+    Args:
+      program: the program, in which no region waits for itself.
+      twice: the big values that are computed in more than one place. A place is a region, or None outside of regions.
+    """
+
+    def __init__(self, program: Regions, twice: set[Value]) -> None:
+        self._program, self._twice = program, twice
+        self._origins: dict[Value, frozenset[tuple[Value, Region | None]]] = {}
+        self._conflict: Region | None = None
+
+    def conflict(self) -> Region | None:
+        """A region that computes one of these values, if a step has operands from there and from another place."""
+        stack = [(value, False) for value in self._program.graph.outputs]
+        while stack and self._conflict is None:
+            value, is_ready = stack.pop()
+            if value.is_constant or value in self._origins:
+                continue
+            if not is_ready:
+                stack.append((value, True))
+                stack.extend((operand, False) for operand in self._program.operands_of(value))
+            elif value in self._program.region_of:
+                self._follow_region(self._program.region_of[value])
+            elif value.node is None:
+                self._origins[value] = frozenset()
+            else:
+                self._follow(value.node, value.node.inputs, value.node.outputs, None)
+        return self._conflict
+
+    def _of(self, value: Value) -> frozenset[tuple[Value, Region | None]]:
+        if value not in self._origins:
+            # What is cheap to compute, such as a cast, is an input of a region without having been computed before.
+            self._origins[value] = frozenset[tuple[Value, Region | None]]().union(*map(self._of, operands_of(value)))
+        return self._origins[value]
+
+    def _follow_region(self, region: Region) -> None:
+        for node in sorted(region.needs.nodes, key=lambda node: node.index):
+            inputs = [region.sources[value][0] if value in region.sources else value for value in node.inputs]
+            self._follow(node, inputs, region.original[node].outputs, region)
+        for value in region.exits:
+            self._origins[value] = self._origins[region.clone[value]]
+
+    def _follow(self, node: Node, inputs: Sequence[Value], originals: Sequence[Value], place: Region | None) -> None:
+        given = frozenset[tuple[Value, Region | None]]().union(*map(self._of, inputs))
+        times = collections.Counter(value for value, _ in given)
+        if any(number > 1 for number in times.values()) and _has_step(node.equation):
+            self._conflict = next(where for value, where in given if times[value] > 1 and where is not None)
+        for output, original in zip(node.outputs, originals, strict=True):
+            self._origins[output] = given | {(original, place)} if original in self._twice else given
+
+
+def _has_step(equation: Any) -> bool:
+    """Whether results of an equation may jump where an operand changes by a rounding error, as those of `==` do."""
+    name, operands = equation.primitive.name, equation.invars
+    if name == "is_finite" or (name == "ne" and operands[0] is operands[1]):
+        return False
+    takes_floats = any(jnp.issubdtype(operand.aval.dtype, jnp.inexact) for operand in operands)
     gives_others = any(not jnp.issubdtype(output.aval.dtype, jnp.inexact) for output in equation.outvars)
-    if equation.primitive.name in STEPS or (takes_floats and gives_others):
+    if name in STEPS or (takes_floats and gives_others):
         return True
-    return any(_may_jump(each) for inner in interpreter.jaxprs_in(equation) for each in interpreter.equations_of(inner))
+    return any(_has_step(each) for inner in interpreter.jaxprs_in(equation) for each in interpreter.equations_of(inner))
 
 
 def weight(value: Value) -> int:

@@ -1770,9 +1770,9 @@ def alignment_by_centring_matrices(params, batch):
 
 
 def safe_distances(x, y):
-    """Distances with a zero gradient where two rows coincide."""
+    """Distances with a zero gradient where two rows coincide, whatever the rounding of their squared distance."""
     squares = squared_distances(x, y)
-    zero = squares == 0
+    zero = squares < 1e-9
     return jnp.where(zero, 0, jnp.sqrt(jnp.where(zero, 1, squares)))
 
 
