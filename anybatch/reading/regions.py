@@ -761,10 +761,10 @@ class _Origins:
         return self._conflict
 
     def _of(self, value: Value) -> frozenset[tuple[Value, Region | None]]:
-        if value not in self._origins:
-            # What is cheap to compute, such as a cast, is an input of a region without having been computed before.
-            self._origins[value] = frozenset[tuple[Value, Region | None]]().union(*map(self._of, operands_of(value)))
-        return self._origins[value]
+        # What is cheap to compute, such as a cast, is an input of a region without having been computed before.
+        before = sources([value], is_last=lambda each: each in self._origins)
+        known = [self._origins[each] for each in before if each in self._origins]
+        return frozenset[tuple[Value, Region | None]]().union(*known)
 
     def _follow_region(self, region: Region) -> None:
         for node in sorted(region.needs.nodes, key=lambda node: node.index):
