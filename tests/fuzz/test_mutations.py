@@ -17,8 +17,8 @@ from fuzz.programs import Program, compare_interpreted
 
 import anybatch as ab
 from anybatch.reading import evaluation, positions, states
-from anybatch.reading.reader import RULES, Reader, RuleResult
-from anybatch.reading.rules import control, derivatives, elementwise, indexing
+from anybatch.reading.reader import Reader, RuleResult
+from anybatch.reading.rules import RULES, control, derivatives, elementwise, indexing
 from anybatch.reading.split import Split
 from anybatch.reading.states import INVARIANT, SUMMED, Batched, NotRowwise
 

@@ -11,7 +11,7 @@ from jax.experimental import pallas as pl
 from jax.interpreters import ad, mlir
 
 import anybatch as ab
-from anybatch.reading.reader import RULES
+from anybatch.reading.rules import RULES
 
 pytestmark = pytest.mark.every_jax
 

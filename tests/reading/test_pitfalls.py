@@ -11,7 +11,8 @@ from jax import lax
 
 import anybatch as ab
 from anybatch.reading import positions
-from anybatch.reading.reader import RULES, RuleResult
+from anybatch.reading.reader import RuleResult
+from anybatch.reading.rules import RULES
 
 X = np.sin(np.arange(18.0)).reshape(6, 3)
 W = np.array([0.7, -1.2, 2.1])
