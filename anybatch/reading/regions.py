@@ -572,7 +572,7 @@ class Regions:
     def _hypotheses(self, roots: Sequence[Value]) -> list[Region]:
         if self._is_survey:
             places = {root: source.locate(root.node) for root in roots if root.node is not None}
-            roots = list({(root.shape, place): root for root, place in reversed(places.items())}.values())
+            roots = list({(root.shape, place): root for root, place in places.items()}.values())
         self._roots = roots
         found = [
             Region(self, root, axis)
