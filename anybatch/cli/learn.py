@@ -32,14 +32,25 @@ Name = Annotated[str | None, typer.Argument(help="A number or a name. Default: t
 
 @app.callback(
     help="Practise JAX's primitives: sixteen exercises, checked on your machine whenever you save."
-    "\n\nWithout a command, it continues where you left off. It protects you from accidents in your own code, such as "
-    "an endless loop. It does not protect you from other people's code."
+    "\n\nWithout a command, it continues where you left off, in the terminal or, with --web, in a browser. It protects "
+    "you from accidents in your own code, such as an endless loop. It does not protect you from other people's code."
 )
 def learn(
     context: typer.Context,
     course: CourseOption = None,
     folder: FolderOption = None,
     at: Annotated[str | None, typer.Option(help="The exercise to go to: a number or a name.")] = None,
+    web: Annotated[bool, typer.Option("--web", help="As pages in a browser, with a playground for losses.")] = False,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="With --web: the port; 0 for any free one.")] = 0,
+    host: Annotated[str, typer.Option(help="With --web: the address to listen on.")] = "127.0.0.1",
+    no_open: Annotated[bool, typer.Option("--no-open", help="With --web: open no browser.")] = False,
+    let_others_run_code: Annotated[
+        bool,
+        typer.Option(
+            "--let-others-run-code",
+            help="With --web: allow a --host that other machines can reach. Who has the token can run code as you.",
+        ),
+    ] = False,
 ) -> Any:
     """Practise JAX's primitives."""
     if os.name != "posix":
@@ -47,7 +58,23 @@ def learn(
     context.obj = {"course": course, "folder": folder}
     if context.invoked_subcommand is not None:
         return True
+    if web:
+        return _web().serve(
+            course, folder, at, host=host, port=port, opens=not no_open, allows_others=let_others_run_code
+        )
     return _commands("learner").learn(course, folder, at)
+
+
+def _web() -> Any:
+    """The server of the pages. It imports JAX later, so that the first page is there soon."""
+    try:
+        return importlib.import_module("anybatch.learn.web.server")
+    except ModuleNotFoundError as error:
+        if (error.name or "").startswith("anybatch"):
+            raise
+        raise NotAvailableError(
+            f"anybatch learn --web without {error.name}", remedy='pip install "anybatch[learn]"'
+        ) from None
 
 
 def _commands(whose: str) -> Any:
@@ -132,7 +159,8 @@ def doctor() -> Any:
     "        solved   whether it was ever solved\n"
     '        message  why it is unreadable, or ""\n'
     "        verdict  null if it was not run, else an object: exercise, passed, stage, title, text, mistake, line,\n"
-    "                 source_line, prints, prints_dropped, seconds, seed, done, started",
+    "                 source_line, prints, prints_dropped, seconds, seed, done, started,\n"
+    "                 evidence: arrays, memory, collectives",
 )
 def check(
     context: typer.Context,

@@ -23,8 +23,25 @@ COURSES = pathlib.Path(__file__).parent / "courses"
 BUILTIN = COURSES / "gradients"
 FILES = ("page.md", "exercise.py", "hints.md", "solution.py", "check.py", "with_anybatch.py")
 
+HARDEST = 3  # the largest difficulty
+
 _COURSE_KEYS: dict[str, type] = {"name": str, "title": str, "description": str, "exercise": list}
+_COURSE_MAY: dict[str, type] = {"placement": list, "placement_end": str}
 _EXERCISE_KEYS: dict[str, type] = {"folder": str, "title": str}
+_EXERCISE_MAY: dict[str, type] = {"topic": str, "difficulty": int, "needs": list}
+_QUESTION_KEYS: dict[str, type] = {"text": str, "answers": list, "right": int, "start": str}
+# key -> what its value must be, and an example of it; other keys are strings
+_VALUES = {
+    "exercise": ("one [[exercise]] or more", '[[exercise]]\nfolder = "01_name"\ntitle = "..."'),
+    "placement": ("one [[placement]] or more", '[[placement]]\ntext = "..."\nanswers = ["...", "..."]\nright = 0'),
+    "difficulty": (f"a whole number from 1 to {HARDEST}", "difficulty = 2"),
+    "needs": ("a list of names of exercises", 'needs = ["name"]'),
+    "answers": ("a list of answers", 'answers = ["...", "..."]'),
+    "right": ("the index of the right answer, a whole number from 0", "right = 0"),
+}
+_DEFINITION = (ast.FunctionDef, ast.ClassDef)
+# a section of other_ways.md: its title, its text and its code
+_OTHER_WAY = re.compile(r"^## +(\S.*?) *\n((?:(?!## |```).*\n)*)```python\n((?:(?!```).*\n)*)```[ \t]*$", re.MULTILINE)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,6 +62,23 @@ class KnownWrong:
 
 
 @dataclasses.dataclass(frozen=True)
+class Question:
+    """A question of a placement, which finds the exercise to start at.
+
+    Args:
+      text: the question, in Markdown.
+      answers: two answers or more, in Markdown.
+      right: the index of the right answer, from 0.
+      start: the name of the exercise to start at if this is the first question that is not answered correctly.
+    """
+
+    text: str
+    answers: tuple[str, ...]
+    right: int
+    start: str
+
+
+@dataclasses.dataclass(frozen=True)
 class Exercise:
     """One exercise. Its files are read when they are needed.
 
@@ -53,12 +87,18 @@ class Exercise:
       name: the name of its folder, without the number.
       title: the title that learners see.
       folder: the folder with its files.
+      topic: the heading under which a list shows it; "" for none.
+      difficulty: 1 (easy) to 3 (hard).
+      needs: the names of earlier exercises that this one builds on.
     """
 
     number: int
     name: str
     title: str
     folder: pathlib.Path
+    topic: str = ""
+    difficulty: int = 1
+    needs: tuple[str, ...] = ()
 
     @property
     def full_name(self) -> str:
@@ -127,6 +167,44 @@ class Exercise:
         return ""
 
     @functools.cached_property
+    def other_ways_page(self) -> str:
+        """Other right ways to write it, in Markdown; "" if the exercise has no `other_ways.md`."""
+        return self._read("other_ways.md") if (self.folder / "other_ways.md").exists() else ""
+
+    @functools.cached_property
+    def other_ways(self) -> tuple[tuple[str, str], ...]:
+        """The title and the code of each other right way in `other_ways.md`.
+
+        The code is a function, with the imports and helpers that the starter does not have: see `file_with`.
+        """
+        found = _OTHER_WAY.findall(self.other_ways_page)
+        rest = _OTHER_WAY.sub("", self.other_ways_page)
+        left = re.search(r"^(## .*|```.*)$", rest, re.MULTILINE)
+        if left or (rest.strip() and not found):
+            raise InputError(
+                "Each other way must be a heading, a text and one block of code that begins with ```python",
+                given=f"{self.folder / 'other_ways.md'}: {left[0] if left else 'no heading'}",
+                remedy="Write: ## With einsum\n\nShorter.\n\n```python\ndef ...\n```",
+            )
+        return tuple((title, code) for title, _, code in found)
+
+    def file_with(self, code: str) -> str:
+        """The starter with functions replaced: those that `code` defines. The rest of `code` is added.
+
+        A submission for one of the `other_ways`, which are short because the starter has the rest.
+        """
+        names = {
+            node.name for node in _parse(self.folder / "other_ways.md", code).body if isinstance(node, _DEFINITION)
+        }
+        lines = self.starter.splitlines()
+        place = len(lines)
+        for node in reversed(self.parsed("exercise.py").body):
+            if isinstance(node, _DEFINITION) and node.name in names:
+                place = min([node.lineno, *(each.lineno for each in node.decorator_list)]) - 1
+                lines[place : node.end_lineno] = []
+        return "\n".join([*lines[:place], code.strip(), *lines[place:]]) + "\n"
+
+    @functools.cached_property
     def check(self) -> Check:
         """The `Check` that check.py defines. This runs the author's code in this process."""
         path = self.folder / "check.py"
@@ -170,6 +248,15 @@ class Course:
     >>> course = Course.builtin()
     >>> course.name
     'gradients'
+
+    Args:
+      name: an identifier, under which progress is kept.
+      title: the title that learners see.
+      description: what it is about, in a sentence or two.
+      folder: the folder with its catalogue.
+      exercises: the exercises, in order.
+      placement: questions for learners who know some of it already, from easy to hard; () for none.
+      placement_end: the name of the exercise to start at if all answers are right; "" if there is no placement.
     """
 
     name: str
@@ -177,6 +264,8 @@ class Course:
     description: str
     folder: pathlib.Path
     exercises: tuple[Exercise, ...]
+    placement: tuple[Question, ...] = ()
+    placement_end: str = ""
 
     @classmethod
     def builtin(cls) -> "Course":
@@ -206,7 +295,7 @@ class Course:
                 given=f"{path}: {error}",
                 remedy="For an example: anybatch learn dev new FOLDER",
             ) from None
-        _check_keys(given, _COURSE_KEYS, path, "")
+        _check_keys(given, _COURSE_KEYS, path, "", _COURSE_MAY)
         if not given["name"].isidentifier():
             raise InputError(
                 "The name of a course must be an identifier",
@@ -215,7 +304,21 @@ class Course:
             )
         exercises = tuple(_exercise(entry, index, folder, path) for index, entry in enumerate(given["exercise"], 1))
         _check_order(exercises, path)
-        return cls(given["name"], given["title"], given["description"], folder, exercises)
+        _check_needs(exercises, path)
+        placement, end = _placement(given, exercises, path)
+        return cls(given["name"], given["title"], given["description"], folder, exercises, placement, end)
+
+    @property
+    def topics(self) -> tuple[tuple[str, tuple[Exercise, ...]], ...]:
+        """Each topic with its exercises, in the order of the first exercise of each.
+
+        >>> [(topic, len(exercises)) for topic, exercises in Course.builtin().topics][:2]
+        [('Gradients and trees', 3), ('Split the batch', 4)]
+        """
+        found: dict[str, list[Exercise]] = {}
+        for exercise in self.exercises:
+            found.setdefault(exercise.topic, []).append(exercise)
+        return tuple((topic, tuple(exercises)) for topic, exercises in found.items())
 
     def find(self, wanted: str) -> Exercise:
         """Finds an exercise by its number, its name, or its file: "5", "05", "accumulate_in_a_scan".
@@ -261,7 +364,7 @@ def _exercise(entry: Any, index: int, folder: pathlib.Path, path: pathlib.Path) 
             given=f"{where}{entry!r} in {path}",
             remedy='Write: [[exercise]], and below it folder = "01_name" and title = "..."',
         )
-    _check_keys(entry, _EXERCISE_KEYS, path, where)
+    _check_keys(entry, _EXERCISE_KEYS, path, where, _EXERCISE_MAY)
     form = re.fullmatch(r"(\d\d)_([a-z][a-z0-9_]*)", entry["folder"])
     if form is None:
         raise InputError(
@@ -277,12 +380,99 @@ def _exercise(entry: Any, index: int, folder: pathlib.Path, path: pathlib.Path) 
             given=f"{where}{home} without {', '.join(missing)}" if home.is_dir() else f"{where}{home} (no such folder)",
             remedy=f"Write a complete one to edit: anybatch learn dev new {folder} --exercise {form[2]}",
         )
-    return Exercise(int(form[1]), form[2], entry["title"], home)
+    difficulty, needs = entry.get("difficulty", 1), entry.get("needs", [])
+    if not 1 <= difficulty <= HARDEST:
+        raise _wrong("difficulty", entry, path, where)
+    if not all(isinstance(name, str) for name in needs):
+        raise _wrong("needs", entry, path, where)
+    return Exercise(int(form[1]), form[2], entry["title"], home, entry.get("topic", ""), difficulty, tuple(needs))
 
 
-def _check_keys(given: dict[str, Any], known: dict[str, type], path: pathlib.Path, where: str) -> None:
-    """Refuses unknown keys, missing keys, and values of the wrong type."""
-    kinds: dict[type, str] = {str: "a string that is not empty", list: "one [[exercise]] or more"}
+def _placement(
+    given: dict[str, Any], exercises: tuple[Exercise, ...], path: pathlib.Path
+) -> tuple[tuple[Question, ...], str]:
+    """The questions of a catalogue, and the exercise to start at if all answers are right."""
+    if ("placement" in given) != ("placement_end" in given):
+        missing = "placement_end" if "placement" in given else "placement"
+        raise InputError(
+            "A placement needs a [[placement]] for each question, and placement_end: where to start if all are right",
+            given=f"no {missing} in {path}",
+            remedy=f'Write, above the first [[...]]: placement_end = "{exercises[-1].name}"'
+            if missing == "placement_end"
+            else f'Write: {_VALUES["placement"][1]}\nstart = "{exercises[0].name}"',
+        )
+    if "placement" not in given:
+        return (), ""
+    questions = tuple(_question(entry, index, path) for index, entry in enumerate(given["placement"], 1))
+    for index, question in enumerate(questions, 1):
+        _check_name(question.start, exercises, path, f"[[placement]] {index}: start")
+    _check_name(given["placement_end"], exercises, path, "placement_end")
+    return questions, given["placement_end"]
+
+
+def _question(entry: Any, index: int, path: pathlib.Path) -> Question:
+    where = f"[[placement]] {index}: "
+    if not isinstance(entry, dict):
+        raise InputError(
+            "Each question must be a table in the catalogue",
+            given=f"{where}{entry!r} in {path}",
+            remedy=f"Write: {_VALUES['placement'][1]}",
+        )
+    _check_keys(entry, _QUESTION_KEYS, path, where)
+    answers, right = entry["answers"], entry["right"]
+    if len(answers) < 2 or not all(isinstance(answer, str) and answer.strip() for answer in answers):
+        raise InputError(
+            "A question needs two answers or more, all strings that are not empty",
+            given=f"{where}answers = {answers!r} in {path}",
+            remedy='Write: answers = ["...", "..."]. The page adds "I don\'t know" by itself.',
+        )
+    if not 0 <= right < len(answers):
+        raise InputError(
+            f"right must be the index of an answer, 0 to {len(answers) - 1}",
+            given=f"{where}right = {right} in {path}",
+            remedy=f"Write: right = 0, if it is {answers[0]!r}.",
+        )
+    return Question(entry["text"], tuple(answers), right, entry["start"])
+
+
+def _check_needs(exercises: tuple[Exercise, ...], path: pathlib.Path) -> None:
+    for index, exercise in enumerate(exercises):
+        for name in exercise.needs:
+            where = f"[[exercise]] {index + 1}: needs"
+            _check_name(name, exercises, path, where)
+            if name not in (each.name for each in exercises[:index]):
+                what = "itself" if name == exercise.name else "a later exercise"
+                raise InputError(
+                    "An exercise can need only earlier ones",
+                    given=f"{where} {name!r}, {what}, in {path}",
+                    remedy="Leave it out, or reorder the exercises and their numbers.",
+                )
+
+
+def _check_name(name: str, exercises: tuple[Exercise, ...], path: pathlib.Path, where: str) -> None:
+    """Refuses a name that no exercise has."""
+    names = [exercise.name for exercise in exercises]
+    if name not in names:
+        near = difflib.get_close_matches(re.sub(r"^\d+_", "", name), names, n=1, cutoff=0.5)
+        raise InputError(
+            "An exercise is named in a catalogue as its folder, without the number",
+            given=f"{where} {name!r} in {path}",
+            remedy=f"Did you mean {near[0]}?" if near else f"For example: {names[0]!r}",
+        )
+
+
+def _wrong(key: str, given: dict[str, Any], path: pathlib.Path, where: str) -> InputError:
+    """The error for a value of the wrong kind."""
+    written = f"{key} = {given[key]!r}" if key in given else f"no {key}"
+    must, example = _VALUES.get(key, ("a string that is not empty", f'{key} = "..."'))
+    return InputError(f"{key} must be {must}", given=f"{where}{written} in {path}", remedy=f"Write: {example}")
+
+
+def _check_keys(
+    given: dict[str, Any], required: dict[str, type], path: pathlib.Path, where: str, may: dict[str, type] | None = None
+) -> None:
+    """Refuses unknown keys, missing keys, and values of the wrong type. The keys of `may` are optional."""
+    known = {**required, **(may or {})}
     for key in given:
         if key not in known:
             near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
@@ -292,12 +482,12 @@ def _check_keys(given: dict[str, Any], known: dict[str, type], path: pathlib.Pat
                 remedy=f"Did you mean {near[0]}?" if near else "Leave it out; a newer anybatch may know it.",
             )
     for key, kind in known.items():
-        if not isinstance(given.get(key), kind) or not (given[key].strip() if kind is str else given[key]):
-            written = f"{key} = {given[key]!r}" if key in given else f"no {key}"
-            example = f'{key} = "..."' if kind is str else '[[exercise]]\nfolder = "01_name"\ntitle = "..."'
-            raise InputError(
-                f"{key} must be {kinds[kind]}", given=f"{where}{written} in {path}", remedy=f"Write: {example}"
-            )
+        if key not in given and key not in required:
+            continue
+        value = given.get(key)
+        is_empty = key != "needs" and ((isinstance(value, str) and not value.strip()) or value == [])
+        if not isinstance(value, kind) or isinstance(value, bool) or is_empty:
+            raise _wrong(key, given, path, where)
 
 
 def _check_order(exercises: tuple[Exercise, ...], path: pathlib.Path) -> None:
@@ -345,9 +535,10 @@ def _uses_anybatch(node: ast.stmt) -> bool:
     return any(isinstance(child, ast.Name) and child.id == "ab" for child in ast.walk(node))
 
 
-def _parse(path: pathlib.Path) -> ast.Module:
+def _parse(path: pathlib.Path, source: str | None = None) -> ast.Module:
+    """The syntax tree of a file, or of a part of it."""
     try:
-        return ast.parse(_read(path))
+        return ast.parse(_read(path) if source is None else source)
     except SyntaxError as error:
         raise InputError(
             "This file of a course must be valid Python",

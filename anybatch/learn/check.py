@@ -314,6 +314,8 @@ class Slope:
         This finds waste that does not depend on the batch size.
       room: bytes allowed on top of that, for correct programs that XLA compiles less tightly than the solution.
         Default: `floor`.
+      full_batch: the name of a file in `mistakes/`, without the suffix, that computes the full batch at once. Its
+        temporaries are shown beside the learner's. Default: none are shown.
     """
 
     args: Callable[[np.random.Generator, int], Arguments]
@@ -323,6 +325,7 @@ class Slope:
     floor: int = 4096
     slack: float = 2.5
     room: int | None = None
+    full_batch: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -391,6 +394,89 @@ STAGES = (
 )
 
 
+MOST_NUMBERS = 1024  # of each array that a verdict shows
+
+
+@dataclasses.dataclass(frozen=True)
+class ShownArray:
+    """One array of an answer beside the expected one. The numbers are flattened, and the last ones may be left out.
+
+    Args:
+      path: where the array is in the answer, as JAX writes it: "['w']". Empty if the answer is one array.
+      shape: the shape of the complete array.
+      yours: the first numbers of the learner's array, at most `MOST_NUMBERS`.
+      expected: the numbers that are expected there.
+      tolerance: how far a number may be off.
+      left_out: how many numbers of the array are not in `yours` and `expected`.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    yours: tuple[float, ...]
+    expected: tuple[float, ...]
+    tolerance: float
+    left_out: int = 0
+
+    @property
+    def is_off(self) -> tuple[bool, ...]:
+        """For each shown number, whether it is wrong: off by more than the tolerance, or not finite.
+
+        >>> ShownArray("", (3,), (1.0, 2.5, math.nan), (1.0, 2.0, 3.0), 1e-6).is_off
+        (False, True, True)
+        """
+        pairs = zip(self.yours, self.expected, strict=True)
+        return tuple(not abs(mine - theirs) <= self.tolerance for mine, theirs in pairs)
+
+
+@dataclasses.dataclass(frozen=True)
+class MemoryShown:
+    """XLA's temporaries, in bytes, for several batch sizes. What is not known is an empty tuple.
+
+    Args:
+      times: the batch sizes, as multiples of the smallest.
+      yours: the temporaries of the learner's function for each of them.
+      reference: those of the exercise's solution.
+      full_batch: those of a program that computes the full batch at once; see `Slope.full_batch`.
+    """
+
+    times: tuple[int, ...]
+    yours: tuple[int, ...] = ()
+    reference: tuple[int, ...] = ()
+    full_batch: tuple[int, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class CollectivesShown:
+    """The collectives that the learner's function executes, and those that it must execute.
+
+    Args:
+      devices: the number of devices.
+      yours: for each collective in the compiled program: its kind, how often one run executes it (-1 if that depends on
+        a loop of unknown length), and the bytes of its result on one device.
+      wanted: each kind that must be executed, and how often.
+    """
+
+    devices: int
+    yours: tuple[tuple[str, int, int], ...] = ()
+    wanted: tuple[tuple[str, int], ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Evidence:
+    """The numbers behind a verdict.
+
+    Args:
+      arrays: the answer beside the expected one, for the case whose numbers are wrong; for the first case if the values
+        of all cases are right. Empty if the answer has the wrong structure, shape or dtype.
+      memory: the temporaries, if they were measured.
+      collectives: the collectives, if they were counted.
+    """
+
+    arrays: tuple[ShownArray, ...] = ()
+    memory: MemoryShown | None = None
+    collectives: CollectivesShown | None = None
+
+
 @dataclasses.dataclass(frozen=True)
 class Verdict:
     """The result of one check.
@@ -410,6 +496,7 @@ class Verdict:
       seed: the seed of the cases; with it, the same cases can be drawn again.
       done: the stages that passed, each with what it found.
       started: False if the learner's function still raises NotImplementedError.
+      evidence: the numbers that were compared, up to the stage that failed.
     """
 
     exercise: str
@@ -426,7 +513,23 @@ class Verdict:
     seed: int = 0
     done: tuple[tuple[str, str], ...] = ()
     started: bool = True
+    evidence: Evidence = Evidence()
 
     def as_json(self) -> dict[str, Any]:
-        """The verdict as plain data, for other programs."""
-        return dataclasses.asdict(self) | {"done": [list(each) for each in self.done]}
+        """The verdict as dicts, lists, strings and numbers, for other programs.
+
+        JSON has no NaN, so numbers that are not finite are the strings "NaN", "Infinity" and "-Infinity". `float` in
+        Python and `Number` in JavaScript read them.
+        """
+        plain: dict[str, Any] = _plain(dataclasses.asdict(self))
+        return plain
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _plain(each) for key, each in value.items()}
+    if isinstance(value, (tuple, list)):
+        return [_plain(each) for each in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    return value

@@ -12,22 +12,37 @@ learners, who gain nothing by it.
 
 import concurrent.futures
 import contextlib
+import dataclasses
 import difflib
 import functools
 import os
 import secrets
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
 from anybatch.call.memory import readable
-from anybatch.errors import AnybatchError
+from anybatch.errors import AnybatchError, InputError
 from anybatch.learn.catalogue import Exercise
-from anybatch.learn.check import Arguments, Case, Check, Mistake, Program, Raises, Response, Same, Verdict
+from anybatch.learn.check import (
+    Arguments,
+    Case,
+    Check,
+    CollectivesShown,
+    Evidence,
+    MemoryShown,
+    Mistake,
+    Program,
+    Raises,
+    Response,
+    Same,
+    Slope,
+    Verdict,
+)
 from anybatch.learn.rules import computes_elsewhere
 from anybatch.learn.runner.evidence import kind_of
 from anybatch.learn.runner.submissions import Ended, Runner, Submission
@@ -44,6 +59,7 @@ from anybatch.learn.values import (
     in_double,
     lines,
     matches,
+    shown,
     title_of,
 )
 
@@ -52,6 +68,12 @@ def processes_of(check: Check) -> tuple[int, ...]:
     """The number of devices of each process of a check: one process for each number, or two if there is only one."""
     counts = sorted({*check.devices, *([check.collectives.devices] if check.collectives else [])})
     return tuple(counts * 2 if len(counts) == 1 and check.is_compiled and (os.cpu_count() or 1) > 1 else counts)
+
+
+def devices_of(exercise: Exercise) -> tuple[int, ...]:
+    """The number of devices of each process to keep ready: the check's, and 1, which the next exercise will need."""
+    counts = processes_of(exercise.check)
+    return counts if 1 in counts else (1, *counts)
 
 
 class Prefetch:
@@ -137,6 +159,7 @@ def grade(
     path: str | None = None,
     seed: int | None = None,
     anybatch: bool = False,
+    on_stage: Callable[[str, str], None] | None = None,
 ) -> Verdict:
     """Checks a learner's file, and returns a verdict, whatever the file does.
 
@@ -147,6 +170,8 @@ def grade(
       path: the path of the file, for messages.
       seed: the seed of the cases. By default a new one each time, so that nobody can know the answers beforehand.
       anybatch: whether the file may import anybatch.
+      on_stage: called as each stage passes, with its name and what it found: the entries of `Verdict.done`, in order.
+        The thread that called `grade` calls it.
     """
     begin = time.perf_counter()
     seed = secrets.randbelow(10**6) if seed is None else seed
@@ -154,14 +179,21 @@ def grade(
     submissions: list[tuple[int, Submission]] = []
     with contextlib.ExitStack() as stack:
         result: dict[str, Any] = {}
+        evidence = Evidence()
         try:
             for count in processes_of(check):
                 submission = runner.open(source, path or exercise.file_name, devices=count, anybatch=anybatch)
                 submissions.append((count, stack.enter_context(submission)))
             # Closed before the submissions are used below, since only one thread at a time may use them.
             with contextlib.closing(Prefetch(check, submissions)) as prefetch:
-                for stage, seen in _Grading(exercise, runner, prefetch, seed).stages():
-                    done.append((stage, seen))
+                grading = _Grading(exercise, runner, prefetch, seed)
+                try:
+                    for stage, seen in grading.stages():
+                        done.append((stage, seen))
+                        if on_stage is not None:
+                            on_stage(stage, seen)
+                finally:
+                    evidence = grading.evidence
         except Failed as failed:
             result = failed.verdict
         except Ended as ended:
@@ -177,6 +209,7 @@ def grade(
         done=tuple(done),
         seed=seed,
         seconds=time.perf_counter() - begin,
+        evidence=evidence,
         **result,
     )
 
@@ -203,35 +236,86 @@ def examine_check(exercise: Exercise, seed: int = 0) -> list[str]:
                 told_apart[mistake.name] |= not matches(right.answer, wrong, right.tolerances)
     if not is_strict:
         defects.append("the tolerance is so wide that an answer in bfloat16 would pass")
+    if check.memory and check.memory.full_batch and not _full_batch(exercise):
+        defects.append(f"there is no mistakes/{check.memory.full_batch}.py, which Slope.full_batch names")
     unseen = [name for name, apart in told_apart.items() if not apart]
     return defects + [f"the mistake {name!r} gives the right answer in every case" for name in unseen]
 
 
-# The measured costs of solutions: (solution, what, number of devices, kind of arguments) -> bytes or multiplications.
+# The measured costs of files of a course: (source, what, number of devices, kind of arguments) -> bytes or
+# multiplications.
 _MEASURED: dict[Any, int] = {}
 
 
-def _costs_of_solution(
-    exercise: Exercise, runner: Runner, what: str, devices: int, sizes: Sequence[Arguments]
+def full_batch_costs(exercise: Exercise, runner: Runner, seed: int = 0) -> tuple[int, ...]:
+    """The temporaries of computing the full batch at once, for the batch sizes of the exercise's `Slope`.
+
+    `grade` does not measure them, since that takes about as long as a small check. Once this function has, they are
+    remembered, and later verdicts for the exercise have them in `evidence.memory.full_batch`.
+
+    Args:
+      exercise: the exercise.
+      runner: runs the file that the exercise's `Slope.full_batch` names.
+      seed: the seed of the arguments; only their shapes matter.
+
+    Returns:
+      The bytes for each batch size, or an empty tuple if the exercise declares no such file.
+
+    Raises:
+      InputError: if there is no such file.
+      AnybatchError: if it cannot be run.
+    """
+    slope = exercise.check.memory
+    if slope is None or not slope.full_batch:
+        return ()
+    source, who = _full_batch(exercise), f"mistakes/{slope.full_batch}.py"
+    if source is None:
+        raise InputError(
+            "Slope.full_batch must be the name of a file in mistakes/, without .py",
+            given=f"full_batch={slope.full_batch!r} in the exercise {exercise.name}",
+            remedy=f"The files are: {', '.join(each.name for each in exercise.mistakes) or 'none'}.",
+        )
+    sizes = _sizes(slope, np.random.default_rng(seed))
+    return tuple(_costs(exercise, runner, source, who, "temporaries", exercise.check.devices[0], sizes))
+
+
+def _full_batch(exercise: Exercise) -> str | None:
+    """The file that computes the full batch at once; None if none is declared, or there is no such file."""
+    name = exercise.check.memory.full_batch if exercise.check.memory else ""
+    return next((each.source for each in exercise.mistakes if each.name == name), None) if name else None
+
+
+def _sizes(slope: Slope | None, rng: np.random.Generator) -> list[Arguments]:
+    """The arguments for which memory is measured."""
+    return [slope.args(rng, times) for times in (1, slope.times)] if slope else []
+
+
+def _known_costs(source: str | None, what: str, devices: int, sizes: Sequence[Arguments]) -> list[int]:
+    """The costs of a file for each of several arguments, if all of them were measured before; else an empty list."""
+    keys = [(source, what, devices, kind_of(args)) for args in sizes]
+    return [_MEASURED[key] for key in keys] if all(key in _MEASURED for key in keys) else []
+
+
+def _costs(
+    exercise: Exercise, runner: Runner, source: str, who: str, what: str, devices: int, sizes: Sequence[Arguments]
 ) -> list[int]:
-    """The solution's temporaries, or its work, for each of several arguments, measured as those of a submission."""
-    keys = [(exercise.solution, what, devices, kind_of(args)) for args in sizes]
-    if all(key in _MEASURED for key in keys):
-        return [_MEASURED[key] for key in keys]
-    with runner.open(exercise.solution, exercise.file_name, devices=devices) as solution:
-        for key, args in zip(keys, sizes, strict=True):
+    """The temporaries, or the work, of a file for each of several arguments, measured as those of a submission."""
+    if known := _known_costs(source, what, devices, sizes):
+        return known
+    with runner.open(source, exercise.file_name, devices=devices) as submission:
+        for args in sizes:
             try:
-                reply = solution.ask(call(exercise.check, args, what))
+                reply = submission.ask(call(exercise.check, args, what))
                 problem = "{type}: {message}".format_map(reply["error"]) if "error" in reply else ""
             except Ended as ended:
                 problem = ended.message
             if problem:
                 raise AnybatchError(
-                    f"The solution of the exercise {exercise.name} must run, since answers are compared with its "
+                    f"The {who} of the exercise {exercise.name} must run, since answers are compared with its "
                     f"costs; it ends with {problem}\nFor details: anybatch learn dev check"
                 )
-            _MEASURED[key] = reply[what]
-    return [_MEASURED[key] for key in keys]
+            _MEASURED[source, what, devices, kind_of(args)] = reply[what]
+    return _known_costs(source, what, devices, sizes)
 
 
 class _Grading:
@@ -240,15 +324,17 @@ class _Grading:
     def __init__(self, exercise: Exercise, runner: Runner, prefetch: Prefetch, seed: int) -> None:
         self.check = check = exercise.check
         self.prefetch = prefetch
-        self.costs_of_solution = functools.partial(_costs_of_solution, exercise, runner)
+        self.exercise = exercise
+        self.costs_of_solution = functools.partial(_costs, exercise, runner, exercise.solution, "solution")
         self.rng = np.random.default_rng(seed)
         self.cases = list(check.cases(self.rng))
         self.inputs = [case for case in self.cases if isinstance(case, Case)]
         self.refused = [case for case in self.cases if isinstance(case, Raises)]
         self.same = [(same, same.change(self.rng, self.inputs[0].args)) for same in check.same]
-        self.sizes = [check.memory.args(self.rng, times) for times in (1, check.memory.times)] if check.memory else []
+        self.sizes = _sizes(check.memory, self.rng)
         self.programs: list[tuple[Program, Arguments]] = []
         self.first: tuple[Case, Answer, Expected] | None = None
+        self.evidence = Evidence()
 
     def stages(self) -> Any:  # noqa: C901 - the stages of a check, one after the other
         """Runs the stages in order; yields the name of each that passed, and what it found. Raises `Failed`."""
@@ -328,14 +414,26 @@ class _Grading:
                 where = f" on {counted(count, 'device', 'devices')}" if len(self.check.devices) > 1 else ""
                 reply = self._ask(count, case.args, *self.wanted, note=case.note + where)
                 answer = Answer.read(reply["value"])
-                if difference := compare(answer, right, self.check.dtypes):
+                if difference := self._difference(answer, right):
                     raise self._named(difference, case, answer, right, count)
                 self.first = self.first or (case, answer, right)
                 if "program" in self.wanted:
                     respond = functools.partial(self._respond, count)
                     self.programs.append((Program.read(reply["program"], count, (), respond), case.args))
+        if self.first:
+            self._show(arrays=shown(*self.first[1:]))
         devices = f" on {' and '.join(str(count) for count in self.check.devices)} devices"
         return counted(len(self.inputs), "case", "cases") + (devices if len(self.check.devices) > 1 else "")
+
+    def _show(self, **more: Any) -> None:
+        self.evidence = dataclasses.replace(self.evidence, **more)
+
+    def _difference(self, answer: Answer, right: Expected) -> Failed | None:
+        """The first difference from the right answer. If it is in the numbers, they are added to the evidence."""
+        difference = compare(answer, right, self.check.dtypes)
+        if difference and difference.stage == "value":
+            self._show(arrays=shown(answer, right))
+        return difference
 
     @property
     def wanted(self) -> tuple[str, ...]:
@@ -399,7 +497,7 @@ class _Grading:
             wanted = Answer.of(same.then(tree, case.args, args))
         doubled = tuple(2 * each for each in right.tolerances)
         double = Expected(right.tree, wanted, doubled)
-        if difference := compare(other, double, self.check.dtypes):
+        if difference := self._difference(other, double):
             text = lines(same.says, "('expected' is your answer before the change)", difference.text)
             raise Failed("invariance", f"The answer changes with {same.what}, and must not.", text)
 
@@ -444,15 +542,18 @@ class _Grading:
             found.append(reply["temporaries"])
         right = expected(self.check.reference, args, self.rng, draws=1)
         answer = Answer.read(reply["value"])
-        if difference := compare(answer, right, self.check.dtypes):
+        if difference := self._difference(answer, right):
             note = f"a batch {slope.times} times as large"
             raise self._named(difference, Case(args, note), answer, right, count)
+        solutions = self.costs_of_solution("temporaries", count, self.sizes)
+        full = _known_costs(_full_batch(self.exercise), "temporaries", count, self.sizes)
+        self._show(memory=MemoryShown((1, slope.times), tuple(found), tuple(solutions), tuple(full)))
         small, large = found
         seen = f"{readable(small)} to {readable(large)} for a batch {slope.times} times as large"
         if large > slope.limit * small and large - small > slope.floor:
             title = f"Memory grows with the batch: {seen}."
             raise Failed("memory", title, f"With microbatches of the same size, it should not grow.\n{slope.says}")
-        for mine, solution in zip(found, self.costs_of_solution("temporaries", count, self.sizes), strict=True):
+        for mine, solution in zip(found, solutions, strict=True):
             if mine > slope.slack * solution + (slope.floor if slope.room is None else slope.room):
                 title = f"It needs {readable(mine)} for temporaries, where {readable(solution)} are enough."
                 text = f"One microbatch does not need more than {slope.slack:g} times as much.\n{slope.says}"
@@ -465,13 +566,16 @@ class _Grading:
         case = next(case for case in self.cases if isinstance(case, Case))
         args = rule.args(self.rng) if rule.args else case.args
         reply = self._ask(rule.devices, args, "collectives", "work")
+        executed = tuple((str(kind), int(times), int(size)) for kind, times, size in reply["collectives"])
+        required = tuple((kind, times) for kind, times in rule.exactly.items() if times)
+        self._show(collectives=CollectivesShown(rule.devices, executed, required))
         counts: dict[str, int] = {}
-        for kind, times, _ in reply["collectives"]:
+        for kind, times, _ in executed:
             # A loop of unknown length counts as a very long one.
             counts[kind] = counts.get(kind, 0) + (times if times >= 0 else 10**6)
         seen = ", ".join(counted(times, kind, kind + "s") for kind, times in sorted(counts.items())) or "none"
-        total = sum(times * size for _, times, size in reply["collectives"])
-        is_other = counts != {kind: times for kind, times in rule.exactly.items() if times}
+        total = sum(times * size for _, times, size in executed)
+        is_other = counts != dict(required)
         if is_other or (rule.largest is not None and total > rule.largest):
             wanted = ", ".join(counted(times, kind, kind + "s") for kind, times in rule.exactly.items()) or "none"
             title = f"Executed on {rule.devices} devices: {seen}; it must be {wanted}."

@@ -16,6 +16,7 @@ import os
 import pathlib
 import shlex
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -28,6 +29,8 @@ VERSION = 1
 RECORD = ".progress.json"
 LOCK = ".progress.lock"
 LARGEST = 2**20  # bytes of the largest file that is accepted
+_SETTLE = 0.01  # seconds to wait before looking again whether a file is still being written
+_GONE = 1.0  # seconds for which a file may be missing or empty while an editor saves it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -187,6 +190,35 @@ class Progress:
             where = f"byte {error.start} is {error.object[error.start]:#04x}"
             raise refuse(where, "Save it as UTF-8. ") from None
 
+    def write(self, exercise: Exercise, source: str) -> None:
+        """Replaces the learner's file for an exercise, completely or not at all.
+
+        Raises:
+          InputError: if the text is too long, or the folder is not writable. The file is then unchanged.
+        """
+        data = source.encode("utf-8", "replace")
+        if len(data) > LARGEST:
+            raise InputError(
+                "The file of an exercise must have at most 1 MiB",
+                given=f"{len(data):,} bytes for {self.path(exercise)}",
+                remedy="Make it shorter: undo what was pasted.",
+            )
+        _replace(self.path(exercise), data.decode())
+
+    def keep_aside(self, exercise: Exercise, source: str) -> pathlib.Path:
+        """Writes a text beside the learner's file for an exercise, under a new name. Returns its path.
+
+        Raises:
+          InputError: if the folder is not writable.
+        """
+        try:
+            with self._locked():
+                aside = _new_name(self.path(exercise), "bak")
+                _create(aside, source.encode("utf-8", "replace"))
+        except OSError as error:
+            raise self._unwritable(error) from None
+        return aside
+
     def reset(self, exercise: Exercise) -> pathlib.Path | None:
         """Puts the starter back, and forgets that the exercise was solved. Returns the path of the old file's copy.
 
@@ -264,6 +296,65 @@ class Progress:
             yield
 
 
+class Saves:
+    """Notices when the contents of a file have changed.
+
+    An editor may write a file in several steps, or write another one and rename it. So a file that is missing for a
+    moment, empty, or still growing is ignored. A save that changes nothing is ignored, too.
+
+    Args:
+      path: the path of the file.
+      read: reads the file; raises InputError if it is not text.
+    """
+
+    def __init__(self, path: pathlib.Path, read: Callable[[], str]) -> None:
+        self.path, self._read = path, read
+        self._seen: tuple[int, ...] | None = None
+        self._hash = ""
+        self._gone_since: float | None = None
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether the file has been missing for longer than a save takes."""
+        return self._is_overdue and self._about() is None
+
+    @property
+    def _is_overdue(self) -> bool:
+        return self._gone_since is not None and time.monotonic() - self._gone_since > _GONE
+
+    def look(self) -> str | None:
+        """The contents, if they have changed since the last call; else None.
+
+        Raises:
+          InputError: if they have changed and are not text.
+        """
+        about = self._about()
+        if not about or not about[0]:
+            self._gone_since = self._gone_since or time.monotonic()
+            if not about or not self._is_overdue:
+                return None
+        else:
+            self._gone_since = None
+        if about == self._seen:
+            return None
+        time.sleep(_SETTLE)
+        if self._about() != about:
+            return None
+        self._seen = about
+        source = self._read()
+        if hash_of(source) == self._hash:
+            return None
+        self._hash = hash_of(source)
+        return source
+
+    def _about(self) -> tuple[int, ...] | None:
+        try:
+            about = os.stat(self.path)
+        except OSError:
+            return None
+        return about.st_size, about.st_mtime_ns, about.st_ino, about.st_mode
+
+
 def _create(path: pathlib.Path, data: bytes) -> None:
     """Writes a new file, completely or not at all. Raises FileExistsError if it exists."""
     with open(path, "xb") as file:
@@ -277,10 +368,15 @@ def _create(path: pathlib.Path, data: bytes) -> None:
 
 def _set_aside(path: pathlib.Path, suffix: str) -> pathlib.Path:
     """Renames a file or a folder, and returns its new path."""
-    names = (path.with_name(f"{path.name}.{suffix}{number}") for number in itertools.count(1))
-    aside = next(name for name in names if not os.path.lexists(name))
+    aside = _new_name(path, suffix)
     os.rename(path, aside)
     return aside
+
+
+def _new_name(path: pathlib.Path, suffix: str) -> pathlib.Path:
+    """A path beside another one that does not exist yet."""
+    names = (path.with_name(f"{path.name}.{suffix}{number}") for number in itertools.count(1))
+    return next(name for name in names if not os.path.lexists(name))
 
 
 def _replace(path: pathlib.Path, text: str) -> None:

@@ -7,7 +7,6 @@ Each function here returns a rule: a function of a `Program` and a case's argume
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import jax
 import numpy as np
 
 from anybatch.learn.check import MOVES, Arguments, Program, Rule
@@ -192,6 +191,8 @@ def matters(
 
 def other_numbers(args: Arguments, *positions: int, rows: slice = slice(None)) -> Arguments:
     """The arguments with other numbers in some rows of the floating-point arrays at some positions."""
+    import jax  # here, so that what only reads a course starts quickly
+
     rng = np.random.default_rng(0)
 
     def changed(leaf: Any) -> Any:

@@ -12,6 +12,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from anybatch.learn.check import MOST_NUMBERS, ShownArray
+
 EPSILON = float(np.finfo(np.float32).eps)
 ROUNDINGS = 32
 
@@ -99,6 +101,19 @@ def compare(answer: Answer, right: Expected, dtypes: Any) -> Failed | None:
             kind = "NaN" if np.any(np.isnan(leaf)) else "infinite"
             return Failed("value", f"The answer{path} is {kind} in {bad} of {leaf.size} places.")
     return _values(answer, right)
+
+
+def shown(answer: Answer, right: Expected) -> tuple[ShownArray, ...]:
+    """The numbers of an answer beside the expected ones. Both must have the same structure and shapes."""
+
+    def first(leaf: np.ndarray) -> tuple[float, ...]:
+        return tuple(leaf.ravel()[:MOST_NUMBERS].astype(np.float64).tolist())
+
+    each = zip(answer.paths, answer.leaves, right.answer.leaves, right.tolerances, strict=True)
+    return tuple(
+        ShownArray(path, tuple(leaf.shape), first(leaf), first(other), tolerance, max(0, leaf.size - MOST_NUMBERS))
+        for path, leaf, other, tolerance in each
+    )
 
 
 def matches(answer: Answer, tree: Any, tolerances: Sequence[float]) -> bool:

@@ -17,7 +17,7 @@ def write_course(folder):
     return Course.read(folder)
 
 
-def grade(exercise, source, runner=None, *, path=None, seed=None, anybatch=False):
+def grade(exercise, source, runner=None, *, path=None, seed=None, anybatch=False, on_stage=None):
     """Passes a file that contains "right"; is slow if the file contains "slow"."""
     if isinstance(runner, Runner):
         Runner.checked += 1
@@ -28,6 +28,8 @@ def grade(exercise, source, runner=None, *, path=None, seed=None, anybatch=False
     if "NotImplementedError" in source:
         return Verdict(exercise.name, False, "run", "Not written yet.", started=False, seconds=0.1)
     if "right" in source:
+        if on_stage:
+            on_stage("value", "5 cases")
         return Verdict(exercise.name, True, done=(("value", "5 cases"),), seconds=0.25)
     return Verdict(exercise.name, False, "value", f"Wrong: {source.strip()}", "Look again.", seconds=0.2)
 

@@ -7,7 +7,7 @@ from cases.learn_course import NAMES, write_course
 
 from anybatch import InputError
 from anybatch.learn import Check
-from anybatch.learn.catalogue import BUILTIN, COURSES, FILES, Course
+from anybatch.learn.catalogue import BUILTIN, COURSES, FILES, Course, Question
 
 EXERCISE = "01_mean_gradient"
 
@@ -87,6 +87,61 @@ def test_what_is_no_course(tmp_path):
         ('"02_second"', '"second"', "two digits", "[[exercise]] 2: folder = 'second'", 'folder = "02_second"'),
         ('"02_second"', '"../02_x"', "two digits", "[[exercise]] 2: folder = '../02_x'", 'folder = "02_'),
         ('"02_second"', '"02_nowhere"', "An exercise must have the files", "(no such folder)", "--exercise nowhere"),
+        ('title = "Second"', 'title = "S"\ntopic = 5', "topic must be a string", "2: topic = 5 in", 'topic = "..."'),
+        ('title = "Second"', 'title = "S"\ntopic = ""', "topic must be a string", "2: topic = '' in", 'topic = "..."'),
+        ('title = "Second"', 'title = "S"\ntopics = "a"', "Every key", "2: 'topics' in", "Did you mean topic?"),
+        (
+            'title = "Second"',
+            'title = "S"\ndifficulty = 4',
+            "number from 1 to 3",
+            "2: difficulty = 4",
+            "difficulty = 2",
+        ),
+        (
+            'title = "Second"',
+            'title = "S"\ndifficulty = 0',
+            "number from 1 to 3",
+            "2: difficulty = 0",
+            "difficulty = 2",
+        ),
+        ('title = "Second"', 'title = "S"\ndifficulty = true', "number from 1 to 3", "difficulty = True", "= 2"),
+        (
+            'title = "Second"',
+            'title = "S"\nneeds = "third"',
+            "a list of names",
+            "2: needs = 'third'",
+            'needs = ["name"]',
+        ),
+        ('title = "Second"', 'title = "S"\nneeds = [1]', "a list of names", "2: needs = [1]", 'needs = ["name"]'),
+        (
+            'title = "Second"',
+            'title = "S"\nneeds = ["thrd"]',
+            "without the number",
+            "2: needs 'thrd'",
+            "Did you mean third?",
+        ),
+        (
+            'title = "Second"',
+            'title = "S"\nneeds = ["x"]',
+            "without the number",
+            "needs 'x'",
+            "example: 'mean_gradient'",
+        ),
+        (
+            'title = "Second"',
+            'title = "S"\nneeds = ["03_third"]',
+            "without the number",
+            "'03_third'",
+            "Did you mean third?",
+        ),
+        ('title = "Second"', 'title = "S"\nneeds = ["third"]', "only earlier", "2: needs 'third', a later", "reorder"),
+        (
+            'title = "Second"',
+            'title = "S"\nneeds = ["second"]',
+            "only earlier",
+            "needs 'second', itself, in",
+            "Leave it out",
+        ),
         ('"03_third"', '"02_second"', "needs a different name", "'second' twice", "Rename"),
         ('"02_second"', '"03_third"', "needs a different name", "'third' twice", "Rename"),
     ],
@@ -99,6 +154,164 @@ def test_every_defect_of_a_catalogue_is_named(folder, old, new, must, given, rem
     error = refused(folder)
     assert must in error.must and given in error.given and remedy in error.remedy
     assert "catalogue.toml" in error.given or "02_nowhere" in error.given
+
+
+PLACEMENT = """
+placement_end = "third"
+
+[[placement]]
+text = "What is `1 + 1`?"
+answers = ["`1`", "`2`", "`11`"]
+right = 1
+start = "mean_gradient"
+
+[[placement]]
+text = "And `2 + 2`?"
+answers = ["`4`", "`22`"]
+right = 0
+start = "second"
+
+"""
+
+
+def placed(folder, placement):
+    """Writes a placement above the exercises of a catalogue."""
+    path = folder / "catalogue.toml"
+    begin, table, end = path.read_text().partition("[[exercise]]")
+    path.write_text(begin + placement + table + end)
+
+
+def test_a_placement_is_read_as_it_was_written(folder, original):
+    assert (original.placement, original.placement_end) == ((), "")  # the control: it is optional
+    placed(folder, PLACEMENT)
+    course = Course.read(folder)
+    first, second = course.placement
+    assert first == Question("What is `1 + 1`?", ("`1`", "`2`", "`11`"), 1, "mean_gradient")
+    assert (second.right, second.start, course.placement_end) == (0, "second", "third")
+
+
+@pytest.mark.parametrize(
+    "old, new, must, given, remedy",
+    [
+        ('placement_end = "third"', "", "where to start if all are right", "no placement_end in", 'end = "third"'),
+        (PLACEMENT[25:], "", "a [[placement]] for each question", "no placement in", 'start = "mean_gradient"'),
+        (PLACEMENT[25:], "placement = []\n", "one [[placement]] or more", "placement = [] in", "Write: [[placement]]"),
+        (PLACEMENT[25:], "placement = [1]\n", "must be a table", "[[placement]] 1: 1 in", "Write: [[placement]]"),
+        ('end = "third"', 'end = "fourth"', "without the number", "placement_end 'fourth' in", "For example"),
+        ('start = "second"', 'start = "secnd"', "without the number", "2: start 'secnd' in", "Did you mean second?"),
+        ('start = "second"', "", "start must be a string", "[[placement]] 2: no start in", 'Write: start = "..."'),
+        ("text =", "txt =", "Every key", "[[placement]] 1: 'txt' in", "Did you mean text?"),
+        (
+            "right = 0",
+            "right = 2",
+            "index of an answer, 0 to 1",
+            "[[placement]] 2: right = 2",
+            "right = 0, if it is '`4`'",
+        ),
+        ("right = 0", "right = -1", "index of an answer, 0 to 1", "[[placement]] 2: right = -1", "right = 0"),
+        ("right = 0", "right = true", "right must be the index", "2: right = True", "right = 0"),
+        ("right = 0", "", "right must be the index", "[[placement]] 2: no right in", "right = 0"),
+        ('["`4`", "`22`"]', '["`4`"]', "two answers or more", "2: answers = ['`4`']", "I don't know"),
+        ('["`4`", "`22`"]', '["`4`", " "]', "two answers or more", "2: answers = ['`4`', ' ']", "Write: answers"),
+        ('["`4`", "`22`"]', '["`4`", 5]', "two answers or more", "2: answers = ['`4`', 5]", "Write: answers"),
+        ('["`4`", "`22`"]', "[]", "answers must be a list", "2: answers = []", "Write: answers"),
+        ('["`4`", "`22`"]', '"4"', "answers must be a list", "2: answers = '4'", "Write: answers"),
+    ],
+)
+def test_every_defect_of_a_placement_is_named(folder, old, new, must, given, remedy):
+    assert old in PLACEMENT  # the control: the placement had it
+    placed(folder, PLACEMENT.replace(old, new, 1))
+    error = refused(folder)
+    assert must in error.must and given in error.given and remedy in error.remedy
+    assert "catalogue.toml" in error.given
+
+
+def test_topic_difficulty_and_needs(folder, original):
+    assert [(each.topic, each.difficulty, each.needs) for each in original.exercises] == [("", 1, ())] * 3
+    assert original.topics == (("", original.exercises),)
+    path = folder / "catalogue.toml"
+    text = path.read_text().replace('title = "Second"', 'title = "Second"\ntopic = "Sums"\ndifficulty = 3\nneeds = []')
+    path.write_text(text + 'topic = "Sums"\nneeds = ["mean_gradient", "second"]\n')
+    course = Course.read(folder)
+    first, second, third = course.exercises
+    assert (second.topic, second.difficulty, second.needs) == ("Sums", 3, ())
+    assert third.needs == ("mean_gradient", "second")
+    assert course.topics == (("", (first,)), ("Sums", (second, third)))
+
+
+def test_the_topics_of_our_own_keep_the_order_of_the_numbers():
+    course = Course.builtin()
+    assert [exercise for _, exercises in course.topics for exercise in exercises] == list(course.exercises)
+    assert all(topic for topic, _ in course.topics) and 3 <= len(course.topics) <= 8
+
+
+OTHER_WAYS = """\
+## With vmap
+
+A text
+of two lines.
+
+```python
+## a comment
+def mean_gradient(w, x):
+    return 1
+```
+
+## With a helper
+
+```python
+import math
+
+def half(x):
+    return x / 2
+
+def mean_gradient(w, x):
+    return half(2 * math.e)
+```
+"""
+
+
+def test_other_ways_are_read_as_they_were_written(folder):
+    assert Course.read(folder).exercises[0].other_ways == ()  # the control: they are optional
+    (folder / EXERCISE / "other_ways.md").write_text(OTHER_WAYS)
+    (vmap, code), (helper, longer) = Course.read(folder).exercises[0].other_ways
+    assert (vmap, helper) == ("With vmap", "With a helper")
+    assert code == "## a comment\ndef mean_gradient(w, x):\n    return 1\n"
+    assert longer.startswith("import math\n") and longer.endswith("math.e)\n")
+
+
+def test_a_way_replaces_the_function_of_the_starter(folder):
+    (folder / EXERCISE / "other_ways.md").write_text(OTHER_WAYS)
+    exercise = Course.read(folder).exercises[0]
+    (_, _), (_, code) = exercise.other_ways
+    file, space = exercise.file_with(code), {}
+    assert "NotImplementedError" in exercise.starter and "NotImplementedError" not in file
+    assert file.count("def mean_gradient") == 1 and "def loss" in file  # which the starter has
+    exec(file, space)
+    assert 2.7 < space["mean_gradient"](0, 0) < 2.8
+
+
+@pytest.mark.parametrize(
+    "text, given",
+    [
+        ("Just a text.", "other_ways.md: no heading"),
+        ("## A\n\nNo code.\n", "other_ways.md: ## A"),
+        ("## A\n\n## B\n\n```python\nx = 1\n```\n", "other_ways.md: ## A"),
+        ("## A\n\n```python\nx = 1\n```\n\n```python\ny = 1\n```\n", "other_ways.md: ```python"),
+        ("## A\n\n```\nx = 1\n```\n", "other_ways.md: ## A"),
+        ("## A\n\n```python\nx = 1\n", "other_ways.md: ## A"),
+    ],
+)
+def test_a_way_without_one_block_of_code_is_named(folder, text, given):
+    (folder / EXERCISE / "other_ways.md").write_text(text)
+    with pytest.raises(InputError) as caught:
+        _ = Course.read(folder).exercises[0].other_ways
+    assert "one block of code" in caught.value.must and given in caught.value.given
+
+
+def test_a_way_that_is_not_python_is_named(folder):
+    with pytest.raises(InputError, match=r"valid Python.*other_ways\.md, line 1: "):
+        Course.read(folder).exercises[0].file_with("def (")
 
 
 def test_exercises_stand_in_order(folder):

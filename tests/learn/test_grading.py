@@ -1,6 +1,7 @@
-"""Grading: the order of the stages, what each finds, what the learner reads. The runner is a stand-in."""
+"""Grading: the order of the stages, what each finds, what the learner reads. Most runners are stand-ins."""
 
 import dataclasses
+import json
 import threading
 import types
 
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from anybatch.errors import AnybatchError
+from anybatch.errors import AnybatchError, InputError
 from anybatch.learn import (
     Case,
     Check,
@@ -30,7 +31,10 @@ from anybatch.learn import (
     scans,
     stacks_less_than,
 )
-from anybatch.learn.grading import examine_check, grade
+from anybatch.learn import check as declarations
+from anybatch.learn.catalogue import Course, KnownWrong
+from anybatch.learn.grading import examine_check, full_batch_costs, grade
+from anybatch.learn.runner import submissions
 from anybatch.learn.runner.evidence import Evidence, multiplications_of
 from anybatch.learn.runner.submissions import Ended
 from anybatch.learn.values import EPSILON, expected
@@ -352,8 +356,6 @@ def test_nothing_is_asked_of_a_process_while_another_thread_waits_for_it(monkeyp
 
 
 def test_a_verdict_is_plain_data():
-    import json
-
     assert json.loads(json.dumps(graded(RIGHT).as_json()))["passed"] is True
 
 
@@ -503,3 +505,166 @@ def test_errors_of_jax_speak_of_the_learners_function(body, says):
     verdict = graded(f"kept = []\ndef total(w, x, n):\n    {body}\n")
     text = f"{verdict.title}\n{verdict.text}"
     assert verdict.stage == "run" and says in text and "evidence.py" not in text, text
+
+
+# The evidence of a verdict.
+
+NONE = declarations.Evidence()
+
+
+@pytest.fixture(scope="module")
+def graded_file():
+    """A function that grades the solution of an exercise of the course, or one of its mistakes, in other processes."""
+    course = Course.builtin()
+
+    def graded_file(name, wrong=None):
+        exercise = course.find(name)
+        sources = {None: exercise.solution} | {each.name: each.source for each in exercise.mistakes}
+        return grade(exercise, sources[wrong], runner, seed=0)
+
+    with submissions.Runner() as runner:
+        yield graded_file
+
+
+def test_a_wrong_value_comes_with_the_numbers_that_the_learner_reads():
+    verdict = graded(RIGHT.replace("(w)\n", "(w).at[1].add(0.5)\n"))
+    (array,) = verdict.evidence.arrays
+    assert (verdict.stage, array.path, array.shape, array.left_out) == ("value", "", (3,), 0)
+    assert array.is_off == (False, True, False)
+    assert f"{array.yours[1]:13.7g} {array.expected[1]:13.7g} {array.tolerance:11.1g}" in verdict.text
+    np.testing.assert_allclose(np.subtract(array.yours, array.expected), [0, 0.5, 0], atol=1e-4)
+    w, x, n = next(iter(cases(np.random.default_rng(0)))).args
+    np.testing.assert_allclose(array.expected, reference(w.astype(float), x.astype(float), n), rtol=1e-12)
+
+
+def test_a_right_answer_comes_with_the_first_case():
+    (array,) = graded(RIGHT).evidence.arrays
+    w, x, n = next(iter(cases(np.random.default_rng(0)))).args
+    np.testing.assert_allclose(array.expected, reference(w.astype(float), x.astype(float), n), rtol=1e-12)
+    assert array.is_off == (False, False, False)
+
+
+@pytest.mark.parametrize("wrong, shown", [("1.5 * g", [True]), ("g[None]", [])])
+def test_the_arrays_are_those_of_the_case_that_fails(wrong, shown):
+    """A wrong number in the second case is shown, and nothing for a wrong shape: not the first case, which is right."""
+    verdict = graded(RIGHT.replace("return", "g =") + f"    return g if n == 2 else {wrong}\n")
+    assert verdict.stage == ("value" if shown else "shape") and "8 in 4" in verdict.text
+    assert [all(array.is_off) for array in verdict.evidence.arrays] == shown
+
+
+@pytest.mark.parametrize("source", ["def total(w, x, n): return [w]", "def total(w, x, n): return w[:1]", "1 / 0"])
+def test_without_numbers_to_compare_there_is_no_evidence(source):
+    assert graded(source).evidence == NONE
+
+
+def test_an_answer_that_must_not_change_is_shown_before_and_after():
+    scaled = Same("the size of w", lambda rng, args: (2 * args[0], *args[1:]))
+    verdict = graded(RIGHT, same=[scaled])
+    (array,) = verdict.evidence.arrays
+    assert verdict.stage == "invariance" and all(array.is_off)
+    np.testing.assert_allclose(array.yours, np.multiply(2, array.expected), rtol=1e-4)
+
+
+def test_numbers_that_are_not_finite_survive_json():
+    made = "jnp.stack([w[0] * jnp.nan, jnp.inf + w[1], w[2] - jnp.inf])"
+    verdict = graded(f"def total(w, x, n): return {made}")
+    text = json.dumps(verdict.as_json(), allow_nan=False)  # raises for NaN
+    (array,) = json.loads(text)["evidence"]["arrays"]
+    assert array["yours"] == ["NaN", "Infinity", "-Infinity"]
+    assert [float(each) for each in array["yours"]][1:] == [np.inf, -np.inf]
+    assert array["expected"] == list(verdict.evidence.arrays[0].expected)
+    assert verdict.evidence.arrays[0].is_off == (True, True, True)
+
+
+def test_a_verdict_in_json_keeps_its_keys_and_gains_the_evidence():
+    found = graded(RIGHT).as_json()
+    before = "exercise passed stage title text mistake line source_line prints prints_dropped seconds seed done started"
+    assert list(found) == [*before.split(), "evidence"]
+    assert found["done"][1] == ["value", "2 cases"] and found == json.loads(json.dumps(found))
+
+
+def test_a_large_answer_is_cut():
+    def made(rng):
+        return [Case((rng.normal(size=(60, 40)).astype(np.float32), np.float32(1), 0))]
+
+    source = "def total(w, x, n): return {'w': w + 1, 'x': x}"
+    tree = lambda w, x, n: {"w": w + (np.arange(40) != 7), "x": x}  # noqa: E731
+    verdict = graded(source, cases=made, reference=tree, mistakes=[])
+    w, x = verdict.evidence.arrays
+    assert (w.path, w.shape, len(w.yours), len(w.expected), w.left_out) == ("['w']", (60, 40), 1024, 1024, 2400 - 1024)
+    assert sum(w.is_off) == len(range(7, 1024, 40)) and "60 of 2401 numbers are off" in verdict.title
+    assert (x.path, x.shape, x.yours, x.left_out) == ("['x']", (), (1.0,), 0)
+
+
+@pytest.mark.parametrize("source, failed", [(SCAN, ""), (LOOP, "memory"), ("1 / 0", "file")])
+def test_stages_are_told_as_they_pass(source, failed):
+    told = []
+    check = dataclasses.replace(CHECK, memory=Slope(with_more, "", floor=1000))
+    exercise = types.SimpleNamespace(name="total", file_name="01_total.py", check=check, solution=IMPORTS + SCAN)
+    note = lambda stage, seen: told.append((stage, seen, threading.get_ident()))  # noqa: E731
+    verdict = grade(exercise, IMPORTS + source, Runner(), seed=0, on_stage=note)
+    assert verdict.stage == failed
+    assert told == [(*each, threading.get_ident()) for each in verdict.done]
+    assert len(told) == {"": 3, "memory": 2, "file": 0}[failed]
+
+
+def test_memory_that_grows_is_shown_beside_the_solution(graded_file):
+    grows, flat = graded_file("accumulate_a_tree", "full_batch"), graded_file("accumulate_a_tree")
+    assert (grows.stage, flat.stage) == ("memory", "")
+    mine, solution = grows.evidence.memory, flat.evidence.memory
+    assert mine.times == (1, 4) and mine.yours[1] > 3 * mine.yours[0]
+    assert mine.reference == solution.reference == solution.yours and solution.yours[1] == solution.yours[0]
+    assert grows.evidence.arrays and grows.evidence.collectives is None
+
+
+class Counting(Runner):
+    opened = 0
+
+    def open(self, *args, **options):
+        self.opened += 1
+        return super().open(*args, **options)
+
+
+def with_full_batch(name, source=STACK):
+    """An exercise with one mistake, whose memory grows with the batch."""
+    check = dataclasses.replace(CHECK, memory=Slope(with_more, "", floor=1000, full_batch=name))
+    wrong = KnownWrong("full_batch", IMPORTS + source, "memory", "")
+    return types.SimpleNamespace(
+        name="total", file_name="01_total.py", check=check, solution=IMPORTS + SCAN, mistakes=(wrong,)
+    )
+
+
+def test_the_memory_of_the_full_batch_is_measured_on_request_and_remembered():
+    exercise, runner = with_full_batch("full_batch"), Counting()
+    before = grade(exercise, IMPORTS + SCAN, runner, seed=0).evidence.memory
+    assert before.full_batch == () and before.reference
+    opened = runner.opened
+    small, large = full_batch_costs(exercise, runner)
+    assert large > 2 * small > 0 and runner.opened == opened + 1
+    assert full_batch_costs(exercise, runner, seed=7) == (small, large) and runner.opened == opened + 1
+    assert grade(exercise, IMPORTS + SCAN, runner, seed=1).evidence.memory.full_batch == (small, large)
+    assert examine_check(exercise) == []
+
+
+def test_a_full_batch_that_is_not_declared_is_empty_and_one_that_is_missing_is_an_error():
+    assert full_batch_costs(with_full_batch(""), Runner()) == ()
+    missing = with_full_batch("fullbatch")
+    with pytest.raises(InputError, match=r"full_batch='fullbatch' in the exercise total(.|\n)*full_batch"):
+        full_batch_costs(missing, Runner())
+    assert grade(missing, IMPORTS + SCAN, Runner(), seed=0).passed  # a learner can do nothing about it
+    assert examine_check(missing) == ["there is no mistakes/fullbatch.py, which Slope.full_batch names"]
+    with pytest.raises(
+        AnybatchError, match=r"mistakes/full_batch.py of the exercise total must run(.|\n)*ZeroDivision"
+    ):
+        full_batch_costs(with_full_batch("full_batch", "def total(w, x, n): 1 / 0"), Runner())
+
+
+@pytest.mark.parametrize(
+    "wrong, executed",
+    [(None, (("all-reduce", 1, 448),)), ("reduced_in_the_loop", (("all-reduce", 4, 448),)), ("no_mesh", ())],
+)
+def test_collectives_are_shown_with_those_that_are_wanted(wrong, executed, graded_file):
+    verdict = graded_file("one_all_reduce", wrong)
+    assert verdict.stage == ("collectives" if wrong else "")
+    assert verdict.evidence.collectives == declarations.CollectivesShown(8, executed, (("all-reduce", 1),))
+    assert json.loads(json.dumps(verdict.as_json()))["evidence"]["collectives"]["wanted"] == [["all-reduce", 1]]

@@ -14,9 +14,9 @@ from rich.console import Console
 
 from anybatch import InputError
 from anybatch.learn.check import Verdict
-from anybatch.learn.learner_progress import Progress
+from anybatch.learn.learner_progress import Progress, Saves
 from anybatch.learn.terminal.pages import Screen, shown
-from anybatch.learn.terminal.watch import _ESCAPES, KEYS, Checker, Saves
+from anybatch.learn.terminal.watch import _ESCAPES, KEYS, Checker
 
 SESSION = """
 import sys
@@ -24,7 +24,7 @@ sys.path.insert(0, {tests!r})
 from cases.learn_course import grade
 from anybatch.learn.catalogue import Course
 from anybatch.learn.terminal.pages import Screen
-from anybatch.learn.learner_progress import Progress
+from anybatch.learn.learner_progress import Progress, Saves
 from anybatch.learn.terminal.watch import Checker, Watch
 progress = Progress({folder!r}, Course.read({course!r}))
 progress.prepare()

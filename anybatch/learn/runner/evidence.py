@@ -99,7 +99,7 @@ _LEAKED = (
 )
 
 
-class Evidence:
+class SubmittedFile:
     """One loaded file, and what its functions do.
 
     Args:

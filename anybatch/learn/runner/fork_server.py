@@ -25,7 +25,7 @@ from typing import Any, NoReturn
 
 from anybatch.jaxprs import versions
 from anybatch.learn.runner import isolation, wire
-from anybatch.learn.runner.evidence import Evidence
+from anybatch.learn.runner.evidence import SubmittedFile
 
 PRELOADED = ("jax", "jax.numpy", "numpy", "flax.linen", "flax.training.train_state", "optax")
 # The signal that ends a child with a trace of all its threads. The kernel sends it when the computing time is used up.
@@ -174,7 +174,7 @@ def _child(order: dict[str, Any], grader: connection.Connection, folder: str, pa
         grader.send_bytes(wire.encode({"ready": True}))
         request = grader.recv()
         isolation.begin(isolation.Limits(**order["limits"]), home, order["hidden"])
-        file = Evidence(**request)
+        file = SubmittedFile(**request)
         grader.send_bytes(wire.encode(file.loaded))
         while True:
             grader.send_bytes(wire.encode(file.answer(grader.recv())))

@@ -17,9 +17,8 @@ from anybatch.call.files import write_atomically
 from anybatch.errors import InputError
 from anybatch.learn.catalogue import COURSES, Course, Exercise, line_of
 from anybatch.learn.check import Verdict
-from anybatch.learn.grading import examine_check, grade
+from anybatch.learn.grading import devices_of, examine_check, grade
 from anybatch.learn.runner.submissions import Runner
-from anybatch.learn.terminal.learner_commands import devices_of
 
 SCHEMA = 1  # of the JSON that `dev check` prints
 SECTIONS = ("Why it matters", "A worked example", "Pitfalls", "The problem")
@@ -59,9 +58,9 @@ class Examined:
 def examine(exercise: Exercise, runner: Runner, seeds: int, tick: Callable[[], Any] = lambda: None) -> Examined:
     """Tests an exercise.
 
-    **Checked for every seed**: the solution passes, with and without anybatch, and every file in `mistakes/` fails in
-    its stage with its words. The starter raises NotImplementedError, and every mistake that the check names is made by
-    a file in `mistakes/`.
+    **Checked for every seed**: the solution passes, with and without anybatch, and so does each way in `other_ways.md`.
+    Every file in `mistakes/` fails in its stage with its words. The starter raises NotImplementedError, and every
+    mistake that the check names is made by a file in `mistakes/`.
 
     Args:
       exercise: the exercise.
@@ -96,6 +95,9 @@ def _in_words(exercise: Exercise) -> Iterator[str]:
     if not exercise.page.startswith(f"# {exercise.title}\n"):
         yield f"page.md must begin with # {exercise.title}, the title in the catalogue"
     assert exercise.hints  # raises InputError if there are not three
+    titles = [title for title, _ in exercise.other_ways]
+    if len(set(titles)) < len(titles):
+        yield "every way in other_ways.md needs a different title"
 
 
 def _in_code(exercise: Exercise) -> Iterator[str]:
@@ -131,15 +133,16 @@ def _in_practice(
     first = check(exercise.starter, 0)
     if first.passed or first.started:
         yield f"the starter must raise NotImplementedError; it {_said(first)}"
+    right = {"the solution": exercise.solution, "with_anybatch.py": exercise.with_anybatch}
+    right |= {f"{title!r} in other_ways.md": exercise.file_with(code) for title, code in exercise.other_ways}
     for seed in range(seeds):
         yield from examine_check(exercise, seed)
-        solved = check(exercise.solution, seed)
-        times.append(solved.seconds)
-        if not solved.passed:
-            yield f"the solution must pass; it {_said(solved)}"
-        short = check(exercise.with_anybatch, seed, anybatch=True)
-        if not short.passed:
-            yield f"with_anybatch.py must pass; it {_said(short)}"
+        for what, source in right.items():
+            verdict = check(source, seed, anybatch=what == "with_anybatch.py")
+            if what == "the solution":
+                times.append(verdict.seconds)
+            if not verdict.passed:
+                yield f"{what} must pass; it {_said(verdict)}"
         for wrong in exercise.mistakes:
             verdict = check(wrong.source, seed)
             made.add(verdict.mistake)
@@ -206,7 +209,8 @@ def check(course: pathlib.Path | None, name: str | None, *, seeds: int, as_json:
     begin, found = time.perf_counter(), []
     with Progress(*columns, console=screen.console, transient=True, disable=screen.is_plain) as progress:
         mistakes = sum(len(list(exercise.folder.glob("mistakes/*.py"))) for exercise in exercises)
-        task = progress.add_task("", total=len(exercises) * (1 + 2 * seeds) + mistakes * seeds)
+        others = sum(len(re.findall("^```python", exercise.other_ways_page, re.MULTILINE)) for exercise in exercises)
+        task = progress.add_task("", total=len(exercises) * (1 + 2 * seeds) + (mistakes + others) * seeds)
         for examined in examine_all(exercises, seeds, lambda: progress.advance(task)):
             found.append(examined)
             if not as_json:

@@ -11,7 +11,7 @@ from anybatch.call.checks import Finding
 from anybatch.errors import InputError
 from anybatch.learn.catalogue import COURSES, Course, Exercise
 from anybatch.learn.check import Verdict
-from anybatch.learn.grading import grade, processes_of
+from anybatch.learn.grading import devices_of, grade
 from anybatch.learn.learner_progress import FOLDER, RECORD, Progress, hash_of
 from anybatch.learn.runner.submissions import Runner, examine
 from anybatch.learn.terminal.pages import Screen
@@ -221,12 +221,6 @@ def doctor() -> bool:
         findings.append(Finding("a check", f"works: {first:.1f} s for the first, {min(later):.2f} s later on"))
     screen.findings(findings)
     return all(finding.is_well for finding in findings)
-
-
-def devices_of(exercise: Exercise) -> tuple[int, ...]:
-    """The number of devices of each process to keep ready: the check's, and 1, which the next exercise will need."""
-    counts = processes_of(exercise.check)
-    return counts if 1 in counts else (1, *counts)
 
 
 def _start(

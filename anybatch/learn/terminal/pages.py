@@ -170,6 +170,9 @@ class Screen:
         """Shows the solution, and the same with anybatch."""
         self.heading(f"A solution of {exercise.number}: {exercise.title}")
         self.code(exercise.solution)
+        if exercise.other_ways_page:
+            self.heading("Other ways")
+            self.markdown(exercise.other_ways_page)
         self.heading("The same with anybatch")
         self.code(exercise.with_anybatch)
 

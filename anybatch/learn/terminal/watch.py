@@ -10,12 +10,10 @@ import concurrent.futures
 import contextlib
 import datetime
 import os
-import pathlib
 import re
 import select
 import signal
 import termios
-import time
 import tty
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -24,11 +22,9 @@ from typing import Any
 from anybatch.errors import InputError
 from anybatch.learn.catalogue import Exercise
 from anybatch.learn.check import Verdict
-from anybatch.learn.learner_progress import Progress, hash_of
+from anybatch.learn.learner_progress import Progress, Saves
 from anybatch.learn.terminal.pages import Screen
 
-_SETTLE = 0.01  # seconds to wait before looking again whether a file is still being written
-_GONE = 1.0  # seconds for which a file may be missing or empty while an editor saves it
 _ESCAPES = re.compile(r"\x1b(\[[0-?]*[ -/]*[@-~]|O.|[^\[O])?")
 
 
@@ -81,65 +77,6 @@ class Keyboard:
         signal.signal(signal.SIGTSTP, self._stop)
         tty.setcbreak(self.file)
         self.on_return()
-
-
-class Saves:
-    """Notices when the contents of a file have changed.
-
-    An editor may write a file in several steps, or write another one and rename it. So a file that is missing for a
-    moment, empty, or still growing is ignored. A save that changes nothing is ignored, too.
-
-    Args:
-      path: the path of the file.
-      read: reads the file; raises InputError if it is not text.
-    """
-
-    def __init__(self, path: pathlib.Path, read: Callable[[], str]) -> None:
-        self.path, self._read = path, read
-        self._seen: tuple[int, ...] | None = None
-        self._hash = ""
-        self._gone_since: float | None = None
-
-    @property
-    def is_gone(self) -> bool:
-        """Whether the file has been missing for longer than a save takes."""
-        return self._is_overdue and self._about() is None
-
-    @property
-    def _is_overdue(self) -> bool:
-        return self._gone_since is not None and time.monotonic() - self._gone_since > _GONE
-
-    def look(self) -> str | None:
-        """The contents, if they have changed since the last call; else None.
-
-        Raises:
-          InputError: if they have changed and are not text.
-        """
-        about = self._about()
-        if not about or not about[0]:
-            self._gone_since = self._gone_since or time.monotonic()
-            if not about or not self._is_overdue:
-                return None
-        else:
-            self._gone_since = None
-        if about == self._seen:
-            return None
-        time.sleep(_SETTLE)
-        if self._about() != about:
-            return None
-        self._seen = about
-        source = self._read()
-        if hash_of(source) == self._hash:
-            return None
-        self._hash = hash_of(source)
-        return source
-
-    def _about(self) -> tuple[int, ...] | None:
-        try:
-            about = os.stat(self.path)
-        except OSError:
-            return None
-        return about.st_size, about.st_mtime_ns, about.st_ino, about.st_mode
 
 
 LOOK_EVERY = 0.05  # seconds

@@ -137,6 +137,7 @@ check = Check(
         "Something keeps the activations of all microbatches. jax.grad of the full batch and jax.vmap over "
         "microbatches run all examples through the network at once, and so may a Python loop, which is unrolled.\n"
         "Use jax.lax.scan: take the gradient of one microbatch in its body, and carry the sum.",
+        full_batch="full_batch",
     ),
 )
 

@@ -202,5 +202,6 @@ check = Check(
         floor=10 * 1024,
         # Some correct programs have the gradients of a microbatch and the clipped ones in memory, 9 KiB each.
         room=3 * 4 * 8 * (INPUTS * HIDDEN + HIDDEN),
+        full_batch="full_batch_beside_a_scan",
     ),
 )

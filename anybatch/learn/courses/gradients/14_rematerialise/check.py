@@ -135,5 +135,6 @@ check = Check(
         # A program that takes the rows of a microbatch outside of the checkpoint keeps a copy of the inputs, 6.8 KiB,
         # which is allowed.
         floor=10 * 1024,
+        full_batch="full_batch",
     ),
 )

@@ -216,5 +216,6 @@ check = Check(
         floor=10 * 1024,
         # Some correct programs have the gradients of a microbatch and their squares in memory, 9 KiB each.
         room=3 * 4 * 8 * (INPUTS * HIDDEN + HIDDEN),
+        full_batch="full_batch",
     ),
 )
