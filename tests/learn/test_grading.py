@@ -35,7 +35,7 @@ from anybatch.learn import check as declarations
 from anybatch.learn.catalogue import Course, KnownWrong
 from anybatch.learn.grading import examine_check, full_batch_costs, grade
 from anybatch.learn.runner import submissions
-from anybatch.learn.runner.evidence import Evidence, multiplications_of
+from anybatch.learn.runner.evidence import SubmittedFile, multiplications_of
 from anybatch.learn.runner.submissions import Ended
 from anybatch.learn.values import EPSILON, expected
 
@@ -46,7 +46,7 @@ class Here:
     """Runs a submission in this process, without any protection."""
 
     def __init__(self, source, path, devices, anybatch):
-        self.evidence = Evidence(source, path, anybatch=True)
+        self.evidence = SubmittedFile(source, path, anybatch=True)
         self.loaded = self.evidence.loaded
         self.prints, self.prints_dropped = "", 0
 

@@ -152,9 +152,15 @@ class Access:
         except _Refused as refused:
             await _respond(send, refused.status, _page(refused.title, refused.words))
             return
-        if body is not None:
-            secured = _Secured(send, headers[b"host"])
-            await self.app(_cleaned(scope), _replayed(body, receive), secured)
+        if body is None:
+            return
+        replayed = _Replayed(body, receive)
+        try:
+            await self.app(_cleaned(scope), replayed, _Secured(send, headers[b"host"]))
+        except RuntimeError:
+            # NiceGUI's middlewares complain about a missing response whenever a browser leaves a page that still loads.
+            if not replayed.gone:
+                raise
 
     async def _websocket(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -265,6 +271,20 @@ class _Limited:
         # A character has up to four bytes; most messages are so short that they need not be counted.
         size = len(data) + 4 * len(text)
         return size <= self._largest or len(data) + len(text.encode("utf-8", "surrogatepass")) <= self._largest
+
+
+class _Replayed:
+    """Receives a body that was read already, and then what comes after it. `gone` is True once the browser left."""
+
+    def __init__(self, body: bytes, receive: Receive) -> None:
+        self._first: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+        self._receive = receive
+        self.gone = False
+
+    async def __call__(self) -> Message:
+        message = self._first.pop() if self._first else await self._receive()
+        self.gone |= message["type"] == "http.disconnect"
+        return message
 
 
 class _Secured:
@@ -431,16 +451,6 @@ def _cleaned(scope: Scope) -> Scope:
     """What the site sees of a request."""
     headers = [(name, value) for name, value in scope["headers"] if not name.lower().startswith(_DROPPED)]
     return {**scope, "headers": headers}
-
-
-def _replayed(body: bytes, receive: Receive) -> Receive:
-    """Receives a body that was read already, and then what comes after it."""
-    first: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
-
-    async def again() -> Message:
-        return first.pop() if first else await receive()
-
-    return again
 
 
 def _is_html(headers: dict[bytes, bytes]) -> bool:

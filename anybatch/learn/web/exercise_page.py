@@ -103,6 +103,7 @@ class _Editor:
         if self._saving is not None:
             self._saving.cancel()
             self._saving = None
+        kept = self._draft.kept
         try:
             is_saved = self._draft.save(self.editor.value, self._base, self._tab)
         except InputError as error:
@@ -111,7 +112,7 @@ class _Editor:
         if is_saved:
             self._base = self._draft.version
             self._conflict.set_visibility(False)
-            self._say("Saved")
+            self._say("Saved" if self._draft.kept == kept else f"Saved. The other version is {self._draft.kept}.")
         else:
             self._ask_which()
         return is_saved

@@ -99,7 +99,8 @@ def application(workspace: Workspace) -> fastapi.FastAPI:
 
     _define_pages(workspace)
     look = {"title": "anybatch learn", "favicon": "∇", "dark": None, "language": "en-US", "tailwind": False}
-    ui.run_with(app, show_welcome_message=False, **look)  # type: ignore[arg-type]
+    # A tab that was disconnected for some minutes keeps what was typed in it.
+    ui.run_with(app, show_welcome_message=False, reconnect_timeout=600.0, **look)  # type: ignore[arg-type]
     return app
 
 

@@ -11,6 +11,7 @@ import asyncio
 import concurrent.futures
 import contextlib
 import dataclasses
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -22,6 +23,7 @@ from anybatch.learn.check import Verdict
 from anybatch.learn.learner_progress import Progress, Saves, hash_of
 
 LOOK_EVERY = 0.2  # seconds between two looks at the files
+JUST_NOW = 3.0  # seconds in which a tab may not have shown yet what another one wrote
 
 
 @dataclasses.dataclass
@@ -59,6 +61,8 @@ class Draft:
     def __init__(self, workspace: "Workspace", exercise: Exercise) -> None:
         self._workspace, self.exercise = workspace, exercise
         self.text, self.problem = "", ""
+        self._writer, self._when = "", 0.0
+        self.kept = ""  # the name of the last text that was kept aside
         self.checked: Checked | None = None
         self.changed = Event[[str]]()  # the file has other contents; by whom
         self.progressed = Event[[]]()  # a check has begun, passed a stage, or ended
@@ -87,10 +91,13 @@ class Draft:
         if found is None or (found == self.text and not self.problem):
             return False
         self.text, self.problem = found, ""
+        self._writer, self._when = "disk", time.monotonic()
         return True
 
     def save(self, text: str, based_on: str, by: str) -> bool:
         """Writes the file, and tells the other tabs.
+
+        What somebody else wrote just now is kept aside: the browser may have sent this text before it showed that one.
 
         Args:
           text: the new contents.
@@ -108,8 +115,11 @@ class Draft:
             return True
         if based_on != self.version:
             return False
+        if self._writer not in ("", by) and time.monotonic() - self._when < JUST_NOW:
+            self.keep_aside(self.text)
         self._workspace.progress.write(self.exercise, text)
         self.text, self.problem = text, ""
+        self._writer, self._when = by, time.monotonic()
         with contextlib.suppress(InputError):
             self._saves.look()  # this change is known
         self.changed.emit(by)
@@ -121,12 +131,13 @@ class Draft:
 
     def keep_aside(self, text: str) -> str:
         """Writes a text beside the file, under a new name, which is returned."""
-        return self._workspace.progress.keep_aside(self.exercise, text).name
+        self.kept = self._workspace.progress.keep_aside(self.exercise, text).name
+        return self.kept
 
     def reset(self) -> str:
         """Puts the original back. Returns the name that the learner's file now has; "" if it was the original."""
         kept = self._workspace.progress.reset(self.exercise)
-        self.checked = None
+        self.checked, self._writer = None, ""
         self._notice("")
         self.progressed.emit()
         return kept.name if kept else ""

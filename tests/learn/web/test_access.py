@@ -4,12 +4,14 @@ import asyncio
 import base64
 import contextlib
 import hashlib
+import http.server
 import os
 import re
 import shutil
 import socket
 import subprocess
 import sys
+import threading
 
 import pytest
 
@@ -328,6 +330,22 @@ def test_a_browser_that_goes_away_gets_no_answer(guarded):
     assert run(guarded.access, scope, [{"type": "http.request", "body": b""}])[0]["status"] == 200
 
 
+@pytest.mark.parametrize("gone", [True, False])
+def test_a_missing_response_is_an_error_only_while_the_browser_waits(gone):
+    async def site(scope, receive, send):
+        await receive()
+        if gone:
+            assert (await receive())["type"] == "http.disconnect"
+        raise RuntimeError("No response returned.")
+
+    guarded = Guarded()
+    guarded.access.app = site
+    scope = guarded._scope("http", "/", "", {}, (), (), method="GET")
+    incoming = [{"type": "http.request", "body": b""}, {"type": "http.disconnect"}]
+    with contextlib.nullcontext() if gone else pytest.raises(RuntimeError, match="No response"):
+        assert run(guarded.access, scope, incoming) == []
+
+
 @pytest.mark.parametrize(
     "fitting, large",
     [
@@ -635,8 +653,9 @@ def browser():
     from playwright.sync_api import sync_playwright
 
     quiet = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update"]
+    quiet += ["--disable-sync", "--no-first-run", "--host-resolver-rules=MAP evil.example 127.0.0.1"]
     with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=path, args=[*quiet, "--disable-sync", "--no-first-run"])
+        browser = playwright.chromium.launch(executable_path=path, args=quiet)
         yield browser
         browser.close()
 
@@ -715,29 +734,61 @@ CONNECT = """address => new Promise(done => {
 })"""
 
 
-@pytest.mark.parametrize("elsewhere", ["http://evil.example/", "http://127.0.0.1:45999/", "http://localhost:45999/"])
-def test_other_pages_in_the_same_browser_cannot_reach_the_site(server, browser, elsewhere):
+class Elsewhere(http.server.BaseHTTPRequestHandler):
+    """A page of somebody else, with links to the site. The address of the site is its path."""
+
+    def do_GET(self):
+        own = self.path[1:]
+        links = f"<a id=token href='http://{own}/?token={TOKEN}'>a</a> <a id=plain href='http://{own}/'>b</a>"
+        body = f"<!doctype html><title>elsewhere</title>{links}".encode()
+        self.send_response(200)
+        self.send_header("Content-Type", "text/html")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.fixture(scope="module")
+def elsewhere():
+    """The port of another server on this machine."""
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Elsewhere) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield server.server_port
+        server.shutdown()
+        thread.join()
+
+
+@pytest.mark.parametrize("name", ["evil.example", "127.0.0.1", "localhost"])
+def test_other_pages_in_the_same_browser_cannot_reach_the_site(server, browser, elsewhere, name):
     """The browser has the cookie. It even sends it for the second, which is on the same host."""
-    port, _ = server
-    own = f"http://127.0.0.1:{port}"
-    path = f"127.0.0.1:{port}/_nicegui_ws/socket.io/?EIO=4&transport="
-    links = f"<a id=token href='{own}/?token={TOKEN}'>a</a> <a id=plain href='{own}/'>b</a>"
+    own = f"127.0.0.1:{server[0]}"
+    path = f"{own}/_nicegui_ws/socket.io/?EIO=4&transport="
+    poll = "address => fetch(address, {credentials: 'include'}).then(answer => answer.ok, () => 'refused')"
     with tab(browser) as (page, _):
         # Like a link in a mail: the first request comes from another site, and the cookie is new.
-        page.route(elsewhere, lambda route: route.fulfill(body=f"<!doctype html>{links}", content_type="text/html"))
-        page.goto(elsewhere)
+        page.goto(f"http://{name}:{elsewhere}/{own}")
         page.click("#token")
         page.locator(".out").wait_for()
-        assert page.url == f"{own}/"
+        assert page.url == f"http://{own}/"
         assert page.evaluate(CONNECT, f"ws://{path}websocket") == "open"
-        poll = "address => fetch(address).then(answer => answer.ok, () => 'refused')"
         assert page.evaluate(poll, f"http://{path}polling") is True
 
-        page.goto(elsewhere)
+        page.goto(f"http://{name}:{elsewhere}/{own}")
         assert page.evaluate(CONNECT, f"ws://{path}websocket") == "refused"
         assert page.evaluate(poll, f"http://{path}polling") == "refused"
-        with page.expect_response(f"{own}/") as answer:
+        with page.expect_response(f"http://{own}/") as answer:
             page.click("#plain")
         assert answer.value.status == 403
         page.click("text=Open the exercises")  # the way on, which starts at the site itself
         page.locator(".out").wait_for()
+
+
+def test_a_name_that_is_led_to_this_machine_does_not_open_the_site(server, browser):
+    """DNS rebinding: the browser takes the site for a page of evil.example, whose scripts could then read it."""
+    with tab(browser) as (page, _):
+        assert page.goto(f"http://evil.example:{server[0]}/?token={TOKEN}").status == 421
+        assert page.goto(f"http://localhost:{server[0]}/?token={TOKEN}").status == 200

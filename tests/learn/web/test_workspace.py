@@ -51,6 +51,17 @@ def test_a_tab_that_does_not_know_the_newest_file_cannot_overwrite_it(workspace,
     assert draft.save("from another", draft.version, "another")  # the control: once it knows it
 
 
+def test_what_another_tab_wrote_just_now_is_kept(workspace, draft, monkeypatch):
+    """The browser may have sent its text before it showed the other one."""
+    draft.save("from one", draft.version, "one")
+    draft.save("from another", draft.version, "another")
+    assert (workspace.progress.folder / draft.kept).read_text() == "from one"
+    kept = draft.kept
+    monkeypatch.setattr("anybatch.learn.web.workspace.JUST_NOW", 0.0)  # the control: after a while, nothing is kept
+    draft.save("from one again", draft.version, "one")
+    assert draft.kept == kept
+
+
 def test_a_tab_cannot_overwrite_what_another_program_wrote(workspace, draft):
     old = draft.version
     write_on_disk(workspace, draft, "from an editor")
@@ -140,6 +151,11 @@ def test_a_check_that_fails_itself_is_told(workspace, draft, monkeypatch):
 
 def test_the_server_starts_without_jax():
     """The first page should not wait for it. The control: with a check, it is imported."""
-    program = "import sys, anybatch.learn.web.server; print('jax' in sys.modules); import anybatch.learn.grading; print('jax' in sys.modules)"
+    program = """
+import sys, anybatch.learn.web.server
+print("jax" in sys.modules)
+import anybatch.learn.grading
+print("jax" in sys.modules)
+"""
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["False", "True"]
