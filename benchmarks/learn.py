@@ -18,9 +18,8 @@ import time
 os.environ["JAX_PLATFORMS"] = "cpu"
 
 from anybatch.learn.catalogue import Course
-from anybatch.learn.grading import grade
+from anybatch.learn.grading import devices_of, grade
 from anybatch.learn.runner.submissions import Runner
-from anybatch.learn.terminal.learner_commands import devices_of
 
 LIMIT = 0.5  # seconds
 PLAIN = "import jax, jax.numpy, flax.linen, optax; jax.jit(lambda x: x + 1)(1.0)"
