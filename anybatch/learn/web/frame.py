@@ -19,7 +19,7 @@ STYLE = "/style.css"  # its address
 def style() -> str:
     """The style of all pages. It is a file of its own: inline scripts, which would add it later, are not allowed."""
     own = (pathlib.Path(__file__).parent / "style.css").read_text("utf-8")
-    return "\n".join((own, pictures.CSS, getattr(playground, "CSS", "")))
+    return "\n".join((own, pictures.CSS, playground.CSS))
 
 
 @contextlib.contextmanager

@@ -67,11 +67,12 @@ def serve(
             access_log=False,
             server_header=False,
             proxy_headers=False,
+            http="h11",  # it limits the headers of a request
             ws_max_size=LARGEST_MESSAGE,
+            ws_per_message_deflate=False,
             timeout_graceful_shutdown=1,
         )
-        shown = f"[{host}]" if ":" in host else host
-        address = f"http://{shown}:{port}{path}?token={token}"
+        address = f"http://{_shown(host)}:{port}{path}?token={token}"
         say(f"The exercises of {chosen.title!r} are at this address; Ctrl-C ends it.")
         say(address)
         if opens:
@@ -90,6 +91,7 @@ def application(workspace: Workspace) -> fastapi.FastAPI:
         workspace.start()
         yield
         workspace.close()
+        await playground.close()
 
     app = fastapi.FastAPI(lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
 
@@ -123,10 +125,20 @@ def _define_pages(workspace: Workspace) -> None:
             playground.page()
 
 
+def _shown(host: str) -> str:
+    """A host as it stands in an address; loopback if the site listens on all addresses of this machine."""
+    host = host.strip("[]")
+    with contextlib.suppress(ValueError):
+        given = ipaddress.ip_address(host)
+        if given.is_unspecified:
+            return "127.0.0.1" if given.version == 4 else "[::1]"
+        return f"[{given}]" if given.version == 6 else str(given)
+    return host or "127.0.0.1"
+
+
 def _listening(host: str, port: int) -> socket.socket:
     """A socket that listens on an address."""
-    with contextlib.suppress(ValueError):
-        host = str(ipaddress.ip_address(host))
+    host = host.strip("[]")
     try:
         (family, *_, address), *_ = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         listener = socket.socket(family, socket.SOCK_STREAM)
