@@ -71,6 +71,7 @@ class Draft:
         progress.place(exercise)
         self._saves = Saves(progress.path(exercise), lambda: progress.read(exercise))
         self.look()
+        self._writer = ""  # what was there before is nobody's news
 
     @property
     def version(self) -> str:

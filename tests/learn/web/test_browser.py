@@ -216,6 +216,32 @@ def test_an_endless_loop_is_stopped_and_said_so(site):
         expect(results(page)).to_contain_text(re.compile("10 seconds.*stopped|stopped.*10 seconds"))
 
 
+def test_the_playground_draws_a_coupled_loss(unchanged):
+    with unchanged.page("/playground") as page:
+        page.get_by_role("combobox").first.click()
+        page.get_by_role("option", name="Contrastive, as CLIP").click()
+        page.get_by_role("button", name="Run").click()
+        expect(page.get_by_text("couples examples").first).to_be_visible()
+        expect(page.locator(".cm-line", has_text="logits = 10")).to_contain_text("couples")
+        expect(page.locator(".cm-line", has_text="hidden =")).to_contain_text("per example")
+        expect(page.get_by_text("All routes give the gradient of the full batch.")).to_be_visible()
+        sentence = page.get_by_text("With ", exact=False).filter(has_text="microbatches of").first
+        before = sentence.inner_text()
+        page.get_by_role("slider").focus()
+        page.keyboard.press("End")
+        expect(sentence).not_to_have_text(before)
+        page.get_by_role("button", name="Step").click()
+        expect(page.get_by_text("1 of 10.")).to_be_visible()
+
+
+def test_a_loss_that_fails_in_the_playground_names_its_line(unchanged):
+    with unchanged.page("/playground") as page:
+        write(page, "def loss(params, batch):\n    return batch.mean() + nothing\n\n\nimport jax.numpy as jnp\nparams = batch = jnp.ones(4)\n")
+        page.keyboard.press("Control+Enter")
+        expect(page.get_by_role("alert")).to_contain_text("name 'nothing' is not defined")
+        expect(page.get_by_role("alert")).to_contain_text("line 2")
+
+
 def test_the_placement_says_where_to_start(unchanged):
     course = Course.builtin()
     with unchanged.page() as page:

@@ -41,6 +41,7 @@ def test_a_draft_is_the_learners_file(workspace, draft):
     assert draft.text == draft.exercise.starter == on_disk(workspace, draft)
     assert draft.save("x = 1", draft.version, "tab")
     assert on_disk(workspace, draft) == "x = 1"
+    assert not draft.kept
 
 
 def test_a_tab_that_does_not_know_the_newest_file_cannot_overwrite_it(workspace, draft):
