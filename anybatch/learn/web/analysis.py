@@ -108,8 +108,8 @@ class Analyst:
             async for part in process.answers(source):
                 yield part
         finally:
+            await process.end()
             self._open.discard(process)
-            process.end()
             self.warm_up()
         yield {"part": "end"}
 
@@ -120,8 +120,8 @@ class Analyst:
             process = await waiting
             if process.is_running:
                 return process
+            await process.end()
             self._open.discard(process)
-            process.end()
         return await self._start()
 
     async def close(self) -> None:
@@ -131,8 +131,7 @@ class Analyst:
             await asyncio.wait([self._spare])
             self._spare = None
         for process in list(self._open):
-            process.end()
-            await process.ended()
+            await process.end()
         self._open.clear()
 
 
@@ -187,7 +186,8 @@ class _Process:
                 yield _error(of, f"An answer was larger than {LARGEST_ANSWER:,} bytes.")
                 break
             if not line:
-                await self.ended()
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._process.wait(), GRACE)
                 yield self._lost(of)
                 break
             part = json.loads(line)
@@ -235,17 +235,16 @@ class _Process:
             return file.read(2**16).decode(errors="replace")
         return ""
 
-    def end(self) -> None:
-        """Kills the process and its group, and removes its folder."""
+    async def end(self) -> None:
+        """Kills the process and its group, waits until it has ended, and removes its folder."""
         for kill in (os.killpg, os.kill):
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 kill(self._process.pid, signal.SIGKILL)
-        shutil.rmtree(self._folder, ignore_errors=True)
-
-    async def ended(self) -> None:
-        """Waits until the process has ended."""
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._process.wait(), GRACE)
+        try:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._process.communicate(), GRACE)  # also closes the pipes
+        finally:
+            shutil.rmtree(self._folder, ignore_errors=True)
 
 
 def _error(of: str, message: str, *, line: int | None = None, title: str = "") -> Part:
