@@ -175,7 +175,7 @@ def test_two_tabs_that_type_at_once_lose_nothing(site):
 
 def _is_asked(page):
     with contextlib.suppress(sync_api.TimeoutError):
-        page.get_by_role("alert").wait_for(timeout=5000)
+        page.get_by_role("alert").wait_for(timeout=1500)
         return True
     return False
 
@@ -201,6 +201,7 @@ def test_a_reset_asks_first_and_keeps_the_file(site):
     assert (site.folder / f"{FIRST.file_name}.bak1").read_text() == "x = 1"
 
 
+@pytest.mark.full
 def test_an_endless_loop_is_stopped_and_said_so(site):
     with site.page(path_of(FIRST)) as page:
         write(
@@ -236,10 +237,10 @@ def test_the_playground_draws_a_coupled_loss(unchanged):
 
 def test_a_loss_that_fails_in_the_playground_names_its_line(unchanged):
     with unchanged.page("/playground") as page:
-        write(page, "def loss(params, batch):\n    return batch.mean() + nothing\n\n\nimport jax.numpy as jnp\nparams = batch = jnp.ones(4)\n")
+        write(page, "import numpy\n\nparams = batch = numpy.ones(4)\n\ndef loss(params, batch): return nothing\n")
         page.keyboard.press("Control+Enter")
         expect(page.get_by_role("alert")).to_contain_text("name 'nothing' is not defined")
-        expect(page.get_by_role("alert")).to_contain_text("Line 2")
+        expect(page.get_by_role("alert")).to_contain_text("Line 5")
 
 
 def test_the_placement_says_where_to_start(unchanged):
