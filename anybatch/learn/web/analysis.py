@@ -683,12 +683,27 @@ def steps(subject: Subject) -> Part:
     two passes, a first one computes what the head needs.
     """
     import jax
+
+    number = len(jax.tree.leaves(subject.batch)[0])
+    try:
+        return _steps(subject, min(EXAMPLES, number))
+    except Exception as error:
+        if number <= EXAMPLES or isinstance(error, AnybatchError):
+            raise
+        raise InputError(
+            f"The steps are those of the first {EXAMPLES} examples",
+            given=f"a loss that raised {type(error).__name__}: {str(error).partition(chr(10))[0]}",
+            remedy=f"Write it for any number of examples: it may rely on there being {number}.",
+        ) from error
+
+
+def _steps(subject: Subject, examples: int) -> Part:
+    import jax
     import jax.numpy as jnp
     import numpy as np
 
     from anybatch.verification.comparison import widened
 
-    examples = min(EXAMPLES, len(jax.tree.leaves(subject.batch)[0]))
     with jax.enable_x64(True):
         params, batch = jax.tree.map(widened, (subject.params, subject.batch))
         few = Subject(subject.loss, params, jax.tree.map(lambda leaf: leaf[:examples], batch))

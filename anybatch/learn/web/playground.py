@@ -24,7 +24,7 @@ WORDS = {
     "sum": ("sums", "adds the examples up; the microbatches' sums are added"),
     "once": ("once", "computed once, from the sums"),
     "couples": ("couples", "brings examples together; needs all of them at once"),
-    "full": ("full batch", "comes after a line that couples, and runs on the full batch"),
+    "full": ("full batch", "runs on the full batch: after a line that couples, or to sort or select the data first"),
     "same": ("same", "does not depend on the examples; the same for each of them"),
 }
 
@@ -572,7 +572,7 @@ def ticks(highest: float) -> list[float]:
     >>> ticks(143), ticks(0.9)
     ([0.0, 50.0, 100.0, 150.0], [0.0, 0.25, 0.5, 0.75, 1.0])
     """
-    power = 10 ** math.floor(math.log10(highest / 4))
+    power = 10.0 ** math.floor(math.log10(highest / 4))
     step = next(step for step in (1, 2, 2.5, 5, 10) if highest <= 4 * step * power) * power
     return [round(step * number, 12) for number in range(math.ceil(highest / step) + 1)]
 

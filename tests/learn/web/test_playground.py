@@ -212,7 +212,7 @@ def test_a_budget_fills_what_fits_and_marks_the_choice():
     assert "nothing fits. Even microbatches of 64 take 400 B" in playground.choice_in_words(candidates, 300)
 
 
-@pytest.mark.parametrize("name", ["rmse", "contrastive"])
+@pytest.mark.parametrize("name", ["contrastive", pytest.param("rmse", marks=pytest.mark.full)])
 def test_the_frames_fill_the_buffer_to_the_gradient_of_the_full_batch(analyse, name):
     part = analyse(named(name).source)["steps"]
     for size in map(int, part["sizes"]):
@@ -276,6 +276,17 @@ def test_an_error_of_anybatch_is_shown_as_it_is(analyse):
     (error,) = analyse(f"{source}params, batch = 1.0, {{'x': jnp.ones(3), 'y': jnp.ones(4)}}\n").values()
     assert error["of"] == "reading" and error["title"] == ""
     assert "same number of examples along axis 0" in error["message"]
+
+
+def test_a_part_that_fails_leaves_the_others(analyse):
+    """A loss for 16 examples only can be read, planned and verified, and not be shown with 12 of them."""
+    parts = analyse(
+        "import jax.numpy as jnp\nparams, batch = jnp.ones(2), jnp.ones((16, 2))\n"
+        "def loss(params, batch):\n    return jnp.mean(batch @ params + jnp.ones(16))\n"
+    )
+    assert parts.keys() == {"reading", "plan", "verification", "error"} and parts["verification"]["ok"]
+    assert (parts["error"]["of"], parts["error"]["line"]) == ("steps", 4)
+    assert "it may rely on there being 16" in parts["error"]["message"]
 
 
 def test_what_is_shown_is_escaped():
