@@ -195,10 +195,9 @@ class Region:
         """Reads a clone of a node. Invariant operands of which it takes rows become rows, where that saves memory."""
         cloned = self._cloned(node, inputs)
         outcome = self.reader.outcomes.get(cloned)
-        if outcome is None or not outcome.takes:
-            return cloned
+        takes = (outcome.takes if outcome is not None else None) or self._alike(inputs)
         better = list(inputs)
-        for position, (value, rows) in enumerate(zip(inputs, outcome.takes, strict=True)):
+        for position, (value, rows) in enumerate(zip(inputs, takes, strict=True)):
             if rows is None or value.is_constant or value not in self.program.facts:
                 continue
             if value in self.program.big or self.program.facts[value].has_gradient or self.program.divides_rows:
@@ -208,6 +207,16 @@ class Region:
         again = self._cloned(node, better)
         pairs = zip(again.outputs, cloned.outputs, strict=True)
         return again if all(self.reader.state(one) == self.reader.state(other) for one, other in pairs) else cloned
+
+    def _alike(self, inputs: Sequence[Value]) -> list[Batched | None]:
+        """For big operands in full, the rows of another operand of their shape, as in `jnp.logaddexp(x, y)`.
+
+        The rule of a nested function does not say which rows it takes.
+        """
+        own = [value for value in inputs if not value.is_constant and value not in self.program.facts]
+        states = {value.shape: self.reader.state(value) for value in own}
+        found = (states.get(value.shape) if value in self.program.big else None for value in inputs)
+        return [state if isinstance(state, Batched) else None for state in found]
 
     def _cloned(self, node: Node, inputs: list[Value]) -> Node:
         cloned = Node(node.equation, inputs, node.calls, self.program.next_index())

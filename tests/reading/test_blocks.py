@@ -425,6 +425,21 @@ def test_the_reading_names_what_blocks_can_compute():
     assert "16.0 MiB as float32[1,512,8192]" in text and "test_blocks.py" in text and "along axis 1" in text
 
 
+def test_two_big_values_that_meet_in_a_function_with_its_own_derivative_are_in_blocks():
+    """`logaddexp` of the logits of two heads: neither is computed in full."""
+
+    def loss(params, batch):
+        hidden = params["embedding"][batch["x"]]
+        ours = jax.nn.log_softmax(jnp.tanh(hidden) @ params["embedding"].T / 2)
+        theirs = jax.nn.log_softmax(jax.lax.stop_gradient(jnp.sin(hidden) @ params["embedding"].T) / 2)
+        middle = jnp.logaddexp(ours - 1.2, theirs - 0.4)
+        both = jnp.sum(jnp.exp(ours) * (ours - middle), -1) + jnp.sum(jnp.exp(theirs) * (theirs - middle), -1)
+        return jnp.mean(both)
+
+    params, batch = language_model(tokens=512, words=8192, width=16)
+    assert {value.axis for value in ab.read(loss, params, batch).wide} == {1}
+
+
 def test_the_reading_names_what_stays_in_full():
     def loss(params, batch):
         logits = batch["a"] @ params["a"] @ (batch["b"] @ params["b"]).T
