@@ -22,4 +22,5 @@ EXTRAS = {
     "rich": ("cli", "tables and progress bars"),
     "matplotlib": ("cli", "plots"),
     "jinja2": ("cli", "reports"),
+    "nicegui": ("learn", "anybatch learn --web"),
 }

@@ -59,22 +59,11 @@ def learn(
     if context.invoked_subcommand is not None:
         return True
     if web:
-        return _web().serve(
-            course, folder, at, host=host, port=port, opens=not no_open, allows_others=let_others_run_code
-        )
+        # It imports JAX later, so that the first page is there soon.
+        from anybatch.learn.web.server import serve
+
+        return serve(course, folder, at, host=host, port=port, opens=not no_open, allows_others=let_others_run_code)
     return _commands("learner").learn(course, folder, at)
-
-
-def _web() -> Any:
-    """The server of the pages. It imports JAX later, so that the first page is there soon."""
-    try:
-        return importlib.import_module("anybatch.learn.web.server")
-    except ModuleNotFoundError as error:
-        if (error.name or "").startswith("anybatch"):
-            raise
-        raise NotAvailableError(
-            f"anybatch learn --web without {error.name}", remedy='pip install "anybatch[learn]"'
-        ) from None
 
 
 def _commands(whose: str) -> Any:
