@@ -1498,6 +1498,20 @@ def siglip(params, batch):
 
 
 @case("pairs", towers())
+def weighted_by_a_mask_of_labels(params, batch):
+    """The mask follows from data alone, and is as wide as the logits."""
+    logits = scaled_similarity(params, batch)
+    same = (batch["label"][:, None] == batch["label"][None]).astype(logits.dtype)
+    return jnp.mean(same * jax.nn.softplus(-logits) + (1 - same) * jax.nn.softplus(logits))
+
+
+@case("pairs", towers())
+def similarities_of_the_data_as_targets(params, batch):
+    targets = jnp.exp(-jnp.square(full(batch["weight"])[:, None] - full(batch["weight"])[None]))
+    return jnp.mean(jnp.square(scaled_similarity(params, batch) - targets))
+
+
+@case("pairs", towers())
 def nt_xent(params, batch):
     """SimCLR's: two views as one batch of 2N, without the diagonal."""
     rows = jnp.concatenate([encode(params["image"], batch["image"]), encode(params["image"], batch["text"])])
