@@ -366,6 +366,7 @@ def constant_value(
             return None if isinstance(value.known, jax.core.Tracer) else value.known
         if value in known:
             return known[value]
+        known[value] = None  # each value is asked once, also if it is not known in the end
         node = value.node
         if value.hint is not None:
             return value.hint
