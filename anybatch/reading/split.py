@@ -29,8 +29,6 @@ from anybatch.reading.states import INVARIANT, SUMMED, Batched, Head, State, tak
 HEAVY = frozenset("dot_general conv_general_dilated scan while cond pallas_call ragged_dot_general".split())
 # The head can do these after gathering, so that the rows before them are gathered.
 _MOVES = frozenset("transpose reshape squeeze broadcast_in_dim copy".split())
-# Cheap to compute for the full batch, unless the result is big.
-_CHEAP = _MOVES | {"iota", "slice", "concatenate"} | {name for name in ELEMENTWISE if not name.startswith("random")}
 
 
 class Seeds(enum.Enum):
@@ -125,10 +123,8 @@ class Split:
         def is_last(value: Value) -> bool:
             return value.node in found or value in gathered or not self.reader.uses_batch[value]
 
-        used = (value for node in self.head_nodes for value in node.inputs if not value.is_constant)
-        by_head = [value for value in used if self._is_wide_data(value)]
-        first = [value.node for value in sources([*self.known_first, *by_head], is_last) if not is_last(value)]
-        return list(dict.fromkeys([*found, *(node for node in first if node is not None)]))
+        known_first = [value.node for value in sources(self.known_first, is_last) if not is_last(value)]
+        return list(dict.fromkeys([*found, *(node for node in known_first if node is not None)]))
 
     def _combines_full_batch(self, node: Node) -> bool:
         """Whether parameters meet data of the full batch in a node outside of the microbatches."""
@@ -157,14 +153,14 @@ class Split:
         found: dict[Value, None] = {}
         used = [*self.graph.outputs, *(value for node in self.head_nodes for value in node.inputs)]
         for value in used:
-            if value.is_constant or value in found or value in self.reader.computed_first:
+            if value.is_constant or value in found or value in self.known_first:
                 continue
             state = self.reader.state(value)
             if isinstance(state, Batched):
                 value = self._before_moves(value)
             if state == SUMMED or (isinstance(state, Batched) and value.node is not None):
                 found[value] = None
-        return [value for value in found if not self._follows_from(value, found) and not self._is_wide_data(value)]
+        return [value for value in found if not self._follows_from(value, found)]
 
     def _before_moves(self, value: Value) -> Value:
         """The value before transposes, reshapes and the like, which is gathered: the head then moves its elements."""
@@ -181,18 +177,6 @@ class Split:
         if node is None or not isinstance(self.reader.state(value), Batched) or node.name not in ELEMENTWISE:
             return False
         return all(operand.is_constant or operand.node is None or operand in found for operand in node.inputs)
-
-    def _is_wide_data(self, value: Value) -> bool:
-        """Whether rows follow cheaply from data that has fewer bytes, as masks of pairs follow from labels.
-
-        The head computes them from the data. So they can be computed in blocks, and need not be gathered.
-        """
-        if not isinstance(self.reader.state(value), Batched) or self.reader.moves(value):
-            return False
-        before = sources([value])
-        if any(each.node is not None and each.node.name not in _CHEAP for each in before):
-            return False
-        return value.num_bytes > sum(each.num_bytes for each in before if each.node is None and not each.is_constant)
 
     @functools.cached_property
     def selections(self) -> dict[int | None, list[int]]:
@@ -236,14 +220,9 @@ class Split:
 
     @functools.cached_property
     def known_first(self) -> list[Value]:
-        """Values of data alone, for all examples, that are computed before the first microbatch, or inputs.
-
-        What only the head needs is not among them if it follows cheaply from data, such as a mask of pairs.
-        """
+        """Values of data alone, for all examples, that are computed before the first microbatch, or inputs."""
         values = [*self.graph.inputs, *(value for node in self.graph.nodes for value in node.outputs)]
-        first = self.reader.computed_first
-        needed = set(sources([*self.frontier, *self.hoisted], first.__contains__))
-        return [value for value in values if value in first and (value in needed or not self._is_wide_data(value))]
+        return [value for value in values if value in self.reader.computed_first]
 
     @functools.cached_property
     def gathered_first(self) -> list[Value]:

@@ -381,22 +381,6 @@ def test_memory_of_pairs_grows_with_their_number_and_not_with_its_square():
     assert taken(4096, None) > 12 * taken(1024, None)
 
 
-@pytest.mark.filterwarnings("ignore::anybatch.LargeHeadWarning")
-def test_masks_of_pairs_are_computed_in_blocks_from_their_labels():
-    def loss(params, batch):
-        logits = batch["a"] @ params["a"] @ (batch["b"] @ params["b"]).T
-        same = (batch["label"][:, None] == batch["label"][None]).astype(logits.dtype)
-        return jnp.mean(same * jax.nn.softplus(-logits) + (1 - same) * jax.nn.softplus(logits))
-
-    def taken(block_size):
-        params, batch = pairs(2048)
-        batch["label"] = jnp.arange(2048) % 7
-        fun = ab.value_and_grad(loss, microbatch_size=64, block_size=block_size)
-        return versions.temporaries(jax.jit(fun).lower(params, batch).compile())
-
-    assert taken(32) < 2048 * 2048 < taken(None)  # bytes, one for each pair
-
-
 # Plans.
 
 
