@@ -7,7 +7,7 @@ LOCK := requirements/py$(PYVERSION).txt
 JOBS ?= auto
 STAMP := $(VENV)/.ready
 
-.PHONY: demo test test-full test-slow test-jax lint format bench docs setup lock clean
+.PHONY: demo test test-full test-slow test-jax lint format bench bench-report docs dist setup lock clean
 
 demo: $(STAMP)
 	$(BIN)/anybatch demo
@@ -44,9 +44,19 @@ bench: $(STAMP)
 	$(BIN)/python benchmarks/selections.py
 	$(BIN)/python benchmarks/planning.py
 
+# The tables and plots of the documentation and the README, from benchmarks/results.
+bench-report: $(STAMP)
+	$(BIN)/python benchmarks/report.py
+
 docs: $(STAMP)
 	$(BIN)/python -m sphinx -W --keep-going -q docs docs/_build/html
 	@echo "Built docs/_build/html/index.html"
+
+# A wheel and an sdist, each installed and tried in a fresh environment.
+dist: $(STAMP)
+	rm -rf dist
+	$(BIN)/python -m build --no-isolation --outdir dist .
+	sh requirements/try-dist $(PYTHON) dist
 
 setup: $(STAMP)
 
