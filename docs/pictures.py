@@ -1,6 +1,6 @@
 """Draws the picture of the landing page and the README: one batch, three strategies, one gradient.
 
-    python docs/pictures.py        # writes docs/images/routes_light.svg and routes_dark.svg
+python docs/pictures.py        # writes docs/images/routes_light.svg and routes_dark.svg
 """
 
 import pathlib
@@ -22,13 +22,17 @@ class Picture:
     def __init__(self, theme: str) -> None:
         self.colours, self.accent, self.shapes = PALETTES[theme], ACCENT[theme], []
 
-    def box(self, x: float, y: float, width: float, height: float, fill: str, opacity: float = 1, round: int = 2) -> None:
+    def box(
+        self, x: float, y: float, width: float, height: float, fill: str, opacity: float = 1, round: int = 2
+    ) -> None:
         self.shapes.append(
             f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" rx="{round}" fill="{fill}"'
             f' fill-opacity="{opacity:g}"/>'
         )
 
-    def text(self, x: float, y: float, words: str, size: int = 14, colour: str = "text", weight: int = 400, anchor="start"):
+    def text(
+        self, x: float, y: float, words: str, size: int = 14, colour: str = "text", weight: int = 400, anchor="start"
+    ):
         self.shapes.append(
             f'<text x="{x:g}" y="{y:g}" font-size="{size}" font-weight="{weight}" text-anchor="{anchor}"'
             f' fill="{self.colours[colour]}">{words}</text>'
