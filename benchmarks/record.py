@@ -1,4 +1,7 @@
-"""Saves the rows that a benchmark found as JSON, with its command, device and versions. `make bench-report` shows them."""
+"""Saves the rows that a benchmark found, as JSON with its command, device and versions.
+
+`make bench-report` turns them into the tables and plots of the documentation.
+"""
 
 import argparse
 import importlib.metadata
