@@ -3,8 +3,8 @@
     make bench-report                           # or: python benchmarks/report.py
     python benchmarks/report.py --check         # changes nothing; fails if a table is not what the results say
 
-Takes some seconds and measures nothing. `benchmarks/FILE.py --save benchmarks/results/FILE.json` renews a result. A page
-of the documentation includes the tables from docs/results; every table ends with its device, versions and command.
+Takes some seconds and measures nothing. `benchmarks/FILE.py --save benchmarks/results/FILE.json` renews a result. The
+pages of the documentation include the tables from docs/results. Every table ends with its device, versions and command.
 """
 
 import argparse
@@ -248,7 +248,7 @@ def precision(results: Mapping[str, Any]) -> str:
             points = [(row["microbatches"], row["error"]) for row in of(rows, param_dtype=dtype, way=way)]
             lines[way] = points
         panels.append((f"{dtype} parameters", lines))
-    alt = "The error against float64 for 8 to 4,096 microbatches: with bfloat16 sums it grows, with float32 sums it stays."
+    alt = "The error for 8 to 4,096 microbatches: with bfloat16 sums it grows, with float32 sums it stays small."
     picture = plot("precision", panels, x="microbatches", y="relative error", alt=alt)
     sizes = values(rows, "microbatches")
     cells = []

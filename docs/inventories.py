@@ -41,7 +41,7 @@ PROJECTS: dict[str, tuple[str, dict[str, str]]] = {
     "optax": (
         "https://optax.readthedocs.io/en/latest/",
         {
-            "api/optimizers.html": "optax.adam optax.adamw optax.lamb optax.lion optax.sgd optax.GradientTransformation",
+            "api/optimizers.html": "optax.adam optax.adamw optax.lamb optax.lion optax.sgd",
             "api/optimizer_wrappers.html": "optax.MultiSteps optax.apply_if_finite optax.lookahead",
             "api/transformations.html": """
                 optax.clip_by_global_norm optax.ema optax.add_decayed_weights optax.masked optax.zero_nans
@@ -105,7 +105,7 @@ def _role(name: str) -> str:
 
 
 def link_names(app: Any, doctree: nodes.document) -> None:
-    """Turns names in code style, such as `jax.value_and_grad` or `ab.plan(...)`, into links where a page documents them."""
+    """Turns names in code style, such as `jax.value_and_grad` or `ab.plan(...)`, into links to what documents them."""
     for literal in list(doctree.findall(nodes.literal)):
         if isinstance(literal.parent, (nodes.reference, addnodes.pending_xref, nodes.title)):
             continue

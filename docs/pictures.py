@@ -52,7 +52,7 @@ class Picture:
         head = f'<path d="M0,0 L7,3.5 L0,7 z" fill="{soft}"/>'
         marker = f'<marker id="head" markerWidth="7" markerHeight="7" refX="6" refY="3.5" orient="auto">{head}</marker>'
         return (
-            '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 22 960 354" role="img" font-family="system-ui, -apple-system,'
+            '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 22 960 354" role="img" font-family="system-ui,'
             ' Segoe UI, Roboto, Helvetica, Arial, sans-serif"><title>One batch, three strategies, one gradient</title>'
             f"<defs>{marker}</defs>{''.join(self.shapes)}</svg>\n"
         )
