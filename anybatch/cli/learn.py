@@ -18,7 +18,7 @@ _PLAIN: dict[str, Any] = {"add_completion": False, "rich_markup_mode": None, "pr
 
 app = typer.Typer(invoke_without_command=True, **_PLAIN)
 development = typer.Typer(help="For authors: start a course, and test it.", no_args_is_help=True, **_PLAIN)
-app.add_typer(development, name="dev")
+app.add_typer(development, name="dev", short_help="For authors: start a course, and test it.")
 
 CourseOption = Annotated[
     pathlib.Path | None,
@@ -80,19 +80,19 @@ def _places(context: typer.Context, course: pathlib.Path | None, folder: pathlib
     return course or before.get("course"), folder or before.get("folder")
 
 
-@app.command("list")
+@app.command("list", short_help="List all exercises, and which are solved.")
 def show_all(context: typer.Context, course: CourseOption = None, folder: FolderOption = None) -> Any:
     """List all exercises, and which are solved."""
     return _commands("learner").listing(*_places(context, course, folder))
 
 
-@app.command()
+@app.command(short_help="Check one file.")
 def run(context: typer.Context, name: Name = None, course: CourseOption = None, folder: FolderOption = None) -> Any:
     """Check one file; the exit status is 0 if it passes."""
     return _commands("learner").run(*_places(context, course, folder), name)
 
 
-@app.command()
+@app.command(short_help="Show a hint.")
 def hint(
     context: typer.Context,
     name: Name = None,
@@ -147,8 +147,10 @@ def doctor() -> Any:
     "        ran      whether it was run just now\n"
     "        solved   whether it was ever solved\n"
     '        message  why it is unreadable, or ""\n'
-    "        verdict  null if it was not run, else an object: exercise, passed, stage, title, text, mistake, line,\n"
-    "                 source_line, prints, prints_dropped, seconds, seed, done, started,\n"
+    "        verdict  null if it was not run, else an object: exercise,\n"
+    "                 passed, stage, title, text, mistake, line,\n"
+    "                 source_line, prints, prints_dropped, seconds,\n"
+    "                 seed, done, started,\n"
     "                 evidence: arrays, memory, collectives",
 )
 def check(

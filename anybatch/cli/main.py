@@ -81,7 +81,7 @@ def _way_out(error: ImportError) -> str:
     return ""
 
 
-@app.command()
+@app.command(short_help="Train a small GPT whose batch would not fit the memory.")
 def demo(
     gpu_size: Annotated[bool, typer.Option("--gpu-size", help="Train a GPT of 85 million parameters.")] = False,
     memory: Annotated[str | None, typer.Option(help='The memory of a step, e.g. "64MiB".')] = None,
@@ -97,8 +97,9 @@ def demo(
 
 
 @app.command(
+    short_help="Train a GPT on your own text.",
     help="Train a GPT on your own text, like the demo."
-    "\n\n\b\n    anybatch train --example > run.toml\n    anybatch train --config run.toml"
+    "\n\n\b\n    anybatch train --example > run.toml\n    anybatch train --config run.toml",
 )
 def train(
     config: Annotated[pathlib.Path | None, typer.Option(help="A TOML file with the options of the run.")] = None,
@@ -124,9 +125,11 @@ def train(
 
 
 @app.command(
+    short_help="Show how a gradient will be computed, and why.",
     help="Show how the gradient of a problem will be computed, with the other candidates and the reason for the choice."
+    " The wider the terminal, the more columns the table has."
     f"{_PROBLEM}"
-    "\b\n    anybatch explain train:problem --memory 12MiB"
+    "\b\n    anybatch explain train:problem --memory 12MiB",
 )
 def explain(
     problem: Target,
@@ -145,9 +148,10 @@ def explain(
 
 
 @app.command(
+    short_help="Compare microbatches with the full batch, on your loss.",
     help="Compare the gradient in microbatches of several sizes with that of the full batch, on your own loss."
     f"{_PROBLEM}"
-    "\b\n    anybatch verify train:problem"
+    "\b\n    anybatch verify train:problem",
 )
 def verify(
     problem: Target,
@@ -160,7 +164,7 @@ def verify(
     return verify_problem(problem, microbatch_sizes=size or None, sample=sample)
 
 
-@app.command()
+@app.command(short_help="Show versions, devices and missing packages.")
 def doctor() -> bool:
     """Show versions, devices and memory, and which packages are missing."""
     from anybatch.cli.doctor import print_findings
@@ -169,6 +173,7 @@ def doctor() -> bool:
 
 
 @app.command(
+    short_help="Run a script in several processes.",
     help="Run a script in several processes on this machine. Shows their output, and ends all of them when one fails."
     "\n\nPut options before the script, and the script's arguments after it. You can paste this example:"
     f"\n\n\b\n{_SCRIPT}\n\n"
@@ -189,4 +194,4 @@ def launch(
     return launch_script(script, arguments or [], processes=processes, devices_per_process=devices_per_process)
 
 
-app.add_typer(learning.app, name="learn")
+app.add_typer(learning.app, name="learn", short_help="Practise JAX's primitives: sixteen exercises.")

@@ -9,6 +9,7 @@ import importlib.util
 import operator
 import os
 import pathlib
+import shutil
 import sys
 import traceback
 from collections.abc import Callable
@@ -124,13 +125,13 @@ def _last_line(error: BaseException) -> str:
 # A page of a plan begins with this text. A file that does not is never overwritten.
 _PAGE_START = '<!doctype html><meta charset="utf-8"><meta name="generator" content="anybatch explain '
 
-_STYLE = """<style>
-body { font: 15px/1.5 system-ui, sans-serif; max-width: 60em; margin: 2em auto; padding: 0 1em; }
-table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
-td, th { padding: .2em .8em; text-align: right; border-bottom: 1px solid #ddd; }
-td:first-child, th:first-child { text-align: left; }
-svg { max-width: 100%; height: auto; }
-</style>"""
+# The plan brings its own style; the page follows the light or dark scheme of the reader.
+_STYLE = """<meta name="viewport" content="width=device-width, initial-scale=1">
+<style>
+:root { color-scheme: light dark; --color-background-primary: Canvas; }
+body { font: 16px/1.5 system-ui, sans-serif; max-width: 60em; margin: 2em auto; padding: 0 1em; }
+</style>
+"""
 
 
 def explain_problem(target: str, *, html: pathlib.Path | None, plot: pathlib.Path | None, **options: Any) -> bool:
@@ -143,7 +144,7 @@ def explain_problem(target: str, *, html: pathlib.Path | None, plot: pathlib.Pat
     loss, params, batch = load_problem(target)
     with Console(stderr=True).status("Planning") as status:
         plan = explain(loss, params, batch, progress=status.update, **options)
-    print(plan)
+    print(plan.text(shutil.get_terminal_size().columns))
     if plot is not None:
         plan.plot(str(plot))
     if html is not None:
@@ -182,5 +183,5 @@ def verify_problem(target: str, **options: Any) -> bool:
     loss, params, batch = load_problem(target)
     with Console(stderr=True).status("Comparing"):
         verification = verify(loss, params, batch, **options)
-    print(verification)
+    print(verification.text(shutil.get_terminal_size().columns))
     return verification.ok

@@ -27,6 +27,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from anybatch.call.display import visible
 from anybatch.call.files import read_regular, write_atomically
 from anybatch.call.memory import readable
 from anybatch.demo.config import GPU_DEMO, SMALL_DEMO, RunConfig, as_toml
@@ -37,7 +38,6 @@ from anybatch.jaxprs import versions
 from anybatch.planning.plan import Plan
 from anybatch.reading.read import read
 from anybatch.report import Report
-from anybatch.report.figures import visible
 from anybatch.report.page import check_path
 from anybatch.training.checkpoint_folder import CheckpointFolder
 from anybatch.training.loop import Fitted, fit

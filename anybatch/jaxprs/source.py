@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import os
+import sys
 import sysconfig
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -49,8 +50,15 @@ def locate(node: Node) -> SourceLine:
         for position, (depth, file, line, function) in enumerate(frames):
             if file and is_users(file):
                 inside = _callee([frame[1:] for frame in frames[:position]], equations[1 : depth + 1][::-1])
-                return SourceLine(file, line, _plain(function), inside)
+                return SourceLine(_displayed(file), line, _plain(function), inside)
     return SourceLine()
+
+
+def _displayed(file: str) -> str:
+    """The name of a file, or that of a notebook's cell, such as "In[3]" in IPython: the file of a cell is temporary."""
+    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+    named = getattr(getattr(shell, "compile", None), "format_code_name", lambda _: None)(file)
+    return file if named is None else str(named[1])
 
 
 def _callee(frames: Sequence[tuple[str, int, str]], calls: Sequence[Any]) -> str:

@@ -1,25 +1,36 @@
-"""`Plan`: the chosen strategy, the candidates it was chosen from, and the reasons. Prints as a table, and as a plot."""
+"""`Plan`: the chosen strategy, the candidates it was chosen from, and the reasons. As a table, and as plots."""
 
 import dataclasses
-import html
 import io
+import itertools
 import os
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
+from anybatch.call import plots
+from anybatch.call.display import html_figure, html_table, in_notebook, paragraph
 from anybatch.call.files import check_target, write_atomically
 from anybatch.call.memory import readable
+from anybatch.call.plots import Figure, Plot, Series
+from anybatch.call.tables import WIDTH, Column, text_table, wrapped
 from anybatch.errors import InputError
 from anybatch.planning.measure import Bytes
 from anybatch.planning.strategy import Route, Strategy
 
-# The columns of the table, and those that are aligned to the left. The last one marks the chosen candidate.
-_HEADER = ["route", "microbatch", "blocks", "remat", "reduce", "total"]
-_HEADER += ["arguments", "gradients", "results", "activations", "time", "fits", ""]
-_LEFT = {"route", "remat", "reduce", ""}
+# The columns for the kinds of memory. If the text of a plan is too wide, they are left out, the highest number first.
+_KINDS = {"arguments": 3, "gradients": 2, "results": 4, "activations": 1}
 
-# The colours of the plot.
+_REMAT_CHARACTERS = 16  # characters of a policy that are shown at least, to tell policies apart
+
+SIZE = (400, 240)  # of a plot, in pixels
+FAR = 16.0  # a budget this many times above or below all candidates is not drawn: it would flatten the curve
+_DASHES = ("", "dashed", "dotted", "mixed")
+_READ = 54  # characters of what is told of a point; more do not fit below a plot
+
+# The colours of the plot that matplotlib draws.
 BLUE, ORANGE, GRAY = "#1f5fa8", "#d9731a", "#8a8a8a"
 
 # A plot is recognised by a mark in its metadata. For each format: the field that holds the mark, and the first bytes of
@@ -143,39 +154,80 @@ class Plan:
         """For `clipped_grad(method=...)` and other per-example functions."""
         return None if self.chosen is None else self.chosen.method
 
+    @property
+    def memory_saved(self) -> tuple[int, int] | None:
+        """The bytes of the full batch and of the chosen candidate. None if one is unknown, or if they are the same."""
+        full = [each.total for each in self.candidates if each.is_full_batch and not each.variant and each.total]
+        chosen = None if self.chosen is None else self.chosen.total
+        return (full[0], chosen) if full and chosen is not None and chosen < full[0] else None
+
+    def text(self, width: int | None = WIDTH) -> str:
+        """The plan as plain text: the table, the reason for the choice, and advice.
+
+        Args:
+          width: the most characters of a line. Columns of the table are left out to fit it, and a line says which.
+            None: all columns, and no line breaks in sentences.
+        """
+        lines, left_out = text_table(self.columns, width)
+        remarks = self._remarks
+        if left_out:
+            remarks.append(f"Columns left out: {', '.join(left_out)}. plan.text(width=None) shows all.")
+        title, *remarks = [wrapped(text, width) for text in (self._title, *remarks)]
+        return "\n".join([title, "", *lines, "", *remarks])
+
     def __str__(self) -> str:
-        rows = self._rows
-        columns = [(max(map(len, column)), "<" if column[0] in _LEFT else ">") for column in zip(*rows, strict=True)]
-        lines = [
-            "  ".join(f"{cell:{side}{width}}" for cell, (width, side) in zip(row, columns, strict=True)).rstrip()
-            for row in rows
-        ]
-        return "\n".join([self._title, "", *lines, "", *self._remarks])
+        return self.text()
 
     __repr__ = __str__
 
     @property
-    def _rows(self) -> list[list[str]]:
-        """The table with its header, without empty columns."""
-        rows = [_HEADER, *map(self._cells, self.candidates)]
-        kept = [column for column in range(len(_HEADER)) if column == 0 or any(row[column] for row in rows[1:])]
-        return [[row[column] for column in kept] for row in rows]
+    def columns(self) -> list[Column]:
+        """The columns of the table."""
+        candidates = self.candidates
+        found = [each.bytes for each in candidates]
+        kinds = [
+            Column(name, tuple("" if one is None else readable(getattr(one, name)) for one in found), drop=order)
+            for name, order in _KINDS.items()
+        ]
+        shows_reduce = any(each.reduce != "once" for each in candidates)
+        remats = tuple(each.remat or "" for each in candidates)
+        marks = tuple("<- chosen" if each == self.chosen else "" for each in candidates)
+        return [
+            Column("route", tuple(str(each.route) for each in candidates), is_left=True),
+            Column("microbatch", tuple(str(each.microbatch_size) for each in candidates), short={"microbatch": "size"}),
+            Column("blocks", tuple(str(each.block_size or "") for each in candidates)),
+            Column("remat", remats, is_left=True, least=_REMAT_CHARACTERS),
+            Column("reduce", tuple(each.reduce if shows_reduce else "" for each in candidates), is_left=True),
+            Column("total", tuple(_total(each) for each in candidates)),
+            *kinds,
+            Column("time", tuple("" if each.seconds is None else _milliseconds(each.seconds) for each in candidates)),
+            Column("fits", tuple({True: "yes", False: "no", None: ""}[each.fits] for each in candidates)),
+            Column("", marks, is_left=True, short={"<- chosen": "<-"}),
+        ]
+
+    def html_table(self, caption: str = "") -> str:
+        """The table in HTML, with the chosen candidate marked."""
+        styles = [
+            "chosen" if each == self.chosen else "muted" if each.fits is False else "" for each in self.candidates
+        ]
+        return html_table(self.columns[:-1], styles, caption)  # without the mark, which is for text
+
+    def figures(self) -> list[Figure]:
+        """Plots of memory and time against the microbatch size: those that have two points at least."""
+        return [figure for figure in (_memory_figure(self), _time_figure(self)) if figure is not None]
 
     def _repr_html_(self) -> str:
-        def row(cells: Sequence[str], tag: str, style: str = "") -> str:
-            tagged = [f'<{tag} style="white-space: nowrap">{html.escape(cell)}</{tag}>' for cell in cells]
-            return f"<tr{style}>{''.join(tagged)}</tr>"
-
-        def style(candidate: Candidate) -> str:
-            if candidate == self.chosen:
-                return ' style="font-weight: bold"'
-            return ' style="color: #888"' if candidate.fits is False else ""
-
-        header, *rows = self._rows
-        body = [row(cells, "td", style(each)) for cells, each in zip(rows, self.candidates, strict=True)]
-        remarks = "".join(f"<p>{html.escape(text)}</p>" for text in self._remarks).replace("\n", "<br>")
-        table = f"<table>{row(header, 'th')}{''.join(body)}</table>"
-        return f"<p>{html.escape(self._title)}</p>{table}{self._svg()}{remarks}"
+        lead = "Nothing fits" if self.chosen is None else self.chosen.name
+        if self.memory_saved is not None:
+            lead += f": {in_words(self.memory_saved)}"
+        plots = "".join(map(html_figure, self.figures()))
+        return in_notebook(
+            paragraph(lead, "lead"),
+            paragraph(self._title, "about"),
+            f'<div class="pair">{plots}</div>\n' if plots else "",
+            self.html_table(),
+            *map(paragraph, self._remarks),
+        )
 
     @property
     def _title(self) -> str:
@@ -189,24 +241,6 @@ class Plan:
         if any(candidate.bytes is None and candidate.predicted is not None for candidate in self.candidates):
             lines.append("~ predicted from the sizes that were compiled.")
         return [line for line in lines if line]
-
-    def _cells(self, candidate: Candidate) -> list[str]:
-        found, mark = candidate.bytes, "" if candidate.bytes is not None else "~"
-        kinds = [] if found is None else [found.arguments, found.gradients, found.results, found.activations]
-        milliseconds = 1e3 * (candidate.seconds or 0)
-        shows_reduce = any(each.reduce != "once" for each in self.candidates)
-        return [
-            candidate.route,
-            str(candidate.microbatch_size),
-            "" if candidate.block_size is None else str(candidate.block_size),
-            candidate.remat or "",
-            candidate.reduce if shows_reduce else "",
-            "" if candidate.total is None else mark + readable(candidate.total),
-            *(map(readable, kinds) if kinds else [""] * 4),
-            "" if candidate.seconds is None else f"{milliseconds:.{1 if milliseconds >= 1 else 3}f} ms",
-            {True: "yes", False: "no", None: ""}[candidate.fits],
-            "<- chosen" if candidate == self.chosen else "",
-        ]
 
     def plot(self, path: str | None = None) -> Any:
         """Returns a matplotlib figure of memory and time against the microbatch size.
@@ -223,18 +257,93 @@ class Plan:
             save_plot(figure, path)
         return figure
 
-    def _svg(self) -> str:
-        """The plot as SVG; empty without matplotlib, or with fewer than two points."""
-        if sum(candidate.total is not None for candidate in self.candidates) < 2:
-            return ""
-        try:
-            figure = draw(self)
-        except InputError:
-            return ""
-        text = io.StringIO()
-        figure.savefig(text, format="svg", bbox_inches="tight")
-        _, tag, rest = text.getvalue().partition("<svg")  # without the XML header, which HTML must not have
-        return tag + rest
+
+def in_words(saved: tuple[int, int]) -> str:
+    """The bytes of the full batch and of the chosen candidate, compared.
+
+    >>> in_words((183 * 2**20, 12 * 2**20))
+    '12.0 MiB instead of 183.0 MiB, 15 times less'
+    """
+    full, chosen = saved
+    return f"{readable(chosen)} instead of {readable(full)}, {times(full / chosen)} less"
+
+
+def times(factor: float) -> str:
+    """A factor in words, rounded down: "15 times", "2.4 times"."""
+    return f"{int(factor):,} times" if factor >= 10 else f"{int(10 * factor) / 10:g} times"
+
+
+def _total(each: Candidate) -> str:
+    return "" if each.total is None else ("~" if each.bytes is None else "") + readable(each.total)
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{1e3 * seconds:.{1 if seconds >= 1e-3 else 3}f} ms"
+
+
+# Plots.
+
+
+def _memory_figure(plan: Plan) -> Figure | None:
+    totals = {each: each.total for each in plan.candidates if each.total is not None}
+    if len(totals) < 2:
+        return None
+    level, caption = plan.budget, ""
+    if level is not None and not min(totals.values()) / FAR <= level <= FAR * max(totals.values()):
+        caption, level = f"The budget is {readable(level)}, far outside the plot.", None
+    y = plots.memory_axis([*totals.values(), *([] if level is None else [level])], "logarithmic")
+    return _candidates_figure(plan, "Memory", "blue", y, totals, level, caption)
+
+
+def _time_figure(plan: Plan) -> Figure | None:
+    milliseconds = {each: 1e3 * each.seconds for each in plan.candidates if each.seconds is not None}
+    if len(milliseconds) < 2:
+        return None
+    y = plots.axis_of(np.array([*milliseconds.values(), 0.0]), "ms", from_zero=True, padding=0.1)
+    return _candidates_figure(plan, "Time", "orange", y, milliseconds)
+
+
+def _candidates_figure(
+    plan: Plan,
+    title: str,
+    color: str,
+    y: plots.Axis,
+    heights: Mapping[Candidate, float],
+    level: int | None = None,
+    caption: str = "",
+) -> Figure:
+    sizes = [each.microbatch_size for each in plan.candidates]  # of all, so that both plots have the same axis
+    x = plots.size_axis(sizes, plan.microbatch_size, "microbatch size")
+    words = {each: _total(each) if title == "Memory" else _milliseconds(each.seconds or 0) for each in heights}
+    spoken = "; ".join(f"{each.microbatch_size}: {text}" for each, text in words.items())
+    plot = Plot(x, y, SIZE, f"{title} against microbatch size: {spoken}")
+    styles: dict[str, str] = {}
+    for variant, dash in zip(dict.fromkeys(each.variant for each in heights), itertools.cycle(_DASHES), strict=False):
+        styles[variant] = f"{color} {dash}".strip()
+        same = sorted((each.microbatch_size, height) for each, height in heights.items() if each.variant == variant)
+        plot.curve(Series(*np.array(same, float).T), styles[variant])
+    if level is not None:
+        everything = np.array([(each.microbatch_size, height) for each, height in heights.items()], float)
+        plot.level(level, f"budget {readable(level)}", Series(*everything.T))
+    predicted = [each for each in heights if title == "Memory" and each.bytes is None]
+    for each, height in sorted(heights.items(), key=lambda pair: pair[0] == plan.chosen):  # the chosen one on top
+        is_chosen = each == plan.chosen
+        look = f"{color} {'hollow' if each in predicted else ''} {'chosen' if is_chosen else ''}".strip()
+        plot.point(each.microbatch_size, height, look, _read(each), radius=6 if is_chosen else 4)
+        if is_chosen:
+            plot.band(each.microbatch_size, "chosen")
+    legend = [(style, variant or "plain") for variant, style in styles.items()] if len(styles) > 1 else []
+    if predicted:
+        legend += [(f"{color} disc", "compiled"), (f"{color} disc hollow", "predicted")]
+    return Figure(title.lower(), title, (plot,), tuple(legend), caption)
+
+
+def _read(each: Candidate) -> str:
+    """What is told of a candidate when the pointer is on it."""
+    time = "" if each.seconds is None else _milliseconds(each.seconds)
+    fits = "does not fit" if each.fits is False else ""
+    text = plots.joined(f"{each.microbatch_size:,}", _total(each), time, fits, each.variant)
+    return text if len(text) <= _READ else f"{text[: _READ - 1]}\N{HORIZONTAL ELLIPSIS}"
 
 
 def draw(plan: Plan) -> Any:
@@ -256,30 +365,34 @@ def draw(plan: Plan) -> Any:
     if plan.chosen is not None:
         chosen = plan.chosen.microbatch_size
         lines.append(axes.axvline(chosen, color=GRAY, linewidth=7, alpha=0.25, label="chosen", zorder=0))
+    sizes = [each.microbatch_size for each in plan.candidates]
+    x = plots.size_axis(sizes, plan.microbatch_size, "microbatch size")
     axes.set_xscale("log", base=2)
-    ticks = _ticks([each.microbatch_size for each in plan.candidates], plan.microbatch_size)
-    axes.set_xticks(ticks, [str(tick) for tick in ticks])
+    axes.set_xticks(*zip(*x.ticks, strict=True))
     axes.set_xticks([], minor=True)
-    axes.set_xlabel("microbatch size")
+    axes.set_xlabel(x.label)
     axes.set_title(f"The gradient of {plan.num_examples} examples on {plan.device}", fontsize=10, loc="left")
     figure.legend(handles=lines, loc="outside lower center", ncols=4, frameon=False, fontsize=8)
     return figure
 
 
 def _draw_memory(axes: Any, plan: Plan) -> list[Any]:
-    highest = max(each.total or 0 for each in plan.candidates)
-    units = {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10}
-    name = next((name for name, unit in units.items() if highest >= unit), "KiB")
-    unit = units[name]
-    known = [(each, each.total / unit) for each in plan.candidates if each.total is not None]
+    known = [(each, each.total) for each in plan.candidates if each.total is not None]
+    totals = [total for _, total in known]
     lines = _draw_lines(axes, "memory", known, color=BLUE, zorder=2)
     for each, total in known:
         face = "white" if each.bytes is None else BLUE  # predicted totals are hollow circles
         axes.plot(each.microbatch_size, total, "o", color=BLUE, markerfacecolor=face, markersize=5, zorder=3)
-    if plan.budget is not None and plan.budget <= 4 * highest:  # a far larger budget would squeeze the curves
-        lines.append(axes.axhline(plan.budget / unit, color=GRAY, linestyle=":", label="budget", zorder=1))
-    axes.set_ylabel(f"memory, {name}", color=BLUE)
-    axes.set_ylim(bottom=0)
+    if totals and plan.budget is not None and min(totals) / FAR <= plan.budget <= FAR * max(totals):
+        lines.append(axes.axhline(plan.budget, color=GRAY, linestyle=":", label="budget", zorder=1))
+        totals.append(plan.budget)
+    axes.set_ylabel("memory, logarithmic", color=BLUE)
+    if totals:
+        y = plots.memory_axis(totals, "")
+        axes.set_yscale("log")
+        axes.set_ylim(y.low, y.high)
+        axes.set_yticks(*zip(*y.ticks, strict=True))
+        axes.set_yticks([], minor=True)
     return lines
 
 
@@ -298,16 +411,6 @@ def _draw_time(axes: Any, plan: Plan) -> list[Any]:
     axes.set_ylabel("time, ms", color=ORANGE)
     axes.set_ylim(bottom=0, top=1.15 * max(milliseconds for _, milliseconds in timed))
     return lines
-
-
-def _ticks(sizes: Sequence[int], chosen: int | None) -> list[int]:
-    """The sizes to label on the axis: the chosen one, and others that are not too close to it or to each other."""
-    ticks = [] if chosen is None else [chosen]
-    ends = {min(sizes), max(sizes)}
-    for size in sorted(set(sizes), key=lambda size: (size not in ends, size & (size - 1) != 0)):
-        if all(max(size / tick, tick / size) > 1.6 for tick in ticks):
-            ticks.append(size)
-    return sorted(ticks)
 
 
 def check_plot_path(path: str | os.PathLike[str], given: str | None = None) -> pathlib.Path:

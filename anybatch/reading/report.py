@@ -6,11 +6,12 @@ sum, a ratio of sums and so on.
 
 import dataclasses
 import enum
-import html
 from collections.abc import Iterator
 from typing import Any
 
+from anybatch.call.display import escape, html_table, in_notebook
 from anybatch.call.memory import readable
+from anybatch.call.tables import Column
 from anybatch.jaxprs import interpreter, source
 from anybatch.jaxprs.graph import Node, Value, sources, written_bytes
 from anybatch.jaxprs.primitives import FUSED, RANDOM_DRAWS
@@ -80,9 +81,9 @@ class Frontier:
         return f"{verb} {self.dtype}[{','.join(map(str, self.shape))}] ({readable(self.bytes)}){place}"
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class Reading:
-    """How a loss uses its examples, as read from its jaxpr.
+    """How a loss uses its examples, as read from its jaxpr. Prints as a summary.
 
     Args:
       form: what the loss is over its examples, such as a mean, a ratio of sums, or coupled.
@@ -177,6 +178,8 @@ class Reading:
     def __str__(self) -> str:
         return "\n".join([f"{self.kind}: {self.how}", *(f"  {line}" for line in self._lines())])
 
+    __repr__ = __str__
+
     def _lines(self) -> list[str]:
         lines = [str(item) for item in self.frontier]
         if self.randomness is Randomness.EXACT:
@@ -207,19 +210,46 @@ class Reading:
             )
         return lines
 
+    def html_table(self, caption: str = "") -> str:
+        """The values that are added up or gathered, as a table in HTML. Empty if there are none."""
+        if not self.frontier:
+            return ""
+        values = self.frontier
+        columns = [
+            Column("how", tuple("added up" if each.how == "sum" else "gathered" for each in values), is_left=True),
+            Column("array", tuple(f"{each.dtype}[{','.join(map(str, each.shape))}]" for each in values), is_left=True),
+            Column("size", tuple(readable(each.bytes) for each in values)),
+            Column("where", tuple(f"{each.file}:{each.line}" if each.file else "" for each in values), is_left=True),
+        ]
+        return html_table(columns, [""] * len(values), caption)
+
     def _repr_html_(self) -> str:
-        rows = "".join(
-            f"<tr><td>{item.how}</td><td><code>{item.dtype}{list(item.shape)}</code></td>"
-            f"<td>{readable(item.bytes)}</td><td><code>{html.escape(item.file)}:{item.line}</code></td></tr>"
-            for item in self.frontier
-        )
-        table = f"<table><tr><th>made</th><th>what</th><th>bytes</th><th>where</th></tr>{rows}</table>" if rows else ""
         # A line that is indented in the text belongs to the line before it.
-        rest = ""
+        items: list[str] = []
         for line in self._lines()[len(self.frontier) :]:
-            text = html.escape(line.strip())
-            rest += f"<ul><li><code>{text}</code></li></ul>" if line.startswith(" ") else f"<li>{text}</li>"
-        return f"<p><b>{html.escape(self.kind)}</b>: {self.how}</p>{table}" + (f"<ul>{rest}</ul>" if rest else "")
+            text = escape(line.strip())
+            if line.startswith(" "):
+                items[-1] += f"<ul><li><code>{text}</code></li></ul>"
+            else:
+                items.append(text)
+        rest = "".join(f"<li>{item}</li>" for item in items)
+        return in_notebook(
+            f'<p class="lead"><b>{escape(self.kind)}</b></p>\n<p class="about">{escape(self.how)}</p>\n',
+            self._share_bar() if self.blame else "",
+            self.html_table(),
+            f"<ul>{rest}</ul>\n" if rest else "",
+        )
+
+    def _share_bar(self) -> str:
+        """A bar of all activations: the part that microbatches compute, and the part that the full batch needs."""
+        full, every = self.head_bytes, max(self.activation_bytes, self.head_bytes, 1)
+        width = round(400 * full / every, 1)
+        text = f"computed for the full batch: about {readable(full)} of {readable(every)}"
+        return (
+            f'<figure data-figure="share"><svg class="plot bar" viewBox="0 0 400 34" role="img" aria-label="{text}">'
+            f'<path class="part" d="M0 6H400"/><path class="part orange" d="M0 6H{max(width, 2.0)}"/>'
+            f'<text x="0" y="29">{text}</text></svg></figure>\n'
+        )
 
 
 def report(split: Split) -> Reading:

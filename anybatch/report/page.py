@@ -14,28 +14,23 @@ import jax
 import numpy as np
 
 from anybatch import __version__
+from anybatch.call.display import html_figure, style, visible
 from anybatch.call.files import check_target, check_writable, write_atomically
 from anybatch.call.memory import memory_limit, readable
+from anybatch.call.plots import Figure, Series, drawable, short
 from anybatch.errors import InputError
 from anybatch.gradient_noise.noise_scale import NoiseScale
 from anybatch.jaxprs import versions
-from anybatch.planning.plan import Candidate, Plan
+from anybatch.planning.plan import Plan, times
 from anybatch.reading.report import Reading
 from anybatch.report.figures import (
     STYLES,
-    Figure,
     History,
-    Series,
     column,
     column_figure,
-    drawable,
     loss_figure,
-    memory_figure,
     noise_figure,
     scalar_columns,
-    short,
-    time_figure,
-    visible,
 )
 from anybatch.verification.verify import Verification
 
@@ -51,12 +46,14 @@ class KeyFigure:
 
 
 @dataclasses.dataclass(frozen=True)
-class Table:
-    """A table of texts. The template knows which columns are aligned to the left, by their names."""
+class Hero:
+    """The first thing on the page: the memory of the full batch, and of the microbatches that replace it."""
 
-    caption: str
-    rows: Sequence[Sequence[str]]  # the header first
-    styles: Sequence[str]  # of each row after the header: "", "chosen", "muted" or "bad"
+    full_batch: str
+    chosen: str
+    name: str  # of the chosen candidate
+    share: float  # of the chosen candidate in the full batch, in percent
+    text: str
 
 
 def worst_difference(found: Verification) -> tuple[str, str, str]:
@@ -108,17 +105,26 @@ def _of_loss(series: Series) -> list[KeyFigure]:
     return [KeyFigure("Loss", short(known.values[-1]), note)]
 
 
+def _hero(plan: Plan, verification: Verification | None) -> Hero | None:
+    """The memory saved. None if the full batch was chosen, or nothing, or if its memory is not known."""
+    if plan.memory_saved is None or plan.chosen is None:
+        return None
+    full, chosen = plan.memory_saved
+    text = f"{times(full / chosen)} less memory than the full batch of {plan.num_examples:,} examples"
+    if verification is not None and verification.ok:
+        _, differs, _ = worst_difference(verification)
+        text += f", and the same gradient: it {differs} at most"
+    name = "chosen" if plan.chosen.is_full_batch else f"microbatches of {plan.chosen.microbatch_size:,}"
+    return Hero(readable(full), readable(chosen), name, round(100 * chosen / full, 2), f"{text}.")
+
+
 def _of_plan(plan: Plan) -> list[KeyFigure]:
     if plan.chosen is None:
         return [KeyFigure("Microbatch", "none", "nothing fits")]
     figures = [KeyFigure("Microbatch", f"{plan.chosen.microbatch_size:,}", plan.chosen.route)]
-    total = plan.chosen.total
-    full_batch = [each.total for each in plan.candidates if each.is_full_batch and each.method is None and each.total]
-    if total is not None:
+    if plan.chosen.total is not None and plan.memory_saved is None:
         note = "" if plan.budget is None else f"of {readable(plan.budget)} allowed"
-        if full_batch and full_batch[0] != total:
-            note = f"{readable(full_batch[0])} for the full batch"
-        figures.append(KeyFigure("Memory", readable(total), note))
+        figures.append(KeyFigure("Memory", readable(plan.chosen.total), note))
     return figures
 
 
@@ -131,50 +137,6 @@ def _throughput(history: History) -> list[KeyFigure]:
     (rate, unit), *others = rates
     note = f"{unit} per second" + "".join(f", {more} {name}" for more, name in others)
     return [KeyFigure("Throughput", rate, note)]
-
-
-def _filled(rows: Sequence[Sequence[str]]) -> list[list[str]]:
-    """The rows of a table, the header first, without the columns that have nothing but a header."""
-    return [list(row) for row in zip(*(column for column in zip(*rows, strict=True) if any(column[1:])), strict=True)]
-
-
-def plan_table(plan: Plan) -> Table:
-    """All candidates of a plan. The chosen one is marked."""
-    header = "route microbatch method remat reduce total arguments gradients results activations time fits".split()
-    rows = _filled([header, *map(_plan_cells, plan.candidates)])
-    styles = ["chosen" if each == plan.chosen else "muted" if each.fits is False else "" for each in plan.candidates]
-    return Table("Candidates", rows, styles)
-
-
-def _plan_cells(each: Candidate) -> list[str]:
-    found = each.bytes
-    total = "" if each.total is None else ("~" if found is None else "") + readable(each.total)
-    kinds = [""] * 4
-    if found is not None:
-        kinds = list(map(readable, (found.arguments, found.gradients, found.results, found.activations)))
-    time = "" if each.seconds is None else f"{1e3 * each.seconds:.{1 if each.seconds >= 1e-3 else 3}f} ms"
-    reduce = "" if each.reduce == "once" else each.reduce
-    fits = {True: "yes", False: "no", None: ""}[each.fits]
-    method, remat = each.method or "", each.remat or ""
-    return [each.route, f"{each.microbatch_size:,}", method, remat, reduce, total, *kinds, time, fits]
-
-
-def reading_table(reading: Reading) -> Table | None:
-    """The values that are summed over the microbatches or gathered from them. None if there are none."""
-    if not reading.frontier:
-        return None
-    rows = [["how", "array", "size", "where"]]
-    for item in reading.frontier:
-        array = f"{item.dtype}[{','.join(map(str, item.shape))}]"
-        where = f"{item.file}:{item.line}" if item.file else ""
-        rows.append(["summed" if item.how == "sum" else "gathered", array, readable(item.bytes), where])
-    return Table("What is kept of each microbatch", _filled(rows), [""] * len(reading.frontier))
-
-
-def verification_table(found: Verification) -> Table:
-    """Every route with its differences, and the differences that rounding explains."""
-    styles = ["" if route.ok else "bad" for route in found.routes]
-    return Table(f"Relative differences in {found.dtype}", found.table(_two_digits), styles)
 
 
 def duration(seconds: float) -> str:
@@ -268,6 +230,7 @@ class Report:
         return _template().render(
             report=self,
             version=__version__,
+            hero=_hero(self.plan, self.verification) if self.plan else None,
             key_figures=numbers,
             # The number of columns that leaves the fewest empty places in the last row.
             columns=min((4, 5, 3), key=lambda columns: -len(numbers) % columns),
@@ -279,14 +242,28 @@ class Report:
             batch=batch,
             unit=unit,
             short=short,
-            plan_figures=_known(memory_figure(self.plan), time_figure(self.plan)) if self.plan else [],
-            plan_table=plan_table(self.plan) if self.plan else None,
-            reading_table=reading_table(self.reading) if self.reading else None,
-            verification_table=verification_table(self.verification) if self.verification else None,
+            **self._markup(),
             samples=[(caption, _cut(text)) for caption, text in self.samples],
             settings={name: _shown(value) for name, value in self.settings.items()},
             environment=found_environment() if self.environment is None else self.environment,
         )
+
+    def _markup(self) -> dict[str, Any]:
+        """The parts of the page that are HTML already: tables, and a function for figures."""
+        from markupsafe import Markup
+
+        reading, plan, found = self.reading, self.plan, self.verification
+        caption = "" if found is None else f"Relative differences in {found.dtype}"
+        tables = {
+            "plan_table": plan.html_table("Candidates") if plan else "",
+            "reading_table": reading.html_table("What is kept of each microbatch") if reading else "",
+            "verification_table": found.html_table(_two_digits, caption) if found else "",
+            "style": style("display"),
+        }
+        return {name: Markup(table) for name, table in tables.items()} | {
+            "figure": lambda figure: Markup(html_figure(figure)),
+            "plan_figures": plan.figures() if plan else [],
+        }
 
     def write(self, path: str | os.PathLike[str]) -> pathlib.Path:
         """Writes the page to a file, atomically: an earlier report is replaced only when the new one is complete.

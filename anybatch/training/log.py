@@ -146,6 +146,11 @@ class Throughput:
         self._restarted: tuple[float, np.ndarray] | None = None
         self._last = (math.nan, math.nan)
 
+    @property
+    def examples(self) -> int:
+        """The examples of all steps that were added."""
+        return int(self._total[0])
+
     def restart(self, *, examples: int = 0, tokens: int = 0) -> None:
         """Starts the clock, when all steps so far are done, except for these examples, which must not count."""
         self._restarted = (time.perf_counter(), self._total + np.asarray((examples, tokens)))

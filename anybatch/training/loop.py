@@ -26,6 +26,8 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from anybatch.call.checks import whole_number
+from anybatch.call.display import html_table, in_notebook, paragraph
+from anybatch.call.tables import Column
 from anybatch.distributed import gather_json
 from anybatch.errors import InputError, warn
 from anybatch.gradient_noise.noise_scale import NoiseScale
@@ -249,9 +251,9 @@ STEPS_BETWEEN_QUESTIONS = 10
 BETWEEN_MESSAGES = 5.0
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class Fitted:
-    """A training run that has ended or was stopped.
+    """A training run that has ended or was stopped. Prints as a summary.
 
     Args:
       state: the state after the last step.
@@ -261,20 +263,66 @@ class Fitted:
       resumed_from: the step of the checkpoint that the run was resumed from; None if there was none.
       noise: the gradient noise, averaged over recent steps, if the step computes it.
       seconds: the duration of the run, including earlier processes.
+      examples: the number of examples in the steps since the start, or since the resumption.
+      checkpoints: the folder with the checkpoints, if the run has any.
+      log: the log file, if this process writes one.
     """
 
     state: Any
     steps: int
-    history: list[dict[str, Any]] = dataclasses.field(repr=False)
+    history: list[dict[str, Any]]
     stopped_by: str | None
     resumed_from: int | None
     noise: NoiseScale | None
     seconds: float
+    examples: int = 0
+    checkpoints: Path | None = None
+    log: Path | None = None
 
     @property
     def exit_code(self) -> int:
         """The exit code for a script: 0, or by shell convention 143 after SIGTERM and 130 after Ctrl-C."""
         return {None: 0, "SIGTERM": 143, "SIGINT": 130}[self.stopped_by]
+
+    def __str__(self) -> str:
+        first, *rest = self._summary().items()
+        width = max(len(name) for name, _ in rest)
+        return "\n".join([" ".join(first), *(f"  {name:<{width}}  {text}" for name, text in rest)])
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        (number, steps), *rest = self._summary().items()
+        names, texts = zip(*rest, strict=True)
+        columns = [Column("", names, is_left=True), Column("", texts, is_left=True)]
+        return in_notebook(paragraph(f"{number} {steps}", "lead"), html_table(columns, [""] * len(rest)))
+
+    def _summary(self) -> dict[str, str]:
+        """The lines of the summary: what each is about, and a text."""
+        is_short = self.seconds < 60
+        time = f"{self.seconds:.1f} s" if is_short else str(datetime.timedelta(seconds=round(self.seconds)))
+        since = "" if self.resumed_from is None else f", since it was resumed after step {self.resumed_from:,}"
+        again = "" if self.checkpoints is None else ": run it again to resume"
+        ended = f"stopped by {self.stopped_by}{again}" if self.stopped_by else "at the end of its steps or batches"
+        lines = {
+            f"{self.steps:,}": f"{'step' if self.steps == 1 else 'steps'} in {time}",
+            "loss": self._loss(),
+            "examples": f"{self.examples:,}{since}" if self.examples else "",
+            "ended": ended,
+            "checkpoints": str(self.checkpoints or ""),
+            "log": str(self.log or ""),
+            "state": f"{type(self.state).__name__}, in .state; the rows of the log are in .history",
+        }
+        return {name: text for name, text in lines.items() if text}
+
+    def _loss(self) -> str:
+        """The first and the last known loss of the run."""
+        losses = [(row["step"], row["loss"]) for row in self.history if isinstance(row.get("loss"), (int, float))]
+        if not losses:
+            return ""
+        (first, before), (last, after) = losses[0], losses[-1]
+        start = "" if first == last else f"{before:.4g} at step {first:,}, "
+        return f"{start}{after:.4g} at step {last:,}"
 
 
 def fit(
@@ -413,7 +461,18 @@ def fit(
 
 
 def _fitted(run: "Run", stopped_by: str | None) -> Fitted:
-    return Fitted(run.state, run.steps, run.history, stopped_by, run.resumed_from, run.rows.noise, run.rows.seconds)
+    return Fitted(
+        run.state,
+        run.steps,
+        run.history,
+        stopped_by,
+        run.resumed_from,
+        run.rows.noise,
+        run.rows.seconds,
+        examples=run.rows.throughput.examples,
+        checkpoints=None if run.checkpoints is None else run.checkpoints.folder,
+        log=None if run._log is None else run._log.path,
+    )
 
 
 def _check_every(name: str, given: Any, needs: str, needed: Any) -> None:

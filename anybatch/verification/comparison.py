@@ -575,4 +575,7 @@ def _nudged(leaf: Any, eps: float, random: np.random.Generator) -> Any:
         return leaf * (1 + eps)
     numbers = _numbers(leaf)
     nudged = (numbers * (1 + eps * random.choice([-1, 1], numbers.shape))).astype(leaf.dtype)
-    return jax.device_put(nudged, leaf.sharding) if isinstance(leaf, jax.Array) else nudged
+    if not isinstance(leaf, jax.Array):
+        return nudged
+    # As committed as the given array: otherwise the program of the full batch would be compiled a second time.
+    return jax.device_put(nudged, leaf.sharding if leaf.committed else None)

@@ -4,7 +4,6 @@ A *route* is one way to compute the gradient: a microbatch size, on one device o
 """
 
 import dataclasses
-import html
 import math
 import operator
 from collections.abc import Callable, Sequence
@@ -15,8 +14,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from anybatch.call.arguments import ROLES, Arguments, Roles
+from anybatch.call.display import escape, html_table, in_notebook, paragraph
 from anybatch.call.loss import trace_loss
 from anybatch.call.models import partition_models
+from anybatch.call.tables import WIDTH, Column, text_table, wrapped
 from anybatch.errors import AnybatchError, InputError
 from anybatch.gradients.value_and_grad import value_and_grad
 from anybatch.reading.blocks import wide_values
@@ -73,40 +74,71 @@ class Verification:
             raise DifferentGradientError(str(self))
         return self
 
-    def table(self, shown: Callable[[float], str]) -> list[list[str]]:
-        """A header, and a row of texts for each route, with numbers as `shown` shows them. No column is empty."""
-        header = ["route", "gradient", "worst at", "allowed", "value", "aux", f"in {self.given_dtype}", "allowed", ""]
-        rows = []
-        for route in self.routes:
-            numbers = [route.gradient, route.tolerance, route.value, route.aux, route.rounding, route.expected_rounding]
-            gradient, allowed, *others = ["" if number is None else shown(number) for number in numbers]
-            rows.append([route.name, gradient, route.leaf, allowed, *others, "same" if route.ok else "DIFFERENT"])
-        columns = [column for column in zip(header, *rows, strict=True) if any(column[1:])]
-        return [list(row) for row in zip(*columns, strict=True)]
+    def columns(self, shown: Callable[[float], str]) -> list[Column]:
+        """The columns of the table, with numbers as `shown` shows them. Some may be empty."""
+
+        def numbers(values: Sequence[float | None]) -> tuple[str, ...]:
+            return tuple("" if value is None else shown(value) for value in values)
+
+        routes = self.routes
+        # A column in which a route fails is not left out.
+        is_wrong = [any(not leaf.ok for leaf in route.leaves if leaf.name == "value") for route in routes]
+        has_wrong_aux = [any(not leaf.ok for leaf in route.leaves if leaf.name.startswith("aux")) for route in routes]
+        is_coarse = [not _is_allowed(route.rounding, route.expected_rounding) for route in routes]
+        drop = None if any(is_coarse) else 1
+        allowed = numbers([route.expected_rounding for route in routes])
+        given = str(self.given_dtype)
+        short = {route.name: route.name.replace("_size=", "=") for route in routes}
+        return [
+            Column("route", tuple(route.name for route in routes), is_left=True, least=76, short=short),
+            Column("gradient", numbers([route.gradient for route in routes])),
+            Column("worst at", tuple(route.leaf for route in routes), is_left=True, least=16, keeps_end=True),
+            Column("allowed", numbers([route.tolerance for route in routes]), drop=0),
+            Column("value", numbers([route.value for route in routes]), drop=None if any(is_wrong) else 3),
+            Column("aux", numbers([route.aux for route in routes]), drop=None if any(has_wrong_aux) else 2),
+            Column(
+                f"in {given}", numbers([route.rounding for route in routes]), drop=drop, short={f"in {given}": given}
+            ),
+            Column("allowed", allowed, drop=4, full_name=f"allowed in {given}"),
+            Column("", tuple("same" if route.ok else "DIFFERENT" for route in routes)),
+        ]
+
+    def text(self, width: int | None = WIDTH) -> str:
+        """The verification as plain text: the table, notes, and the diagnosis.
+
+        Args:
+          width: the most characters of a line. Columns of the table are left out to fit it, and a line says which.
+            None: all columns, and no line breaks in sentences.
+        """
+        lines, left_out = text_table(self.columns(_shown), width)
+        remarks = self._remarks
+        if left_out:
+            remarks.insert(-1, f"Columns left out: {', '.join(left_out)}. result.text(width=None) shows all.")
+        title, *remarks = [wrapped(text, width) for text in (self._title, *remarks)]
+        return "\n".join([title, "", *lines, "", *remarks])
 
     def __str__(self) -> str:
-        rows = self.table(_shown)
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = []
-        for row in rows:
-            cells = zip(row, widths, rows[0], strict=True)
-            left = ("route", "worst at")
-            lines.append(
-                "  ".join(cell.ljust(width) if name in left else cell.rjust(width) for cell, width, name in cells)
-            )
-        return "\n".join([self._title, "", *(line.rstrip() for line in lines), "", *self._remarks])
+        return self.text()
 
     __repr__ = __str__
 
-    def _repr_html_(self) -> str:
-        def row(cells: Sequence[str], tag: str, style: str = "") -> str:
-            return f"<tr{style}>" + "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in cells) + "</tr>"
+    def html_table(self, shown: Callable[[float], str], caption: str = "") -> str:
+        """The table in HTML, with numbers as `shown` shows them, and a drawing of each difference."""
+        styles = ["" if route.ok else "bad" for route in self.routes]
+        route, *others, verdict = self.columns(shown)
+        drawings = (3, _scale(), [_lane(route) for route in self.routes])
+        return html_table([route, verdict, *others], styles, caption, drawings)
 
-        header, *rows = self.table(_shown)
-        styles = ["" if route.ok else ' style="color: #b00020"' for route in self.routes]
-        body = [row(cells, "td", style) for cells, style in zip(rows, styles, strict=True)]
-        remarks = "".join(f"<p>{html.escape(text)}</p>" for text in self._remarks).replace("\n", "<br>")
-        return f"<p>{html.escape(self._title)}</p><table>{row(header, 'th')}{''.join(body)}</table>{remarks}"
+    def _repr_html_(self) -> str:
+        *notes, verdict = self._remarks
+        wrong = sum(not route.ok for route in self.routes)
+        lead = f"{wrong} of {len(self.routes)} routes give another gradient than the full batch."
+        return in_notebook(
+            paragraph(verdict, "lead good") if self.ok else paragraph(lead, "lead wrong") + paragraph(verdict),
+            paragraph(self._title, "about"),
+            self.html_table(_shown),
+            *map(paragraph, notes),
+        )
 
     @property
     def _title(self) -> str:
@@ -420,3 +452,37 @@ def _first_examples(arguments: Arguments, num_examples: int) -> tuple[tuple[Any,
 
 def _shown(number: float) -> str:
     return f"{number:.1e}" if number and math.isfinite(number) else f"{number:g}"
+
+
+def _is_allowed(difference: float | None, tolerance: float | None) -> bool:
+    return difference is None or difference <= (tolerance or 0.0)
+
+
+# The drawing of a difference: a point on a logarithmic scale, and a band from its left end to what is allowed.
+_SCALE, _LANE = (1e-17, 1.0), 160  # the ends of the scale, and its width in pixels
+
+
+def _place(number: float) -> float:
+    """Where a number is drawn, in pixels. What is off the scale, or not finite, is drawn at its end."""
+    low, high = map(math.log10, _SCALE)
+    power = high if not math.isfinite(number) else low if number <= 0 else min(max(math.log10(number), low), high)
+    return round(_LANE * (power - low) / (high - low), 1)
+
+
+def _lane(route: RouteCheck) -> str:
+    failed = [] if route.ok else [leaf.difference for leaf in route.leaves if not leaf.ok]
+    worst = max([route.gradient, *failed], key=_place)
+    text = escape(f"{_shown(route.gradient)} at {route.leaf}, {_shown(route.tolerance)} allowed")
+    allowed, color = _place(route.tolerance), "green" if route.ok else "red"
+    return (
+        f'<svg class="lane" viewBox="0 0 {_LANE} 20" role="img" aria-label="{text}"><title>{text}</title>'
+        f'<path class="base" d="M0 10H{_LANE}"/><path class="allowed" d="M0 10H{allowed}"/>'
+        f'<path class="limit" d="M{allowed} 4v12"/>'
+        f'<circle class="point {color}" cx="{_place(worst)}" cy="10" r="4"/></svg>'
+    )
+
+
+def _scale() -> str:
+    ticks = ((1e-16, "10⁻¹⁶"), (1e-8, "10⁻⁸"), (1.0, "1"))
+    words = [f'<text text-anchor="middle" x="{_place(value)}" y="14">{name}</text>' for value, name in ticks]
+    return f'<svg class="lane" viewBox="0 0 {_LANE} 20" aria-hidden="true">{"".join(words)}</svg>'

@@ -26,6 +26,47 @@ def test_help_names_the_commands():
     assert "demo" in result.stdout + result.stderr
 
 
+COMMANDS = ["", "demo", "train", "explain", "verify", "doctor", "launch", "learn", "learn list", "learn run"]
+COMMANDS += ["learn hint", "learn solution", "learn reset", "learn doctor", "learn check", "learn dev"]
+COMMANDS += ["learn dev check", "learn dev new"]
+
+
+def help_text(command, columns, monkeypatch):
+    monkeypatch.setenv("COLUMNS", str(columns))  # what a terminal of that width tells
+    return CliRunner().invoke(cli.app, [*command.split(), "--help"], terminal_width=columns).output
+
+
+def summaries(text):
+    """The summary of each command in a help text, its lines joined."""
+    found = {}
+    for line in text.partition("Commands:\n")[2].splitlines():
+        name, _, rest = line.strip().partition("  ") if line.startswith("  ") and line[2] != " " else ("", "", line)
+        name = name or list(found)[-1]
+        found[name] = f"{found.get(name, '')} {rest.strip()}".strip()
+    return found
+
+
+@pytest.mark.parametrize("columns", [80, 60, 40])
+@pytest.mark.parametrize("command", ["", "learn", "learn dev"])
+def test_the_summary_of_no_command_is_cut(monkeypatch, command, columns):
+    wide, narrow = (summaries(help_text(command, width, monkeypatch)) for width in (200, columns))
+    assert len(wide) >= 2 and wide == narrow
+    assert all(text.endswith(".") and "..." not in text for text in narrow.values())
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_fits_80_columns(monkeypatch, command):
+    text = help_text(command, 80, monkeypatch)
+    assert "Usage:" in text and max(map(len, text.splitlines())) <= 80
+
+
+def test_a_summary_without_a_short_text_would_be_cut(monkeypatch):
+    """The control."""
+    demo = next(command for command in cli.app.registered_commands if command.callback.__name__ == "demo")
+    monkeypatch.setattr(demo, "short_help", None)
+    assert summaries(help_text("", 80, monkeypatch))["demo"].endswith("...")
+
+
 def test_demo_refuses_bad_options_before_it_starts(tmp_path):
     result = run("demo", "--steps", "0")
     assert result.returncode == 2

@@ -77,6 +77,24 @@ def test_explain_overwrites_its_own_page(tmp_path, monkeypatch, capsys):
     assert "<title>&lt;it&gt;</title>" in (tmp_path / "plan.html").read_text()
 
 
+def test_the_wider_the_terminal_the_more_columns_a_table_has(tmp_path, monkeypatch, capsys):
+    def loss(w, x):
+        return jnp.mean(jnp.tanh(x @ w) ** 2)
+
+    monkeypatch.setattr(problem, "load_problem", lambda target: (loss, jnp.ones((8, 8)), jnp.ones((64, 8))))
+    seen = {}
+    for columns in (60, 80, 120):
+        monkeypatch.setenv("COLUMNS", str(columns))
+        problem.explain_problem("it", html=None, plot=None, memory="1GiB", timed=False)
+        problem.verify_problem("it", microbatch_sizes=8)
+        lines = capsys.readouterr().out.splitlines()
+        assert max(map(len, lines)) <= columns
+        seen[columns] = " ".join(line for line in lines if line.startswith("route"))
+    assert "results" in seen[120] and "value" in seen[120]  # all columns
+    assert "results" not in seen[80] and "gradients" in seen[80]
+    assert "gradients" not in seen[60]
+
+
 def test_verify_compares_the_routes(folder):
     result = run("verify", "train:problem", "--size", "5", "--sample", "12", cwd=folder)
     assert result.returncode == 0, result.stderr

@@ -16,7 +16,7 @@ from anybatch.demo.config import RunConfig
 from anybatch.demo.job import RunFolder
 from anybatch.demo.text import Vocabulary
 from anybatch.report import Report
-from anybatch.report.figures import visible
+from anybatch.call.display import visible
 from anybatch.training import checkpoint_folder
 from anybatch.training.checkpoints import Checkpoints
 

@@ -391,7 +391,7 @@ def test_blocks_are_tried_before_nothing_fits():
     assert plan.chosen.total <= 40 * 2**20
     value, _ = ab.value_and_grad(mean_loss, memory="40MiB")(params, batch)
     assert np.isclose(value, mean_loss(params, batch), rtol=1e-5)
-    assert f"big values in blocks of {plan.block_size} rows" in str(plan)
+    assert f"big values in blocks of {plan.block_size} rows" in plan.text(width=None)
     with pytest.raises(ab.NothingFitsError):
         ab.value_and_grad(mean_loss, memory="40MiB", block_size=None)(params, batch)
 

@@ -197,6 +197,16 @@ def test_a_reading_shows_itself_in_a_notebook():
     assert "<b>couples examples</b>" in html
     assert "<table>" in html and "float32[12]" in html
     assert "it takes the max over the examples" in html
+    assert 'data-figure="share"' in html  # how much of it the full batch computes
+    separable = ab.read(KINDS["ratio of sums"], W, BATCH)._repr_html_()
+    assert "<b>ratio of sums</b>" in separable and 'data-figure="share"' not in separable
+
+
+def test_the_bar_of_a_reading_is_as_long_as_the_share_of_the_full_batch():
+    reading = ab.read(lambda w, b: jnp.max(squares(w, b)), W, BATCH)
+    for head, share in ((0, 2.0), (500, 200.0), (1000, 400.0), (2000, 400.0)):  # in pixels, 2 at least
+        shown = dataclasses.replace(reading, head_bytes=head, activation_bytes=1000)._repr_html_()
+        assert f'<path class="part orange" d="M0 6H{share}"/>' in shown
 
 
 def test_shapes_alone_can_be_read():

@@ -20,7 +20,8 @@ import pytest
 
 import anybatch as ab
 from anybatch.report import Report
-from anybatch.report.figures import Series, column, smoothed, thinned
+from anybatch.call.plots import Series, thinned
+from anybatch.report.figures import column, smoothed
 
 FIGURES = [
     "loss",
@@ -96,15 +97,19 @@ function look(frame) {
   for (const figure of page.querySelectorAll("figure")) {
     const plots = [...figure.querySelectorAll("svg.plot")].filter((e) => size(e)[0] > 0);
     const inside = (query) => plots.flatMap((plot) => [...plot.querySelectorAll(query)]);
+    const labels = "text:not(.read)", others = inside("text:not(.read, .axis)");
     figures[figure.dataset.figure] = {
       plots: plots.map(size), labels: plots.map((e) => e.getAttribute("aria-label")),
-      curves: inside(".curve").map(size), apart: apart(inside("text")),
+      curves: inside(".curve").map(size), apart: apart(inside(labels)),
       ink: inside(".curve").map((e) => view.getComputedStyle(e).stroke),
-      text: inside("text").map((e) => view.getComputedStyle(e).fill)[0],
+      text: inside(labels).map((e) => view.getComputedStyle(e).fill)[0],
       font: Math.min(...plots.map((e) => size(e)[0] / e.viewBox.baseVal.width
         * parseFloat(view.getComputedStyle(e.querySelector("text")).fontSize))),
       outside: inside("text").filter((e) => {
         const r = e.getBoundingClientRect(); return r.left < 0 || r.right > view.innerWidth; }).length,
+      reads: inside(".read").map((e) => e.textContent),
+      readsShown: inside(".read").filter((e) => view.getComputedStyle(e).visibility !== "hidden").length,
+      readsApart: inside(".read").every((e) => apart([e, ...others])),
     };
   }
   return {
@@ -159,6 +164,8 @@ def faults(view, expected):
             found.append(f"{name}: text that cannot be read")
         if not all(figure["labels"]):
             found.append(f"{name}: no words")
+        if not figure["reads"] or figure["readsShown"] or not figure["readsApart"]:
+            found.append(f"{name}: nothing to hover over")
     found += ["overflows"] if view["overflow"] > 0 else []
     found += ["loads something"] if view["loaded"] else []
     found += ["has a script"] if view["scripts"] else []
@@ -175,6 +182,7 @@ def views(report):
         "loads something": page.replace("</main>", '<img src="http://127.0.0.1:9/missing.png" alt=""></main>'),
         "has a script": page.replace("</main>", "<script>1</script></main>"),
         "text that cannot be read": page.replace("<text ", '<text textLength="300" '),
+        "nothing to hover over": page.replace('class="read" visibility="hidden"', 'class="read"'),
     }
     screens = [(page, 1100), (page, 390), (page, 720), (Report("Only", rows(60)).html(), 390)]
     light = seen([*screens, *((control, 1100) for control in controls.values())], "light")
@@ -196,10 +204,20 @@ def test_every_plot_is_visible_on_every_screen(views):
 
 
 @pytest.mark.parametrize(
-    "fault", ["no curve", "overflows", "loads something", "has a script", "text that cannot be read"]
+    "fault",
+    ["no curve", "overflows", "loads something", "has a script", "text that cannot be read", "nothing to hover over"],
 )
 def test_faults_are_found(views, fault):
     assert any(fault in found for found in faults(views["controls"][fault], FIGURES))
+
+
+def test_the_pointer_reads_values_in_every_plot(views):
+    figures = views["light"][0]["figures"]
+    assert len(figures["loss"]["reads"]) == 60 + 10  # columns, and the points of the evaluations
+    assert figures["loss"]["reads"][0].startswith("step 1 · loss 4.2") and "smoothed" in figures["loss"]["reads"][0]
+    assert "step 20 · eval.loss 3.22" in figures["loss"]["reads"]
+    assert any(re.fullmatch(r"8 · ~?\d\.\d KiB · 0\.200 ms", text) for text in figures["memory"]["reads"])
+    assert all(figure["readsShown"] == 0 for figure in figures.values())
 
 
 def test_light_and_dark_differ_in_page_and_plots(views):
@@ -262,8 +280,47 @@ def test_key_figures(report):
     assert figures["Steps"] == "200" and "in 20 s, 140 skipped" not in page and "in 20 s, 1 skipped" in page
     assert figures["Effective batch"] == "64" and figures["Microbatch"] == str(plan.microbatch_size)
     assert figures["Loss"] == f"{report.history[-1]['loss']:.4g}" and figures["Throughput"] == "900"
-    assert f"{full_batch.total / 1024:.1f} KiB for the full batch" in page
-    assert figures["Gradient"] == "verified"
+    assert figures["Gradient"] == "verified" and "Memory" not in figures  # the memory is above, in large
+
+
+def hero(page):
+    """The texts of the hero, and the width of its second bar in percent. None if there is none."""
+    found = re.search(r'<div class="hero">(.*?)</div>', page, re.S)
+    if found is None:
+        return None
+    words = re.findall(r"<(?:span class|p class)[^>]*>([^<]+)<", found[1])
+    return words, float(re.findall(r"width: ([\d.]+)%", found[1])[1])
+
+
+def test_the_memory_saved_stands_above_everything(report):
+    full, chosen = report.plan.candidates[0].total, report.plan.chosen.total
+    words, share = hero(report.html())
+    assert words[:3] == [f"{full / 1024:.1f} KiB", "→", f"{chosen / 1024:.1f} KiB"]
+    assert words[3].startswith(f"{int(10 * full / chosen) / 10:g} times less memory than the full batch of 64 examples")
+    assert re.search(r", and the same gradient: it differs by \S+ at most\.$", words[3])
+    assert share == pytest.approx(100 * chosen / full, abs=0.01)
+    page = report.html()
+    assert page.index("<h1>") < page.index('<div class="hero">') < page.index('<dl class="key"')
+    large = dataclasses.replace(report.plan, budget=2**40, chosen=report.plan.candidates[0])
+    page = dataclasses.replace(report, plan=large).html()  # the control: the full batch fits, and nothing is saved
+    assert hero(page) is None and heads(page)["Memory"] == ("", f"{full / 1024:.1f} KiB", "of 1.0 TiB allowed")
+
+
+def test_the_same_gradient_is_claimed_only_if_it_was_verified(report):
+    wrong = dataclasses.replace(report.verification, ok=False)
+    for verification in (None, wrong):
+        words, _ = hero(dataclasses.replace(report, verification=verification).html())
+        assert words[3].endswith("than the full batch of 64 examples.")
+    page = dataclasses.replace(report, verification=wrong).html()
+    assert page.index('<p class="alarm"') < page.index('<div class="hero">')
+
+
+def test_blocks_and_policies_are_in_the_table(report):
+    chosen = dataclasses.replace(report.plan.chosen, block_size=48, remat="dots_saveable")
+    plan = dataclasses.replace(report.plan, chosen=chosen, candidates=(report.plan.candidates[0], chosen))
+    page = dataclasses.replace(report, plan=plan).html()
+    row = re.search(r'<tr class="chosen">(.*?)</tr>', page)[1]
+    assert "<td>48</td>" in row and "dots_saveable" in row
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, None], ids=str)

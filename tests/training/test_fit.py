@@ -2,6 +2,7 @@
 
 import datetime
 import itertools
+import math
 import os
 import re
 import shutil
@@ -622,3 +623,42 @@ def test_a_log_that_is_a_pipe_is_refused(tmp_path):
         fitted([data(8)], log=tmp_path / "run.csv")
     with pytest.raises(ab.InputError, match="a device, pipe or socket"):
         read_log(tmp_path / "run.csv")
+
+
+# The summary.
+
+
+def test_a_run_prints_as_a_summary_without_its_parameters(tmp_path):
+    run = fitted(steps=6, checkpoints=tmp_path / "saved", log=tmp_path / "log.csv")
+    first, last = run.history[0]["loss"], run.history[-1]["loss"]
+    lines = dict(line.strip().split("  ", 1) for line in str(run).splitlines()[1:])
+    assert re.fullmatch(r"6 steps in \d+\.\d s", str(run).splitlines()[0]) and repr(run) == str(run)
+    assert {name: text.strip() for name, text in lines.items()} == {
+        "loss": f"{first:.4g} at step 1, {last:.4g} at step 6",
+        "examples": "48",
+        "ended": "at the end of its steps or batches",
+        "checkpoints": str(tmp_path / "saved"),
+        "log": str(tmp_path / "log.csv"),
+        "state": "TrainState, in .state; the rows of the log are in .history",
+    }
+    assert "Array" not in str(run) and "Array" in repr(run.state)  # the control
+    assert (run.checkpoints, run.log, run.examples) == (tmp_path / "saved", tmp_path / "log.csv", 48)
+    shown = run._repr_html_()
+    assert '<p class="lead">6 steps in ' in shown and f'<td class="left">{tmp_path / "saved"}</td>' in shown
+
+    resumed = fitted(steps=8, checkpoints=tmp_path / "saved", log=tmp_path / "log.csv")
+    assert str(resumed).startswith("8 steps in ")
+    assert "examples     16, since it was resumed after step 6\n" in str(resumed)
+    assert f"{first:.4g} at step 1, " in str(resumed)
+
+
+def test_the_summary_says_what_stopped_a_run_and_leaves_out_what_there_is_not():
+    run = ab.Fitted(np.zeros(3), 1200, [], "SIGTERM", None, None, 3725.0)
+    assert str(run) == (
+        "1,200 steps in 1:02:05\n"
+        "  ended  stopped by SIGTERM\n"
+        "  state  ndarray, in .state; the rows of the log are in .history"
+    )
+    saved = ab.Fitted(None, 1, [{"step": 1, "loss": math.nan}], "SIGINT", None, None, 1.0, checkpoints="folder")
+    assert "stopped by SIGINT: run it again to resume" in str(saved) and "loss         nan at step 1" in str(saved)
+    assert str(saved).startswith("1 step in 1.0 s")

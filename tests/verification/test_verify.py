@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import re
 
 import jax
 import jax.numpy as jnp
@@ -94,9 +95,8 @@ def test_the_first_examples_are_used(options, used):
 def test_at_most_64_examples_by_default():
     result = verify(line, 2.0, jnp.linspace(0.1, 1, 70), reduction="mean", microbatch_sizes=9)
     assert result.num_examples == 64
-    assert str(result).startswith(
-        "64 examples (the first 64 of 70): microbatches compared with jax.value_and_grad of all 64,"
-    )
+    title = "64 examples (the first 64 of 70): microbatches compared with jax.value_and_grad of all 64,"
+    assert result.text(width=None).startswith(title)
 
 
 def test_a_loss_that_takes_no_fewer_examples_says_so():
@@ -152,7 +152,7 @@ def example(ok=True, aux=None):
 
 def test_it_prints_as_a_table():
     assert str(example()) == repr(example())
-    assert str(example(ok=False, aux=0.25)) == (
+    assert example(ok=False, aux=0.25).text(width=None) == (
         "10 examples (all): microbatches compared with jax.value_and_grad of all 10, "
         "relative differences in float64\n\n"
         "route               gradient  worst at  allowed    value      aux  in float32  allowed\n"
@@ -164,13 +164,61 @@ def test_it_prints_as_a_table():
         "Do this."
     )
     assert str(example()).endswith("\nAll routes give the gradient of the full batch.")
+    assert str(example(ok=False, aux=0.25)) == (
+        "10 examples (all): microbatches compared with jax.value_and_grad of all 10,\n"
+        "relative differences in float64\n\n"
+        "route               gradient  worst at  allowed      aux  in float32\n"
+        "microbatch_size=1          0  w['<a>']  1.0e-14  2.5e-01     1.0e-07       same\n"
+        "microbatch_size=10       inf  v         1.0e-14  2.5e-01     1.0e-07  DIFFERENT\n"
+        "\n"
+        "A note.\n"
+        "Columns left out: value, allowed in float32. result.text(width=None) shows all.\n"
+        "Because.\n"
+        "Do this."
+    )
+
+
+@pytest.mark.parametrize("axes", ["data=8", "data=4, model=2"])
+@pytest.mark.parametrize("fault", ["value", "aux['count']", "rounding"])
+def test_a_column_in_which_a_route_fails_is_not_left_out(fault, axes):
+    name = "params['encoder']['layers_11']['attention']['query']['kernel']"
+    leaves = tuple(
+        LeafDifference(each, 0.5 if each == fault else 0.0, 1e-14) for each in (name, "value", "aux['count']")
+    )
+    rounding = 0.5 if fault == "rounding" else 1e-7
+    route = RouteCheck(
+        f"microbatch_size=16, block_size=128, mesh({axes})", False, 1e-16, name, 1e-14, 0.0, 0.0, leaves, rounding, 2e-6
+    )
+    result = Verification(False, (route,), 64, 4096, "float64", "bfloat16", ("A long note, " * 20,), None)
+    lines = str(result).splitlines()
+    assert max(map(len, lines)) <= 80
+    header = next(line for line in lines if line.startswith("route"))
+    kept = {"value": "value", "aux['count']": "aux", "rounding": "bfloat16"}
+    for column in ("route", "gradient", "worst at", kept[fault]):
+        assert column in header
+    assert any(column not in header for column in kept.values())
+    assert "microbatch=16, block=128, mesh(data" in str(result)
+    assert "nel']" in str(result) and "DIFFERENT" in str(result)
+    assert name in result.text(width=None) and max(map(len, result.text(width=None).splitlines())) > 80
 
 
 def test_it_renders_in_a_notebook():
     text = example(ok=False)._repr_html_()
-    assert "<td>w[&#x27;&lt;a&gt;&#x27;]</td>" in text and "<a>" not in text
-    assert text.count("<tr") == 3 and text.count("<tr style") == 1
+    assert '<td class="left">w[&#x27;&lt;a&gt;&#x27;]</td>' in text and "<a>" not in text
+    assert text.count("<tr") == 3 and text.count('<tr class="bad">') == 1
+    assert "1 of 2 routes give another gradient than the full batch.</p>" in text
     assert "<p>Because.<br>Do this.</p>" in text
+    assert '<p class="lead good">All routes give the gradient of the full batch.</p>' in example()._repr_html_()
+
+
+def test_each_difference_is_drawn_on_a_logarithmic_scale():
+    """A point at the difference, and a band to what is allowed: 17 powers of ten on 160 pixels."""
+    text = example(ok=False)._repr_html_()
+    points = re.findall(r'<circle class="point (\w+)" cx="([\d.]+)"', text)
+    assert points == [("green", "0.0"), ("red", "160.0")]  # no difference, and an infinite one
+    bands = [float(place) for place in re.findall(r'class="allowed" d="M0 10H([\d.]+)"', text)]
+    assert bands == pytest.approx([160 * 3 / 17] * 2, abs=0.06)
+    assert "<title>0 at w[&#x27;&lt;a&gt;&#x27;], 1.0e-14 allowed</title>" in text
 
 
 def test_it_raises_where_routes_differ():

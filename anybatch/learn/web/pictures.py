@@ -17,7 +17,7 @@ import numpy as np
 from anybatch.learn.check import CollectivesShown, MemoryShown, ShownArray
 
 if TYPE_CHECKING:
-    from anybatch.report.figures import Plot
+    from anybatch.call.plots import Plot
 
 CSS = """
 .ab-pic { color: var(--ab-text); font-size: 0.875rem; line-height: 1.45; }
@@ -368,7 +368,7 @@ def memory(shown: MemoryShown) -> str:
     """Memory against batch size: a line for yours, one for the solution, and one for the full batch at once."""
     # These import JAX. Evidence comes from a check, which has imported it.
     from anybatch.call.memory import readable
-    from anybatch.report.figures import Axis, Plot, Series, axis_of
+    from anybatch.call.plots import Axis, Plot, Series, axis_of
 
     known = [(line, getattr(shown, line.field)) for line in _LINES if getattr(shown, line.field)]
     if not known:

@@ -247,7 +247,7 @@ class Workspace:
     def _prepare(self, exercise: Exercise | None) -> None:
         import jax
 
-        import anybatch.report.figures  # noqa: F401 - the pictures need it, and a page should not wait for it
+        import anybatch.call.plots  # noqa: F401 - the pictures need it, and a page should not wait for it
         from anybatch.learn.grading import devices_of
         from anybatch.learn.runner.submissions import Runner
 
