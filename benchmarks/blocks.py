@@ -1,8 +1,8 @@
 """What do blocks along another axis save, and what do they cost, beside the same loss written by hand in blocks?
 
-    python benchmarks/blocks.py                                  # CPU, about two minutes; look at the memory only
+    python benchmarks/blocks.py                                  # CPU, about three minutes: memory only
     python benchmarks/blocks.py --accelerator                    # one 80 GiB GPU, about eight minutes
-    python benchmarks/blocks.py --accelerator logits clip        # some of the questions
+    python benchmarks/blocks.py --accelerator logits gradcache   # some of the questions, about three minutes
     python benchmarks/blocks.py --described logits gpt2          # the memory on an H200, on a machine without one
 
   logits      one example of 32,768 tokens and 128,256 words: the cross entropy in blocks of tokens
@@ -11,6 +11,11 @@
   planned     two examples of `logits`, planned within 24 GiB
   gpt2        GPT-2 124M, one example at a time
   clip        65,536 pairs of two towers with 12 layers: the matrix of all pairs in blocks of rows
+  gradcache   65,536 pairs of two towers with 4 layers, 256 at a time, beside GradCache written by hand
+
+By hand, the cross entropy is written in two ways. "checkpoint" is `lax.map` over blocks of tokens, in
+`jax.checkpoint`: the logits of a block are computed twice. "custom_vjp" takes the gradient of a block in the forward
+pass.
 
 Every question prints the temporaries and the time of each contestant, and their ratios to the first. With
 `--described`, XLA's compiler for GPUs compiles for an H200 that is only described to it, and nothing runs: install
@@ -30,7 +35,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import models
-from contrastive import TwoTowers
+import record
+from contrastive import TwoTowers, grad_cache
 from jax.experimental import topologies
 from models import GPT, _norm
 
@@ -65,6 +71,7 @@ runtime_version { major: 13 }
 device_description_str: "NVIDIA H200"
 """
 DESCRIBED: list[jax.Device] = []  # the device to compile for, if it is only described
+QUESTIONS = ["logits", "vocabulary", "float32", "planned", "gpt2", "clip", "gradcache"]
 
 
 def by_hand(model: GPT, block: int) -> Callable[..., Any]:
@@ -106,6 +113,24 @@ def by_hand(model: GPT, block: int) -> Callable[..., Any]:
     return loss
 
 
+def by_checkpoint(model: GPT, block: int) -> Callable[..., Any]:
+    """The same with `lax.map` and `jax.checkpoint`: the short way to write it."""
+
+    def loss(params: Any, batch: Any) -> jax.Array:
+        hidden, embedding = hidden_of(model, params, batch), params["embedding"].astype(jnp.bfloat16)
+
+        @jax.checkpoint
+        def of_block(part: Any) -> jax.Array:
+            logits = (part[0] @ embedding.T).astype(jnp.float32)
+            right = jnp.take_along_axis(logits, part[1][:, None], axis=-1)[:, 0]
+            return jnp.sum(jax.nn.logsumexp(logits, axis=-1) - right)
+
+        parts = hidden.reshape(-1, block, model.width), batch["targets"].reshape(-1, block)
+        return jnp.sum(jax.lax.map(of_block, parts)) / batch["targets"].size
+
+    return loss
+
+
 def hidden_of(model: GPT, params: Any, batch: Any) -> jax.Array:
     """The model up to its logits."""
     hidden = params["embedding"].astype(jnp.bfloat16)[batch["inputs"]] + params["position"].astype(jnp.bfloat16)
@@ -114,19 +139,20 @@ def hidden_of(model: GPT, params: Any, batch: Any) -> jax.Array:
     return _norm(hidden, params["norm"])
 
 
-def logits(model: GPT, blocks: tuple[int, ...]) -> None:
+def logits(model: GPT, blocks: tuple[int, ...], add: Callable[..., None]) -> None:
     """The tail of a language model."""
     params, batch = problem(model, 1)
     contestants = {"jax.value_and_grad": jax.value_and_grad(model.loss)}
     for block in blocks:
-        contestants[f"by hand, {block}"] = jax.value_and_grad(by_hand(model, block))
+        contestants[f"checkpoint, {block}"] = jax.value_and_grad(by_checkpoint(model, block))
+        contestants[f"custom_vjp, {block}"] = jax.value_and_grad(by_hand(model, block))
         contestants[f"anybatch, {block}"] = ab.value_and_grad(model.loss, microbatch_size=1, block_size=block)
 
     def without_logits(params: Any, batch: Any) -> jax.Array:
         return jnp.mean(hidden_of(model, params, batch).astype(jnp.float32) ** 2)
 
     contestants["without the logits"] = jax.value_and_grad(without_logits)
-    compare(contestants, (params, batch))
+    compare(contestants, (params, batch), add)
 
 
 def planned(model: GPT, examples: int, memory: str) -> None:
@@ -135,18 +161,29 @@ def planned(model: GPT, examples: int, memory: str) -> None:
     print(ab.plan(model.loss, params, batch, memory=memory))
 
 
-def gpt2(model: GPT, examples: int, blocks: tuple[int, ...]) -> None:
+def gpt2(model: GPT, examples: int, blocks: tuple[int, ...], add: Callable[..., None]) -> None:
     """One example at a time."""
     params, batch = problem(model, examples)
-    contestants = {"anybatch, 1 at a time": ab.value_and_grad(model.loss, microbatch_size=1)}
+    contestants = {"anybatch, in full": ab.value_and_grad(model.loss, microbatch_size=1)}
     for block in blocks:
         make = functools.partial(ab.value_and_grad, model.loss, microbatch_size=1, block_size=block)
-        contestants[f"in blocks of {block}"] = make()
-        contestants[f"in blocks of {block}, remat"] = make(remat="nothing_saveable")
-    compare(contestants, (params, batch))
+        contestants[f"anybatch, {block}"] = make()
+        contestants[f"anybatch with remat, {block}"] = make(remat="nothing_saveable")
+    compare(contestants, (params, batch), add)
 
 
-def clip(model: TwoTowers, pairs: int, few: int, size: int, blocks: tuple[int, ...]) -> None:
+def gradcache(model: TwoTowers, pairs: int, size: int, block: int, add: Callable[..., None]) -> None:
+    """All pairs, by hand and with anybatch, in full and in blocks."""
+    fun = functools.partial(ab.value_and_grad, model.loss, microbatch_size=size)
+    contestants = {
+        "GradCache by hand": grad_cache(model, size),
+        "anybatch, in full": fun(block_size=None),
+        f"anybatch, {block}": fun(block_size=block),
+    }
+    compare(contestants, problem(model, pairs), add, rounds=2, warm=False)
+
+
+def clip(model: TwoTowers, pairs: int, few: int, size: int, blocks: tuple[int, ...], add: Callable[..., None]) -> None:
     """All pairs. The first contestant has the towers' two passes, and next to nothing after them."""
     params, batch = problem(model, pairs)
 
@@ -157,7 +194,7 @@ def clip(model: TwoTowers, pairs: int, few: int, size: int, blocks: tuple[int, .
     contestants = {"towers alone": ab.value_and_grad(towers, microbatch_size=size)}
     for block in blocks:
         contestants[f"anybatch, {block}"] = ab.value_and_grad(model.loss, microbatch_size=size, block_size=block)
-    programs = compare(contestants, (params, batch), rounds=2)
+    programs = compare(contestants, (params, batch), add, rounds=2)
     fun = ab.value_and_grad(model.loss, microbatch_size=size, block_size=blocks[-1])
     small = compiled(fun, params, jax.eval_shape(lambda batch: [leaf[:few] for leaf in batch], batch))
     for number, program in ((few, small), (pairs, programs[f"anybatch, {blocks[-1]}"])):
@@ -185,54 +222,98 @@ def compiled(fun: Callable[..., Any], *arguments: Any) -> Any:
     return jax.jit(fun).lower(*arguments).compile()
 
 
-def compare(contestants: dict[str, Any], arguments: tuple[Any, ...], rounds: int = 7) -> dict[str, Any]:
-    """Compiles the contestants, runs them in turns, and prints bytes, times and ratios to the first."""
+def named(contestant: str) -> dict[str, Any]:
+    """The way and the block size in the name of a contestant."""
+    way, _, block = contestant.rpartition(", ")
+    return {"way": way, "block_size": int(block)} if block.isdecimal() else {"way": contestant, "block_size": None}
+
+
+@jax.jit
+def squared_norm(tree: Any) -> jax.Array:
+    return jnp.sum(jnp.stack([jnp.sum(jnp.square(leaf.astype(jnp.float32))) for leaf in jax.tree.leaves(tree)]))
+
+
+def compare(
+    contestants: dict[str, Any],
+    arguments: tuple[Any, ...],
+    add: Callable[..., None],
+    rounds: int = 5,
+    warm: bool = True,
+) -> dict[str, Any]:
+    """Compiles the contestants, runs them in turns, and prints bytes, times and ratios to the first.
+
+    Args:
+      contestants: functions that return a value and a gradient, by name.
+      arguments: their arguments.
+      add: saves a row.
+      rounds: how often each is timed.
+      warm: whether each runs once more before it is timed: it may profit from a device that the one before let cool.
+
+    Returns:
+      The compiled programs.
+    """
     programs: dict[str, Any] = {}
+    compiling: dict[str, float] = {}
+    values: dict[str, tuple[float, float]] = {}
     for name, fun in contestants.items():
         start = time.perf_counter()
         try:
             programs[name] = compiled(fun, *arguments)
+            compiling[name] = time.perf_counter() - start
             if not DESCRIBED:
-                jax.block_until_ready(programs[name](*arguments))
+                value, grads = programs[name](*arguments)
+                values[name] = float(value), float(squared_norm(grads))
+                del value, grads
         except jax.errors.JaxRuntimeError as error:
             print(f"{name:28} {str(error)[:80]}")
             programs.pop(name, None)
+            add(**named(name), note=str(error)[:80].splitlines()[0])
             continue
-        print(f"{name:28} compiled in {time.perf_counter() - start:.1f} s", flush=True)
-    if DESCRIBED:
-        sizes = {name: versions.temporaries(program) / 2**30 for name, program in programs.items()}
-        for name, taken in sizes.items():
-            print(f"{name:28} {taken:8.3f} GiB {taken / next(iter(sizes.values())):6.3f}", flush=True)
-        return programs
+        print(f"{name:28} compiled in {compiling[name]:.1f} s", flush=True)
     seconds: dict[str, list[float]] = {name: [] for name in programs}
-    values = {}
-    for _ in range(rounds):
+    timed = not DESCRIBED and jax.default_backend() != "cpu"
+    for _ in range(rounds if timed else 0):
         for name, program in programs.items():
-            jax.block_until_ready(program(*arguments))  # it may profit from a device that the one before let cool
+            if warm:
+                jax.block_until_ready(program(*arguments))
             start = time.perf_counter()
-            value, grads = jax.block_until_ready(program(*arguments))
+            jax.block_until_ready(program(*arguments))
             seconds[name].append(time.perf_counter() - start)
-            values[name] = float(value), sum(float(jnp.sum(jnp.square(leaf))) for leaf in jax.tree.leaves(grads))
-            del value, grads
             gc.collect()
-    first: tuple[float, float] | None = None
+    first = next(iter(programs), None)
     for name, program in programs.items():
-        taken, median = versions.temporaries(program) / 2**30, statistics.median(seconds[name])
-        first = first or (taken, median)
-        print(
-            f"{name:28} {taken:8.3f} GiB {taken / first[0]:6.3f}   {1e3 * median:9.1f} ms {median / first[1]:6.3f}"
-            f"   loss {values[name][0]:.6f}, squared norm of the gradient {values[name][1]:.5g}",
-            flush=True,
-        )
+        taken = versions.temporaries(program)
+        median = statistics.median(seconds[name]) if timed else None
+        row: dict[str, Any] = {
+            **named(name),
+            "temporaries_bytes": taken,
+            "memory_ratio": taken / versions.temporaries(programs[first]),
+            "milliseconds": median and 1e3 * median,
+            "time_ratio": median and median / statistics.median(seconds[first]),
+            "compile_seconds": compiling[name] if timed else None,
+            "loss": values[name][0] if name in values else None,
+            "squared_norm": values[name][1] if name in values else None,
+            "note": "",
+        }
+        add(**row)
+        times = f"{row['milliseconds']:9.1f} ms {row['time_ratio']:6.3f}" if timed else ""
+        found = "loss {:.6f}, squared norm of the gradient {:.5g}".format(*values[name]) if name in values else ""
+        print(f"{name:28} {taken / 2**30:8.3f} GiB {row['memory_ratio']:6.3f}   {times}   {found}", flush=True)
     return programs
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("questions", nargs="*", default=["logits", "vocabulary", "float32", "planned", "gpt2", "clip"])
+    parser.add_argument("questions", nargs="*", help=", ".join(QUESTIONS))
     parser.add_argument("--accelerator", action="store_true", help="the sizes for a large GPU")
     parser.add_argument("--described", action="store_true", help="compile for an H200 that is not there, run nothing")
+    record.add_option(parser)
     options = parser.parse_args()
+    if not options.questions:  # on a CPU, `float32` is the same as `vocabulary`
+        large = options.accelerator or options.described
+        options.questions = [name for name in QUESTIONS if large or name != "float32"]
+    if unknown := [name for name in options.questions if name not in QUESTIONS]:
+        parser.error(f"the questions are {', '.join(QUESTIONS)}, got {', '.join(unknown)}")
     if options.described:
         models.ATTENTION = "cudnn"
         DESCRIBED.extend(topologies.get_topology_desc(platform="cuda", target_config=H200, topology="1x1x1").devices)
@@ -240,24 +321,32 @@ def main() -> None:
     kind = "described H200" if DESCRIBED else jax.devices()[0].device_kind
     print(f"{kind}, JAX {jax.__version__}, anybatch {ab.__version__}")
     large = options.accelerator or options.described
+    results = record.Results(options.save, device=kind)
+
+    def adds(question: str) -> Callable[..., None]:
+        return lambda **row: results.add(question=question, **row)
+
     questions: dict[str, Callable[[], None]] = {
         "logits": lambda: logits(
             GPT(layers=4, width=2048, heads=16, context=32768, vocabulary=128256, param_dtype=jnp.bfloat16)
             if large
             else GPT(layers=1, width=64, heads=4, context=512, vocabulary=8192),
             (8192, 2048) if large else (128, 32),
+            adds("logits"),
         ),
         "vocabulary": lambda: logits(
             GPT(layers=4, width=2048, heads=16, context=8192, vocabulary=256128, param_dtype=jnp.bfloat16)
             if large
             else GPT(layers=1, width=64, heads=4, context=128, vocabulary=32768),
             (1024, 512) if large else (32, 8),
+            adds("vocabulary"),
         ),
         "float32": lambda: logits(
             GPT(layers=4, width=2048, heads=16, context=8192, vocabulary=256128)
             if large
             else GPT(layers=1, width=64, heads=4, context=128, vocabulary=32768),
             (512, 256, 128) if large else (32, 8),
+            adds("float32"),
         ),
         "gpt2": lambda: gpt2(
             GPT(layers=12, width=768, heads=12)
@@ -265,6 +354,7 @@ def main() -> None:
             else GPT(layers=4, width=128, heads=4, context=64, vocabulary=4096),
             64 if large else 8,
             (256, 128) if large else (16, 8),
+            adds("gpt2"),
         ),
         "planned": lambda: planned(
             GPT(layers=4, width=2048, heads=16, context=32768, vocabulary=128256, param_dtype=jnp.bfloat16)
@@ -279,6 +369,14 @@ def main() -> None:
             2048 if large else 256,
             1024 if large else 64,
             (4096, 1024) if large else (256, 64),
+            adds("clip"),
+        ),
+        "gradcache": lambda: gradcache(
+            TwoTowers(4, 512, 64) if large else TwoTowers(2, 64, 4),
+            65536 if large else 2048,
+            256 if large else 64,
+            4096 if large else 256,
+            adds("gradcache"),
         ),
     }
     for name in options.questions:

@@ -4,7 +4,8 @@
     python benchmarks/overhead.py --accelerator              # one 80 GiB GPU, about ten minutes
     python benchmarks/overhead.py gpt2:8 gpt-1.3b-scanned:1  # model:microbatch size
 
-Compiles each contestant, runs them in turn, and prints medians and ratios to the hand-written `lax.scan`.
+`accumulation.py` has more ways and sizes; this one also has scanned layers and bfloat16 parameters. It compiles each
+contestant, runs them in turn, and prints medians and ratios to the hand-written `lax.scan`.
 Expected: anybatch within 1.02 of its time and at most its temporaries; fewer temporaries with layers in `lax.scan`.
 """
 
@@ -13,11 +14,12 @@ import dataclasses
 import gc
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import record
 from models import MODELS
 
 import anybatch as ab
@@ -131,18 +133,42 @@ def report(case: str, results: dict[str, Result]) -> None:
         )
 
 
+def rows_of(model: str, examples: int, size: int, results: dict[str, Result]) -> Iterator[dict[str, Any]]:
+    """The rows that are saved: one for each contestant."""
+    hand = results["by hand"]
+    for name, result in results.items():
+        yield {
+            "model": model,
+            "examples": examples,
+            "microbatch_size": size,
+            "way": name,
+            "milliseconds": 1e3 * statistics.median(result.seconds),
+            "time_ratio": statistics.median(x / y for x, y in zip(result.seconds, hand.seconds, strict=True)),
+            "temporaries_bytes": result.temporaries,
+            "memory_ratio": result.temporaries / hand.temporaries,
+            "compile_seconds": result.compile_seconds,
+            "difference": result.difference,
+        }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("cases", nargs="*", help="model:microbatch size, models: " + ", ".join(MODELS))
     parser.add_argument("--accelerator", action="store_true", help="the cases for a large GPU")
     parser.add_argument("--repeats", type=int, default=10)
+    record.add_option(parser)
     options = parser.parse_args()
+    saved = record.Results(options.save, packages=("optax",))
     device = jax.devices()[0]
     print(f"{device.device_kind}, JAX {jax.__version__}")
     for case in options.cases or (ON_ACCELERATOR if options.accelerator else ON_CPU):
         name, size = case.split(":")
         model, examples = MODELS[name]
-        report(f"{name}, {examples} examples, microbatch {size}", measure(model, examples, int(size), options.repeats))
+        results = measure(model, examples, int(size), options.repeats)
+        report(f"{name}, {examples} examples, microbatch {size}", results)
+        for row in rows_of(name, examples, int(size), results):
+            saved.add(**row)
+        del results
         gc.collect()
 
 

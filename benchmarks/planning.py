@@ -1,42 +1,60 @@
 """Is the planned gradient as fast as the best of an exhaustive search, and does it stay within its memory budget?
 
-    python benchmarks/planning.py                        # a small GPT and an MLP, on any machine
-    python benchmarks/planning.py gpt2:9GiB gpt2:20GiB   # on a GPU: model:budget, one table each
-    python benchmarks/planning.py --peak gpt2:4GiB       # the peak memory of one planned gradient
+    python benchmarks/planning.py                        # five small models on a CPU, about ten minutes
+    python benchmarks/planning.py --accelerator --sizes 5 --limit 40     # LSTM, ViT, U-Net, GPT-2 on one 80 GiB GPU
+    python benchmarks/planning.py gpt2:9GiB gpt2@48:20GiB           # model:budget, model@examples:budget
+    python benchmarks/planning.py --peak gpt2:4GiB       # the peak memory of one planned gradient, also while compiling
 
-Each table first says how long `anybatch.plan` takes, without its cache and with it. Then every divisor of the batch
-that fits the same budget, and the planned size, are timed in turns. Expected: the planned size within 3% of the best.
+The planner was developed on the models of `models.py`, and not on those of `planned_models.py`.
+
+For each case, one process calls `anybatch.plan`, without a record on disk and then with one. Then a grid of sizes is
+compiled: the powers of two, three times these, and the full batch. Those that fit and the chosen strategy run in turns.
+The ratio is the time of the chosen strategy to that of the fastest size of the grid; it is below 1 if the plan found a
+faster one between them. Expected: at most 1.03. On an accelerator, `--sizes 5 --limit 40` compiles five sizes: the two
+nearest to the chosen one and the largest powers of two; and it starts none after 40 s.
+
 On a GPU the same program compiled twice may differ by 5% in time, because XLA tunes kernels by timing them. So JAX's
-compilation cache is on, and the programs that the plan compiled are the ones timed. (This also shortens planning for
-a second budget.)
+compilation cache is on, and the programs that the plan compiled are the ones timed.
 
-`--peak` runs one planned gradient, in a separate process for each case. It reports the peak memory of the device (or
-of the process, on a CPU), the budget, the predicted bytes and XLA's figure. Expected: below the budget; predicted
-within 5% of XLA.
+A second process, which gets the program from that cache, runs the chosen strategy alone. It tells the peak memory of
+the device, or of the process on a CPU. The peak of the first process while it planned is larger: it has the memory
+that XLA takes to tune kernels. Expected: the first below the budget.
+
+`--peak` compiles without the cache, and does not time. It compares the peak of the device with the budget and with
+XLA's figure, and the predicted bytes with XLA's. Expected: predicted within 5%.
 """
 
 import argparse
+import json
+import math
 import os
+import pathlib
 import subprocess
 import sys
 import tempfile
 import time
+from typing import Any
 
 import jax
+import models
 import numpy as np
-from models import MODELS
+import planned_models
+import record
 
 import anybatch as ab
 from anybatch.call.memory import memory_budget, readable
+from anybatch.call.models import partition_models
 from anybatch.call.options import Options
 from anybatch.gradients.computation import Gradient
 from anybatch.planning.measure import Measurements
 from anybatch.planning.strategy import Strategy
 
-ON_CPU = ("gpt-tiny:40MiB", "mlp:64MiB")
+MODELS = models.MODELS | planned_models.MODELS
+ON_CPU = ("lstm-tiny:24MiB", "vit-tiny:48MiB", "unet-tiny:24MiB", "gpt-tiny:40MiB", "mlp:64MiB")
+ON_ACCELERATOR = ("lstm:4GiB", "vit:8GiB", "unet:4GiB", "gpt2:9GiB")
 
 
-def problem(name: str) -> tuple:
+def problem(name: str) -> tuple[Any, Any, Any]:
     """The loss, parameters and batch. They are made on the host, so that they do not add to the peak of the device."""
     name, _, examples = name.partition("@")
     model, usual = MODELS[name]
@@ -46,97 +64,110 @@ def problem(name: str) -> tuple:
     return model.loss, jax.device_put(params), jax.device_put(batch)
 
 
-def measurements_of(loss, params, batch) -> Measurements:
+def measurements_of(loss: Any, params: Any, batch: Any) -> Measurements:
     """Measures any strategy of one gradient, without the planner."""
     options = Options.of(loss)
-    return Measurements(Gradient(loss, options, options.roles.sort(loss, (params, batch), {})))
+    call = partition_models(loss, options.roles, False, (params, batch), {})
+    return Measurements(Gradient(call.fun, call.options(options), options.roles.sort(call.fun, call.args, call.kwargs)))
 
 
-def compare(name: str, budgets: list[str], rounds: int, remat: str | None) -> None:
-    """Plans within each budget, then times all divisors that fit, and the chosen sizes."""
-    folder = tempfile.mkdtemp()
-    jax.config.update("jax_compilation_cache_dir", folder)
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+def grid(examples: int) -> list[int]:
+    """The microbatch sizes of the exhaustive search, the largest first."""
+    powers = [2**power for power in range(examples.bit_length())]
+    return sorted({examples, *(size for size in [*powers, *(3 * power for power in powers)] if size < examples)})[::-1]
+
+
+def spread(sizes: list[int], chosen: int, number: int) -> list[int]:
+    """So many sizes of the grid: the two nearest to the chosen one, and powers of two from the largest on."""
+    nearest = sorted((size for size in sizes if size != chosen), key=lambda size: abs(math.log(size / chosen)))[:2]
+    powers = [size for size in sizes if size & (size - 1) == 0 and size not in nearest]
+    return [*nearest, *powers][:number]
+
+
+def device_peak() -> int | None:
+    """The most bytes that were in use on the device; None on a CPU."""
+    return (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
+
+
+def search(name: str, budget: str, options: argparse.Namespace) -> dict[str, Any]:
+    """Plans, and times the chosen strategy beside the sizes of the grid that fit. Prints the tables."""
     loss, params, batch = problem(name)
     examples = jax.tree.leaves(batch)[0].shape[0]
-    choices = {}
-    for budget in budgets:
-        with tempfile.TemporaryDirectory() as folder:
-            os.environ["ANYBATCH_CACHE"] = folder
-            memory = None if budget == "all" else budget
-            plan = ab.plan(loss, params, batch, memory=memory, remat=remat)
-            start = time.perf_counter()
-            again = ab.plan(loss, params, batch, memory=memory, remat=remat)
-            planned = time.perf_counter()
-            jax.make_jaxpr(lambda *args: loss(*args))(params, batch)
-            traced = time.perf_counter()
-        choices[budget] = plan
-        print(f"\n{name}, budget {budget}\n{plan}")
-        print(
-            f"planned in {plan.planning_seconds:.1f} s with {plan.compilations} compilations, again in "
-            f"{(planned - start) * 1e3:.0f} ms with {again.compilations}; tracing alone takes "
-            f"{(traced - planned) * 1e3:.0f} ms",
-            flush=True,
-        )
-    os.environ["ANYBATCH_CACHE"] = "off"
-    measurements = measurements_of(loss, params, batch)
-    largest = max(plan.budget for plan in choices.values())
-    divisors = [Strategy(size) for size in range(examples, 0, -1) if examples % size == 0]
-    measured = [
-        each for each in divisors if (found := measurements.bytes_of(each)) is not None and found.total <= largest
-    ]
-    chosen = {budget: Strategy(plan.microbatch_size, plan.remat) for budget, plan in choices.items()}
-    seconds = measurements.race(list(dict.fromkeys([*measured, *chosen.values()])), rounds)
-    quartiles = {strategy: np.percentile(taken, (25, 75)) * 1e3 for strategy, taken in measurements.taken.items()}
-    print(f"\n{name}, every divisor of {examples} that fits, and the chosen sizes, in turns")
-    for strategy in sorted(seconds, key=lambda strategy: -(strategy.microbatch_size or 0)):
-        total = measurements.bytes_of(strategy).total
-        marks = [budget for budget, other in chosen.items() if other == strategy]
-        low, high = quartiles[strategy]
-        times = f"{seconds[strategy] * 1e3:9.2f} ms ({low:.1f} to {high:.1f})"
-        print(f"  {strategy!s:24} {times} {readable(total):>10}  {' '.join(marks)}")
-    for budget, plan in choices.items():
-        fitting = [strategy for strategy in measured if measurements.bytes[strategy].total <= plan.budget]
-        best = min(seconds[strategy] for strategy in fitting)
-        mine = seconds[chosen[budget]]
-        full = f", {mine / seconds[divisors[0]]:.3f} of the full batch" if divisors[0] in seconds else ""
-        memory = measurements.bytes[chosen[budget]].total / measurements.bytes_of(divisors[0]).total
-        shares = f"{mine / best:.3f} of the best divisor{full}; {memory:.3f} of the memory of the full batch"
-        print(f"  budget {budget}: {shares}", flush=True)
-
-
-def peak(name: str, budget: str, remat: str | None) -> None:
-    """Runs one planned gradient and prints the memory that it took."""
-    os.environ["ANYBATCH_CACHE"] = "off"
-    loss, params, batch = problem(name)
-    device = jax.local_devices()[0]
-    jax.block_until_ready((params, batch))
-    plan = ab.plan(loss, params, batch, memory=budget, timed=False, remat=remat)
-    fun = ab.value_and_grad(loss, microbatch_size=plan.microbatch_size, remat=plan.remat)
-    stats = device.memory_stats() or {}
-    compiled_peak = stats.get("peak_bytes_in_use", 0)
-    if not stats:
-        compute = jax.jit(fun).lower(params, batch).compile()
-        before = _resident()
-        with open("/proc/self/clear_refs", "w") as file:
-            file.write("5")  # forget the peak so far
-        value = jax.block_until_ready(compute(params, batch))
-        measured = _resident("VmHWM:") - before + plan.chosen.bytes.arguments
-    else:
-        value = jax.block_until_ready(fun(params, batch))
-        measured = device.memory_stats()["peak_bytes_in_use"]
-    allowed = memory_budget(budget)
-    predicted = plan.chosen.predicted
-    error = "" if predicted is None else f" predicted {predicted / plan.chosen.total - 1:+.1%}"
-    compiling = f", while compiling {readable(compiled_peak)}" if compiled_peak else ""
+    jax.block_until_ready(batch)
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["ANYBATCH_CACHE"] = folder
+        given = {"memory": None if budget == "all" else budget, "remat": options.remat}
+        plan = ab.plan(loss, params, batch, **given)
+        peak = device_peak()
+        start = time.perf_counter()
+        again = ab.plan(loss, params, batch, **given)
+        again_seconds = time.perf_counter() - start
+    print(f"\n{name}, budget {budget}\n{plan}")
     print(
-        f"{name:22} budget {readable(allowed):>10}: microbatch {plan.microbatch_size:>4} {plan.remat or ''}, "
-        f"XLA {readable(plan.chosen.total):>10}{error}, "
-        f"measured {readable(measured)} ({measured / allowed:.3f} of the budget){compiling}, "
-        f"{plan.compilations} compilations",
+        f"planned in {plan.planning_seconds:.1f} s with {plan.compilations} compilations, again in "
+        f"{again_seconds * 1e3:.0f} ms with {again.compilations}",
         flush=True,
     )
-    del value
+    os.environ["ANYBATCH_CACHE"] = "off"
+    measurements = measurements_of(loss, params, batch)
+    chosen = plan.chosen.strategy
+    # A larger size takes more memory: those above one that is known not to fit are not compiled.
+    too_large = min((each.microbatch_size for each in plan.candidates if each.bytes and not each.fits), default=10**9)
+    sizes = [size for size in grid(examples) if size < too_large]
+    if options.sizes is not None:
+        sizes = spread(sizes, chosen.microbatch_size, options.sizes)
+    fitting, start = [], time.perf_counter()
+    for size in sizes:
+        if options.limit is not None and fitting and time.perf_counter() - start > options.limit:
+            break
+        found = measurements.bytes_of(Strategy(size))
+        fitting += [Strategy(size)] if found is not None and found.total <= plan.budget else []
+    seconds = measurements.race(list(dict.fromkeys([*fitting, chosen])), options.rounds)
+    print(f"\n{name}, budget {budget}: the sizes of the grid that fit, and the chosen strategy, in turns")
+    for strategy in sorted(seconds, key=lambda each: -each.microbatch_size):
+        low, high = np.percentile(measurements.taken[strategy], (25, 75)) * 1e3
+        marks = "<- chosen" if strategy == chosen else ""
+        size = readable(measurements.bytes_of(strategy).total)
+        print(f"  {strategy!s:40} {seconds[strategy] * 1e3:9.2f} ms ({low:.1f} to {high:.1f}) {size:>10}  {marks}")
+    best = min(fitting, key=lambda each: seconds[each])
+    return {
+        "model": name.partition("@")[0],
+        "examples": examples,
+        "budget_bytes": plan.budget,
+        "chosen_microbatch_size": chosen.microbatch_size,
+        "chosen_remat": chosen.remat,
+        "chosen_block_size": chosen.block_size,
+        "chosen_ms": seconds[chosen] * 1e3,
+        "best_size": best.microbatch_size,
+        "best_ms": seconds[best] * 1e3,
+        "ratio": seconds[chosen] / seconds[best],
+        "sizes_timed": len(fitting),
+        "xla_bytes": measurements.bytes_of(chosen).total,
+        "best_xla_bytes": measurements.bytes_of(best).total,
+        "peak_while_planning_bytes": peak,
+        "planning_seconds": plan.planning_seconds,
+        "compilations": plan.compilations,
+        "planning_again_seconds": again_seconds,
+        "device": plan.device,
+    }
+
+
+def peak_of(name: str, strategy: Strategy) -> int:
+    """The peak memory of a strategy that runs alone in this process, with its arguments."""
+    loss, params, batch = problem(name)
+    measurements = measurements_of(loss, params, batch)
+    computation = measurements.computation(strategy)
+    program, arguments = computation.compile(), measurements.bytes_of(strategy).arguments
+    if device_peak() is not None:
+        jax.block_until_ready(program(*computation.leaves))
+        return device_peak()
+    before = _resident()
+    with open("/proc/self/clear_refs", "w") as file:
+        file.write("5")  # forget the peak so far
+    outputs = jax.block_until_ready(program(*computation.leaves))
+    measured = _resident("VmHWM:") - before + arguments
+    del outputs
+    return measured
 
 
 def _resident(field: str = "VmRSS:") -> int:
@@ -144,24 +175,102 @@ def _resident(field: str = "VmRSS:") -> int:
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field))
 
 
+def planned_peak(name: str, budget: str, remat: str | None) -> None:
+    """Plans without timing, runs the planned gradient, and prints the memory that it took."""
+    os.environ["ANYBATCH_CACHE"] = "off"
+    loss, params, batch = problem(name)
+    jax.block_until_ready(batch)
+    plan = ab.plan(loss, params, batch, memory=budget, timed=False, remat=remat)
+    compiling = "" if device_peak() is None else f", while compiling {readable(device_peak())}"
+    del loss, params, batch
+    measured, allowed, predicted = peak_of(name, plan.chosen.strategy), memory_budget(budget), plan.chosen.predicted
+    error = "" if predicted is None else f" predicted {predicted / plan.chosen.total - 1:+.1%}"
+    print(
+        f"{name:22} budget {readable(allowed):>10}: {plan.chosen.strategy}, XLA {readable(plan.chosen.total)}{error}, "
+        f"measured {readable(measured)} ({measured / allowed:.3f} of the budget){compiling}, "
+        f"{plan.compilations} compilations",
+        flush=True,
+    )
+
+
+def stage(name: str, case: str, options: argparse.Namespace, folder: str, *more: str) -> dict[str, Any] | None:
+    """Runs this file for one stage of one case in its own process; returns what it wrote, or None if it failed."""
+    out = pathlib.Path(folder) / "stage.json"
+    out.unlink(missing_ok=True)
+    command = [sys.executable, __file__, case, "--stage", name, "--folder", folder, *more]
+    for option in ("rounds", "sizes", "limit", "remat"):
+        value = getattr(options, option)
+        command += [] if value is None else [f"--{option}", str(value)]
+    subprocess.run(command, check=False)
+    return json.loads(out.read_text()) if out.exists() else None
+
+
+def run_stage(case: str, options: argparse.Namespace) -> None:
+    jax.config.update("jax_compilation_cache_dir", options.folder)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+    name, _, budget = case.rpartition(":")
+    if options.stage == "search":
+        found = search(name, budget, options)
+    else:
+        os.environ["ANYBATCH_CACHE"] = "off"
+        found = {"peak_bytes": peak_of(name, Strategy(**json.loads(options.strategy)))}
+    (pathlib.Path(options.folder) / "stage.json").write_text(json.dumps(found))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("cases", nargs="*", help="model:budget, models: " + ", ".join(MODELS))
+    parser.add_argument("--accelerator", action="store_true", help="the cases for a large GPU")
     parser.add_argument("--peak", action="store_true", help="print the peak memory of one planned gradient")
-    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--sizes", type=int, help="how many sizes of the grid to compile; by default, all that may fit")
+    parser.add_argument("--limit", type=float, help="seconds after which no more sizes are compiled, in each case")
     parser.add_argument("--remat", help='"auto" lets the plan recompute activations')
+    parser.add_argument("--stage", choices=("search", "peak", "planned_peak"), help=argparse.SUPPRESS)
+    parser.add_argument("--folder", help=argparse.SUPPRESS)
+    parser.add_argument("--strategy", help=argparse.SUPPRESS)
+    record.add_option(parser)
     options = parser.parse_args()
-    cases = [case.rpartition(":")[::2] for case in options.cases or ON_CPU]
-    if options.peak and len(cases) > 1:
-        for name, budget in cases:
-            remat = ["--remat", options.remat] if options.remat else []
-            subprocess.run([sys.executable, __file__, "--peak", f"{name}:{budget}", *remat], check=False)
-        return
-    if options.peak:
-        return peak(*cases[0], options.remat)
-    print(f"{jax.devices()[0].device_kind}, JAX {jax.__version__}")
-    for name in dict.fromkeys(name for name, _ in cases):
-        compare(name, [budget for other, budget in cases if other == name], options.rounds, options.remat)
+    cases = options.cases or (ON_ACCELERATOR if options.accelerator else ON_CPU)
+    if options.stage == "planned_peak":
+        name, _, budget = cases[0].rpartition(":")
+        return planned_peak(name, budget, options.remat)
+    if options.stage:
+        return run_stage(cases[0], options)
+    # JAX is not used in this process: it would take the memory of the device.
+    results = None
+    with tempfile.TemporaryDirectory() as folder:
+        for case in cases:
+            if case.rpartition(":")[0].partition("@")[0] not in MODELS:
+                print(f"{case} is left out: Flax is not installed, or there is no such model")
+                continue
+            if options.peak:
+                stage("planned_peak", case, options, folder)
+                continue
+            found = stage("search", case, options, folder)
+            if found is None:
+                print(f"{case} failed")
+                continue
+            results = results or record.Results(options.save, device=found["device"], packages=("flax",))
+            fields = {"microbatch_size": "chosen_microbatch_size", "remat": "chosen_remat"}
+            fields["block_size"] = "chosen_block_size"
+            strategy = json.dumps({field: found[key] for field, key in fields.items()})
+            found |= stage("peak", case, options, folder, "--strategy", strategy) or {"peak_bytes": None}
+            del found["device"]
+            results.add(**found)
+            report(found)
+
+
+def report(row: dict[str, Any]) -> None:
+    """Prints one row in words."""
+    peak, planning = row["peak_bytes"], row["peak_while_planning_bytes"]
+    shown = "unknown" if peak is None else f"{readable(peak)} ({peak / row['budget_bytes']:.3f} of the budget)"
+    shown += "" if planning is None else f", while planning {readable(planning)}"
+    print(
+        f"{row['model']}: {row['chosen_ms']:.1f} ms, {row['ratio']:.3f} of the best of {row['sizes_timed']} sizes "
+        f"({row['best_size']}); XLA {readable(row['xla_bytes'])}, peak {shown}",
+        flush=True,
+    )
 
 
 if __name__ == "__main__":

@@ -1,23 +1,24 @@
-"""What does reading the loss cost, once before the first step and in every step?
+"""What does it cost in every step that the reduction is read from the loss, and not declared?
 
     python benchmarks/reading.py                                # CPU, about a minute; look at the memory, not the times
     python benchmarks/reading.py --accelerator                  # one 80 GiB GPU, about five minutes
     python benchmarks/reading.py gpt2:8 gpt2-scanned:8          # model:microbatch size
 
 For a mean over all tokens and for a masked mean, compares the loop by hand, the declared reduction, and the reduction
-read from the loss. Expected: read within 1.02 of the time of declared, with no more memory; less than a second to read.
+read from the loss. Expected: read within 1.02 of the time of declared, with no more memory. What reading costs once,
+before the first step, is in `reading_cost.py`.
 """
 
 import argparse
 import gc
-import time
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import record
 from models import MODELS
-from overhead import by_hand, compare, report
+from overhead import by_hand, compare, report, rows_of
 
 import anybatch as ab
 
@@ -60,33 +61,26 @@ def contestants(model: Any, size: int) -> dict[str, dict[str, Callable[..., Any]
     }
 
 
-def seconds_to_read(loss: Callable[..., Any], params: Any, batch: Any) -> tuple[float, float]:
-    """The seconds that JAX takes to trace the loss, and those of tracing and reading it."""
-    start = time.perf_counter()
-    jax.make_jaxpr(lambda *args: loss(*args))(params, batch)
-    traced = time.perf_counter()
-    ab.read(loss, params, batch)
-    return traced - start, time.perf_counter() - traced
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("cases", nargs="*", help="model:microbatch size, models: " + ", ".join(MODELS))
     parser.add_argument("--accelerator", action="store_true", help="the cases for a large GPU")
     parser.add_argument("--repeats", type=int, default=10)
+    record.add_option(parser)
     options = parser.parse_args()
+    saved = record.Results(options.save)
     print(f"{jax.devices()[0].device_kind}, JAX {jax.__version__}")
     for case in options.cases or (ON_ACCELERATOR if options.accelerator else ON_CPU):
         name, size = case.split(":")
         model, examples = MODELS[name]
         params, batch = jax.jit(model.init)(jax.random.key(0)), model.batch(jax.random.key(1), examples)
-        seconds_to_read(model.masked_loss, params, batch)  # the first trace of anything is slow
-        trace, read = seconds_to_read(model.masked_loss, params, batch)
         print(f"\n{name}: {ab.read(model.masked_loss, params, batch)}")
-        print(f"traced in {trace:.2f} s, traced and read in {read:.2f} s")
         for loss, functions in contestants(model, int(size)).items():
             results = compare(functions, params, batch, options.repeats)
             report(f"{name}, {loss}, {examples} examples, microbatch {size}", results)
+            for row in rows_of(name, examples, int(size), results):
+                saved.add(**row, loss=loss)
+            del results
             gc.collect()
 
 
