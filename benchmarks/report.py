@@ -345,11 +345,149 @@ def _time_and_memory(row: Row | None) -> str:
     return f"{row['milliseconds']:.0f} ms<br>{memory:.{1 if memory >= 9.95 else 2}f} GiB"
 
 
+PLANNED = {
+    "lstm": "LSTM, 512 examples",
+    "vit": "ViT in NNX, 256 examples",
+    "unet": "U-Net",
+    "gpt2": "GPT-2, 64 examples",
+    "lstm-tiny": "LSTM",
+    "vit-tiny": "ViT in NNX",
+    "unet-tiny": "U-Net",
+    "gpt-tiny": "GPT",
+    "mlp": "MLP",
+}
+
+
+def planning(results: Mapping[str, Any]) -> str:
+    cells = []
+    for row in results["rows"]:
+        cells.append(
+            [
+                PLANNED[row["model"]],
+                gibibytes(row["budget_bytes"]),
+                str(row["chosen_microbatch_size"]),
+                f"{row['chosen_ms']:.1f} ms",
+                f"{row['best_size']}: {row['best_ms']:.1f} ms",
+                f"{row['ratio']:.3f}",
+                gibibytes(row["peak_bytes"]),
+                gibibytes(row["peak_while_planning_bytes"]),
+                f"{row['planning_seconds']:.0f} s, {row['compilations']}",
+            ]
+        )
+    header = ["model", "budget", "chosen", "its time", "best of the grid", "ratio", "peak", "peak while planning"]
+    return "\n\n".join([table([*header, "planning, compilations"], cells), caption(results)])
+
+
+def planning_cpu(results: Mapping[str, Any]) -> str:
+    cells = [
+        [
+            f"{PLANNED[row['model']]}, {row['examples']} examples",
+            gibibytes(row["budget_bytes"]),
+            str(row["chosen_microbatch_size"]),
+            gibibytes(row["xla_bytes"]),
+            f"{row['xla_bytes'] / row['budget_bytes']:.2f}",
+            str(row["compilations"]),
+        ]
+        for row in results["rows"]
+    ]
+    header = ["model", "budget", "chosen", "XLA's figure", "of the budget", "compilations"]
+    return "\n\n".join([table(header, cells), caption(results)])
+
+
+CLIPPING = {
+    "plain": "JAX, plain gradient",
+    "factored": "anybatch, factored",
+    "vmap": "anybatch, vmap",
+    "jax_privacy": "jax_privacy",
+    "torch_plain": "PyTorch, plain gradient",
+    "opacus": "Opacus",
+    "opacus_ghost": "Opacus, ghost clipping",
+}
+
+
+def clipping(results: Mapping[str, Any]) -> str:
+    text = []
+    for case in values(results["rows"], "case"):
+        examples, tokens = case.split("x")
+        found = {row["way"]: row for row in of(results["rows"], case=case)}
+        cells = []
+        for way, name in CLIPPING.items():
+            row = found.get(way)
+            if row is None:
+                continue
+            compiled = row["compile_seconds"]
+            cells.append(
+                [
+                    name,
+                    str(row["microbatch_size"]),
+                    f"{row['milliseconds']:.1f} ms",
+                    f"{row['time_ratio']:.2f}",
+                    gibibytes(row["temporaries_bytes"]),
+                    f"{compiled:.0f} s" if compiled else "–",
+                    "–" if "plain" in way else number(row["difference"], 2),
+                ]
+            )
+        text.append(f"**{examples} examples of {tokens} tokens**")
+        header = [" ", "microbatch", "time", "time / plain", "memory", "compiling", "difference"]
+        text.append(table(header, cells))
+    return "\n\n".join([*text, caption(results)])
+
+
+HEADS = {
+    "logits": "**Cross entropy of 32,768 tokens over 128,256 words**",
+    "gradcache": "**CLIP with 65,536 pairs: two towers of 4 layers, 256 pairs at a time**",
+}
+
+
+def blocks(results: Mapping[str, Any]) -> str:
+    text = []
+    for question, title in HEADS.items():
+        cells = []
+        for row in of(results["rows"], question=question):
+            cells.append(
+                [
+                    row["way"],
+                    "–" if row["block_size"] is None else str(row["block_size"]),
+                    gibibytes(row["temporaries_bytes"]),
+                    f"{row['memory_ratio']:.3f}",
+                    f"{row['milliseconds']:.0f} ms",
+                    f"{row['time_ratio']:.3f}",
+                ]
+            )
+        text += [title, table([" ", "block", "memory", "memory / first", "time", "time / first"], cells)]
+    return "\n\n".join([*text, caption(results)])
+
+
+def reading_cost(results: Mapping[str, Any]) -> str:
+    cells = []
+    for row in results["rows"]:
+        trace, gradient = row["trace_seconds"], row["trace_gradient_seconds"]
+        cells.append(
+            [
+                f"{row['layers']}, {row['layers_in']}",
+                f"{row['equations']:,}",
+                f"{row['read_seconds'] / trace:.1f}",
+                f"{row['read_seconds'] / gradient:.2f}",
+                f"{row['plan_seconds'] / row['hand_compile_seconds']:.2f}",
+                f"{row['anybatch_lower_seconds'] / row['hand_lower_seconds']:.1f}",
+                f"{row['anybatch_compile_seconds'] / row['hand_compile_seconds']:.2f}",
+            ]
+        )
+    header = ["layers", "equations", "reading / tracing the loss", "reading / tracing its gradient"]
+    header += ["planning / compiling", "lowering / by hand", "compiling / by hand"]
+    return "\n\n".join([table(header, cells), caption(results)])
+
+
 SECTIONS: dict[str, Callable[[Mapping[str, Any]], str]] = {
     "correctness": correctness,
     "accumulation": accumulation,
     "precision": precision,
     "mesh_ways": mesh_ways,
+    "planning": planning,
+    "planning_cpu": planning_cpu,
+    "clipping": clipping,
+    "blocks": blocks,
+    "reading_cost_cpu": reading_cost,
 }
 
 

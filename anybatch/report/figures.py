@@ -11,8 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from anybatch.call.display import visible
-from anybatch.call.plots import HOVERS, Axis, Figure, Plot, Series, axis_of, drawable, joined, short, thinned
+from anybatch.call.plots import HOVERS, Figure, Plot, Series, axis_of, drawable, joined, short, thinned
 
 WIDE, NARROW = (940, 320), (450, 260)  # width and height in pixels
 WORTH_SMOOTHING = 40  # rows; a curve with fewer is not smoothed

@@ -45,8 +45,8 @@ _END = object()
 class StopSignals:
     """A context in which the first SIGTERM or Ctrl-C is recorded instead of ending the process.
 
-    A second one has its usual effect: it raises `KeyboardInterrupt`, or ends the process. Python delivers signals to
-    the main thread only; in other threads nothing is recorded.
+    A second Ctrl-C has its usual effect: it raises `KeyboardInterrupt`. A second SIGTERM is ignored. Python delivers
+    signals to the main thread only; in other threads nothing is recorded.
 
     Args:
       prints: whether to print at once, on the standard error, that the run will stop.
@@ -99,9 +99,12 @@ class StopSignals:
         if self.received is None:
             self.received = signal.Signals(number).name
             if self._prints:  # now, since a step may take long; with os.write, since print() is not reentrant
-                text = f"\n{self.received}: stopping after this step. A second one stops at once.\n"
+                again = " A second one stops at once." if number == signal.SIGINT else ""
+                text = f"\n{self.received}: stopping after this step.{again}\n"
                 os.write(2, text.encode())
             return
+        if number == signal.SIGTERM:
+            return  # a launcher passes on what a scheduler sends to all processes: a second one says nothing new
         handler = self._handlers[number]
         signal.signal(number, handler)
         if callable(handler):

@@ -11,12 +11,12 @@ import pytest
 from rich.console import Console
 
 import anybatch as ab
+from anybatch.call.display import visible
 from anybatch.demo import job
 from anybatch.demo.config import RunConfig
 from anybatch.demo.job import RunFolder
 from anybatch.demo.text import Vocabulary
 from anybatch.report import Report
-from anybatch.call.display import visible
 from anybatch.training import checkpoint_folder
 from anybatch.training.checkpoints import Checkpoints
 

@@ -1,4 +1,4 @@
-"""Every Python block of the documentation runs, in the order of its page; the reference is complete; links lead somewhere.
+"""Every Python block of the documentation runs, in the order of its page; the reference is complete; links work.
 
 The notebooks in docs/tutorials run when the documentation is built (`make docs`).
 """

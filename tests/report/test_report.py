@@ -19,8 +19,8 @@ import numpy as np
 import pytest
 
 import anybatch as ab
-from anybatch.report import Report
 from anybatch.call.plots import Series, thinned
+from anybatch.report import Report
 from anybatch.report.figures import column, smoothed
 
 FIGURES = [

@@ -227,6 +227,22 @@ def test_a_signal_ends_it_while_it_waits_for_data(tmp_path):
     assert (run.steps, run.stopped_by) == (1, "SIGTERM") and time.monotonic() - begun[0] < 20
 
 
+def test_a_second_sigterm_loses_nothing(tmp_path):
+    """A scheduler signals every process, and a launcher passes its own signal on: they get it twice."""
+    step, _ = fresh()
+    calls = itertools.count(1)
+
+    def signalled_twice(state, batch):
+        if next(calls) == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+            os.kill(os.getpid(), signal.SIGTERM)
+        return step(state, batch)
+
+    run = fitted(step=signalled_twice, steps=9, checkpoints=tmp_path / "c")
+    assert (run.steps, run.stopped_by) == (3, "SIGTERM")
+    chex.assert_trees_all_equal(fitted(steps=9, checkpoints=tmp_path / "c").state, fitted(steps=9).state)
+
+
 def test_a_second_ctrl_c_ends_it_at_once():
     step, _ = fresh()
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # where tests run in parallel it may be ignored
