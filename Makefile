@@ -7,7 +7,7 @@ LOCK := requirements/py$(PYVERSION).txt
 JOBS ?= auto
 STAMP := $(VENV)/.ready
 
-.PHONY: demo test test-full test-slow test-jax lint format bench bench-report docs dist setup lock clean
+.PHONY: demo test test-full test-slow test-jax lint format bench bench-peers bench-report docs dist setup lock clean
 
 demo: $(STAMP)
 	$(BIN)/anybatch demo
@@ -37,12 +37,22 @@ format: $(STAMP)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+# At the size of a CPU; each file opens with its question, its commands and what was found.
 bench: $(STAMP)
 	$(BIN)/python benchmarks/overhead.py
 	$(BIN)/python benchmarks/reading.py
 	$(BIN)/python benchmarks/contrastive.py
 	$(BIN)/python benchmarks/selections.py
 	$(BIN)/python benchmarks/planning.py
+	$(BIN)/python benchmarks/accumulation.py
+	$(BIN)/python benchmarks/precision.py
+	$(BIN)/python benchmarks/mesh_ways.py
+	$(BIN)/python benchmarks/reading_cost.py
+
+# These also run PyTorch, Opacus and jax_privacy: pip install -e ".[peers]"
+bench-peers: $(STAMP)
+	$(BIN)/python benchmarks/correctness.py
+	$(BIN)/python benchmarks/clipping.py --small
 
 # The tables and plots of the documentation and the README, from benchmarks/results.
 bench-report: $(STAMP)

@@ -94,7 +94,6 @@ def plot(
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
     names = list(dict.fromkeys(label for _, lines in panels for label in lines))
-    shown = []
     for theme, ink in INK.items():
         style = {
             "text.color": ink,
@@ -150,7 +149,12 @@ def plot(
             figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
             plt.close(figure)
         (TABLES / f"{name}_{theme}.svg").write_text(re.sub(r"[ \t]+$", "", buffer.getvalue(), flags=re.MULTILINE))
-        shown.append(f"```{{image}} /results/{name}_{theme}.svg\n:alt: {alt}\n:class: only-{theme}\n```")
+    return pictures(name, alt)
+
+
+def pictures(name: str, alt: str) -> str:
+    """The Markdown that shows the picture of the theme."""
+    shown = [f"```{{image}} /results/{name}_{theme}.svg\n:alt: {alt}\n:class: only-{theme}\n```" for theme in INK]
     return "\n\n".join(shown)
 
 
