@@ -248,8 +248,8 @@ def _how_to_call(signature: inspect.Signature, passed: list[str], kwargs: dict[s
         )
     if keys:
         return (
-            "Give the state a key: state = step.init(params, key=jax.random.key(0)). A TrainState of Flax needs a field "
-            "for it: class State(TrainState): key: jax.Array, then State.create(..., key=jax.random.key(0))."
+            "Give the state a key: state = step.init(params, key=jax.random.key(0)). A TrainState of Flax needs a "
+            "field for it: class State(TrainState): key: jax.Array, then State.create(..., key=jax.random.key(0))."
         )
     rows = [names[place], *more] if len(names) > place else more
     tree = ", ".join(f'"{name}": {name}' for name in rows)
