@@ -54,8 +54,19 @@ def number(value: float | None, digits: int = 3) -> str:
     return f"{value:.1e}" if abs(value) < 1e-3 else f"{value:.{digits}g}"
 
 
+def unit(text: str) -> str:
+    """A number and its unit, which stay on one line."""
+    return text.replace(" ", "\N{NO-BREAK SPACE}")
+
+
 def gibibytes(value: float | None) -> str:
-    return "–" if value is None else (f"{value / 2**30:.2f} GiB" if value >= 2**28 else f"{value / 2**20:.1f} MiB")
+    if value is None:
+        return "–"
+    return unit(f"{value / 2**30:.2f} GiB" if value >= 2**28 else f"{value / 2**20:.1f} MiB")
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.0f}%" if share >= 0.095 else f"{100 * share:.2g}%"
 
 
 def of(rows: Iterable[Row], **wanted: Any) -> list[Row]:
@@ -195,7 +206,7 @@ def outcome(row: Row | None, marked: bool) -> str:
         if kind == "wrong":
             text = "not finite"
             if difference is not None and difference < float("inf"):
-                text = f"{difference:.0f}×" if difference >= 2 else f"{100 * difference:.2g}%"
+                text = f"{difference:.0f}×" if difference >= 2 else _percent(difference)
             return f"[{text}]{{.wrong}}" if marked else f"**{text}**"
         text = {"exact": "exact", "not expressible": "–", "not installed": ""}.get(kind, kind)
         return f"[{text}]{{.{'exact' if kind == 'exact' else 'other'}}}" if marked and text else text
@@ -207,7 +218,7 @@ def outcome(row: Row | None, marked: bool) -> str:
 
 
 def correctness_rows(rows: Sequence[Row], losses: Iterable[str], marked: bool) -> str:
-    ways = values(rows, "way")
+    ways = sorted(values(rows, "way"), key=lambda way: way != "anybatch")  # ours first: the others may be out of sight
     cells = []
     for loss in losses:
         found = {row["way"]: row for row in of(rows, loss=loss)}
@@ -296,7 +307,7 @@ def _right(row: Row | None) -> str:
     difference = row["difference"]
     if difference < 1e-5:
         return "[exact]{.exact}"
-    return f"[{difference:.1f}×]{{.wrong}}" if difference >= 1 else f"[{100 * difference:.2g}%]{{.wrong}}"
+    return f"[{difference:.1f}×]{{.wrong}}" if difference >= 1 else f"[{_percent(difference)}]{{.wrong}}"
 
 
 MODELS = {
@@ -328,11 +339,19 @@ def accumulation(results: Mapping[str, Any]) -> str:
         alt = f"{title}: time falls and memory grows with the microbatch size; anybatch follows the scan by hand."
         text.append(f"**{title}**")
         text.append(plot(f"accumulation_{model.replace('.', '_')}", panels, x="microbatch size", y="", alt=alt))
+        listed = sorted((way for way in ways if way not in ORDER[:1] + ORDER[-1:]), key=lambda way: way != "anybatch")
         cells = []
-        for size in sorted(values(rows, "microbatch_size"), reverse=True):
+        for size in sorted({row["microbatch_size"] for row in rows if row["way"] in listed}, reverse=True):
             found = {row["way"]: row for row in of(rows, microbatch_size=size)}
-            cells.append([str(size), *(_time_and_memory(found.get(way)) for way in ways)])
-        text.append(table(["microbatch", *(NAMES.get(way, way) for way in ways)], cells))
+            cells.append([str(size), *(_time_and_memory(found.get(way)) for way in listed)])
+        text.append(table(["microbatch", *(NAMES.get(way, way) for way in listed)], cells))
+        full, planned = (of(rows, way=way)[0] for way in (ORDER[0], ORDER[-1]))
+        memory = re.search(r"memory='(.+?)'", planned["note"])
+        text.append(
+            f"The full batch by `jax.value_and_grad`: {_time_and_memory(full).replace('<br>', ', ')}. Planned with "
+            f'`memory="{memory[1]}"`: microbatches of {planned["microbatch_size"]}, '
+            f"{_time_and_memory(planned).replace('<br>', ', ')}."
+        )
         ratios = [row for row in of(rows, way="anybatch") if row["time_ratio"]]
         times, memories = ([row[name] for row in ratios] for name in ("time_ratio", "memory_ratio"))
         text.append(
@@ -346,7 +365,7 @@ def _time_and_memory(row: Row | None) -> str:
     if row is None or row["milliseconds"] is None:
         return ""
     memory = row["temporaries_bytes"] / 2**30
-    return f"{row['milliseconds']:.0f} ms<br>{memory:.{1 if memory >= 9.95 else 2}f} GiB"
+    return unit(f"{row['milliseconds']:.0f} ms") + "<br>" + unit(f"{memory:.{1 if memory >= 9.95 else 2}f} GiB")
 
 
 PLANNED = {
@@ -370,8 +389,8 @@ def planning(results: Mapping[str, Any]) -> str:
                 PLANNED[row["model"]],
                 gibibytes(row["budget_bytes"]),
                 str(row["chosen_microbatch_size"]),
-                f"{row['chosen_ms']:.1f} ms",
-                f"{row['best_size']}: {row['best_ms']:.1f} ms",
+                unit(f"{row['chosen_ms']:.1f} ms"),
+                f"{row['best_size']}: " + unit(f"{row['best_ms']:.1f} ms"),
                 f"{row['ratio']:.3f}",
                 gibibytes(row["peak_bytes"]),
                 gibibytes(row["peak_while_planning_bytes"]),
@@ -424,7 +443,7 @@ def clipping(results: Mapping[str, Any]) -> str:
                 [
                     name,
                     str(row["microbatch_size"]),
-                    f"{row['milliseconds']:.1f} ms",
+                    unit(f"{row['milliseconds']:.1f} ms"),
                     f"{row['time_ratio']:.2f}",
                     gibibytes(row["temporaries_bytes"]),
                     f"{compiled:.0f} s" if compiled else "–",
@@ -454,7 +473,7 @@ def blocks(results: Mapping[str, Any]) -> str:
                     "–" if row["block_size"] is None else str(row["block_size"]),
                     gibibytes(row["temporaries_bytes"]),
                     f"{row['memory_ratio']:.3f}",
-                    f"{row['milliseconds']:.0f} ms",
+                    unit(f"{row['milliseconds']:.0f} ms"),
                     f"{row['time_ratio']:.3f}",
                 ]
             )
