@@ -274,6 +274,12 @@ class NnxAdapter(StateAdapter):
 
     def model_of(self, state: Any) -> tuple[Any, Any, Any]:
         model, optimizer = state
+        if not jax.tree.leaves(_nnx().state(model, optimizer.wrt)):
+            raise InputError(
+                "The optimizer must train at least one variable of the model",
+                given=f"wrt={getattr(optimizer.wrt, '__name__', optimizer.wrt)}, and a model without such variables",
+                remedy="Pass nnx.Optimizer(model, optax.adamw(3e-4), wrt=nnx.Param).",
+            )
         return model, None, optimizer.wrt
 
     def model_state_of(self, state: Any) -> tuple[str, Any]:

@@ -771,3 +771,13 @@ def test_running_averages_with_a_declared_reduction_are_refused():
     step = ab.train_step(normed_loss, has_state=True, reduction="mean", microbatch_size=6)
     with pytest.raises(ab.InputError, match="the state of a model must not depend on the batch"):
         step(flax_state(), batches()[0])
+
+
+def test_an_nnx_optimizer_that_selects_no_variable_is_refused():
+    model = nnx.Linear(4, 1, rngs=nnx.Rngs(0))
+    step = ab.train_step(lambda model, batch: jnp.mean(model(batch) ** 2), microbatch_size=2)
+    nothing = (model, nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.LoRAParam))
+    with pytest.raises(ab.InputError, match="must train at least one variable of the model, got wrt=LoRAParam"):
+        step(nothing, jnp.ones((8, 4)))
+    _, metrics = step((model, nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)), jnp.ones((8, 4)))
+    assert metrics.gradient_norm > 0
