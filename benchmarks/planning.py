@@ -158,9 +158,8 @@ def search(name: str, budget: str, options: argparse.Namespace) -> dict[str, Any
     }
 
 
-def peak_of(name: str, strategy: Strategy) -> int:
+def peak_of(strategy: Strategy, loss: Any, params: Any, batch: Any) -> int:
     """The peak memory of a strategy that runs alone in this process, with its arguments."""
-    loss, params, batch = problem(name)
     measurements = measurements_of(loss, params, batch)
     computation = measurements.computation(strategy)
     program, arguments = computation.compile(), measurements.bytes_of(strategy).arguments
@@ -188,8 +187,8 @@ def planned_peak(name: str, budget: str, remat: str | None) -> None:
     jax.block_until_ready(batch)
     plan = ab.plan(loss, params, batch, memory=budget, timed=False, remat=remat)
     compiling = "" if device_peak() is None else f", while compiling {readable(device_peak())}"
-    del loss, params, batch
-    measured, allowed, predicted = peak_of(name, plan.chosen.strategy), memory_budget(budget), plan.chosen.predicted
+    measured = peak_of(plan.chosen.strategy, loss, params, batch)
+    allowed, predicted = memory_budget(budget), plan.chosen.predicted
     error = "" if predicted is None else f" predicted {predicted / plan.chosen.total - 1:+.1%}"
     print(
         f"{name:22} budget {readable(allowed):>10}: {plan.chosen.strategy}, XLA {readable(plan.chosen.total)}{error}, "
@@ -219,7 +218,7 @@ def run_stage(case: str, options: argparse.Namespace) -> None:
         found = search(name, budget, options)
     else:
         os.environ["ANYBATCH_CACHE"] = "off"
-        found = {"peak_bytes": peak_of(name, Strategy(**json.loads(options.strategy)))}
+        found = {"peak_bytes": peak_of(Strategy(**json.loads(options.strategy)), *problem(name))}
     (pathlib.Path(options.folder) / "stage.json").write_text(json.dumps(found))
 
 
