@@ -34,7 +34,10 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-_PROBLEM = f"\n\nThe function returns (loss, params, batch). You can paste this example:\n\n\b\n{EXAMPLE}\n\n"
+_PROBLEM = (
+    "\n\nThe function returns (loss, params, batch), and further arguments of the loss, such as a key, if it has any. "
+    f"You can paste this example:\n\n\b\n{EXAMPLE}\n\n"
+)
 
 _SCRIPT = """\
 # hello.py

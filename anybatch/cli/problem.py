@@ -27,14 +27,17 @@ from anybatch.gradients.plan import explain
 from anybatch.planning.plan import check_plot_path
 from anybatch.verification.verify import verify
 
-_REMEDY = "Write a function that returns (loss, params, batch), and name it as package.module:function:\n\n" + EXAMPLE
+_REMEDY = (
+    "Write a function that returns (loss, params, batch), or also further arguments of the loss, and name it as "
+    "package.module:function:\n\n" + EXAMPLE
+)
 
 # Files in this folder are anybatch's own, not the user's.
 _PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
 
 
-def load_problem(target: str) -> tuple[Callable[..., Any], Any, Any]:
-    """Imports a function, calls it, and returns its result: (loss, params, batch).
+def load_problem(target: str) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """Imports a function, calls it, and returns the loss and its arguments: params, batch, and others such as a key.
 
     Args:
       target: "package.module:function", or "path/to/file.py:function". Modules in the current folder are found too.
@@ -63,17 +66,17 @@ def load_problem(target: str) -> tuple[Callable[..., Any], Any, Any]:
     return _checked(target, result)
 
 
-def _checked(target: str, result: Any) -> tuple[Callable[..., Any], Any, Any]:
+def _checked(target: str, result: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     must, given = f"{target} must return (loss, params, batch)", ""
     if not isinstance(result, (tuple, list)):
         given = f"a {type(result).__name__}"
-    elif len(result) != 3:
+    elif len(result) < 3:
         given = f"{len(result)} values ({', '.join(type(each).__name__ for each in result)})"
     elif not callable(result[0]):
         must, given = f"{must}, and the loss must be a function", f"a {type(result[0]).__name__} as the loss"
     if given:
         raise InputError(must, given=given, remedy=_REMEDY)
-    return result[0], result[1], result[2]
+    return result[0], tuple(result[1:])
 
 
 def _module(place: str) -> ModuleType:
@@ -141,9 +144,9 @@ def explain_problem(target: str, *, html: pathlib.Path | None, plot: pathlib.Pat
       InputError: if the problem cannot be loaded, or a file must not be written. The files are checked first.
     """
     _check_files(html, plot)
-    loss, params, batch = load_problem(target)
+    loss, args = load_problem(target)
     with Console(stderr=True).status("Planning") as status:
-        plan = explain(loss, params, batch, progress=status.update, **options)
+        plan = explain(loss, *args, progress=status.update, **options)
     print(plan.text(shutil.get_terminal_size().columns))
     if plot is not None:
         plan.plot(str(plot))
@@ -180,8 +183,8 @@ def _check_page(path: pathlib.Path) -> pathlib.Path:
 
 def verify_problem(target: str, **options: Any) -> bool:
     """Prints the comparison for a problem. Returns True if all gradients agree."""
-    loss, params, batch = load_problem(target)
+    loss, args = load_problem(target)
     with Console(stderr=True).status("Comparing"):
-        verification = verify(loss, params, batch, **options)
+        verification = verify(loss, *args, **options)
     print(verification.text(shutil.get_terminal_size().columns))
     return verification.ok

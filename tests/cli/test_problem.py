@@ -71,7 +71,7 @@ def test_explain_overwrites_no_other_file(tmp_path, monkeypatch, options, words)
 
 
 def test_explain_overwrites_its_own_page(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(problem, "load_problem", lambda target: (lambda w, x: jnp.mean(x * w), 1.0, jnp.ones(8)))
+    monkeypatch.setattr(problem, "load_problem", lambda target: (lambda w, x: jnp.mean(x * w), (1.0, jnp.ones(8))))
     for _ in range(2):
         problem.explain_problem("<it>", html=tmp_path / "plan.html", plot=tmp_path / "plan.svg", timed=False)
     assert "<title>&lt;it&gt;</title>" in (tmp_path / "plan.html").read_text()
@@ -81,7 +81,7 @@ def test_the_wider_the_terminal_the_more_columns_a_table_has(tmp_path, monkeypat
     def loss(w, x):
         return jnp.mean(jnp.tanh(x @ w) ** 2)
 
-    monkeypatch.setattr(problem, "load_problem", lambda target: (loss, jnp.ones((8, 8)), jnp.ones((64, 8))))
+    monkeypatch.setattr(problem, "load_problem", lambda target: (loss, (jnp.ones((8, 8)), jnp.ones((64, 8)))))
     seen = {}
     for columns in (60, 80, 120):
         monkeypatch.setenv("COLUMNS", str(columns))
@@ -187,3 +187,18 @@ def test_doctor_shows_what_is_missing(monkeypatch, tmp_path):
     assert unwell["matplotlib"].text == "missing; needed for plots"
     assert "is not writable" in unwell["cache"].text
     assert unwell["JAX"].remedy == 'pip install "jax>=0.10,<0.13"'
+
+
+def test_further_arguments_of_the_loss_are_passed_on(tmp_path, monkeypatch, capsys):
+    """Such as the key of a loss with dropout."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "keyed.py").write_text(
+        "import jax, jax.numpy as jnp\n"
+        "def loss(w, x, key):\n"
+        "    return jnp.mean(jnp.where(jax.random.bernoulli(key, 0.5, x.shape), x @ w, 0.0) ** 2)\n"
+        "def problem():\n"
+        "    return loss, jnp.ones((4, 4)), jnp.ones((32, 4)), jax.random.key(0)\n"
+    )
+    assert problem.explain_problem("keyed.py:problem", html=None, plot=None, memory="1MiB", timed=False)
+    assert problem.verify_problem("keyed.py:problem", microbatch_sizes=[5], sample=None)
+    assert "microbatch_size=5" in capsys.readouterr().out
