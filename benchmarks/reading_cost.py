@@ -18,6 +18,11 @@ anybatch, in microbatches of the same size. `later` is the time of one later cal
 compiled program, in which nothing of anybatch runs. `eager` is a call outside `jit`, in CPU time: anybatch then traces
 and lowers the loss again, to see whether it has changed; `jax.value_and_grad` of the full batch runs one operation
 after the other, and compiles a `lax.scan` each time.
+
+Found on two CPU cores with JAX 0.10.2: reading takes 0.4 to 0.7 of what JAX takes to trace the gradient. It grows with
+the number of equations for unrolled layers, and stays the same for scanned ones. Tracing and lowering take 2 to 3 times
+those of the loop by hand, once. Later calls take the same time under `jit`. Outside of it they take 2.7 to 3.1 times
+JAX's eager calls if layers are unrolled, and 0.06 to 0.12 of them if layers are scanned.
 """
 
 import argparse
