@@ -292,3 +292,11 @@ def test_inside_jit():
 )
 def test_what_value_and_grad_refuses_is_refused(call, text):
     assert text in text_of(call)
+
+
+def test_the_full_batch_is_compiled_twice(caplog):
+    """Once in float64 and once in the given dtype, as the documentation says: also for the nudged inputs."""
+    with jax.log_compiles(), caplog.at_level("WARNING"):
+        ab.verify(lambda w, x: jnp.mean((x @ w) ** 2), jnp.ones(3), jnp.ones((20, 3)), microbatch_sizes=7)
+    finished = [line for line in caplog.messages if "Finished XLA compilation" in line]
+    assert sum("_gradient_by_jax" in line for line in finished) == 2
