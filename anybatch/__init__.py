@@ -13,6 +13,11 @@ _HOMES = {
     # Gradients of a batch.
     "value_and_grad": "gradients.value_and_grad",
     "grad": "gradients.value_and_grad",
+    # Any function of a batch.
+    "map_batch": "functions.map_batch",
+    "hvp": "functions.curvature",
+    "ggn_product": "functions.curvature",
+    "fisher_diagonal": "functions.curvature",
     # How a loss uses its batch.
     "read": "reading.read",
     "Reading": "reading.report",
@@ -26,6 +31,9 @@ _HOMES = {
     "verify": "verification.verify",
     "Verification": "verification.verify",
     "DifferentGradientError": "verification.verify",
+    # A loop or step of the user against the full batch.
+    "audit": "audit.audit",
+    "Audit": "audit.audit",
     # Gradients of single examples.
     "per_example_grads": "per_example.grads",
     "per_example_norms": "per_example.grads",
@@ -62,6 +70,7 @@ __all__ = ["__version__", *_MODULES, *_HOMES]
 
 if TYPE_CHECKING:  # what type checkers and editors see
     from anybatch import collectives, distributed, privacy, recipes
+    from anybatch.audit.audit import Audit, audit
     from anybatch.call.caches import clear_caches
     from anybatch.errors import (
         AnybatchError,
@@ -74,6 +83,8 @@ if TYPE_CHECKING:  # what type checkers and editors see
         RuleFailedWarning,
         TightMemoryWarning,
     )
+    from anybatch.functions.curvature import fisher_diagonal, ggn_product, hvp
+    from anybatch.functions.map_batch import map_batch
     from anybatch.gradient_noise.noise_scale import NoiseScale, noise_scale
     from anybatch.gradients.plan import explain, plan
     from anybatch.gradients.value_and_grad import grad, value_and_grad

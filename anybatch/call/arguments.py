@@ -51,6 +51,8 @@ class PartlyTrained:
         return cls(*parts)
 
 
+NOTHING = object()  # for `argnums`, of a function that is computed and not differentiated
+
 ROLES = ("argnums", "batch_argnums", "rng_argnums", "batch_argnames")  # the options that `Roles.of` takes
 
 
@@ -67,12 +69,13 @@ class Roles:
     @classmethod
     def of(cls, *, argnums: Any, batch_argnums: Any, rng_argnums: Any, batch_argnames: Any = ()) -> "Roles":
         """The roles that a user chose. Checks what needs no call."""
+        nothing, argnums = argnums is NOTHING, () if argnums is NOTHING else argnums
         is_several = isinstance(argnums, (tuple, list))
         several = argnums if is_several else (argnums,)
         # An `nnx.DiffState` is a position and a filter of variables.
         filters = tuple(getattr(each, "filter", None) for each in several)
         plain = tuple(each.argnum if hasattr(each, "argnum") else each for each in several)
-        wrt = _positions("argnums", plain if is_several else plain[0])
+        wrt = _positions("argnums", plain if is_several else plain[0], may_be_empty=nothing)
         names = tuple(batch_argnames) if isinstance(batch_argnames, (tuple, list)) else (batch_argnames,)
         if not all(isinstance(name, str) for name in names):
             raise InputError(

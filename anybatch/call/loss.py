@@ -30,6 +30,7 @@ class TracedLoss:
     num_heads: int  # 1, or 2 with a weight
     aux_tree: Any
     aux_names: list[str]
+    maps: bool = False  # no loss, but any function of the batch, whose result is aux. Its loss is 0.
 
     def __call__(self, consts: Sequence[Any], arrays: Arrays) -> list[Any]:
         return self.traced(consts, *jax.tree.leaves(arrays))
@@ -81,6 +82,7 @@ def trace_loss(
     *,
     weighted: bool,
     has_aux: bool,
+    maps: bool = False,
     on_mesh: tuple[Any, tuple[str, ...]] | None = None,
     failed: Callable[[Exception], None] = lambda error: None,
 ) -> tuple[TracedLoss, tuple[Any, ...]]:
@@ -92,6 +94,7 @@ def trace_loss(
       num_examples: the number of examples to trace it for; None for one example without the batch axis.
       weighted: whether it returns `(total, weight)`.
       has_aux: whether it also returns aux.
+      maps: whether `fun` is no loss, but any function of the batch: all that it returns is then aux, and the loss is 0.
       on_mesh: a mesh, and its axes over which the batch is sharded. The traced program then has no shardings over these
         axes, because it runs inside `shard_map`, on the examples of one device.
       failed: called with an exception of the loss. It may raise an exception that explains more.
@@ -103,9 +106,10 @@ def trace_loss(
 
     def flat_loss(*flat: Any) -> list[Any]:
         nonlocal aux_tree, aux_names
-        heads, aux = _split(arguments.call(fun, jax.tree.unflatten(tree, flat)), weighted, has_aux)
-        named = named_leaves("aux", aux)
-        _check_aux(named)
+        result = arguments.call(fun, jax.tree.unflatten(tree, flat))
+        heads, aux = ([np.float32(0)], result) if maps else _split(result, weighted, has_aux)
+        named = named_leaves("result" if maps else "aux", aux)
+        _check_aux(named, maps)
         aux_tree, aux_names = jax.tree.structure(aux), [name for name, _ in named]
         return [*heads, *(leaf for _, leaf in named)]
 
@@ -126,7 +130,7 @@ def trace_loss(
     if on_mesh is not None:
         traced = sharding_constraints.without_mesh(traced, const_types, leaves, *on_mesh)
     number = 1 if num_examples is None else num_examples
-    return TracedLoss(traced, const_types, types, number, 2 if weighted else 1, aux_tree, aux_names), consts
+    return TracedLoss(traced, const_types, types, number, 2 if weighted else 1, aux_tree, aux_names, maps), consts
 
 
 def _trace_anywhere(fun: Callable[..., Any], *types: Any) -> tuple[tracing.Traced, tuple[Any, ...]]:
@@ -191,13 +195,14 @@ def is_pair(value: Any) -> bool:
     return isinstance(value, (tuple, list)) and len(value) == 2
 
 
-def _check_aux(named: Sequence[tuple[str, Any]]) -> None:
+def _check_aux(named: Sequence[tuple[str, Any]], maps: bool) -> None:
+    whole, maker = ("the result", "the function") if maps else ("aux", "the loss")
     for name, leaf in named:
         if not is_array(leaf) and not isinstance(leaf, (int, float, complex)):
             raise InputError(
-                "Every leaf of aux must be an array or a number",
+                f"Every leaf of {whole} must be an array or a number",
                 given=f"{name} = {leaf!r}",
-                remedy="Leave it out of what the loss returns.",
+                remedy=f"Leave it out of what {maker} returns.",
             )
 
 

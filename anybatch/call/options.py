@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from anybatch.call import aux_outputs
-from anybatch.call.arguments import ROLES, Roles
+from anybatch.call.arguments import NOTHING, ROLES, Roles
 from anybatch.call.checks import one_of, whole_number
 from anybatch.call.memory import memory_budget
 from anybatch.call.placement import axes_of
@@ -139,6 +139,7 @@ class Options:
     reproducible: bool = False
     on_coupled: str = "exact"
     noise: bool = False  # whether to also estimate the gradient noise; set by `noise_scale` and `train_step`
+    maps: bool = False  # whether the function itself is computed, and no gradient; set by `map_batch`
 
     @classmethod
     def of(cls, fun: Callable[..., Any], /, **options: Any) -> Self:
@@ -157,7 +158,8 @@ class Options:
     @functools.cached_property
     def roles(self) -> Roles:
         """Which arguments are differentiated, which carry the batch, and which are PRNG keys."""
-        return Roles.of(**{name: getattr(self, name) for name in ROLES})
+        chosen = {name: getattr(self, name) for name in ROLES}
+        return Roles.of(**chosen | {"argnums": NOTHING} if self.maps else chosen)
 
     @functools.cached_property
     def mesh_options(self) -> MeshOptions | None:

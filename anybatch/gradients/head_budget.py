@@ -41,11 +41,12 @@ def check_head(
     reading = report(split)
     if on_coupled == "error" and not reading.separable:
         of_all = reading.head_bytes + sum(item.bytes for item in reading.frontier)
+        kind, result = ("loss", "gradient") if reading.outputs is None else ("function", "result")
         raise CoupledError(
-            f"This loss looks across examples{_where(reading)}\n"
-            "Its gradient needs values of the full batch. "
+            f"This {kind} looks across examples{_where(reading)}\n"
+            f"Its {result} needs values of the full batch. "
             f"Keep the examples separate there{_instead(reading)}, or pass "
-            'on_coupled="exact": the gradient is then exact, and everything after that line runs on the full batch, '
+            f'on_coupled="exact": the {result} is then exact, and everything after that line runs on the full batch, '
             f"which takes about {readable(of_all)}."
         )
     budget = left() if reading.head_bytes else None
@@ -56,7 +57,8 @@ def check_head(
         if needed > budget:
             in_blocks = "" if allowed[-1] is not None else _advice_of_blocks(split, budget)
             raise HeadTooLargeError(
-                f"The part of this loss that runs on the full batch needs {readable(needed)} with its gradient, "
+                f"The part of this {'function' if split.loss.maps else 'loss'} that runs on the full batch needs "
+                f"{readable(needed)}{'' if split.loss.maps else ' with its gradient'}, "
                 f"besides the parameters and the batch, and there are {readable(budget)} left for it.\n"
                 f"{_begins(reading)}\nAllow more with memory=. {in_blocks or reading.remedy}".rstrip()
             )
@@ -154,6 +156,10 @@ def _compiled_bytes(split: Split, block_size: int | None) -> int:
     known = [value.type for value in split.known_first]
     frontier = [value.type for value in split.frontier]
     first, last = split.num_consts, split.num_consts + len(split.loss.types.wrt)
+    if split.loss.maps:
+        whole = jax.jit(lambda inputs, known, frontier: split.head(inputs, known, [], frontier))
+        needed = versions.temporaries(whole.lower(types, known, frontier).compile())
+        return needed + sum(value.num_bytes for value in split.frontier)
 
     def head(inputs: list[Any], known: list[Any], frontier: list[Any]) -> Any:
         def of_arrays(inputs: list[Any], known: list[Any], wrt: list[Any], frontier: list[Any]) -> list[Any]:

@@ -20,6 +20,8 @@ from anybatch.errors import InputError
 from anybatch.planning.measure import Bytes
 from anybatch.planning.strategy import Route, Strategy
 
+RESULT = "result"  # the noun of a plan for a function that is no gradient
+
 # The columns for the kinds of memory. If the text of a plan is too wide, they are left out, the highest number first.
 _KINDS = {"arguments": 3, "gradients": 2, "results": 4, "activations": 1}
 
@@ -188,6 +190,7 @@ class Plan:
         kinds = [
             Column(name, tuple("" if one is None else readable(getattr(one, name)) for one in found), drop=order)
             for name, order in _KINDS.items()
+            if name != "gradients" or self.noun != RESULT
         ]
         shows_reduce = any(each.reduce != "once" for each in candidates)
         remats = tuple(each.remat or "" for each in candidates)
@@ -371,7 +374,7 @@ def draw(plan: Plan) -> Any:
     axes.set_xticks(*zip(*x.ticks, strict=True))
     axes.set_xticks([], minor=True)
     axes.set_xlabel(x.label)
-    axes.set_title(f"The gradient of {plan.num_examples} examples on {plan.device}", fontsize=10, loc="left")
+    axes.set_title(f"The {plan.noun} of {plan.num_examples} examples on {plan.device}", fontsize=10, loc="left")
     figure.legend(handles=lines, loc="outside lower center", ncols=4, frameon=False, fontsize=8)
     return figure
 

@@ -55,7 +55,8 @@ class Problem(abc.ABC):
     ) -> tuple[TracedLoss, Any]:
         """The arguments and results are those of `trace_loss`."""
         options = self.options
-        how: dict[str, Any] = {"weighted": options.weighted, "has_aux": options.has_aux, "failed": failed}
+        how: dict[str, Any] = {name: getattr(options, name) for name in ("weighted", "has_aux", "maps")}
+        how["failed"] = failed
         if self.shardings is None:
             return trace_loss(self._fun, self.arguments, number, **how)
         with self.shardings.watched():

@@ -68,11 +68,15 @@ def split_loss(
     """
     wrt, batch, keys, rest = loss.types
     moving = [Fact(INVARIANT, True, jax.dtypes.issubdtype(leaf.dtype, np.inexact)) for leaf in wrt]
+    # A value of data alone may be computed before the first microbatch. What a function that is not differentiated
+    # computes with other arguments, such as the parameters of a model, counts as if it were differentiated.
+    other = Fact(INVARIANT, moves=loss.maps)
     facts = [
-        *[Fact(INVARIANT)] * len(loss.const_types),
+        *[other] * len(loss.const_types),
         *moving,
         *[Fact(Batched(0))] * len(batch),
-        *[Fact(INVARIANT)] * (len(keys) + len(rest)),
+        *[Fact(INVARIANT)] * len(keys),
+        *[other] * len(rest),
     ]
     opened: dict[int, Any] = {}
     options = ReadOptions(
@@ -135,7 +139,7 @@ def read(
     ('mean over 64 examples', 1, True)
 
     Args:
-      fun: the loss, as for `value_and_grad`.
+      fun: the loss, as for `value_and_grad`. Or the result of `map_batch`, `hvp` and the like, with its own options.
       *args: the positional arguments of `fun`.
       argnums: which positional arguments are differentiated.
       has_aux: whether `fun` returns a pair `(loss, aux)`.
@@ -148,9 +152,14 @@ def read(
     Raises:
       InputError: for invalid arguments, or a loss that cannot be read.
     """
-    roles = Roles.of(
-        argnums=argnums, batch_argnums=batch_argnums, rng_argnums=rng_argnums, batch_argnames=batch_argnames
-    )
+    maps = False
+    if hasattr(fun, "to_read"):  # such as the result of `map_batch`
+        fun, own = fun.to_read()
+        roles, has_aux, maps = own.roles, own.has_aux, own.maps
+    else:
+        roles = Roles.of(
+            argnums=argnums, batch_argnums=batch_argnums, rng_argnums=rng_argnums, batch_argnames=batch_argnames
+        )
     call = partition_models(fun, roles, has_aux, args, kwargs)
     fun, has_aux = call.fun, call.has_aux
     leaves, tree = jax.tree.flatten((call.args, call.kwargs))
@@ -162,10 +171,10 @@ def read(
         given = dict(zip(abstract, traced, strict=True))
         filled = [given.get(position, leaf) for position, leaf in enumerate(leaves)]
         arguments = roles.sort(fun, *jax.tree.unflatten(tree, filled))
-        loss, consts = trace_loss(fun, arguments, arguments.num_examples, weighted=False, has_aux=has_aux)
+        loss, consts = trace_loss(fun, arguments, arguments.num_examples, weighted=False, has_aux=has_aux, maps=maps)
         split = split_loss(loss, consts, fresh_draws=bool(arguments.arrays.keys), may_select=True)
         seen_whole = tuple(leaf.name for leaf, _, _ in arguments.unnamed_rows())
-        wide = () if loss.traced.has_effects else tuple(wide_values(split, LEAST_WIDE))
+        wide = () if loss.traced.has_effects or maps else tuple(wide_values(split, LEAST_WIDE))
         reading = dataclasses.replace(report(split), seen_whole=seen_whole, wide=wide)
         if reading.randomness is Randomness.IN_DISTRIBUTION:
             # Raises now what a call would raise, if these numbers cannot be drawn per microbatch.

@@ -39,6 +39,8 @@ class LossKind(enum.StrEnum):
     SEVERAL = enum.auto()  # terms of different kinds, added up
     COUPLED = enum.auto()  # needs rows of several examples at once
     INVARIANT = enum.auto()  # does not depend on the batch
+    OUTPUTS = enum.auto()  # no loss, but a function with several outputs, each with a form of its own
+    ROWS = enum.auto()  # an output with rows for each example
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,6 +106,7 @@ class Reading:
       layers_in_head: whether layers of the model are computed from the full batch.
       wide: values that are much larger than what they are computed from, such as logits, and whether `block_size` can
         compute them in blocks. Only `anybatch.read` looks for them; otherwise it is None.
+      outputs: for a function of `map_batch`, the name and the form of each output. None for a loss.
     """
 
     form: LossForm
@@ -120,6 +123,7 @@ class Reading:
     layers_in_head: bool = False
     seen_whole: tuple[str, ...] = ()
     wide: tuple[Any, ...] | None = None
+    outputs: tuple[tuple[str, LossForm], ...] | None = None
 
     @property
     def kind(self) -> str:
@@ -133,12 +137,13 @@ class Reading:
             return ""
         first = self.blame[0]
         if first.reason is Coupling.NO_RULE:
-            return (
-                f'Teach it: anybatch.register_rule("{first.primitive}", rule). Or declare how the loss uses its '
-                'examples: reduction="mean", "sum" or "weighted".'
-            )
-        exact = "As it is, the gradient is exact, and everything after that line runs on the full batch."
-        refuse = "" if self.is_norm_over_batch else ' on_coupled="error" refuses such a loss.'
+            teach = f'Teach it: anybatch.register_rule("{first.primitive}", rule).'
+            declare = 'Or declare how the loss uses its examples: reduction="mean", "sum" or "weighted".'
+            return teach if self.outputs is not None else f"{teach} {declare}"
+        is_loss = self.outputs is None
+        result, kind = ("gradient", "loss") if is_loss else ("result", "function")
+        exact = f"As it is, the {result} is exact, and everything after that line runs on the full batch."
+        refuse = "" if self.is_norm_over_batch else f' on_coupled="error" refuses such a {kind}.'
         return f"{exact} {self.remedy}".rstrip() + refuse
 
     @property
@@ -181,7 +186,8 @@ class Reading:
     __repr__ = __str__
 
     def _lines(self) -> list[str]:
-        lines = [str(item) for item in self.frontier]
+        lines = [f"returns {name}: {form.words}" for name, form in self.outputs or ()]
+        lines += [str(item) for item in self.frontier]
         if self.randomness is Randomness.EXACT:
             lines.append("draws random numbers: each microbatch those that the full batch would draw for it")
         elif self.stochastic:
@@ -194,7 +200,7 @@ class Reading:
             share = round(100 * self.head_bytes / max(self.activation_bytes, 1))
             lines.append(
                 f"computes for the full batch: about {readable(self.head_bytes)}, {share}% of all activations"
-                ", and as much again or more for its gradient"
+                + (", and as much again or more for its gradient" if self.outputs is None else "")
             )
             lines.append(self.advice)
         if self.rearranged:
@@ -226,7 +232,8 @@ class Reading:
     def _repr_html_(self) -> str:
         # A line that is indented in the text belongs to the line before it.
         items: list[str] = []
-        for line in self._lines()[len(self.frontier) :]:
+        table = [str(item) for item in self.frontier]
+        for line in (line for line in self._lines() if line not in table):
             text = escape(line.strip())
             if line.startswith(" "):
                 items[-1] += f"<ul><li><code>{text}</code></li></ul>"
@@ -257,9 +264,12 @@ def report(split: Split) -> Reading:
     draws = _generators(split.loss.traced.jaxpr)
     of_draws = Randomness.EXACT if all(name == "key<fry>" for name in draws) else Randomness.IN_DISTRIBUTION
     gathers = any(isinstance(split.states[position], Batched) for position in split.differentiated)
+    outputs = _outputs(split) if split.loss.maps else None
+    couples = split.loss_couples if outputs is None else any(form.kind is LossKind.COUPLED for _, form in outputs)
     return Reading(
-        form=form_of(split),
-        separable=not (gathers or split.loss_couples or split.reader.kept_in_full),
+        form=form_of(split) if outputs is None else _form_of_outputs(outputs),
+        outputs=outputs,
+        separable=not (gathers or couples or split.reader.kept_in_full),
         passes=2 if split.seeds == Seeds.BETWEEN else 1,
         stochastic=bool(draws),
         randomness=of_draws if draws else Randomness.NONE,
@@ -296,16 +306,39 @@ def _generators(jaxpr: Any) -> set[str]:
 
 
 _RATIO = LossForm(LossKind.RATIO, "ratio of sums")
+_COUPLED = LossForm(LossKind.COUPLED, "couples examples")
+_INVARIANT = LossForm(LossKind.INVARIANT, "does not depend on the batch")
 
 
 def form_of(split: Split) -> LossForm:
     """What a loss is over its examples: "mean over 64 examples", "ratio of sums", "couples examples", ..."""
     loss = split.graph.outputs[0]
     if not split.reader.depends_on_batch(loss):
-        return LossForm(LossKind.INVARIANT, "does not depend on the batch")
-    if split.loss_couples:
-        return LossForm(LossKind.COUPLED, "couples examples")
-    return _Forms(split).of_terms(loss)
+        return _INVARIANT
+    return _COUPLED if split.loss_couples else _Forms(split).of_terms(loss)
+
+
+def _outputs(split: Split) -> tuple[tuple[str, LossForm], ...]:
+    """The name and the form of each output of a function that is no loss."""
+    forms = [_form_of_output(split, value) for value in split.graph.outputs[split.loss.num_heads :]]
+    return tuple(zip(split.loss.aux_names, forms, strict=True))
+
+
+def _form_of_output(split: Split, value: Value) -> LossForm:
+    state = split.reader.state(value)
+    if not split.reader.depends_on_batch(value):
+        return _INVARIANT
+    if isinstance(state, Batched):
+        return LossForm(LossKind.ROWS, str(state))
+    return _COUPLED if isinstance(state, Head) and state.couples else _Forms(split).of_terms(value)
+
+
+def _form_of_outputs(outputs: tuple[tuple[str, LossForm], ...]) -> LossForm:
+    """The form of a function: that of its only output, or one that has those of all outputs as its parts."""
+    forms = tuple(form for _, form in outputs)
+    if len(forms) == 1:
+        return forms[0]
+    return LossForm(LossKind.OUTPUTS, f"function with {len(forms)} outputs", parts=tuple(dict.fromkeys(forms)))
 
 
 def scales(node: Node, factor: Value) -> bool:

@@ -25,8 +25,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from anybatch.call.arguments import ROLES, Arguments, Arrays, Roles
+from anybatch.call.arguments import NOTHING, ROLES, Arguments, Arrays, Roles
 from anybatch.call.checks import is_array, named_leaves
+from anybatch.functions.map_batch import map_batch
 from anybatch.gradients.value_and_grad import value_and_grad
 from anybatch.jaxprs import avals, interpreter
 from anybatch.jaxprs.primitives import CALLS, REMAT, called_jaxpr
@@ -320,20 +321,24 @@ class LeafDifference:
 
 @dataclasses.dataclass(frozen=True)
 class Trial:
-    """A loss and its arguments, in the given dtypes or all in float64, and the gradients computed from them."""
+    """A loss and its arguments, in the given dtypes or all in float64, and the gradients computed from them.
+
+    Or a function of `map_batch` (`maps`): then its outputs take the place of the gradients, and there is no value.
+    """
 
     fun: Any  # the loss; in float64, a WideLoss
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     options: dict[str, Any]  # of value_and_grad, without the microbatch size
     in_float64: bool = False
+    maps: bool = False
 
     def to_float64(self) -> "Trial":
         """The same trial in double precision."""
         fun = WideLoss(self.fun, self.args, self.kwargs)
         with jax.enable_x64(True):
             args, kwargs = jax.tree.map(widened, (self.args, self.kwargs))
-        return Trial(fun, args, kwargs, self.options, in_float64=True)
+        return Trial(fun, args, kwargs, self.options, in_float64=True, maps=self.maps)
 
     def with_options(self, **changes: Any) -> "Trial":
         """The same trial with other options of `value_and_grad`."""
@@ -352,7 +357,8 @@ class Trial:
 
     @functools.cached_property
     def arguments(self) -> Arguments:
-        roles = Roles.of(**{name: self.options[name] for name in ROLES})
+        chosen = {name: self.options[name] for name in ROLES}
+        roles = Roles.of(**chosen | {"argnums": NOTHING} if self.maps else chosen)
         return roles.sort(self.fun, self.args, self.kwargs)
 
     @functools.cached_property
@@ -370,7 +376,13 @@ class Trial:
 
     @property
     def num_gradients(self) -> int:
-        return len(self.arrays.wrt)
+        return len(self.result_types) if self.maps else len(self.arrays.wrt)
+
+    @functools.cached_property
+    def result_types(self) -> list[tuple[str, Any]]:
+        """The names and the types of the outputs of a function that is mapped."""
+        with self.precision():
+            return named_leaves("result", jax.eval_shape(functools.partial(self.arguments.call, self.fun), self.arrays))
 
     def precision(self) -> contextlib.AbstractContextManager[Any]:
         """The context in which everything of this trial is computed."""
@@ -390,6 +402,9 @@ class Trial:
         return run
 
     def _gradient_by_jax(self, arrays: Arrays) -> Any:
+        if self.maps:
+            return (), self.arguments.call(self.fun, arrays)
+
         def loss(wrt: list[Any]) -> Any:
             return self.arguments.call(self.loss, arrays._replace(wrt=wrt))
 
@@ -417,6 +432,8 @@ class Trial:
             if jax.dtypes.issubdtype(getattr(variable.aval, "dtype", np.bool_), np.inexact)
         ]
         returned = [jax.dtypes.result_type(leaf) for leaf in self.arrays.wrt]
+        if not computed and not returned:  # integers only
+            return np.dtype(np.float64)
         return max(map(jnp.dtype, [*computed, *returned]), key=lambda dtype: float(jnp.finfo(dtype).eps))
 
     @property
@@ -444,6 +461,10 @@ class Trial:
         """The result of `anybatch.value_and_grad` by a route."""
         route = RouteOptions(route) if isinstance(route, int) else route
         over = {"microbatch_size": route.size, "mesh": route.mesh, "axis_name": route.axis_name}
+        if self.maps:
+            names = ("batch_argnums", "batch_argnames", "rng_argnums", "accumulator_dtype")
+            mapped = map_batch(self.fun, **{name: self.options[name] for name in names}, **over)
+            return self._outcome(((), self.compiled(mapped)(self.arrays)))
         over["block_size"] = route.block_size
         return self._outcome(self.compiled(value_and_grad(self.fun, **self.options, **over))(self.arrays))
 
@@ -473,6 +494,8 @@ class Trial:
     @functools.cached_property
     def names(self) -> list[str]:
         """The names of all leaves compared: of the gradient, then the value, then of aux."""
+        if self.maps:
+            return [name for name, _ in self.result_types]
         wrt = [leaf.name for leaf in self.arguments.leaves if leaf.role == "wrt"]
         return [*wrt, "value", *(name for name, _ in named_leaves("aux", self.aux_types))]
 
@@ -489,6 +512,8 @@ class Trial:
 
     def differences(self, actual: Outcome, expected: Outcome) -> list[float]:
         """The largest difference in each of `names`, relative to the largest entry."""
+        if self.maps:
+            return list(map(difference, actual, expected))
         largest = [_largest(leaf) for leaf in expected[: self.num_gradients]]
         # A gradient that is zero up to rounding, such as that of a bias before a softmax, may differ in every digit.
         negligible = max(NEGLIGIBLE, math.sqrt(self.eps))
@@ -518,7 +543,14 @@ class Trial:
         with self.precision():
             # Integers in floats are often masks or labels, which mean something else if they change.
             batch = [leaf if _holds_integers(leaf) else _nudged(leaf, self.eps, random) for leaf in self.arrays.batch]
-            return self.arrays._replace(wrt=[_nudged(leaf, self.eps, random) for leaf in self.arrays.wrt], batch=batch)
+            changed = self.arrays._replace(
+                wrt=[_nudged(leaf, self.eps, random) for leaf in self.arrays.wrt], batch=batch
+            )
+            if not self.maps:
+                return changed
+            # Parameters are among the other arguments of a function that is mapped.
+            rest = [leaf if _is_exact(leaf) else _nudged(leaf, self.eps, random) for leaf in self.arrays.rest]
+            return changed._replace(rest=rest)
 
 
 def difference(actual: np.ndarray, expected: np.ndarray, floor: float = 0.0) -> float:
@@ -567,6 +599,10 @@ def _largest(array: np.ndarray) -> float:
 def _holds_integers(leaf: Any) -> bool:
     numbers = _numbers(leaf)
     return bool(np.all((numbers == np.round(numbers)) | ~np.isfinite(numbers)))
+
+
+def _is_exact(leaf: Any) -> bool:
+    return not jax.dtypes.issubdtype(jax.dtypes.result_type(leaf), np.inexact) or _holds_integers(leaf)
 
 
 def _nudged(leaf: Any, eps: float, random: np.random.Generator) -> Any:

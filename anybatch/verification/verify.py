@@ -13,13 +13,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from anybatch.call.arguments import ROLES, Arguments, Roles
+from anybatch.call.arguments import Arguments
 from anybatch.call.display import escape, html_table, in_notebook, paragraph
 from anybatch.call.loss import trace_loss
 from anybatch.call.models import partition_models
+from anybatch.call.options import Options
 from anybatch.call.tables import WIDTH, Column, text_table, wrapped
 from anybatch.errors import AnybatchError, InputError
-from anybatch.gradients.value_and_grad import value_and_grad
 from anybatch.reading.blocks import wide_values
 from anybatch.reading.read import LEAST_WIDE, split_loss
 from anybatch.verification import diagnosis
@@ -44,7 +44,7 @@ class RouteCheck:
     gradient: float  # the relative difference of the worst leaf of the gradient, for its tolerance
     leaf: str  # the name of that leaf
     tolerance: float  # the rounding expected at that leaf
-    value: float  # the relative difference of the value
+    value: float | None  # the relative difference of the value; None for a function that is mapped
     aux: float | None  # the relative difference of the worst leaf of aux; None without aux
     leaves: Leaves  # all leaves: of the gradient, then the value, then of aux
     rounding: float | None = None  # the difference of the gradient in the given dtypes, if the others are in float64
@@ -63,6 +63,7 @@ class Verification:
     given_dtype: str | None  # the given dtype, if its rounding was measured as well
     notes: tuple[str, ...] = ()
     diagnosis: str | None = None
+    noun: str = "gradient"  # what was compared; of a function of `map_batch`, its "result"
 
     def raise_if_different(self) -> "Verification":
         """Returns itself if all routes agree.
@@ -91,7 +92,7 @@ class Verification:
         short = {route.name: route.name.replace("_size=", "=") for route in routes}
         return [
             Column("route", tuple(route.name for route in routes), is_left=True, least=76, short=short),
-            Column("gradient", numbers([route.gradient for route in routes])),
+            Column(self.noun, numbers([route.gradient for route in routes])),
             Column("worst at", tuple(route.leaf for route in routes), is_left=True, least=16, keeps_end=True),
             Column("allowed", numbers([route.tolerance for route in routes]), drop=0),
             Column("value", numbers([route.value for route in routes]), drop=None if any(is_wrong) else 3),
@@ -132,7 +133,7 @@ class Verification:
     def _repr_html_(self) -> str:
         *notes, verdict = self._remarks
         wrong = sum(not route.ok for route in self.routes)
-        lead = f"{wrong} of {len(self.routes)} routes give another gradient than the full batch."
+        lead = f"{wrong} of {len(self.routes)} routes give another {self.noun} than the full batch."
         return in_notebook(
             paragraph(verdict, "lead good") if self.ok else paragraph(lead, "lead wrong") + paragraph(verdict),
             paragraph(self._title, "about"),
@@ -144,13 +145,15 @@ class Verification:
     def _title(self) -> str:
         some = f"the first {self.num_examples} of {self.batch_size}" if self.num_examples < self.batch_size else "all"
         return (
-            f"{self.num_examples} examples ({some}): microbatches compared with jax.value_and_grad of all "
-            f"{self.num_examples}, relative differences in {self.dtype}"
+            f"{self.num_examples} examples ({some}): microbatches compared with "
+            f"{'jax.value_and_grad of' if self.noun == 'gradient' else 'the function for'} all {self.num_examples}, "
+            f"relative differences in {self.dtype}"
         )
 
     @property
     def _remarks(self) -> list[str]:
-        return [*self.notes, "All routes give the gradient of the full batch." if self.ok else self.diagnosis or ""]
+        same = f"All routes give the {self.noun} of the full batch."
+        return [*self.notes, same if self.ok else self.diagnosis or ""]
 
 
 def verify(
@@ -199,7 +202,8 @@ def verify(
     Pass reduction="mean", or leave reduction out: then anybatch reads the loss itself.
 
     Args:
-      fun: the loss, as for `value_and_grad`.
+      fun: the loss, as for `value_and_grad`. Or the result of `map_batch`, which has its own options: then its outputs
+        are compared. Or that of `hvp` or `ggn_product`.
       *args: the arguments of the loss, as arrays with values.
       microbatch_sizes: which sizes to try. By default 1, a size that divides the sample, one that does not, and all.
       block_sizes: which sizes of blocks to try as well, with the largest microbatch; see `block_size` of
@@ -225,6 +229,13 @@ def verify(
     Raises:
       InputError: for arguments that are not valid.
     """
+    if hasattr(fun, "to_read"):  # such as the result of `map_batch`
+        fun, own = fun.to_read()
+        argnums, batch_argnums = own.argnums, own.batch_argnums
+        batch_argnames, rng_argnums, accumulator_dtype = own.batch_argnames, own.rng_argnums, own.accumulator_dtype
+        maps = own.maps
+    else:
+        maps = False
     sizes = None if microbatch_sizes is None else _sizes("microbatch_sizes", microbatch_sizes)
     in_blocks = None if block_sizes is None else _sizes("block_sizes", block_sizes) if block_sizes != () else []
     options = {
@@ -239,8 +250,8 @@ def verify(
     }
     several = tuple(meshes) if isinstance(meshes, (tuple, list)) else (meshes,)
     for mesh in (None, *several):  # checks the options
-        value_and_grad(fun, **options, microbatch_size=1, mesh=mesh, axis_name=axis_name)
-    roles = Roles.of(**{name: options[name] for name in ROLES})
+        checked = Options.of(fun, **options, microbatch_size=1, mesh=mesh, axis_name=axis_name, maps=maps)
+    roles = checked.roles
     call = partition_models(fun, roles, has_aux, args, kwargs)
     fun, has_aux, args, kwargs = call.fun, call.has_aux, call.args, call.kwargs
     options |= {
@@ -258,9 +269,9 @@ def verify(
             )
     num_examples = _sample(sample, all_examples.num_examples, sizes)
     some_args, some_kwargs = _first_examples(all_examples, num_examples)
-    trial = Trial(fun, some_args, some_kwargs, options)
+    trial = Trial(fun, some_args, some_kwargs, options, maps=maps)
     try:
-        trace_loss(fun, trial.arguments, num_examples, weighted=trial.weighted, has_aux=has_aux)
+        trace_loss(fun, trial.arguments, num_examples, weighted=trial.weighted, has_aux=has_aux, maps=maps)
         sizes = sizes or _default_sizes(num_examples)
         routes = [RouteOptions(size) for size in sizes]
         in_blocks = _default_block_sizes(trial) if in_blocks is None else in_blocks
@@ -278,6 +289,7 @@ def verify(
 
 
 def _verify(given: Trial, routes: Sequence[RouteOptions], batch_size: int) -> Verification:
+    noun = "result" if given.maps else "gradient"
     trial, differences, notes = _compared(given, routes)
     roundings: dict[RouteOptions, Leaves] = {}
     if trial is not given and all(map(_all_ok, differences.values())):
@@ -288,16 +300,21 @@ def _verify(given: Trial, routes: Sequence[RouteOptions], batch_size: int) -> Ve
         worst = int(np.argmax(errors))
         if errors[worst] > NOTABLE:
             notes.append(
-                f"In {given.dtype.name} the gradient of the full batch itself is off by {_shown(errors[worst])}, "
+                f"In {given.dtype.name} the {noun} of the full batch itself is off by {_shown(errors[worst])}, "
                 f"at {given.names[worst]}."
             )
     if not all(np.isfinite(leaf).all() for leaf in trial.expected[: trial.num_gradients]):
-        notes.append("The gradient of the full batch itself is not finite. Where it is NaN, a route must be NaN, too.")
+        notes.append(f"The {noun} of the full batch itself is not finite. Where it is NaN, a route must be NaN, too.")
     failed = {route: leaves for route, leaves in differences.items() if not _all_ok(leaves)}
     rounded = {route: leaves for route, leaves in roundings.items() if not _all_ok(leaves)}
     why = None
     plain = [route for route in failed if route.mesh is None and route.block_size is None]
-    if plain:
+    if plain and given.maps:
+        why = (
+            "If the function is the same in every call (no host callback, no state), this is a bug in anybatch: please "
+            "report it with this table. microbatch_size=None computes the full batch without microbatches."
+        )
+    elif plain:
         why = diagnosis.diagnose(trial, {route.size: failed[route] for route in plain}, given)
     elif any(route.block_size is not None for route in failed):
         why = (
@@ -320,6 +337,7 @@ def _verify(given: Trial, routes: Sequence[RouteOptions], batch_size: int) -> Ve
         given_dtype=given.dtype.name if roundings else None,
         notes=tuple(notes),
         diagnosis=why,
+        noun=noun,
     )
 
 
@@ -369,7 +387,7 @@ def _route_check(trial: Trial, route: RouteOptions, leaves: Leaves, rounded: Lea
         gradient=worst.difference,
         leaf=worst.name,
         tolerance=worst.tolerance,
-        value=leaves[number].difference,
+        value=None if trial.maps else leaves[number].difference,
         aux=max((leaf.difference for leaf in leaves[number + 1 :]), default=0.0) if trial.options["has_aux"] else None,
         leaves=leaves,
         rounding=worst_rounded.difference if worst_rounded else None,
@@ -411,7 +429,7 @@ def _default_sizes(num_examples: int) -> list[int]:
 
 def _default_block_sizes(trial: Trial) -> list[int]:
     """A size that leaves a smaller last block, if the loss has values that blocks can compute."""
-    if trial.options["reduction"] != "infer" or not trial.num_examples:
+    if trial.options["reduction"] != "infer" or not trial.num_examples or trial.maps:
         return []
     loss, consts = trace_loss(
         trial.fun, trial.arguments, trial.num_examples, weighted=False, has_aux=trial.options["has_aux"]

@@ -32,10 +32,11 @@ def parameters_of(fun):
 
 
 def test_the_defaults_of_options_are_those_of_value_and_grad():
-    internal = {"noise"}  # set by `noise_scale` and `train_step`, not by users
+    internal = {"noise", "maps"}  # set by `noise_scale`, `train_step` and `map_batch`, not by users
     declared = defaults_of(Options)
     assert parameters_of(ab.value_and_grad) == {name: value for name, value in declared.items() if name not in internal}
     assert internal < set(declared)
+    assert parameters_of(ab.map_batch).items() <= declared.items()
 
 
 # What differs on purpose: clipping is for privacy, so gradients that are not finite must not spoil the sum.

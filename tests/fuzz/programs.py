@@ -151,11 +151,22 @@ class Program:
         return [block.parameters(generator or np.random.default_rng(0)) for block in self.draw.blocks]
 
     def loss(self, params, batch, key):
+        values, value = self._run(params, batch, key)
+        return (value, [values[index] for index in self.aux]) if self.has_aux else value
+
+    def outputs(self, params, batch, key):
+        """A function with many outputs: the value, what all steps compute, and for every third seed the gradient."""
+        values, value = self._run(params, batch, key)
+        grads = []
+        if self.seed % 3 == 0:
+            grads = jax.grad(lambda params: self._run(params, batch, key)[1])(params)
+        return {"grads": grads, "value": value, "values": values[len(INPUTS) :]}
+
+    def _run(self, params, batch, key):
         values = [*params[:3], *batch, key, params[3]]
         for step in self.steps:
             values.append(step.fun(*(values[index] for index in step.operands)))
-        value = self.head([term(values[index]) for term, index in self.terms])
-        return (value, [values[index] for index in self.aux]) if self.has_aux else value
+        return values, self.head([term(values[index]) for term, index in self.terms])
 
     def arguments(self, variant=0):
         generator = np.random.default_rng([self.seed, variant])
@@ -237,6 +248,43 @@ def compare_interpreted(program, tolerance=1e-9):
     return Outcome("same")
 
 
+def compare_mapped(program, compiled=False, tolerance=1e-9, **options):
+    """The program's many outputs by `map_batch`, and at once: by an interpreter, or compiled by XLA."""
+    mapped = ab.map_batch(program.outputs, microbatch_size=program.microbatch_size, **options)
+
+    def run(fun, *arguments):
+        return quick_jit(fun)(*arguments) if compiled else results_of(fun, *arguments)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            expected = run(program.outputs, *program.arguments())
+        except Exception:
+            return Outcome("invalid", traceback.format_exc(limit=-4))  # JAX itself has no gradient of it.
+        try:
+            actual = run(mapped, *program.arguments())
+        except ab.AnybatchError as error:
+            return Outcome("refused", str(error))
+        except Exception:
+            return Outcome("crashed", traceback.format_exc(limit=-12))
+    if not all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(expected)):
+        return Outcome("not finite")
+
+    def distance(actual, expected):
+        # The gradient is one vector: a leaf of it may be zero up to rounding.
+        (grads, *others), (full_grads, *full) = (
+            (tree["grads"], *jax.tree.leaves(tree["values"])) for tree in (actual, expected)
+        )
+        return difference(((actual["value"], others), grads or [0.0]), ((expected["value"], full), full_grads or [0.0]))
+
+    error = distance(actual, expected)
+    if error > tolerance and error > 100 * sensitivity(
+        program, functools.partial(run, program.outputs), expected, distance
+    ):
+        return Outcome("different", f"by {error:.1e}")
+    return Outcome("same")
+
+
 def difference(actual, expected):
     """The largest relative difference: of the gradient as one vector, of the value, and of every aux leaf."""
 
@@ -248,7 +296,7 @@ def difference(actual, expected):
     return max(float(np.nan_to_num(relative(one, other), nan=np.inf)) for one, other in pairs)
 
 
-def sensitivity(program, full, expected):
+def sensitivity(program, full, expected, difference=difference):
     """How far the full batch's own result moves with the thirteenth digit of its inputs."""
     generator = np.random.default_rng(0)
     params, (*arrays, labels), key = program.arguments()
