@@ -18,6 +18,7 @@ _HOMES = {
     "hvp": "functions.curvature",
     "ggn_product": "functions.curvature",
     "fisher_diagonal": "functions.curvature",
+    "HostBatch": "call.host_batch",
     # How a loss uses its batch.
     "read": "reading.read",
     "Reading": "reading.report",
@@ -32,8 +33,6 @@ _HOMES = {
     "Verification": "verification.verify",
     "DifferentGradientError": "verification.verify",
     # A loop or step of the user against the full batch.
-    "audit": "audit.audit",
-    "Audit": "audit.audit",
     # Gradients of single examples.
     "per_example_grads": "per_example.grads",
     "per_example_norms": "per_example.grads",
@@ -70,8 +69,8 @@ __all__ = ["__version__", *_MODULES, *_HOMES]
 
 if TYPE_CHECKING:  # what type checkers and editors see
     from anybatch import collectives, distributed, privacy, recipes
-    from anybatch.audit.audit import Audit, audit
     from anybatch.call.caches import clear_caches
+    from anybatch.call.host_batch import HostBatch
     from anybatch.errors import (
         AnybatchError,
         CoupledError,

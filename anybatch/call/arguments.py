@@ -322,7 +322,7 @@ class Arguments:
 
         With `bare`, they have no shardings.
         """
-        types = jax.tree.map(avals.bare if bare else jax.typeof, self.arrays)
+        types = jax.tree.map(avals.bare if bare else avals.type_of, self.arrays)
         kept = Arrays(*([avals.abstract(aval) for aval in leaves] for leaves in types))
         if num_examples is None:
             return kept._replace(batch=[avals.one_of(aval) for aval in types.batch])

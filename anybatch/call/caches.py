@@ -8,7 +8,7 @@ import dataclasses
 import hashlib
 import threading
 import weakref
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, Generic, TypeVar
 
 import jax
@@ -102,9 +102,14 @@ class Programs:
     def __init__(self) -> None:
         self._kept: Cache[CompiledProgram] = Cache(CAPACITY, of_programs=True)
 
-    def compile(self, fun: Callable[..., list[Any]], *arrays: Any, has_effects: bool) -> CompiledProgram:
-        """The compiled `fun` for these arrays, from the cache or new. Only `keep` puts a new one into the cache."""
-        traced = jax.jit(lambda *flat: fun(*flat)).trace(*arrays)
+    def compile(
+        self, fun: Callable[..., list[Any]], *arrays: Any, has_effects: bool, donated: Sequence[int] = ()
+    ) -> CompiledProgram:
+        """The compiled `fun` for these arrays, from the cache or new. Only `keep` puts a new one into the cache.
+
+        The arrays at the positions `donated` may be overwritten. Arrays may be types (`jax.ShapeDtypeStruct`).
+        """
+        traced = jax.jit(lambda *flat: fun(*flat), donate_argnums=tuple(donated)).trace(*arrays)
         lowered = traced.lower()
         text = None if has_effects else versions.program_key(lowered)
         if text is None:
@@ -132,6 +137,8 @@ def can_run(*arrays: Any) -> bool:
 
 def _placement(array: Any) -> Any:
     """The type and sharding of an argument: the executable depends on both, and the program's text lacks them."""
+    if isinstance(array, jax.ShapeDtypeStruct):
+        return str(array), None
     placement = (array.sharding, array.committed) if isinstance(array, jax.Array) else None
     return _type(jax.typeof(array)), placement
 

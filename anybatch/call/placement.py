@@ -27,13 +27,13 @@ def devices_of(leaves: Iterable[Any]) -> list[Any]:
 
 def mesh_of(leaves: Iterable[Any]) -> Any:
     """The abstract mesh in the types of arrays, or else the surrounding one. It has no devices."""
-    meshes = [jax.typeof(leaf).sharding.mesh for leaf in leaves]
+    meshes = [avals.type_of(leaf).sharding.mesh for leaf in leaves]
     return next((mesh for mesh in meshes if not mesh.empty), jax.sharding.get_abstract_mesh())
 
 
 def describe_placed(leaf: Any) -> str:
     """The type of an array, with its sharding if it is on several devices. The text is the same in every process."""
-    aval = jax.typeof(leaf)
+    aval = avals.type_of(leaf)
     if is_placed(leaf):
         sharding = leaf.sharding
         return f"{aval} {sharding}" if len(sharding.device_set) > 1 else str(aval)
@@ -42,7 +42,7 @@ def describe_placed(leaf: Any) -> str:
 
 def local_bytes(leaf: Any) -> int:
     """The bytes of an array on one of its devices. Inside `vmap`, those of all copies."""
-    aval = jax.typeof(leaf)
+    aval = avals.type_of(leaf)
     shape = aval.shape
     if is_placed(leaf):
         shape = leaf.sharding.shard_shape(shape)
@@ -57,7 +57,7 @@ def num_row_shards(array: Any) -> int:
     if is_placed(array):
         local = array.sharding.shard_shape(array.shape)
         return -(-array.shape[0] // local[0]) if local[0] else 1
-    return _num_shards(jax.typeof(array), 0)
+    return _num_shards(avals.type_of(array), 0)
 
 
 def _num_shards(aval: Any, axis: int) -> int:

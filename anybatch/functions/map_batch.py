@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from anybatch.call.checks import one_of
+from anybatch.call.host_batch import with_rows
 from anybatch.call.models import PartitionedCall, partition_models
 from anybatch.call.options import Options
 from anybatch.gradients.computation import Gradient
@@ -45,7 +46,7 @@ class MappedFunction:
         self.fun, self.options = fun, options
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        call = self._partitioned(args, kwargs)
+        call = self._partitioned(*with_rows(args, kwargs))
         _, outputs, _, _ = compute_gradient(self._problem(call, call.args, call.kwargs))
         if call.objects is None:
             return outputs

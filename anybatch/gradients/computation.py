@@ -11,19 +11,24 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import PartitionSpec
 
 from anybatch.call import aux_outputs
 from anybatch.call.arguments import Arguments, Arrays
+from anybatch.call.caches import can_run
+from anybatch.call.host_batch import HostRows
 from anybatch.call.loss import TracedLoss
 from anybatch.call.microbatches import Microbatches
 from anybatch.call.options import Options
 from anybatch.errors import InputError
-from anybatch.gradients import declared, head_budget, remat, split_passes, squared_norms
+from anybatch.gradients import declared, head_budget, remat, split_passes, squared_norms, streaming
 from anybatch.gradients.declared import ratio
 from anybatch.jaxprs import avals
-from anybatch.planning.budget import left_for_head
-from anybatch.planning.problem import Problem
+from anybatch.mesh.executor import Executor
+from anybatch.planning.budget import budget_of, left_for_head
+from anybatch.planning.measure import Bytes
+from anybatch.planning.problem import CHUNK_SHARE, Problem
 from anybatch.planning.strategy import Computation, Route, Strategy
 from anybatch.reading import blocks
 from anybatch.reading.microbatch_weights import MicrobatchWeights, microbatch_weights
@@ -37,19 +42,55 @@ from anybatch.reading.states import RuleFailed
 class Gradient(Problem):
     """The gradient of one call, to be computed with any strategy."""
 
-    def __init__(self, fun: Callable[..., Any], options: Options, arguments: Arguments) -> None:
+    def __init__(
+        self, fun: Callable[..., Any], options: Options, arguments: Arguments, *, may_stream: bool = True
+    ) -> None:
+        """Makes the gradient of a call. `may_stream` says whether a large batch may stay on the host."""
         if options.reduction != "infer" and options.microbatch_size is not None:
             arguments.refuse_unnamed_rows("microbatch")
+        if any(isinstance(leaf, HostRows) for leaf in arguments.arrays.batch):
+            _check_host_batch(options)
         super().__init__(fun, options, arguments)
+        self._may_stream = may_stream
         self._failed: dict[str, str] = {}  # primitives whose rule failed when it was run, and why
+        self.measured: list[Bytes] | None = None  # for a batch on the host: collects bytes in place of running it
+
+    @functools.cached_property
+    def is_streamed(self) -> bool:  # type: ignore[override]
+        """True if the batch is on the host and takes more than half of the memory that is left for it."""
+        batch = self.arguments.arrays.batch
+        if any(isinstance(leaf, HostRows) for leaf in batch):
+            return True
+        options = self.options
+        if not self._may_stream or self.shardings is not None or options.noise or options.reproducible:
+            return False
+        if not self.examples or not all(isinstance(leaf, np.ndarray) for leaf in batch):
+            return False
+        if not can_run(*jax.tree.leaves(self.arguments.arrays)):
+            return False
+        allowed = budget_of(self).allowed
+        others = sum(map(self.local_bytes, ("wrt", "wrt", "keys", "rest")))  # the gradient is like the parameters
+        return allowed is not None and 2 * self.local_bytes("batch") > allowed - others
+
+    def local_bytes(self, role: str) -> int:
+        # Of a batch that is streamed, chunks are on the device.
+        if role == "batch" and self.__dict__.get("is_streamed"):
+            allowed = budget_of(self).allowed
+            return 0 if allowed is None else allowed // CHUNK_SHARE
+        return super().local_bytes(role)
+
+    def executor(self, strategy: Strategy) -> Executor:
+        return streaming.executor_of(self, strategy) if self.is_streamed else super().executor(strategy)
 
     @functools.cached_property
     def split(self) -> Split:
         """The loss, read and split into a prefix and a head."""
         # Gradient noise is measured on microbatches of examples, and a fixed order is one of examples. Neither is
         # defined for rows that are selected from them.
-        may_select = not self.options.noise and not self.options.reproducible
-        split = split_loss_in_one_pass if self._always_in_passes else split_loss
+        may_select = not self.options.noise and not self.options.reproducible and not self.is_streamed
+        split: Any = split_loss_in_one_pass if self._always_in_passes else split_loss
+        if self.is_streamed:  # what is computed first would need the full batch on the device
+            split = functools.partial(split_loss, sums_data_later=True)
         fresh = self.draws_per_microbatch
         return split(*self.trace(self.examples), fresh_draws=fresh, may_select=may_select, failed=self._failed)
 
@@ -112,7 +153,10 @@ class Gradient(Problem):
             _ = self.weights  # raises for a loss whose microbatches have no weights, whatever the strategy
         make = self._full_batch if self._at_once(strategy) else self._passes
         compute, consts = make(strategy)
-        leaves, tree = jax.tree.flatten((consts, self.arguments.arrays))
+        arrays = self.arguments.arrays
+        if self.is_streamed:
+            arrays = arrays._replace(batch=[HostRows.of_array(leaf) for leaf in arrays.batch])
+        leaves, tree = jax.tree.flatten((consts, arrays))
         # Of a microbatch, if the reduction is declared: the loss may fail for the full batch.
         loss = self._first_loss(strategy)
 
@@ -143,7 +187,7 @@ class Gradient(Problem):
         An empty batch is never computed like that: its loss is what the user's function returns for no examples, such
         as NaN for a mean, and a sum over devices would return 0.
         """
-        return self.examples > 0 and (self.shardings is not None or self.options.reproducible)
+        return self.examples > 0 and (self.shardings is not None or self.options.reproducible or self.is_streamed)
 
     def results(self, strategy: Strategy, outputs: list[Any]) -> tuple[Any, Any, Any, list[Any]]:
         """The value, aux, gradient and the summary of the noise, from the outputs of the computation."""
@@ -254,6 +298,16 @@ class Gradient(Problem):
         dtype = options.accumulator_dtype
         split = declared.DeclaredSplit(size, self.examples, losses, options.reduction, combinations, dtype)
         return split, {each: consts for each, (_, consts) in traced.items()}
+
+
+def _check_host_batch(options: Options) -> None:
+    given = {"mesh": options.mesh is not None, "reproducible": options.reproducible, "noise": options.noise}
+    for name in (name for name, is_given in given.items() if is_given):
+        raise InputError(
+            f"A HostBatch is computed on one device, without {name}=",
+            given=f"a HostBatch and {name}={getattr(options, name)!r}",
+            remedy=f"Leave {name} out, or pass arrays.",
+        )
 
 
 def _with_remat(loss: TracedLoss, policy: str | None) -> TracedLoss:

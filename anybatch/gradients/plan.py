@@ -6,10 +6,12 @@ from typing import Any
 
 import jax
 
+from anybatch.call.host_batch import with_rows
 from anybatch.call.models import partition_models
 from anybatch.call.options import Options
 from anybatch.errors import InputError
 from anybatch.gradients.computation import Gradient
+from anybatch.gradients.streaming import plan_streamed
 from anybatch.jaxprs import versions
 from anybatch.planning.plan import Plan
 from anybatch.planning.planner import Planner, report_nothing_fits
@@ -140,7 +142,7 @@ def _plan(
         )
     options = {name: value for name, value in given.items() if name in _OPTIONS}
     kwargs = {name: value for name, value in given.items() if name not in _OPTIONS}
-    make, args, kwargs = _gradients_of(fun, options, args, kwargs)
+    make, args, kwargs = _gradients_of(fun, options, *with_rows(args, kwargs))
     leaves, tree = jax.tree.flatten((args, kwargs))
     abstract = [position for position, leaf in enumerate(leaves) if isinstance(leaf, jax.ShapeDtypeStruct)]
     made: list[Plan] = []
@@ -155,6 +157,9 @@ def _plan(
                 given="0 examples",
                 remedy="Pass a batch of the usual size, or its shapes as jax.ShapeDtypeStruct.",
             )
+        if gradient.is_streamed:
+            made.append(plan_streamed(gradient))
+            return
         with gradient.context():
             planner = Planner(gradient, arrays_exist=not abstract, notify=progress or (lambda text: None))
             made.append(planner.plan(timed=timed, thorough=thorough))

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from anybatch.call.arguments import Arrays
+from anybatch.call.host_batch import HostRows
 from anybatch.call.microbatches import Microbatches
 from anybatch.gradients import remat, squared_norms
 from anybatch.gradients.accumulate import Accumulation, Kind, MicrobatchProgram, Output
@@ -546,8 +547,8 @@ def _plus(totals: Sequence[Any], grads: Sequence[Any]) -> list[Any]:
 
 
 def _as_array(leaf: Any) -> Any:
-    """The leaf as an array, unless it is a reference that the loss writes to."""
-    return leaf if avals.is_ref(leaf) else jnp.asarray(leaf)
+    """The leaf as an array, unless it is on the host, or a reference that the loss writes to."""
+    return leaf if isinstance(leaf, HostRows) or avals.is_ref(leaf) else jnp.asarray(leaf)
 
 
 def _placeholder(value: Any) -> Any:

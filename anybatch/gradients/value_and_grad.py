@@ -8,10 +8,12 @@ import jax
 import jax.numpy as jnp
 
 from anybatch.call.arguments import Arguments
+from anybatch.call.host_batch import with_rows
 from anybatch.call.models import partition_models
 from anybatch.call.options import Options
 from anybatch.gradients import head_budget
 from anybatch.gradients.computation import Gradient
+from anybatch.gradients.streaming import compute_streamed
 from anybatch.planning.running import run_as_planned
 from anybatch.planning.strategy import Strategy
 
@@ -180,6 +182,7 @@ def value_and_grad(
 
     @functools.wraps(fun)
     def value_and_grad_fun(*args: Any, **kwargs: Any) -> Any:
+        args, kwargs = with_rows(args, kwargs)
         call = partition_models(fun, options.roles, has_aux, args, kwargs)
         arguments = options.roles.sort(call.fun, call.args, call.kwargs)
         value, aux, gradient, _ = compute(call.fun, call.options(options), arguments)
@@ -228,7 +231,9 @@ def compute_gradient(gradient: Gradient) -> tuple[Any, Any, Any, list[Any]]:
     """The results of `compute`, for a `Gradient` that exists already."""
     options = gradient.options
     with gradient.context():
-        if options.microbatch_size == "auto":
+        if gradient.is_streamed:
+            strategy, outputs = compute_streamed(gradient)
+        elif options.microbatch_size == "auto":
             strategy, outputs = run_as_planned(gradient)
         else:
             strategy = Strategy.of_options(options)

@@ -7,6 +7,12 @@ import jax
 import jax.numpy as jnp
 
 
+def type_of(leaf: Any) -> Any:
+    """`jax.typeof`, also for an array of a batch on the host, which JAX does not know (`call/host_batch.py`)."""
+    on_host = getattr(leaf, "type_on_host", None)
+    return jax.typeof(leaf) if on_host is None else on_host
+
+
 def abstract(aval: Any, num_rows: int | None = None) -> jax.ShapeDtypeStruct:
     """An aval, as `jax.typeof` returns it, as a `jax.ShapeDtypeStruct` to trace with; axis 0 may get another size."""
     shape = aval.shape if num_rows is None else (num_rows, *aval.shape[1:])
@@ -27,7 +33,7 @@ def one_of(aval: Any) -> jax.ShapeDtypeStruct:
 
 def bare(array: Any) -> Any:
     """The aval of an array, without its sharding and without the mesh axes it varies over."""
-    return bare_type(jax.typeof(array))
+    return bare_type(type_of(array))
 
 
 def bare_type(aval: Any) -> Any:
@@ -43,7 +49,7 @@ def is_inexact(aval: Any) -> bool:
 
 def is_ref(value: Any) -> bool:
     """Whether a value is a reference to an array that can be written to, such as `jax.new_ref` returns."""
-    return "Ref" in type(jax.typeof(value)).__name__
+    return "Ref" in type(type_of(value)).__name__
 
 
 def as_weak(array: jax.Array, like: Any) -> jax.Array:

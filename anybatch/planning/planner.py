@@ -304,7 +304,7 @@ class Planner:
         self.is_recorded = not gradient.loss.traced.has_effects and not self.is_multiprocess
         self.full = Strategy(gradient.max_microbatch_size, *self._variants(self.options.fixed_block_size)[0])
         self.arrays_exist = arrays_exist
-        self.key = store.key_of(_identity(gradient))
+        self.key = store.key_of(identity_of(gradient))
 
     @functools.cached_property
     def budget(self) -> Budget:
@@ -524,7 +524,8 @@ def report_nothing_fits(plan: Plan, *, certain: bool) -> None:
     warn(str(plan), TightMemoryWarning)
 
 
-def _identity(gradient: Problem) -> list[Any]:
+def identity_of(gradient: Problem) -> list[Any]:
+    """What the bytes and times of a gradient depend on: its program, arguments, options, devices and versions."""
     options, jaxpr, shardings = gradient.options, gradient.loss.traced.jaxpr, gradient.shardings
     config: Any = jax.config
     devices = gradient.devices or [default_device()]

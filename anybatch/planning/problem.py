@@ -28,9 +28,14 @@ from anybatch.reading import blocks
 SMALL_SHARE = 64
 BLOCK_SHARES = (16, 128)
 
+# The chunks of a batch on the host that are on the device at any time take at most this part of the memory.
+CHUNK_SHARE = 8
+
 
 class Problem(abc.ABC):
     """The loss, the arguments and the mesh of one call."""
+
+    is_streamed = False  # whether the batch stays on the host, and is copied to the device in chunks
 
     def __init__(self, fun: Callable[..., Any], options: Options, arguments: Arguments) -> None:
         self.examples = arguments.num_examples

@@ -16,6 +16,7 @@ class Route(enum.StrEnum):
     FULL_BATCH = "full batch"
     ONE_PASS = "one pass"
     TWO_PASSES = "two passes"
+    STREAMED = "from the host"  # in chunks that are copied to the device, in one pass or two
     FACTORED = "factored"  # per-example gradients, kept as the factors of each parameter's gradient
     VMAP = "vmap(grad)"  # per-example gradients, each as one array
 

@@ -144,12 +144,12 @@ class Update:
         if self.options.mesh is not None and self.options.param_specs is None:
             changes["param_specs"] = jax.tree.map(_spec, call.args[0].trained)
         options = self.options_of(call, **changes)
-        return Gradient(call.fun, options, sorted_arguments(call, options))
+        return Gradient(call.fun, options, sorted_arguments(call, options), may_stream=False)
 
     def results(self, inputs: StepInputs, options: Options) -> tuple[list[Any], dict[str, Any]]:
         """The arrays of the state after the step, and the fields of its `Metrics`. This is what is compiled."""
         state, call = self.call(inputs)
-        gradient = Gradient(call.fun, options, sorted_arguments(call, options))
+        gradient = Gradient(call.fun, options, sorted_arguments(call, options), may_stream=False)
         value, aux, grads, sums = compute_gradient(gradient)
         if gradient.ignores_batch:
             warn(
