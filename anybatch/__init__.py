@@ -33,6 +33,8 @@ _HOMES = {
     "Verification": "verification.verify",
     "DifferentGradientError": "verification.verify",
     # A loop or step of the user against the full batch.
+    "audit": "auditing.audit",
+    "Audit": "auditing.audit",
     # Gradients of single examples.
     "per_example_grads": "per_example.grads",
     "per_example_norms": "per_example.grads",
@@ -63,12 +65,13 @@ _HOMES = {
     "RuleFailedWarning": "errors",
     "TightMemoryWarning": "errors",
 }
-_MODULES = ("collectives", "distributed", "privacy", "recipes")
+_MODULES = ("collectives", "distributed", "privacy", "recipes", "testing")
 
 __all__ = ["__version__", *_MODULES, *_HOMES]
 
 if TYPE_CHECKING:  # what type checkers and editors see
-    from anybatch import collectives, distributed, privacy, recipes
+    from anybatch import collectives, distributed, privacy, recipes, testing
+    from anybatch.auditing.audit import Audit, audit
     from anybatch.call.caches import clear_caches
     from anybatch.call.host_batch import HostBatch
     from anybatch.errors import (

@@ -12,6 +12,16 @@ def problem():
     loss = lambda w, batch: jnp.mean(jnp.tanh(batch @ w) ** 2)
     return loss, jnp.ones((256, 1024)), jnp.ones((4096, 256))"""
 
+# A problem with a loop to check, as the help of `audit` shows it.
+AUDIT_EXAMPLE = """\
+# train.py
+import jax, jax.numpy as jnp
+def problem():
+    loss = lambda w, batch: jnp.mean(jnp.tanh(batch @ w) ** 2)
+    grad = jax.grad(loss)
+    loop = lambda w, batch: sum(grad(w, part) for part in batch.reshape(4, 8, 8)) / 4
+    return loop, loss, jnp.ones((8, 16)), jnp.ones((32, 8))"""
+
 # package -> (the extra that installs it, what it is for)
 EXTRAS = {
     "optax": ("train", "optimizers"),

@@ -13,7 +13,7 @@ import typer
 import typer.core
 
 import anybatch
-from anybatch.cli import EXAMPLE, EXTRAS
+from anybatch.cli import AUDIT_EXAMPLE, EXAMPLE, EXTRAS
 from anybatch.cli import learn as learning
 
 
@@ -165,6 +165,26 @@ def verify(
     from anybatch.cli.problem import verify_problem
 
     return verify_problem(problem, microbatch_sizes=size or None, sample=sample)
+
+
+@app.command(
+    short_help="Compare your own loop or training step with the full batch.",
+    help="Compare your own accumulation loop or training step with the gradient of the full batch, and name its "
+    "mistake. Exits with status 1 if it differs."
+    "\n\nThe function returns (candidate, loss, params, batch), and further arguments such as a key; or a dict of the "
+    "arguments of anybatch.audit, for a training step. You can paste this example:"
+    f"\n\n\b\n{AUDIT_EXAMPLE}\n\n"
+    "\b\n    anybatch audit train:problem",
+)
+def audit(
+    problem: Target,
+    size: Annotated[int | None, typer.Option(min=1, help="The examples that it takes at a time, if known.")] = None,
+    json: Annotated[pathlib.Path | None, typer.Option(help="Write the result to this JSON file.")] = None,
+) -> bool:
+    """Compare a loop or training step with the full batch."""
+    from anybatch.cli.problem import audit_problem
+
+    return audit_problem(problem, microbatch_size=size, json=json)
 
 
 @app.command(short_help="Show versions, devices and missing packages.")

@@ -1,11 +1,13 @@
-"""`anybatch explain` and `anybatch verify`, and the problem that both are given: a loss, its parameters and a batch.
+"""`anybatch explain`, `verify` and `audit`, and the problem that they are given: a loss, its parameters and a batch.
 
 A user names the problem as `package.module:function`. `explain` prints its plan, and writes a page and a plot.
-`verify` prints how every strategy's gradient compares with that of the full batch.
+`verify` prints how every strategy's gradient compares with that of the full batch. `audit` does so for a loop or a
+training step of the user, which is part of the problem.
 """
 
 import importlib
 import importlib.util
+import inspect
 import operator
 import os
 import pathlib
@@ -20,8 +22,9 @@ from typing import Any
 from rich.console import Console
 
 from anybatch import __version__
+from anybatch.auditing.audit import audit
 from anybatch.call.files import check_target, write_atomically
-from anybatch.cli import EXAMPLE
+from anybatch.cli import AUDIT_EXAMPLE, EXAMPLE
 from anybatch.errors import InputError
 from anybatch.gradients.plan import explain
 from anybatch.planning.plan import check_plot_path
@@ -30,6 +33,11 @@ from anybatch.verification.verify import verify
 _REMEDY = (
     "Write a function that returns (loss, params, batch), or also further arguments of the loss, and name it as "
     "package.module:function:\n\n" + EXAMPLE
+)
+
+_AUDIT_REMEDY = (
+    "Write a function that returns (candidate, loss, params, batch), or also further arguments of both, or a dict of "
+    "the arguments of anybatch.audit:\n\n" + AUDIT_EXAMPLE
 )
 
 # Files in this folder are anybatch's own, not the user's.
@@ -45,25 +53,56 @@ def load_problem(target: str) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     Raises:
       InputError: if the name is malformed, the import or the call fails, or the result has another form.
     """
+    return _checked(target, _result(target, _REMEDY))
+
+
+def load_audit(target: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The same for `audit`: returns its arguments by position, and by name.
+
+    Raises:
+      InputError: as for `load_problem`.
+    """
+    result = _result(target, _AUDIT_REMEDY)
+    names = ("candidate", "loss", "params", "batch")
+    must, given = f"{target} must return (candidate, loss, params, batch), or a dict of the arguments of audit", ""
+    if isinstance(result, dict):
+        missing = [name for name in names if name not in result]
+        given = f"a dict without {', '.join(missing)}" if missing else ""
+    elif not isinstance(result, (tuple, list)) or len(result) < 4:
+        number = f" of {len(result)}" if isinstance(result, (tuple, list)) else ""
+        given = f"a {type(result).__name__}{number}"
+    if given:
+        raise InputError(must, given=given, remedy=_AUDIT_REMEDY)
+    if not isinstance(result, dict):
+        return tuple(result), {}
+    options = {name: value for name, value in result.items() if name not in (*names, "args")}
+    known = set(inspect.signature(audit).parameters) - {*names, "args"}
+    if unknown := sorted(set(options) - known):
+        given = f"a dict with {', '.join(unknown)}"
+        raise InputError(must, given=given, remedy=f"Its options are {', '.join(sorted(known))}.")
+    return (*(result[name] for name in names), *result.get("args", ())), options
+
+
+def _result(target: str, remedy: str) -> Any:
+    """What the function returns that a target names."""
     place, colon, name = target.rpartition(":")
     if not (place and colon and name.isidentifier()):
-        raise InputError("A problem must be named as package.module:function", given=repr(target), remedy=_REMEDY)
+        raise InputError("A problem must be named as package.module:function", given=repr(target), remedy=remedy)
     module = _module(place)
     function = getattr(module, name, None)
     if not callable(function):
         functions = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
         found = f"It has {', '.join(sorted(functions)[:8]) or 'no functions'}."
         given = "no such name" if not hasattr(module, name) else f"{name} = {function!r}"
-        raise InputError(f"{place} must have a function {name}", given=given, remedy=f"{found} {_REMEDY}")
+        raise InputError(f"{place} must have a function {name}", given=given, remedy=f"{found} {remedy}")
     try:
-        result = function()
+        return function()
     except Exception as error:
         raise InputError(
             f"{target} must return a problem when called without arguments",
             given=_last_line(error),
             remedy="Correct the function there.",
         ) from error
-    return _checked(target, result)
 
 
 def _checked(target: str, result: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
@@ -160,8 +199,7 @@ def explain_problem(target: str, *, html: pathlib.Path | None, plot: pathlib.Pat
 
 def _check_files(html: pathlib.Path | None, plot: pathlib.Path | None) -> None:
     for path in (html, plot):
-        if path is not None and not (folder := path.absolute().parent).is_dir():
-            raise InputError("A file must be in a folder that exists", given=str(path), remedy=f"mkdir -p {folder}")
+        _check_folder(path)
     if html is not None and plot is not None and os.path.realpath(html) == os.path.realpath(plot):
         raise InputError(
             "The page and the plot must be two files",
@@ -172,6 +210,11 @@ def _check_files(html: pathlib.Path | None, plot: pathlib.Path | None) -> None:
         _check_page(html)
     if plot is not None:
         check_plot_path(plot, given=f"--plot {plot}")
+
+
+def _check_folder(path: pathlib.Path | None) -> None:
+    if path is not None and not (folder := path.absolute().parent).is_dir():
+        raise InputError("A file must be in a folder that exists", given=str(path), remedy=f"mkdir -p {folder}")
 
 
 def _check_page(path: pathlib.Path) -> pathlib.Path:
@@ -188,3 +231,31 @@ def verify_problem(target: str, **options: Any) -> bool:
         verification = verify(loss, *args, **options)
     print(verification.text(shutil.get_terminal_size().columns))
     return verification.ok
+
+
+def audit_problem(target: str, *, microbatch_size: int | None, json: pathlib.Path | None) -> bool:
+    """Prints the audit of a problem, and writes it as JSON. Returns True if the candidate is right.
+
+    Raises:
+      InputError: if the problem cannot be loaded, or the file must not be written. The file is checked first.
+    """
+    if json is not None:
+        _check_folder(json)
+        _check_json(json)
+    args, options = load_audit(target)
+    if microbatch_size is not None:
+        options["microbatch_size"] = microbatch_size
+    with Console(stderr=True).status("Comparing"):
+        result = audit(*args, **options)
+    print(result.text(shutil.get_terminal_size().columns))
+    if json is not None:
+        must = "The result needs a file that can be written"
+        write_atomically(_check_json(json), result.to_json().encode() + b"\n", must=must, given=f"--json {json}")
+    return result.same
+
+
+def _check_json(path: pathlib.Path) -> pathlib.Path:
+    """The file to write the result to, links followed. Raises if another kind of file is there."""
+    must = "A result replaces no file but one of an audit"
+    is_ours = operator.methodcaller("startswith", b'{\n  "same": ')
+    return check_target(path, must=must, given=f"--json {path}", is_ours=is_ours)

@@ -10,7 +10,7 @@ from jax.flatten_util import ravel_pytree
 
 import anybatch as ab
 
-pytestmark = [pytest.mark.every_jax, pytest.mark.usefixtures("model_defaults")]
+pytestmark = pytest.mark.usefixtures("model_defaults")
 
 EXAMPLES = 13
 
@@ -68,6 +68,7 @@ def gauss_newton_product(loss, params, batch, vector):
     return unflatten(jacobian.T @ curvature @ jacobian @ vector)
 
 
+@pytest.mark.every_jax
 @pytest.mark.parametrize("size", [1, 4, EXAMPLES, None, "auto"])
 @pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: loss.__name__)
 def test_a_hessian_product_is_that_of_the_full_batch(loss, size):
@@ -79,6 +80,7 @@ def test_a_hessian_product_is_that_of_the_full_batch(loss, size):
     assert_same(product, hessian_product(of_params, params, examples(), vector))
 
 
+@pytest.mark.every_jax
 @pytest.mark.parametrize("size", [1, 4, EXAMPLES, None, "auto"])
 @pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: loss.__name__)
 def test_a_gauss_newton_product_is_that_of_the_full_batch(loss, size):
@@ -160,6 +162,7 @@ def test_temporaries_are_flat_in_the_batch(which):
     assert bytes_for(None, 2048) > 4 * many  # the control
 
 
+@pytest.mark.every_jax
 def test_a_loss_with_a_custom_vjp():
     @jax.custom_vjp
     def squash(x):
