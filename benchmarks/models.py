@@ -68,6 +68,12 @@ class GPT:
 
     def token_losses(self, params: Any, batch: Any) -> jax.Array:
         """The cross entropy of every token."""
+        logits = self.logits(params, batch)
+        target = jnp.take_along_axis(logits, batch["targets"][..., None], axis=-1)[..., 0]
+        return jax.nn.logsumexp(logits, axis=-1) - target
+
+    def logits(self, params: Any, batch: Any) -> jax.Array:
+        """The scores of all tokens of the vocabulary, for every token of the batch."""
         embedding = params["embedding"].astype(jnp.bfloat16)
         hidden = embedding[batch["inputs"]] + params["position"].astype(jnp.bfloat16)
         if self.scan_layers:
@@ -75,9 +81,7 @@ class GPT:
         else:
             for block in params["blocks"]:
                 hidden = self._block(block, hidden)
-        logits = (_norm(hidden, params["norm"]) @ embedding.T).astype(jnp.float32)
-        target = jnp.take_along_axis(logits, batch["targets"][..., None], axis=-1)[..., 0]
-        return jax.nn.logsumexp(logits, axis=-1) - target
+        return (_norm(hidden, params["norm"]) @ embedding.T).astype(jnp.float32)
 
     def _block(self, block: Any, hidden: jax.Array) -> jax.Array:
         block = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), block)

@@ -31,8 +31,8 @@ class HostBatch:
     >>> def loss(w, batch):
     ...     return jnp.mean(batch["x"] @ w)
     >>> value, grad = ab.value_and_grad(loss, microbatch_size=10)(jnp.ones(2), batch)
-    >>> print(f"{value:.3f}", grad.round(3))
-    3.000 [1.5 1.5]
+    >>> print(f"{value:.3f}", *(f"{entry:.3f}" for entry in grad))
+    3.000 1.500 1.500
 
     Args:
       pieces: a function that returns an iterator of pieces, or a list of them. A piece is a tree of NumPy arrays with
@@ -77,7 +77,7 @@ class HostBatch:
 
     @property
     def types(self) -> Any:
-        """The types of the batch, as `jax.ShapeDtypeStruct`: for `read` and `plan`."""
+        """The types of the batch, as `jax.ShapeDtypeStruct`."""
         return jax.tree.map(
             lambda leaf: jax.ShapeDtypeStruct((self.num_examples, *leaf.shape[1:]), leaf.dtype), self._first
         )
@@ -172,11 +172,15 @@ def no_tracers(rows: HostRows) -> InputError:
     )
 
 
-def with_rows(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of a call, with a tree of `HostRows` for each `HostBatch`."""
+def with_rows(
+    args: tuple[Any, ...], kwargs: dict[str, Any], *, only_types: bool = False
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a call, with a tree of `HostRows`, or of types, for each `HostBatch`."""
 
     def opened(argument: Any) -> Any:
-        return argument.rows() if isinstance(argument, HostBatch) else argument
+        if not isinstance(argument, HostBatch):
+            return argument
+        return argument.types if only_types else argument.rows()
 
     if not any(isinstance(argument, HostBatch) for argument in (*args, *kwargs.values())):
         return args, kwargs

@@ -9,6 +9,7 @@ import numpy as np
 from jax import lax
 
 from anybatch.call.checks import describe, is_array
+from anybatch.call.host_batch import HostBatch
 from anybatch.errors import InputError
 
 
@@ -62,6 +63,12 @@ def count_examples(named_leaves: Sequence[tuple[str, Any]], where: str) -> int:
             "The batch needs at least one array",
             given=f"no leaves in the argument at {where}",
             remedy="Point batch_argnums at the argument that holds the examples, e.g. batch_argnums=1.",
+        )
+    if any(isinstance(leaf, HostBatch) for _, leaf in named_leaves):
+        raise InputError(
+            "A HostBatch is for functions of value_and_grad, grad, map_batch, hvp and ggn_product, read and plan",
+            given="a HostBatch, or a tree with one inside",
+            remedy="Pass arrays here. A HostBatch is a whole argument: its pieces are trees.",
         )
     if not all(_has_rows(leaf) for _, leaf in named_leaves):
         raise InputError(

@@ -98,7 +98,7 @@ def map_batch(
     >>> import jax.numpy as jnp, anybatch as ab
     >>> def evaluate(w, batch):
     ...     scores = batch["x"] @ w
-    ...     right = (scores > 0) == batch["y"]
+    ...     right = (scores > 0) == (batch["y"] > 0)
     ...     return {"scores": scores, "accuracy": jnp.mean(right), "median": jnp.median(scores)}
     >>> batch = {"x": jnp.arange(12.0).reshape(6, 2) - 5, "y": jnp.array([0, 0, 0, 1, 0, 1])}
     >>> result = ab.map_batch(evaluate, microbatch_size=4)(jnp.ones(2), batch)

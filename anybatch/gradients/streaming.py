@@ -93,9 +93,9 @@ def plan_streamed(gradient: Any) -> Plan:
         objective=gradient.options.objective,
         budget=budget.allowed,
         budget_source=budget.source,
-        reason=f"Nothing fits: {needed}." if chosen is None else f"Chosen: {strategy}, the largest that fits.",
+        reason=f"Nothing fits: {needed}." if chosen is None else f"Chosen: {strategy}.",
         limits="The batch stays on the host, since it is too large for this memory: it is copied to the device in "
-        "chunks, while the device computes.",
+        f"chunks, while the device computes. {IN_FLIGHT} chunks take at most 1/{CHUNK_SHARE} of the budget.",
         advice="" if chosen is not None else 'Allow more with memory=, or pass remat="nothing_saveable".',
         devices=Devices(str(devices[0].device_kind)),
         compilations=len(candidates),

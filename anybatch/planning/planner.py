@@ -209,8 +209,9 @@ def _advice(
             helps.append("shard the batch over several devices (mesh=)")
         if found.parameters + found.gradients > 0.25 * fixed:
             helps.append(_shard_further(gradient))
-    # Neither recomputed activations nor smaller microbatches make a large head smaller.
-    if strategy is not None and strategy.remat is None and not has_large_head:
+    # Neither recomputed activations nor smaller microbatches make a large head smaller. A function that is not
+    # differentiated keeps no activations.
+    if strategy is not None and strategy.remat is None and not has_large_head and not gradient.options.maps:
         if gradient.options.remat is None and strategy.method is None:  # per-example functions have no remat option
             helps.append('pass remat="auto", which may recompute activations instead of keeping them')
         helps.append("wrap blocks of the model in jax.checkpoint")
@@ -244,6 +245,8 @@ def _fits_with_remat(search: StrategySearch, leanest: Strategy, allowed: int) ->
     """True if the leanest strategy fits once activations are recomputed. Compiles it."""
     gradient = search.measurements.gradient
     if gradient.options.remat is not None or gradient.loss.traced.has_effects or leanest.method is not None:
+        return False
+    if gradient.options.maps:
         return False
     return search.fits(dataclasses.replace(leanest, remat="nothing_saveable"), allowed)
 

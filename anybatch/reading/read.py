@@ -13,6 +13,7 @@ import jax
 import numpy as np
 
 from anybatch.call.arguments import Roles
+from anybatch.call.host_batch import with_rows
 from anybatch.call.loss import TracedLoss, trace_loss
 from anybatch.call.models import partition_models
 from anybatch.errors import InputError
@@ -160,7 +161,7 @@ def read(
         roles = Roles.of(
             argnums=argnums, batch_argnums=batch_argnums, rng_argnums=rng_argnums, batch_argnames=batch_argnames
         )
-    call = partition_models(fun, roles, has_aux, args, kwargs)
+    call = partition_models(fun, roles, has_aux, *with_rows(args, kwargs, only_types=True))
     fun, has_aux = call.fun, call.has_aux
     leaves, tree = jax.tree.flatten((call.args, call.kwargs))
     abstract = [position for position, leaf in enumerate(leaves) if isinstance(leaf, jax.ShapeDtypeStruct)]

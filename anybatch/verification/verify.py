@@ -356,7 +356,8 @@ def _compared(given: Trial, routes: Sequence[RouteOptions]) -> tuple[Trial, dict
         else:
             if all(map(_all_ok, differences.values())) or not double.fun.narrow:
                 dtype = given.dtype.name
-                narrow = f"The loss computes in {dtype}; to compare the routes, all of it was computed in float64."
+                kind = "function" if given.maps else "loss"
+                narrow = f"The {kind} computes in {dtype}; to compare the routes, all of it was computed in float64."
                 return double, differences, [narrow] if double.fun.recomputed else []
             # The difference may be rounding in the primitives that stay narrow.
             reason = f"the loss uses {', '.join(sorted(double.fun.narrow))}, which cannot be computed in float64"

@@ -152,7 +152,7 @@ def test_it_is_the_result_of_the_full_batch(fun, size):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("devices", [1, 2, 8])
+@pytest.mark.parametrize("devices", [2, 8])
 @pytest.mark.parametrize("fun", FUNCTIONS, ids=lambda fun: fun.__name__)
 def test_it_is_the_result_on_a_mesh(fun, devices):
     expected = jax.jit(fun)(parameters(), examples())

@@ -276,7 +276,9 @@ def test_a_loss_that_needs_all_rows_of_a_large_array_is_refused():
 def test_types_for_reading_and_planning():
     batch = in_pieces(examples(), 20)
     assert batch.types["x"] == jax.ShapeDtypeStruct((EXAMPLES, 5), np.float64)
-    assert ab.read(mean, parameters(), batch.types).separable
+    assert ab.read(mean, parameters(), batch).separable
+    with pytest.raises(ab.InputError, match="A HostBatch is for"):
+        ab.verify(mean, parameters(), batch)
 
 
 def test_an_nnx_model():
