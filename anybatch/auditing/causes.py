@@ -405,6 +405,34 @@ def _clipped_entries(case: Case) -> Finding | None:
     return None
 
 
+def _term_of_parameters(case: Case) -> Finding | None:
+    """Tests whether the difference is the same for other examples: then it comes from the parameters alone."""
+    if case.is_random or case.examples < 2:
+        return None
+    random, bench = np.random.default_rng(2), case.bench
+    first = [one - other for one, other in zip(case.actual, case.right, strict=True)]
+    for _ in range(2):
+        rows = np.sort(random.integers(0, case.examples, case.examples))
+        right = case.seen(bench.trial.full_batch(bench.rows(rows))[: bench.num_gradients])
+        found = case.gradient_of(bench.observe(bench.inputs.rows(rows)).leaves)
+        for index in case.failed:
+            close = max(8 * case.tolerances[index], EXACT * largest(first[index]))
+            if not gap(found[index] - right[index], first[index]) <= close:
+                return None
+    reading = case.reading
+    in_loss = reading is not None and reading.form.adds_parameters
+    term = "The loss has a term of the parameters alone, such as a penalty" if in_loss else "A term of the parameters"
+    again = "and the candidate counts it once for every microbatch" if in_loss else "such as weight decay, is added"
+    return Finding(
+        Cause.NUMBER_OF_MICROBATCHES,
+        f"{term}, {again}: the difference is the same for other examples.{case.some}\n"
+        "Add such a term once, after the microbatches: "
+        "grads = jax.tree.map(jnp.add, grads, jax.grad(penalty)(params)). "
+        + (case.replacement(case.size) if in_loss else "Or let the optimizer decay the weights, in its one update."),
+        case.size,
+    )
+
+
 def _weighted(case: Case) -> list[Finding] | None:
     """Tests whether the gradient is a weighted sum of those of microbatches."""
     if case.is_random:
@@ -502,6 +530,13 @@ def _factor_of_some(case: Case, layout: Layout, weights: np.ndarray, right: np.n
     """The finding for several microbatches that are added up where their mean is meant."""
     total = _total(case, layout, right)
     is_equal = np.abs(weights - weights[0]).max() < EXACT * abs(weights[0])
+    number = round(float(weights[0]))
+    if len(weights) == 1 and number > 1 and total is not None and abs(total - 1) < EXACT:
+        if abs(weights[0] - number) < EXACT * number:  # several microbatches, seen as one
+            text = (
+                f"Also {number} times too large: the means of {number} microbatches are added up. Divide by {number}."
+            )
+            return [Finding(Cause.NUMBER_OF_MICROBATCHES, text)]
     if len(weights) < 2 or total is None or abs(total - 1) > EXACT or not is_equal or abs(weights[0] - 1) > EXACT:
         return []
     text = f"Also a sum of means: the other {len(weights)} microbatches are added up. Divide by their number."
@@ -763,6 +798,7 @@ TESTS: tuple[Callable[[Case], Finding | list[Finding] | None], ...] = (
     _not_trained,
     _constant_factor,
     _clipped_entries,
+    _term_of_parameters,
     _weighted,
     _random,
 )

@@ -111,7 +111,8 @@ def map_batch(
     sorted array, is computed once. Random draws equal the full batch's.
 
     **Memory.** The temporaries of one microbatch, the outputs, and the rows and sums that `fun` computes something from
-    across examples. These are small for most functions: `anybatch.read(mapped, params, batch)` lists them.
+    across examples. These are small for most functions: `anybatch.read(mapped, params, batch)` lists them. A batch that
+    is too large for the memory stays on the host, as for `value_and_grad`.
 
     The returned function works under `jit`, `vmap` and `grad`. Differentiated, it keeps activations of all
     microbatches; for the gradient of a loss use `value_and_grad`, which does not.

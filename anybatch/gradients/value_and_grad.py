@@ -63,7 +63,8 @@ def value_and_grad(
 
     **Memory.** The activations of one microbatch and one gradient in `accumulator_dtype`, whatever the size of the
     batch. A loss that looks across examples also needs the values that it computes from the full batch; if these are
-    large, there is a warning.
+    large, there is a warning. Outside `jit`, a batch of NumPy arrays that is too large for the memory stays on the
+    host: it is copied in chunks, while the device computes. `HostBatch` does so for the pieces of an iterator.
 
     **Time.** That of a hand-written `lax.scan` over the microbatches. Outside `jit`, each call traces the loss again,
     because it may read a global variable that has changed, and compiles only if the traced program is new.

@@ -138,6 +138,19 @@ def summed_with_decay(params, batch):
     return sum_loss(params, batch) + 0.1 * jnp.sum(params["w"] ** 2)
 
 
+def penalised(params, batch):
+    return mean_loss(params, batch) + 0.1 * jnp.sum(params["w"] ** 2)
+
+
+def penalised_each_time(params, batch):
+    """The data terms have the right weights, and the penalty is added for each microbatch."""
+
+    def of_part(params, part):
+        return sum_loss(params, part) / N + 0.1 * jnp.sum(params["w"] ** 2)
+
+    return added([jax.grad(of_part)(params, part) for part in parts_of(batch)])
+
+
 GRADIENTS = {
     "a sum of means": (loop(mean_loss, weigh=lambda *_: 1.0), mean_loss, Cause.NUMBER_OF_MICROBATCHES),
     "a mean of sums": (loop(sum_loss), sum_loss, Cause.NUMBER_OF_MICROBATCHES),
@@ -146,6 +159,7 @@ GRADIENTS = {
         summed_with_decay,
         Cause.NUMBER_OF_MICROBATCHES,
     ),
+    "a penalty for each microbatch": (penalised_each_time, penalised, Cause.NUMBER_OF_MICROBATCHES),
     "a mean of masked means": (loop(masked_loss), masked_loss, Cause.MEAN_OF_MEANS),
     "a mean of ragged means": (loop(mean_loss, 5), mean_loss, Cause.MEAN_OF_MEANS),
     "a clamped slice": (clamped, mean_loss, Cause.MEAN_OF_MEANS),
@@ -190,6 +204,20 @@ def test_each_mistake_is_named(name):
     assert result.kind is kind, result
     with pytest.raises(ab.DifferentGradientError):
         result.raise_if_different()
+
+
+def test_a_dropped_remainder_and_a_sum_are_both_named():
+    result = ab.audit(loop(mean_loss, 5, drop=True, weigh=lambda *_: 1.0), mean_loss, PARAMS, BATCH)
+    assert result.kinds == (Cause.DROPPED_REMAINDER, Cause.NUMBER_OF_MICROBATCHES), result
+
+
+@pytest.mark.full
+def test_many_sums_in_the_dtype_of_a_narrow_model(standard):
+    """A bfloat16 model with few parameters, and more microbatches than these."""
+    batch = {name: np.resize(leaf, (256, *leaf.shape[1:])) for name, leaf in BATCH.items()}
+    params, batch = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.bfloat16), (PARAMS, batch))
+    assert ab.audit(by_scan(mean_loss, 1), mean_loss, params, batch).kind is Cause.NARROW_ACCUMULATOR
+    assert ab.audit(by_scan(mean_loss, 1, jnp.float32), mean_loss, params, batch).same
 
 
 RIGHT = {
