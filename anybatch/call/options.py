@@ -165,6 +165,12 @@ class Options:
     def mesh_options(self) -> MeshOptions | None:
         return MeshOptions.of(self.mesh, self.axis_name, self.reduce, self.param_specs)
 
+    def to_plan(self, memory: Any, objective: Any) -> Self:
+        """These options for a plan, which chooses the microbatch size, with the memory and the objective of `plan`."""
+        one_of("objective", objective, ("memory", "speed"))
+        memory = self.memory if memory is None else memory
+        return dataclasses.replace(self, microbatch_size="auto", memory=memory, objective=objective)
+
     @property
     def weighted(self) -> bool:
         return self.reduction == "weighted"

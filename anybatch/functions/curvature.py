@@ -4,7 +4,6 @@ A product with a matrix is the gradient of a scalar, so that `hvp` and `ggn_prod
 the exactness of `grad`. `fisher_diagonal` maps the squares of the gradients of single examples over the batch.
 """
 
-import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -12,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from anybatch.call.checks import describe, named_leaves, one_of
+from anybatch.call.checks import describe, named_leaves
 from anybatch.call.models import combined, frozen, has_nnx, partition_models, trainable
 from anybatch.call.options import Options
 from anybatch.errors import InputError
@@ -58,9 +57,7 @@ class Product:
     ) -> tuple[Callable[..., Problem], tuple[Any, ...], dict[str, Any]]:
         """A function that makes the computation of a call, and its arguments, with models split into arrays."""
         self._refuse_models(args)
-        one_of("objective", objective, ("memory", "speed"))
-        memory = self.options.memory if memory is None else memory
-        options = dataclasses.replace(self.options, microbatch_size="auto", memory=memory, objective=objective)
+        options = self.options.to_plan(memory, objective)
         call = partition_models(self.scalar, options.roles, False, args, kwargs)
 
         def gradient(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Problem:
@@ -217,7 +214,10 @@ def fisher_diagonal(
             given = list(args)
             for position, example in zip(positions, kept, strict=True):
                 given[position] = example
-            loss = lambda params: fun(*_with(given, argnums, combined(params, rest)), **kwargs)  # noqa: E731
+
+            def loss(params: Any) -> Any:
+                return fun(*_with(given, argnums, combined(params, rest)), **kwargs)
+
             return jax.tree.map(lambda leaf: jnp.square(jnp.abs(leaf)), jax.grad(loss)(params))
 
         squares = jax.vmap(of_example)(*(args[position] for position in positions))

@@ -1,6 +1,5 @@
 """`map_batch`: any function of a batch, computed in microbatches, with the outputs of the full batch."""
 
-import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -8,7 +7,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from anybatch.call.checks import one_of
 from anybatch.call.host_batch import with_rows
 from anybatch.call.models import PartitionedCall, partition_models
 from anybatch.call.options import Options
@@ -68,11 +66,8 @@ class MappedFunction:
         self, args: tuple[Any, ...], kwargs: dict[str, Any], *, memory: Any, objective: Any
     ) -> tuple[Callable[..., Problem], tuple[Any, ...], dict[str, Any]]:
         """A function that makes the computation of a call, and its arguments, with models split into arrays."""
-        one_of("objective", objective, ("memory", "speed"))
-        memory = self.options.memory if memory is None else memory
-        options = dataclasses.replace(self.options, microbatch_size="auto", memory=memory, objective=objective)
         call = self._partitioned(args, kwargs)
-        planned = MappedFunction(self.fun, options)
+        planned = MappedFunction(self.fun, self.options.to_plan(memory, objective))
         return functools.partial(planned._problem, call), call.args, call.kwargs
 
 

@@ -56,7 +56,7 @@ class Gradient(Problem):
         self.measured: list[Bytes] | None = None  # for a batch on the host: collects bytes in place of running it
 
     @functools.cached_property
-    def is_streamed(self) -> bool:  # type: ignore[override]
+    def is_streamed(self) -> bool:
         """True if the batch is on the host and takes more than half of the memory that is left for it."""
         batch = self.arguments.arrays.batch
         if any(isinstance(leaf, HostRows) for leaf in batch):

@@ -319,11 +319,12 @@ class _ChunkPass:
 
 def _transferred(chunks: Iterator[list[np.ndarray]], device: Any) -> Iterator[list[Any]]:
     """The chunks on the device. A thread makes and copies the next one while the caller uses the one before."""
-    x64 = jax.config.jax_enable_x64  # type: ignore[attr-defined]
+    config: Any = jax.config
+    has_x64 = bool(config.jax_enable_x64)
 
     def transfer() -> list[Any] | None:
         chunk = next(chunks, None)
-        with jax.enable_x64(x64):  # a thread has its own
+        with jax.enable_x64(has_x64):  # a thread has its own
             return None if chunk is None else [_put(leaf, device) for leaf in chunk]
 
     with concurrent.futures.ThreadPoolExecutor(1, "anybatch-stream") as thread:

@@ -3,7 +3,6 @@
 Open `per_example_grads` at the end first. `ExampleFunction` is the wrapped loss that both return.
 """
 
-import dataclasses
 import functools
 import inspect
 from collections.abc import Callable
@@ -12,7 +11,6 @@ from typing import Any, Self
 import jax
 import jax.numpy as jnp
 
-from anybatch.call.checks import one_of
 from anybatch.call.models import PartitionedCall, partition_models
 from anybatch.errors import InputError
 from anybatch.per_example.computation import ExampleGradient, PerExample
@@ -53,11 +51,8 @@ class ExampleFunction:
         self, args: tuple[Any, ...], kwargs: dict[str, Any], *, memory: Any, objective: Any
     ) -> tuple[Callable[..., Problem], tuple[Any, ...], dict[str, Any]]:
         """A function that makes the computation of a call, and its arguments, with models split into arrays."""
-        one_of("objective", objective, ("memory", "speed"))
-        memory = self.options.memory if memory is None else memory
-        options = dataclasses.replace(self.options, microbatch_size="auto", memory=memory, objective=objective)
         call = self._partitioned(args, kwargs)
-        planned = ExampleFunction(call.fun, options)
+        planned = ExampleFunction(call.fun, self.options.to_plan(memory, objective))
 
         def gradient(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Problem:
             return planned.gradient(args, kwargs, kwargs.pop("is_padding", None))

@@ -35,8 +35,6 @@ CHUNK_SHARE = 8
 class Problem(abc.ABC):
     """The loss, the arguments and the mesh of one call."""
 
-    is_streamed = False  # whether the batch stays on the host, and is copied to the device in chunks
-
     def __init__(self, fun: Callable[..., Any], options: Options, arguments: Arguments) -> None:
         self.examples = arguments.num_examples
         self.shardings = None if options.mesh_options is None else CallShardings(options.mesh_options, arguments)
@@ -136,6 +134,11 @@ class Problem(abc.ABC):
     def checked_reading(self) -> Any:
         """The reading of the loss, refused with an error where the options say so; None for single examples."""
         return None
+
+    @property
+    def is_streamed(self) -> bool:
+        """True if the batch stays on the host, and is copied to the device in chunks."""
+        return False
 
     @property
     def is_coupled(self) -> bool:
