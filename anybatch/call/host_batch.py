@@ -43,7 +43,7 @@ class HostBatch:
 
     def __init__(self, pieces: Callable[[], Iterable[Any]] | Iterable[Any], num_examples: int) -> None:
         self.num_examples = whole_number("num_examples", num_examples, 1)
-        self._is_once = isinstance(pieces, Iterator)
+        self.is_once = isinstance(pieces, Iterator)  # it cannot be read a second time
         self._make = pieces if callable(pieces) else lambda: pieces
         if not callable(pieces) and not isinstance(pieces, Iterable):
             raise InputError(
@@ -92,7 +92,7 @@ class HostBatch:
         """The leaves of each piece, checked."""
         like = self._first
         self._num_opened += 1
-        if self._is_once and self._num_opened > 1:
+        if self.is_once and self._num_opened > 1:
             raise InputError(
                 "This computation reads the batch more than once, and an iterator can be read only once",
                 given=f"ab.HostBatch({type(self._make()).__name__}, ...)",

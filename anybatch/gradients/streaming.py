@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from anybatch.call.caches import CAPACITY, PROGRAMS, Cache, CompiledProgram, can_run
-from anybatch.call.host_batch import HostRows, in_chunks, no_tracers
+from anybatch.call.host_batch import HostBatch, HostRows, in_chunks, no_tracers
 from anybatch.call.memory import default_device, readable
 from anybatch.errors import HeadTooLargeError, NothingFitsError
 from anybatch.jaxprs import avals, tracing
@@ -28,6 +28,7 @@ from anybatch.planning.measure import Bytes
 from anybatch.planning.plan import Candidate, Devices, Plan
 from anybatch.planning.planner import identity_of
 from anybatch.planning.problem import CHUNK_SHARE, Problem
+from anybatch.planning.running import run_until_it_fits
 from anybatch.planning.strategy import Route, Strategy
 from anybatch.reading.states import take_rows
 
@@ -45,9 +46,19 @@ def compute_streamed(gradient: Any) -> tuple[Strategy, list[Any]]:
         raise no_tracers(arrays.batch[0])
     if isinstance(options.microbatch_size, int):
         strategy = Strategy.of_options(options)
-    else:  # None, too: the full batch is not on the device
-        strategy = _chosen(gradient)
-    return strategy, _run(gradient, strategy)
+        return strategy, _run(gradient, strategy)
+    # None, too: the full batch is not on the device.
+    sources = [leaf.source for leaf in map(HostRows.of_array, arrays.batch)]
+    may_repeat = not any(isinstance(source, HostBatch) and source.is_once for source in sources)
+    key = store.key_of(identity_of(gradient)), budget_of(gradient).allowed
+    strategy, outputs = run_until_it_fits(
+        gradient,
+        _CHOSEN.get(key) or _chosen(gradient),
+        lambda strategy: lambda: jax.block_until_ready(_run(gradient, strategy)),
+        lambda: may_repeat,
+    )
+    _CHOSEN.put(key, strategy)
+    return strategy, outputs
 
 
 # The sizes that were chosen in this process, by the program, its arguments and the memory.
@@ -55,15 +66,10 @@ _CHOSEN: Cache[Strategy] = Cache(CAPACITY)
 
 
 def _chosen(gradient: Any) -> Strategy:
-    key = store.key_of(identity_of(gradient)), budget_of(gradient).allowed
-    strategy = _CHOSEN.get(key)
-    if strategy is None:
-        plan = plan_streamed(gradient)
-        if plan.chosen is None:
-            raise NothingFitsError(str(plan))
-        strategy = plan.chosen.strategy
-        _CHOSEN.put(key, strategy)
-    return strategy
+    plan = plan_streamed(gradient)
+    if plan.chosen is None:
+        raise NothingFitsError(str(plan))
+    return plan.chosen.strategy
 
 
 def plan_streamed(gradient: Any) -> Plan:

@@ -206,6 +206,24 @@ def test_few_chunks_are_on_the_device():
     assert 1 <= max(seen) <= streaming.IN_FLIGHT
 
 
+def test_memory_that_runs_out_halves_the_microbatches(monkeypatch):
+    honest, failures = streaming._ChunkPass.compute, [1, 2]
+
+    def compute(self):
+        if failures:
+            failures.pop()
+            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 88.74GiB.")
+        return honest(self)
+
+    monkeypatch.setattr(streaming._ChunkPass, "compute", compute)
+    fun = ab.grad(mean)
+    with pytest.warns(ab.TightMemoryWarning, match="microbatch_size=8; the gradient is the same"):
+        assert_same(fun(parameters(), in_pieces(examples(), 20)), jax.grad(mean)(parameters(), examples()))
+    failures.append(1)
+    with pytest.raises(jax.errors.JaxRuntimeError):  # an iterator cannot be read again
+        fun(parameters(), ab.HostBatch(iter([examples()]), EXAMPLES))
+
+
 def test_it_compiles_once():
     fun = ab.value_and_grad(masked, microbatch_size=8)
     fun(parameters(), in_pieces(examples(), 20))
