@@ -50,7 +50,7 @@ def compute_streamed(gradient: Any) -> tuple[Strategy, list[Any]]:
     # None, too: the full batch is not on the device.
     sources = [leaf.source for leaf in map(HostRows.of_array, arrays.batch)]
     may_repeat = not any(isinstance(source, HostBatch) and source.is_once for source in sources)
-    key = store.key_of(identity_of(gradient)), budget_of(gradient).allowed
+    key = store.key_of(identity_of(gradient)), str(options.memory)  # the free memory differs from call to call
     strategy, outputs = run_until_it_fits(
         gradient,
         _CHOSEN.get(key) or _chosen(gradient),
@@ -61,7 +61,7 @@ def compute_streamed(gradient: Any) -> tuple[Strategy, list[Any]]:
     return strategy, outputs
 
 
-# The sizes that were chosen in this process, by the program, its arguments and the memory.
+# The strategies that were chosen in this process, by the program, its arguments and the option `memory=`.
 _CHOSEN: Cache[Strategy] = Cache(CAPACITY)
 
 

@@ -225,11 +225,12 @@ def test_memory_that_runs_out_halves_the_microbatches(monkeypatch):
 
 
 def test_it_compiles_once():
-    fun = ab.value_and_grad(masked, microbatch_size=8)
-    fun(parameters(), in_pieces(examples(), 20))
-    with counted_compilations() as count:
-        fun(parameters(), in_pieces(examples(), 13))
-    assert count[0] == 0
+    for size in (8, "auto"):
+        fun = ab.value_and_grad(masked, microbatch_size=size)
+        fun(parameters(), in_pieces(examples(), 20))
+        with counted_compilations() as count:
+            fun(parameters(), in_pieces(examples(), 13))
+        assert count[0] == 0
 
 
 def test_an_iterator_serves_one_pass_and_no_more():
