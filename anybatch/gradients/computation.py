@@ -89,7 +89,8 @@ class Gradient(Problem):
         # defined for rows that are selected from them.
         may_select = not self.options.noise and not self.options.reproducible and not self.is_streamed
         split: Any = split_loss_in_one_pass if self._always_in_passes else split_loss
-        if self.is_streamed:  # what is computed first would need the full batch on the device
+        if self.is_streamed or self.options.maps:
+            # What is computed first runs on the full batch. A function that is mapped may consist of nothing else.
             split = functools.partial(split_loss, sums_data_later=True)
         fresh = self.draws_per_microbatch
         return split(*self.trace(self.examples), fresh_draws=fresh, may_select=may_select, failed=self._failed)

@@ -173,7 +173,8 @@ def read(
         filled = [given.get(position, leaf) for position, leaf in enumerate(leaves)]
         arguments = roles.sort(fun, *jax.tree.unflatten(tree, filled))
         loss, consts = trace_loss(fun, arguments, arguments.num_examples, weighted=False, has_aux=has_aux, maps=maps)
-        split = split_loss(loss, consts, fresh_draws=bool(arguments.arrays.keys), may_select=True)
+        fresh = bool(arguments.arrays.keys)
+        split = split_loss(loss, consts, fresh_draws=fresh, may_select=True, sums_data_later=maps)
         seen_whole = tuple(leaf.name for leaf, _, _ in arguments.unnamed_rows())
         wide = () if loss.traced.has_effects or maps else tuple(wide_values(split, LEAST_WIDE))
         reading = dataclasses.replace(report(split), seen_whole=seen_whole, wide=wide)

@@ -220,6 +220,22 @@ def test_temporaries_are_flat_in_the_batch():
     assert temporaries(fun, 4096) > 5 * many  # the control
 
 
+def test_a_function_of_data_alone_is_flat_too():
+    def fun(x):
+        waves = jnp.sin(x[:, None] * jnp.arange(1000.0))
+        return jnp.sum(jnp.sort(waves, axis=1)[:, ::2]), jnp.argmax(waves, axis=1)
+
+    def temporaries(size, number):
+        run = jax.jit(ab.map_batch(fun, batch_argnums=0, microbatch_size=size))
+        return run.lower(jax.ShapeDtypeStruct((number,), jnp.float32)).compile().memory_analysis().temp_size_in_bytes
+
+    few, many = temporaries(16, 256), temporaries(16, 2048)
+    assert many - few <= 3 * 8 * (2048 - 256)  # the positions that are returned
+    assert temporaries(None, 2048) > 5 * many  # the control
+    x = jnp.linspace(-1, 1, 53)
+    assert_same(ab.map_batch(fun, batch_argnums=0, microbatch_size=16)(x), fun(x))
+
+
 def test_it_compiles_once():
     mapped = ab.map_batch(lambda p, b: jnp.sum(b * p), microbatch_size=4)
     x = jnp.arange(10.0)
