@@ -196,6 +196,7 @@ GRADIENTS = {
 }
 
 
+@pytest.mark.every_jax
 @pytest.mark.parametrize("name", GRADIENTS)
 def test_each_mistake_is_named(name):
     candidate, loss, kind = GRADIENTS[name]
@@ -233,6 +234,7 @@ RIGHT = {
 }
 
 
+@pytest.mark.every_jax
 @pytest.mark.parametrize("name", RIGHT)
 def test_right_loops_are_not_accused(name):
     candidate, loss = RIGHT[name]
@@ -409,6 +411,7 @@ def multi_steps_step(optimizer):
     return step
 
 
+@pytest.mark.every_jax
 @pytest.mark.parametrize("every, same", [(4, True), (2, False), (8, False)])
 def test_multi_steps(every, same, standard):
     optimizer = optax.MultiSteps(optax.adam(1e-3), every)
@@ -512,7 +515,8 @@ def nnx_problem():
     return nnx, Model(), loss, grads, step
 
 
-@pytest.mark.parametrize("factor", [pytest.param(1.0, marks=pytest.mark.full), 4.0])
+@pytest.mark.full
+@pytest.mark.parametrize("factor", [1.0, 4.0])
 def test_nnx(factor, standard):
     nnx, model, loss, grads, step = nnx_problem()
     optimizer = nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)
@@ -533,6 +537,7 @@ def test_nnx(factor, standard):
     assert (np.asarray(model.first.kernel[...]) == before).all()  # it works on copies
 
 
+@pytest.mark.every_jax
 @pytest.mark.parametrize("factor", [pytest.param(1.0, marks=pytest.mark.full), 4.0])
 def test_equinox(factor, standard):
     import equinox as eqx

@@ -16,10 +16,7 @@ DIFFERENT = 1e-3  # the least relative difference of a bug
 
 def chosen(loops, topic=None):
     loops = [loop for loop in loops if topic in (None, loop.topic)]
-    return [
-        pytest.param(loop, id=loop.name, marks=pytest.mark.every_jax if loop.central else pytest.mark.full)
-        for loop in loops
-    ]
+    return [pytest.param(loop, id=loop.name, marks=[] if loop.central else pytest.mark.full) for loop in loops]
 
 
 @pytest.fixture(autouse=True)
@@ -156,6 +153,7 @@ def difference(found, expected):
     return max(np.max(np.abs(one - other)) for one, other in zip(found, expected, strict=True)) / largest
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("loop", chosen(BUGS))
 def test_each_bug_gives_another_gradient_or_value(loop, float64):
     found_value, found, value, expected = outputs(loop.make())
@@ -166,6 +164,7 @@ def test_each_bug_gives_another_gradient_or_value(loop, float64):
         assert difference(found, expected) > DIFFERENT
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("loop", chosen(RIGHT))
 def test_each_right_loop_gives_the_gradient_of_the_full_batch(loop, float64):
     found_value, found, value, expected = outputs(loop.make())
