@@ -193,6 +193,7 @@ def test_a_file_created_during_the_run_is_not_overwritten_by_the_report(config, 
     assert (tmp_path / "r.html").exists()
 
 
+@pytest.mark.full
 def test_a_second_run_does_not_overwrite_the_options_of_the_first(config, tmp_path, monkeypatch):
     """Both runs started in a new folder, and the first one has the checkpoints open."""
     monkeypatch.setattr(checkpoint_folder, "_PATIENCE", 0.1)
@@ -205,6 +206,7 @@ def test_a_second_run_does_not_overwrite_the_options_of_the_first(config, tmp_pa
     assert (tmp_path / "anybatch-run" / "settings.json").read_bytes() == told
 
 
+@pytest.mark.full
 def test_a_complete_run_is_shown_again(config, tmp_path, capsys):
     assert job.run(config, command="again") == 0
     log = (tmp_path / "anybatch-run" / "log.csv").read_bytes()

@@ -280,6 +280,7 @@ def test_memory_of_a_device_falls_with_the_blocks(loss, examples):
     assert small < 0.5 * in_full
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("loss", [clip, dropout_on_pairs, hard_examples], ids=lambda loss: loss.__name__)
 def test_reproducible_sums_have_the_same_bits_on_2_4_and_8_devices(loss):
     args = arguments(64, dtype=np.float32)

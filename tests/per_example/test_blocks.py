@@ -173,6 +173,7 @@ def test_every_example_draws_its_own_numbers(float64, method):
     np.testing.assert_allclose(ab.per_example_norms(noisy, **options)(params, batch, key), norms_of(grads), rtol=1e-12)
 
 
+@pytest.mark.full
 @pytest.mark.every_jax
 @pytest.mark.parametrize("method", METHODS)
 def test_narrow_parameters(method):
@@ -232,6 +233,7 @@ def test_on_a_mesh_and_inside_shard_map(float64, method):
     np.testing.assert_allclose(jax.jit(inside)(params, batch), norms, rtol=1e-12)
 
 
+@pytest.mark.full
 def test_derivatives_of_norms(float64):
     params, batch, _, _ = oracle(tied)
 
@@ -386,6 +388,7 @@ def test_private_gradients_in_blocks():
     assert_close(*(jax.tree.map(np.asarray, each) for each in found), rtol=1e-6)
 
 
+@pytest.mark.full
 def test_the_exact_noise_scale_in_blocks(float64):
     params, batch = language_model(dtype=jnp.float64)
 

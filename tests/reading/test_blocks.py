@@ -237,6 +237,7 @@ def test_a_generator_that_cannot_draw_some_rows(x64):
         ab.value_and_grad(loss, microbatch_size=2, block_size=5)(params, batch)
 
 
+@pytest.mark.full
 def test_the_gradient_of_a_gradient_with_respect_to_the_batch(x64):
     """A result of blocks that depends on data alone has no gradient now, and one under an outer `grad`."""
 
@@ -503,6 +504,7 @@ def test_effects_are_left_as_they_are(capfd):
     assert capfd.readouterr().out.split() == ["4"]
 
 
+@pytest.mark.full
 def test_verify_compares_blocks_too():
     params, batch = language_model(tokens=512, words=1024)
     found = ab.verify(mean_loss, params, batch, microbatch_sizes=(1, 4))

@@ -148,6 +148,7 @@ def test_there_are_a_dozen_and_each_can_be_found():
     assert sum(loss.is_coupled for loss in LOSSES) == 3
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", MARKS)
 def test_the_lines_of_a_loss_are_marked(analyse, name):
     source = named(name).source
