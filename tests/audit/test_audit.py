@@ -392,6 +392,7 @@ def test_steps_with_mistakes(name, standard):
         assert result.kind is Cause.NUMBER_OF_MICROBATCHES
 
 
+@pytest.mark.full
 def test_adam_hides_a_factor_in_the_parameters_only(standard):
     optimizer = optax.adam(1e-3, eps=1e-20)
     result = ab.audit(

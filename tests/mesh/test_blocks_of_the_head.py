@@ -267,6 +267,7 @@ def test_more_blocks_need_no_more_collectives(loss):
     assert executed(loss, 1, features=192) <= executed(loss, 6, features=192)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("loss", [clip, hardest_triplets, nt_xent], ids=lambda loss: loss.__name__)
 @pytest.mark.parametrize("examples", [1024, 1023])
 def test_memory_of_a_device_falls_with_the_blocks(loss, examples):

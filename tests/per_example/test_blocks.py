@@ -154,6 +154,7 @@ def test_aux_and_batches_of_one(float64, method, keep_batch_dim):
     np.testing.assert_allclose(aux["losses"].reshape(losses.shape), losses, rtol=1e-12)
 
 
+@pytest.mark.full
 @pytest.mark.every_jax
 @pytest.mark.parametrize("method", METHODS)
 def test_every_example_draws_its_own_numbers(float64, method):
@@ -344,6 +345,7 @@ def test_one_example_is_planned_too():
     assert ab.plan(ab.per_example_norms(tied), params, batch, memory="8MiB", timed=False).block_size is not None
 
 
+@pytest.mark.full
 def test_no_blocks_where_the_full_batch_fits():
     params, batch = language_model()
     for timed in (False, True):

@@ -217,6 +217,7 @@ def test_an_endless_loop_is_stopped_and_said_so(site):
         expect(results(page)).to_contain_text(re.compile("10 seconds.*stopped|stopped.*10 seconds"))
 
 
+@pytest.mark.full
 def test_the_playground_draws_a_coupled_loss(unchanged):
     with unchanged.page("/playground") as page:
         page.get_by_role("combobox").first.click()
