@@ -8,6 +8,7 @@ import collections
 import concurrent.futures
 import dataclasses
 import functools
+import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -32,8 +33,13 @@ from anybatch.planning.running import run_until_it_fits
 from anybatch.planning.strategy import Route, Strategy
 from anybatch.reading.states import take_rows
 
-# Chunks on the device at any time: one in use, one waiting, and one on its way.
-IN_FLIGHT = 3
+# Chunks on the device at any time: one in use, one that the device computes next, one waiting, and one on its way.
+IN_FLIGHT = 4
+
+# A chunk is copied in slices of about so many bytes, at once. One copy alone is limited by the core of the host that
+# moves its bytes to memory that the device can read.
+SLICE_BYTES = 4 * 2**20
+MOST_SLICES = 8
 
 # With a fixed microbatch size, a chunk has as many microbatches as fit these bytes: small transfers are slow.
 GOOD_CHUNK = 32 * 2**20
@@ -223,7 +229,7 @@ class StreamingExecutor(Executor):
                 array = rows.source
             else:
                 array = np.concatenate([np.array(piece[rows.index]) for piece in rows.source.open()])
-            self._in_full[id(rows)] = _put(array, self.device)
+            (self._in_full[id(rows)],) = _put([array], self.device)
         return self._in_full[id(rows)]
 
     def __call__(self, batch_pass: BatchPass) -> tuple[list[Any], list[Any]]:
@@ -245,11 +251,17 @@ class _ChunkPass:
     def types(self) -> tuple[list[Any], list[Any]]:
         """The types of the sums and of the rows of a chunk."""
         place = [jax.ShapeDtypeStruct((), np.int32), jax.ShapeDtypeStruct((), np.bool_)]
-        arguments = (*place, self.invariant, self._chunk_types(self.size), self.on_device)
+        chunk = [avals.abstract(row.type_on_host, self.size) for row in self.host]
+        arguments = (*place, self.invariant, chunk, self.on_device)
         return jax.eval_shape(functools.partial(self._of_chunk, self.size), *arguments)
 
-    def _chunk_types(self, number: int) -> list[Any]:
-        return [avals.abstract(row.type_on_host, number) for row in self.host]
+    def _slice_types(self, number: int) -> list[list[Any]]:
+        """The types of the slices of each array of a chunk of so many examples."""
+        types = []
+        for row in self.host:
+            borders = _slice_borders(number, _row_bytes(row))
+            types.append([avals.abstract(row.type_on_host, end - begin) for begin, end in itertools.pairwise(borders)])
+        return types
 
     def _of_chunk(
         self, number: int, start: Any, is_last: Any, invariant: list[Any], chunk: list[Any], on_device: list[Any]
@@ -266,20 +278,22 @@ class _ChunkPass:
     def _program(self, number: int) -> CompiledProgram:
         """The program for a chunk of so many examples: it adds to the sums, and returns the rows."""
         sums, _ = self.types
-        counts = [len(sums), 2, len(self.invariant), len(self.host)]
+        slices = self._slice_types(number)
+        counts = [len(sums), 2, len(self.invariant), *map(len, slices)]
 
         def step(*flat: Any) -> list[Any]:
             parts, rest = [], list(flat)
             for count in counts:
                 parts.append(rest[:count])
                 rest = rest[count:]
-            totals, (start, is_last), invariant, chunk = parts
+            totals, (start, is_last), invariant, *several = parts
+            chunk = [each[0] if len(each) == 1 else jnp.concatenate(each) for each in several]
             added, rows = self._of_chunk(number, start, is_last, invariant, chunk, rest)
             # The last result tells when the step has ended: the sums are given on to the next step.
             return [*(total + one for total, one in zip(totals, added, strict=True)), *rows, start + number]
 
         place = [np.zeros((), np.int32), np.zeros((), np.bool_)]
-        arrays = [*self._zeros(), *place, *self.invariant, *self._chunk_types(number), *self.on_device]
+        arrays = [*self._zeros(), *place, *self.invariant, *itertools.chain(*slices), *self.on_device]
         program = PROGRAMS.compile(step, *arrays, has_effects=False, donated=range(len(sums)))
         PROGRAMS.keep(program)
         return program
@@ -291,8 +305,8 @@ class _ChunkPass:
         examples, start = self.executor.examples, 0
         totals, parts, ended = self._zeros(), [], collections.deque[Any]()
         programs: dict[int, CompiledProgram] = {}
-        for chunk in _transferred(in_chunks(self.host, self.size), self.executor.device):
-            number = chunk[0].shape[0]
+        chunks = in_chunks(self.host, self.size)
+        for number, chunk in _transferred(chunks, list(map(_row_bytes, self.host)), self.executor.device):
             if number not in programs:
                 programs[number] = self._program(number)
             place = [np.asarray(start, np.int32), np.asarray(start + number == examples)]
@@ -301,7 +315,7 @@ class _ChunkPass:
             parts.append(rows)
             start += number
             ended.append(token)
-            if len(ended) == IN_FLIGHT - 1:  # no more chunks wait on the device than the budget allows for
+            if len(ended) > 1:  # no more chunks wait on the device than the budget allows for
                 jax.block_until_ready(ended.popleft())
         layouts = self.batch_pass.output_layouts
         by_output = zip(*parts, strict=True)
@@ -311,7 +325,7 @@ class _ChunkPass:
         """Adds the bytes of the program to a list, and returns zeros."""
         program: Any = self._program(self.size).executable
         analysis = program.memory_analysis()
-        chunk = sum(int(np.prod(each.shape)) * np.dtype(each.dtype).itemsize for each in self._chunk_types(self.size))
+        chunk = self.size * sum(map(_row_bytes, self.host))
         outputs = analysis.output_size_in_bytes - analysis.alias_size_in_bytes
         others = max(0, analysis.argument_size_in_bytes - chunk)
         found.append(Bytes(0, IN_FLIGHT * chunk, others, 0, outputs, analysis.temp_size_in_bytes))
@@ -323,29 +337,52 @@ class _ChunkPass:
         return self._zeros(), rows
 
 
-def _transferred(chunks: Iterator[list[np.ndarray]], device: Any) -> Iterator[list[Any]]:
-    """The chunks on the device. A thread makes and copies the next one while the caller uses the one before."""
+def _transferred(
+    chunks: Iterator[list[np.ndarray]], row_bytes: Sequence[int], device: Any
+) -> Iterator[tuple[int, list[Any]]]:
+    """The chunks on the device, each as its number of examples and the slices of its arrays.
+
+    A thread makes and copies the next two while the caller uses the one before. It asks for a chunk when the one before
+    is copied, since the owner of the arrays may write over them.
+    """
     config: Any = jax.config
     has_x64 = bool(config.jax_enable_x64)
 
-    def transfer() -> list[Any] | None:
+    def transfer() -> tuple[int, list[Any]] | None:
         chunk = next(chunks, None)
+        if chunk is None:
+            return None
+        number = chunk[0].shape[0]
+        slices = []
+        for leaf, each in zip(chunk, row_bytes, strict=True):
+            borders = _slice_borders(number, each)
+            slices += [leaf[begin:end] for begin, end in itertools.pairwise(borders)]
         with jax.enable_x64(has_x64):  # a thread has its own
-            return None if chunk is None else [_put(leaf, device) for leaf in chunk]
+            return number, _put(slices, device)
 
-    with concurrent.futures.ThreadPoolExecutor(1, "anybatch-stream") as thread:
-        coming = thread.submit(transfer)
-        while (chunk := coming.result()) is not None:
-            coming = thread.submit(transfer)
+    thread = concurrent.futures.ThreadPoolExecutor(1, "anybatch-stream")
+    try:
+        # With two of them, the thread need not wait for the caller between two chunks.
+        coming = collections.deque([thread.submit(transfer), thread.submit(transfer)])
+        while (chunk := coming.popleft().result()) is not None:
+            coming.append(thread.submit(transfer))
             yield chunk
+    finally:
+        thread.shutdown(cancel_futures=True)
 
 
-def _put(array: np.ndarray, device: Any) -> Any:
-    """Copies an array to a device, and waits: the owner of the array may then write over it."""
+def _slice_borders(number: int, row_bytes: int) -> list[int]:
+    """Where an array of so many rows is divided into slices, with both ends."""
+    slices = max(1, min(MOST_SLICES, number, number * row_bytes // SLICE_BYTES))
+    return [number * index // slices for index in range(slices + 1)]
+
+
+def _put(arrays: Sequence[np.ndarray], device: Any) -> list[Any]:
+    """Copies arrays to a device, and waits: the owner of the arrays may then write over them."""
     platform = (device or jax.devices()[0]).platform
-    # On the CPU, JAX would share the memory of the array.
-    array = np.array(array) if platform == "cpu" else np.asarray(array)
-    return jax.block_until_ready(jax.device_put(array, device))
+    # On the CPU, JAX would share the memory of the arrays.
+    copied = [np.array(array) if platform == "cpu" else np.asarray(array) for array in arrays]
+    return jax.block_until_ready(jax.device_put(copied, device))
 
 
 def _joined(parts: Sequence[Any], layout: OutputLayout) -> Any:

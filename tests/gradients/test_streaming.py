@@ -204,6 +204,23 @@ def test_few_chunks_are_on_the_device():
     assert 1 <= max(seen) <= streaming.IN_FLIGHT
 
 
+@pytest.mark.parametrize("has_x64", [True, False])
+@pytest.mark.parametrize("loss", [masked, contrastive])
+def test_large_chunks_are_copied_in_slices(loss, has_x64, monkeypatch):
+    """Also where the array on the host has a wider type than on the device. The owner may write over its arrays."""
+    copies = []
+    honest = streaming._put
+    monkeypatch.setattr(streaming, "_put", lambda arrays, device: copies.append(len(arrays)) or honest(arrays, device))
+    monkeypatch.setattr(streaming, "SLICE_BYTES", 100)
+    batch = examples()
+    with jax.enable_x64(has_x64):
+        actual = ab.value_and_grad(loss, microbatch_size=17)(parameters(), in_pieces(batch, 17, 30))
+        expected = jax.value_and_grad(loss)(parameters(), batch)
+    assert max(copies) > len(batch)
+    tolerance = 1e-12 if has_x64 else 1e-5
+    jax.tree.map(lambda mine, its: np.testing.assert_allclose(mine, its, tolerance, tolerance), actual, expected)
+
+
 def test_memory_that_runs_out_halves_the_microbatches(monkeypatch):
     honest, failures = streaming._ChunkPass.compute, [1, 2]
 
