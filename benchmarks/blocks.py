@@ -74,6 +74,12 @@ DESCRIBED: list[jax.Device] = []  # the device to compile for, if it is only des
 QUESTIONS = ["logits", "vocabulary", "float32", "planned", "gpt2", "clip", "gradcache"]
 
 
+def describe() -> None:
+    """Makes `DESCRIBED` an H200."""
+    models.ATTENTION = "cudnn"
+    DESCRIBED.extend(topologies.get_topology_desc(platform="cuda", target_config=H200, topology="1x1x1").devices)
+
+
 def by_hand(model: GPT, block: int) -> Callable[..., Any]:
     """The loss of a GPT whose cross entropy runs in blocks of tokens, with its gradient taken in the forward pass."""
 
@@ -315,8 +321,7 @@ def main() -> None:
     if unknown := [name for name in options.questions if name not in QUESTIONS]:
         parser.error(f"the questions are {', '.join(QUESTIONS)}, got {', '.join(unknown)}")
     if options.described:
-        models.ATTENTION = "cudnn"
-        DESCRIBED.extend(topologies.get_topology_desc(platform="cuda", target_config=H200, topology="1x1x1").devices)
+        describe()
         options.questions = [name for name in options.questions if name != "planned"]  # plans are for devices that run
     kind = "described H200" if DESCRIBED else jax.devices()[0].device_kind
     print(f"{kind}, JAX {jax.__version__}, anybatch {ab.__version__}")

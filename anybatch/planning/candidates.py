@@ -8,11 +8,11 @@ that were compiled before.
 import dataclasses
 import itertools
 import math
-import statistics
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from anybatch.planning.measure import MIN_TURN_SECONDS, Bytes, Measurements, estimate
+from anybatch.planning.measure import MIN_TURN_SECONDS, Bytes, Measurements
+from anybatch.planning.prediction import Predictions
 from anybatch.planning.strategy import Strategy, Variant
 
 V = TypeVar("V")
@@ -21,16 +21,22 @@ V = TypeVar("V")
 NEIGHBOURS = 1000
 
 # Compilations in search of a larger size that fits. After these, a size must be twice as large to be worth another.
-SIZE_TRIALS = 3
+SIZE_TRIALS = 2
 
 # Strategies within this share of the fastest count as equally fast; the leanest of them is chosen.
 AS_FAST = 0.02
 # Strategies within this share of the least memory count as equally lean; the largest microbatch of them is chosen.
 AS_LEAN = 0.02
 
-# Smaller sizes are tried until two in a row are slower than the best by SLOWER, or one by MUCH_SLOWER.
-SLOWER = 1.05
-MUCH_SLOWER = 1.25
+# A predicted time may be wrong by this share for each doubling or halving of the nearest size that was timed, and for
+# each other choice that differs. On a CPU, it says little: caches matter more, and compiling is cheap.
+DOUBT, DOUBT_ON_CPU = 0.05, 0.5
+
+# Sizes whose logarithms differ by less than this take about the same time.
+DIFFERENT = math.log(1.25)
+
+# Programs that are compiled in search of the fastest.
+MOST_COMPILATIONS = 4
 
 # Times that were measured one by one are known to about a tenth. So strategies within CLOSE of the best are timed
 # again, in one last race of 3 to LAST_ROUNDS rounds, which should take FINAL_SECONDS for each strategy.
@@ -141,14 +147,16 @@ class StrategySearch:
         allowed: int | None,
         variants: Sequence[Variant] = (Variant(),),
         notify: Callable[[str], None] = lambda text: None,
+        known: dict[str, Any] | None = None,
     ) -> None:
         """Searches among `variants`, of which the first takes the least time, within the `allowed` bytes, if known.
 
-        `notify` is called with a text before each step that takes long.
+        `notify` is called with a text before each step that takes long. `known` is a record that was loaded from disk.
         """
         self.measurements, self.allowed, self.variants, self.notify = measurements, allowed, tuple(variants), notify
         self.examples = measurements.gradient.max_microbatch_size
         self.sizes = Sizes(self.examples, measurements.gradient.size_multiple)
+        self.predictions = Predictions(measurements.gradient, known)
         self.predicted: dict[Strategy, int] = {}  # bytes, as predicted before the strategy was compiled
 
     @property
@@ -171,56 +179,26 @@ class StrategySearch:
         """True if a strategy fits the budget, or `allowed`. Compiles it if necessary."""
         limit = self.allowed if allowed is None else allowed
         if strategy not in self.measurements.bytes:
-            guess = self.interpolate(strategy)
-            if guess is not None:
-                self.predicted[strategy] = guess
+            self.predicted[strategy] = self.predict(strategy)
             self.notify(f"Compiling {strategy}")
         found = self.measurements.bytes_of(strategy)
         return found is not None and (limit is None or found.total <= limit)
 
     def predict(self, strategy: Strategy) -> int:
-        """The approximate bytes of a strategy: from compiled sizes if there are any, or else from the jaxpr."""
-        interpolated = self.interpolate(strategy)
-        if interpolated is not None:
-            return interpolated
-        points = self._points(strategy.variant, with_full=True)
+        """The predicted bytes of a strategy: those of its jaxpr, corrected by what was compiled so far."""
+        predicted = self.predictions.total(strategy, self.measurements.bytes)
+        # Activations have a fixed part and a part for each example. So at a smaller size than a compiled one they take
+        # at least their share, and at a larger size no less.
         size = self._size(strategy)
-        if points:
-            compiled_size, found = points[0]
-            return int(found.total - found.activations + found.activations * size / compiled_size)
-        start, slope = estimate(self.measurements.gradient)
-        return int(start + slope * size)
-
-    def interpolate(self, strategy: Strategy) -> int | None:
-        """The bytes on a line fitted to the nearest 2 or 3 compiled sizes; None if fewer than 2 are known."""
-        points = self._points(strategy.variant, with_full=False)
-        size = self._size(strategy)
-        if len(points) < 2 or self._has_one_complete_microbatch(size):
-            return None
-        nearest = sorted(points, key=lambda point: abs(math.log(point[0] / size)))[:3]
-        sizes, totals = [each for each, _ in nearest], [found.total for _, found in nearest]
-        slope = max(0.0, statistics.linear_regression(sizes, totals).slope)
-        # A steep line would fall below the bytes that no microbatch size changes. Activations have a fixed part and a
-        # part for each example. So at a smaller size they take at least their share, and at a larger size no less.
-        least = max(
-            found.total - found.activations + int(found.activations * min(1.0, size / each)) for each, found in points
-        )
-        return max(least, int(statistics.fmean(totals) + slope * (size - statistics.fmean(sizes))))
-
-    def _points(self, variant: Variant, *, with_full: bool) -> list[tuple[int, Bytes]]:
-        """The compiled sizes of a variant, with their bytes. The full batch only if asked for, and nothing else is."""
-        points = [
-            (self._size(strategy), found)
-            for strategy, found in self.measurements.bytes.items()
-            if found is not None and strategy.variant == variant and self._size(strategy) < self.examples
+        least = [
+            found.total - found.activations + int(found.activations * min(1.0, size / self._size(each)))
+            for each, found in self.measurements.bytes.items()
+            if found is not None
+            and each.variant == strategy.variant
+            and self.predictions.has_loop(each)
+            and self.predictions.has_loop(strategy)
         ]
-        points = [point for point in points if not self._has_one_complete_microbatch(point[0])]
-        full = self.measurements.bytes.get(Strategy(self.examples, *variant))
-        return [(self.examples, full)] if with_full and not points and full is not None else points
-
-    def _has_one_complete_microbatch(self, size: int) -> bool:
-        """True if a size gives one complete microbatch and a ragged one. Without a loop, XLA may overlap the two."""
-        return self.examples // size == 1
+        return max([predicted, *least])
 
     def _size(self, strategy: Strategy) -> int:
         return self.examples if strategy.microbatch_size is None else strategy.microbatch_size
@@ -263,9 +241,23 @@ class StrategySearch:
         return Strategy(low, *variant) if low else None
 
     def first_fitting(self, reserve: int = 0) -> Strategy | None:
-        """The largest microbatch of the first variant for which one fits, with `reserve` bytes to spare; or None."""
+        """The largest microbatch of the first variant for which one fits, with `reserve` bytes to spare; or None.
+
+        The variant with the least predicted time is tried first.
+        """
         allowed = None if self.allowed is None else self.allowed - reserve
-        fitting = (self.largest_fitting(variant, allowed) for variant in self.variants)
+
+        block_sizes = list(dict.fromkeys(variant.block_size for variant in self.variants))
+
+        def order(variant: Variant) -> tuple[int, float]:
+            likely = self._likely_fitting(variant, allowed)
+            seconds = self.predictions.seconds(likely[0]) if likely else math.inf
+            return block_sizes.index(variant.block_size), seconds  # blocks only where nothing else fits
+
+        ordered = self.variants
+        if allowed is not None and len(ordered) > 1:
+            ordered = tuple(sorted(ordered, key=order))  # of equal ones, the first remains first
+        fitting = (self.largest_fitting(variant, allowed) for variant in ordered)
         return next((strategy for strategy in fitting if strategy is not None), None)
 
     def likely_fitting(self) -> Strategy:
@@ -291,50 +283,92 @@ class StrategySearch:
     # Time: which strategy is fastest.
 
     def fastest(self) -> Strategy | None:
-        """The strategy that takes the least time; of those about as fast, the one with the least memory."""
-        top: Strategy | None = None
-        for number, variant in enumerate(self.variants):
-            # Recomputing activations takes longer, and so may blocks: they pay only where microbatches are small.
-            if top is not None and self.measurements.gradient.is_full_batch(top):
-                if variant.method == top.method or variant.block_size != top.block_size:
-                    continue
-            largest = self.largest_fitting(variant)
-            if largest is not None:
-                self._time_downwards(largest)
-            top = largest if number == 0 else top
-        if not self.timed_and_fitting():
-            return None
-        seconds = self.measurements.seconds
-        for strategy in self._around(min(self.timed_and_fitting(), key=seconds.__getitem__)):
+        """The strategy that takes the least time; of those about as fast, the one with the least memory.
+
+        The strategy with the least predicted time is compiled and timed first, and then others that may be faster.
+        """
+        before = self.measurements.compilations
+        while (strategy := self._next_to_time(self.measurements.compilations - before)) is not None:
             if self.fits(strategy):
                 self._time(strategy)
         timed = self.timed_and_fitting()
+        if not timed:
+            return None
+        seconds = self.measurements.seconds
         best = min(timed, key=seconds.__getitem__)
         close = [strategy for strategy in timed if seconds[strategy] <= CLOSE * seconds[best]]
         self._race(close, best)
-        chosen = self._leanest_of_the_fast(close)
-        smaller = [strategy for strategy in self._around(chosen) if self._size(strategy) < self._size(chosen)]
-        finer = [strategy for strategy in smaller if strategy not in seconds and self.fits(strategy)]
-        if finer:  # a size between two that were timed may be as fast and leaner
-            fastest = min(close, key=seconds.__getitem__)
-            self._race([*finer, *dict.fromkeys((chosen, fastest))], fastest)
-            chosen = self._leanest_of_the_fast([*close, *finer])
-        return chosen
+        return self._leanest_of_the_fast(close)
 
     def timed_and_fitting(self) -> list[Strategy]:
         return [strategy for strategy, each in self.seconds.items() if math.isfinite(each) and self.fits(strategy)]
 
-    def _time_downwards(self, top: Strategy) -> None:
-        """Times a strategy, then ever smaller microbatches, until they only become slower."""
-        slower = 0
-        for size in (self._size(top), *self.sizes.steps_down(self._size(top))):
-            strategy = Strategy(size, *top.variant)
-            if not self.fits(strategy):
-                continue
-            ratio = self._time(strategy) / min(self.seconds.values())
-            slower = slower + 1 if ratio > SLOWER else 0
-            if slower == 2 or ratio > MUCH_SLOWER:
-                return
+    def _next_to_time(self, compilations: int) -> Strategy | None:
+        """The strategy to compile and time next, after so many compilations; None if no other is likely to be faster.
+
+        A predicted time is less certain, the more a strategy differs from all that were timed. So each strategy is
+        judged by the least time that it may take.
+        """
+        timed = {each: self.seconds[each] for each in self.timed_and_fitting()}
+        if not timed:
+            likely = [each for variant in self.variants for each in self._likely_fitting(variant)]
+            untried = [each for each in likely if self._may_fit(each)]
+            return min(untried, key=self.predictions.seconds, default=None) or self._last_resort()
+        if compilations >= MOST_COMPILATIONS:
+            return None
+        best = self._leanest_of_the_fast(list(timed))
+        others = [each for variant in self.variants if (each := self._likely_best(variant)) is not None]
+        doubt = DOUBT_ON_CPU if self.predictions.on_cpu else DOUBT
+
+        def least_seconds(strategy: Strategy) -> float:
+            differences, doublings = min(self.predictions.distance(strategy, each) for each in timed)
+            return self.predictions.seconds(strategy, timed) * (1 - doubt * (differences + doublings / math.log(2)))
+
+        new = [each for each in [*self._around(best), *others] if self._is_new(each)]
+        following = min(new, key=least_seconds, default=None)
+        return following if following is not None and least_seconds(following) < min(timed.values()) else None
+
+    def _around(self, best: Strategy) -> list[Strategy]:
+        """Sizes halfway between the best one and the next smaller and larger ones that were timed.
+
+        If no smaller one was timed, a quarter of the best one.
+        """
+        size = self._size(best)
+        timed = sorted(self._size(strategy) for strategy in self.seconds if strategy.variant == best.variant)
+        pairs = [pair for pair in itertools.pairwise(timed) if size in pair]
+        found = [self.sizes.between(*pair) for pair in pairs]
+        if size == timed[0]:
+            found += self.sizes.steps_down(size)[:2][-1:]
+        return [Strategy(each, *best.variant) for each in found if each is not None]
+
+    def _likely_fitting(self, variant: Variant, allowed: int | None = None) -> list[Strategy]:
+        """The largest strategy of a variant that is predicted to fit the budget, or `allowed`, and smaller ones."""
+        limit = self.allowed if allowed is None else allowed
+        sizes = self.sizes.all()
+        fitting = [size for size in sizes if limit is None or self.predict(Strategy(size, *variant)) <= limit]
+        if not fitting:
+            return []
+        largest = self.sizes.preferred(fitting[-1])
+        return [Strategy(size, *variant) for size in (largest, *self.sizes.steps_down(largest))]
+
+    def _likely_best(self, variant: Variant) -> Strategy | None:
+        """The strategy of a variant that is predicted to take the least time; None if none is predicted to fit."""
+        return min(self._likely_fitting(variant), key=self.predictions.seconds, default=None)
+
+    def _is_new(self, strategy: Strategy) -> bool:
+        """True if it is predicted to fit, and its size differs enough from those of the variant that were compiled."""
+        alike = [self._size(each) for each in self.measurements.bytes if each.variant == strategy.variant]
+        differs = all(abs(math.log(self._size(strategy) / each)) > DIFFERENT for each in alike)
+        return differs and (self.allowed is None or self.predict(strategy) <= self.allowed)
+
+    def _last_resort(self) -> Strategy | None:
+        """The smallest size of a variant that was not tried, though it is not predicted to fit."""
+        smallest = (Strategy(self.sizes.smallest, *variant) for variant in self.variants)
+        return next((each for each in smallest if self._may_fit(each)), None)
+
+    def _may_fit(self, strategy: Strategy) -> bool:
+        """False if it was compiled and does not fit, or ran out of memory."""
+        return strategy not in self.measurements.bytes or (self.fits(strategy) and strategy not in self.seconds)
 
     def _time(self, strategy: Strategy) -> float:
         """The seconds of a strategy.
@@ -354,14 +388,6 @@ class StrategySearch:
         else:
             seconds[strategy] = known[best] * raced[strategy] / raced[best]
         return seconds[strategy]
-
-    def _around(self, best: Strategy) -> list[Strategy]:
-        """Strategies halfway between the best size and the next smaller and larger ones that were timed."""
-        seconds = self.measurements.seconds
-        timed = sorted(self._size(strategy) for strategy in seconds if strategy.variant == best.variant)
-        pairs = [pair for pair in itertools.pairwise(timed) if self._size(best) in pair]
-        between = [self.sizes.between(*pair) for pair in pairs]
-        return [Strategy(size, *best.variant) for size in between if size is not None]
 
     def _race(self, strategies: Sequence[Strategy], reference: Strategy) -> None:
         """Times strategies in turns, and scales all earlier times by how that of `reference` has changed."""
@@ -396,7 +422,8 @@ class StrategySearch:
         variant = self.variants[0]
         self.fits(Strategy(self.examples, *variant))
         for size in (ladder[len(ladder) // 3], ladder[2 * len(ladder) // 3]):
-            if len(self._points(variant, with_full=False)) < 2:
+            known = [each for each, found in self.compiled.items() if found and self.predictions.has_loop(each)]
+            if len([each for each in known if each.variant == variant]) < 2:
                 self.fits(Strategy(size, *variant))
         if self.measurements.gradient.is_coupled:  # its head takes memory that does not lie on the line
             self.fits(Strategy(self.sizes.smallest, *variant))

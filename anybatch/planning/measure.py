@@ -1,7 +1,7 @@
 """The memory of a strategy, from its compiled program, and its time, from running it.
 
-`Measurements` compiles and times the strategies of one gradient, and keeps the results. `estimate` and
-`generous_bytes` tell about memory before anything is compiled.
+`Measurements` compiles and times the strategies of one gradient, and keeps the results. `generous_bytes` tells about
+memory before anything is compiled.
 """
 
 import contextlib
@@ -248,12 +248,6 @@ def count_bytes(compiled: Any, gradient: Problem) -> Bytes:
         results=outputs - gradients,
         activations=analysis.temp_size_in_bytes,
     )
-
-
-def estimate(gradient: Problem) -> tuple[int, float]:
-    """Estimates, from the jaxpr alone, the bytes of a gradient without examples, and the bytes of each example."""
-    start = gradient.argument_bytes + gradient.local_bytes("wrt")
-    return start, gradient.vmap_copies * gradient.bytes_written(written_bytes) / max(1, gradient.examples)
 
 
 def generous_bytes(gradient: Problem) -> int | None:

@@ -86,7 +86,7 @@ def _listed(search: StrategySearch, strategy: Strategy | None) -> set[Strategy]:
     previous: float = math.inf
     for size in search.sizes.steps_down(search.examples):
         between = Strategy(size, *search.variants[0])
-        predicted = search.interpolate(between) if size <= 1.25 * largest else None
+        predicted = search.predict(between) if size <= 1.25 * largest else None
         # Where the total hardly changes any more, only the smallest size is added.
         if predicted is not None and (predicted < 0.9 * previous or size == search.sizes.smallest):
             listed.add(between)
@@ -108,7 +108,7 @@ def _order(strategy: Strategy) -> tuple[Any, ...]:
 def _candidate(search: StrategySearch, budget: Budget, strategy: Strategy) -> Candidate:
     measurements = search.measurements
     found = measurements.bytes.get(strategy)
-    predicted = search.predicted.get(strategy) if strategy in measurements.bytes else search.interpolate(strategy)
+    predicted = search.predicted.get(strategy) if strategy in measurements.bytes else search.predict(strategy)
     total = predicted if found is None else found.total
     fits: bool | None = None
     if strategy in measurements.bytes and found is None:
@@ -436,7 +436,7 @@ class Planner:
         recorded = measured or (None if timed else self._choice(record, timed=False))
         if recorded is not None:
             measurements = Measurements(self.gradient, record)
-            search = StrategySearch(measurements, budget.allowed, self.variants, self.notify)
+            search = StrategySearch(measurements, budget.allowed, self.variants, self.notify, record)
             shown = {self.full, *search.shown_variants(recorded)}
             if not thorough or shown <= set(measurements.bytes):
                 plan = as_plan(search, budget, recorded, by_time=measured is not None)
@@ -460,8 +460,9 @@ class Planner:
 
         A strategy that an earlier search has `measured` to be the fastest is taken; others are only for the table.
         """
-        measurements = Measurements(self.gradient, self._load())
-        search = StrategySearch(measurements, budget.allowed, self.variants, self.notify)
+        record = self._load()
+        measurements = Measurements(self.gradient, record)
+        search = StrategySearch(measurements, budget.allowed, self.variants, self.notify, record)
         strategy = measured
         if strategy is None and self.options.objective == "memory":
             strategy = search.leanest()
@@ -476,8 +477,9 @@ class Planner:
         if strategy is None and measurements.failures and not any(search.compiled.values()):
             raise next(iter(measurements.failures.values()))  # nothing compiles, for another reason than memory
         by_time = timed or measured is not None
-        self._save(measurements, strategy, budget, timed=by_time)
-        return as_plan(search, budget, strategy, by_time=by_time), measurements
+        plan = as_plan(search, budget, strategy, by_time=by_time)
+        self._save(search, strategy, budget, timed=by_time)
+        return plan, measurements
 
     # The record on disk.
 
@@ -508,7 +510,8 @@ class Planner:
         except (KeyError, TypeError):  # the record has none, or is damaged
             return None
 
-    def _save(self, measurements: Measurements, strategy: Strategy | None, budget: Budget, *, timed: bool) -> None:
+    def _save(self, search: StrategySearch, strategy: Strategy | None, budget: Budget, *, timed: bool) -> None:
+        measurements = search.measurements
         if not self.is_recorded or (strategy is None and not measurements.compilations):
             return
         record = self._load()
@@ -517,7 +520,8 @@ class Planner:
         if strategy is not None:
             chosen = {"size": strategy.microbatch_size, **strategy.variant._asdict(), "budget": budget.allowed}
             choices[self._choice_key(timed=timed)] = chosen
-        store.save(self.key, {"strategies": measurements.record(), "choices": choices})
+        known = {"strategies": measurements.record(), "predictions": search.predictions.record()}
+        store.save(self.key, known | {"choices": choices})
 
 
 def report_nothing_fits(plan: Plan, *, certain: bool) -> None:

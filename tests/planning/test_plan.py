@@ -50,15 +50,16 @@ def test_the_chosen_plan_never_exceeds_its_budget(loss, examples, share):
 
 @pytest.mark.full
 @pytest.mark.parametrize("loss, examples, share", [(network, 512, 0.6), (network, 509, 0.2), (scanned, 512, 0.2)])
-def test_predictions_are_within_5_percent_of_what_is_compiled(loss, examples, share):
+def test_predictions_are_close_to_what_is_compiled(loss, examples, share):
+    """Within 12% before anything is compiled, and within 5% of the sizes that are never compiled."""
     params, batch = problem(examples)
     plan = ab.explain(loss, params, batch, memory=between(share, loss, params, batch), timed=False)
 
     predicted = [each for each in plan.candidates if each.predicted is not None]
     assert len(predicted) >= 2
-    for each in predicted[:3]:
+    for each in [*predicted[:3], *(each for each in predicted if each.bytes is None)]:
         taken = compiled_bytes(loss, params, batch, microbatch_size=each.microbatch_size)
-        assert each.predicted == pytest.approx(taken, rel=0.05)
+        assert each.predicted == pytest.approx(taken, rel=0.05 if each.bytes is None else 0.12)
 
 
 def test_the_budget_is_used():
@@ -204,10 +205,10 @@ def test_no_prediction_is_below_what_no_size_changes(activations):
     for size, number in activations.items():
         measurements.bytes[Strategy(size)] = dataclasses.replace(fixed, activations=number)
     search = StrategySearch(measurements, allowed=None)
-    predicted = [search.interpolate(Strategy(size)) for size in (1, 2, 3, 5, 6, 9, 12)]
+    predicted = [search.predict(Strategy(size)) for size in (1, 2, 3, 5, 6, 9, 12)]
     assert min(predicted) > fixed.total
     smallest = min(activations)
-    assert search.interpolate(Strategy(1)) >= fixed.total + activations[smallest] // smallest
+    assert search.predict(Strategy(1)) >= fixed.total + activations[smallest] // smallest
 
 
 @pytest.mark.full
