@@ -110,6 +110,9 @@ REDUCTIONS = ("infer", "sum", "mean", "weighted")
 # Policies of `jax.checkpoint`, from the one that keeps the most activations to the one that keeps the fewest.
 POLICIES = ("dots_saveable", "dots_with_no_batch_dims_saveable", "nothing_saveable")
 
+# The shares of the activations that `remat="auto"` considers to compute again.
+SHARES = (0.25, 0.5, 0.75, 1.0)
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Options:
@@ -130,7 +133,7 @@ class Options:
     aux_reduction: Any = None
     memory: Any = None
     objective: str = "speed"
-    remat: str | None = None
+    remat: str | float | None = None
     accumulator_dtype: Any = jnp.float32
     mesh: Any = None
     axis_name: Any = "data"
@@ -185,8 +188,8 @@ class Options:
         return self.has_aux and not {"stack", "last"}.isdisjoint(jax.tree.leaves(self.aux_reduction))
 
     @property
-    def fixed_remat(self) -> str | None:
-        """The remat policy of a call that is not planned: "auto" is for plans only."""
+    def fixed_remat(self) -> str | float | None:
+        """The value of `remat` for a call that is not planned: "auto" is for plans only."""
         return None if self.remat == "auto" else self.remat
 
     @property
@@ -205,8 +208,8 @@ class Options:
         one_of("reduction", self.reduction, REDUCTIONS)
         one_of("on_coupled", self.on_coupled, ("exact", "error"))
         one_of("objective", self.objective, ("memory", "speed"))
-        if self.remat is not None:
-            one_of("remat", self.remat, (*POLICIES, "auto"))
+        remat = float(self.remat) if self.remat == 1 and not isinstance(self.remat, bool) else self.remat
+        _check_remat(remat)
         size = _size("microbatch_size", self.microbatch_size, "examples at a time", "the full batch")
         block_size = _size("block_size", self.block_size, "rows of a block", "big values in full")
         self._check_aux(size)
@@ -221,7 +224,8 @@ class Options:
                 given='reduce="each", which sums over the devices in every microbatch',
                 remedy="Leave reduce out, or pass exact=True.",
             )
-        return dataclasses.replace(self, microbatch_size=size, block_size=block_size, accumulator_dtype=dtype)
+        changes = {"microbatch_size": size, "block_size": block_size, "remat": remat, "accumulator_dtype": dtype}
+        return dataclasses.replace(self, **changes)
 
     def _check_aux(self, size: Any) -> None:
         aux_outputs.check_aux_reduction(self.aux_reduction)
@@ -266,6 +270,22 @@ class Options:
                 given='reduce="each", which sums over the devices in every microbatch',
                 remedy="Leave reduce out.",
             )
+
+
+def is_remat(value: Any) -> bool:
+    """True for None, a policy, or the share of the activations that is computed again."""
+    is_share = isinstance(value, float) and 0 < value <= 1
+    return value is None or is_share or (isinstance(value, str) and value in POLICIES)
+
+
+def _check_remat(value: Any) -> None:
+    if not is_remat(value) and value != "auto":
+        names = ", ".join(f'"{name}"' for name in POLICIES)
+        raise InputError(
+            f'remat must be None, "auto", a share above 0 and at most 1, or one of {names}',
+            given=f"remat={value!r}",
+            remedy="Pass remat=0.5 to compute half of the activations again, or None to keep all of them.",
+        )
 
 
 def _size(name: str, value: Any, unit: str, none: str) -> Any:

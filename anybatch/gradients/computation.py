@@ -274,7 +274,7 @@ class Gradient(Problem):
 
         return compute, consts
 
-    def _declared(self, size: int, policy: str | None) -> tuple[declared.DeclaredSplit, dict[int, Any]]:
+    def _declared(self, size: int, policy: str | float | None) -> tuple[declared.DeclaredSplit, dict[int, Any]]:
         """The split of a loss with a declared reduction, and the arrays that it closes over at each size."""
         options = self.options
         counts = [self.examples] if self.shardings is None else self.shardings.executor(self.examples).counts
@@ -311,7 +311,7 @@ def _check_host_batch(options: Options) -> None:
         )
 
 
-def _with_remat(loss: TracedLoss, policy: str | None) -> TracedLoss:
+def _with_remat(loss: TracedLoss, policy: str | float | None) -> TracedLoss:
     if policy is None:
         return loss
     traced = remat.rematerialised(loss.traced, loss.const_types, policy)

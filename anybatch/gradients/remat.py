@@ -3,6 +3,9 @@
 One `jax.checkpoint` around the loss saves no memory: the backward pass would compute all of it again and keep all
 activations at once. It saves memory around blocks, one after the other. So the program is divided where few bytes are
 passed on, as between the layers of a network. The body of a `lax.scan` over layers is already such a block.
+
+Inside the blocks, a policy says which values are kept for the backward pass: one of JAX's by its name, or a share of
+the bytes that are not kept. By a share, those values are computed again that take the least time for each byte.
 """
 
 import dataclasses
@@ -12,32 +15,170 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+from jax.ad_checkpoint import checkpoint_name
 
 from anybatch.jaxprs import avals, interpreter, tracing
 from anybatch.jaxprs.graph import num_bytes
-from anybatch.jaxprs.primitives import CALLS, FUSED, called_jaxpr
+from anybatch.jaxprs.primitives import CALLS, ELEMENTWISE, FUSED, MOVES, called_jaxpr
+from anybatch.planning.prediction import seconds_alone
 from anybatch.reading.block_loop import is_region
 
 MOST_BLOCKS = 64
 
+KEPT = "anybatch.kept"  # the name of values that are kept
 
-def rematerialised(traced: tracing.Traced, const_types: Sequence[Any], policy: str) -> tracing.Traced:
+# Of the values that XLA computes inside the kernels that read them, about this share is in memory for the backward pass
+# if nothing is computed again. To compute them again takes about this share of the time of a kernel for each.
+FUSED_SHARE = 0.25
+
+# Derivatives of these do not need the operands. Derivatives of others in `ELEMENTWISE` do.
+_NEEDS_NO_OPERAND = MOVES | frozenset(
+    """add add_any and ceil convert_element_type copy copy_p dynamic_slice eq exp floor ge gt imag is_finite le logistic
+    lt name ne neg not or pcast pvary real reduce_sum round rsqrt select_n sharding_constraint sign sqrt stop_gradient
+    sub tanh""".split()
+)
+_NEEDS_RESULT = frozenset("cbrt exp logistic reduce_max reduce_min rsqrt sqrt tan tanh".split())
+
+
+@dataclasses.dataclass(frozen=True)
+class _Policy:
+    """Which values are kept for the backward pass.
+
+    JAX's policy says so inside the blocks; it allows the results of the `kept` equations. Blocks that are left `as_is`
+    have no `jax.checkpoint`. Both are identities of equations, of a block that of its first one.
+    """
+
+    saveable: Callable[..., Any]
+    kept: frozenset[int] = frozenset()
+    as_is: frozenset[int] = frozenset()
+
+    def evaluate(self, equation: Any, operands: Sequence[Any]) -> list[Any]:
+        results = interpreter.evaluate(equation, operands)
+        return [checkpoint_name(each, KEPT) for each in results] if id(equation) in self.kept else results
+
+    def checkpoint(self, block: Callable[..., Any], first: Any, **options: Any) -> Callable[..., Any]:
+        """The block that begins with an equation, with `jax.checkpoint` unless it is left as it is."""
+        return block if id(first) in self.as_is else jax.checkpoint(block, policy=self.saveable, **options)
+
+
+def rematerialised(traced: tracing.Traced, const_types: Sequence[Any], policy: str | float) -> tracing.Traced:
     """The same program, divided into blocks with `jax.checkpoint`.
 
-    `const_types` are the types of the arrays that it closes over. One of `jax.checkpoint_policies` says which
-    activations of a block are kept.
+    `const_types` are the types of the arrays that it closes over. The policy is the name of one of
+    `jax.checkpoint_policies`, or the share of the activations' bytes that are computed again.
     """
-    saveable = getattr(jax.checkpoint_policies, policy)
-    jaxpr = traced.jaxpr
     types = [avals.abstract(variable.aval) for variable in traced.arguments]
+    jaxpr = traced.jaxpr
+    if isinstance(policy, str):
+        chosen = _Policy(getattr(jax.checkpoint_policies, policy))
+    else:
+        inner = [avals.abstract(jax.typeof(array)) for array in traced.inner]
+        jaxpr = _inlined(jaxpr, [*inner, *const_types, *types])
+        names = jax.checkpoint_policies.save_only_these_names(KEPT)
+        chosen = _Policy(names, *_kept(_values_of(jaxpr, _written(jaxpr)), policy))
 
     def in_blocks(*flat: Any) -> list[Any]:
-        return _run(jaxpr, (*traced.inner, *flat), saveable, _written(jaxpr))
+        return _run(jaxpr, (*traced.inner, *flat), chosen, _written(jaxpr))
 
     return dataclasses.replace(tracing.retrace(in_blocks, const_types, types), bound=traced.bound)
 
 
-def _run(jaxpr: Any, values: Sequence[Any], policy: Any, all_written: int) -> list[Any]:
+# Which values are kept, if the policy is a share.
+
+
+def _inlined(jaxpr: Any, types: Sequence[Any]) -> Any:
+    """The same program with calls of functions inlined, so that no two equations are one object."""
+    return tracing.close(lambda *flat: interpreter.interpret(jaxpr, flat, _evaluate_inlined), types)
+
+
+def _evaluate_inlined(equation: Any, operands: Sequence[Any]) -> list[Any]:
+    name = equation.primitive.name
+    if name in CALLS and not is_region(equation):
+        return interpreter.interpret(called_jaxpr(equation), operands, _evaluate_inlined)
+    if name == "scan":
+        body = equation.params["jaxpr"]
+        types = [avals.abstract(variable.aval) for variable in interpreter.unbound_inputs_of(body)]
+        return interpreter.evaluate(equation, operands, equation.params | {"jaxpr": _inlined(body, types)})
+    return interpreter.evaluate(equation, operands)
+
+
+@dataclasses.dataclass
+class _Values:
+    """Values of a block that the backward pass is likely to need: of one equation, or all that XLA fuses."""
+
+    first: Any  # the first equation of the block
+    equation: Any  # None for the values that XLA fuses
+    num_bytes: float = 0.0
+    seconds: float = 0.0  # to compute them again
+
+    @property
+    def seconds_per_byte(self) -> float:
+        return self.seconds / self.num_bytes if self.num_bytes else 0.0
+
+
+def _values_of(jaxpr: Any, all_written: int) -> list[_Values]:
+    """The values inside the blocks of a program that the backward pass is likely to need, in its order."""
+    equations, found = interpreter.equations_of(jaxpr), []
+    for segment in _segments(equations, interpreter.outputs_of(jaxpr), all_written):
+        first = segment.equations[0]
+        if not segment.has_blocks_inside:
+            found += _values_of_block(first, segment.equations)
+        elif first.primitive.name == "scan" and not is_region(first):
+            inside = _values_of_block(first, interpreter.equations_of(first.params["jaxpr"]))
+            for each in inside:
+                each.num_bytes *= first.params["length"]
+                each.seconds *= first.params["length"]
+            found += inside
+    return found
+
+
+def _values_of_block(first: Any, equations: Sequence[Any]) -> list[_Values]:
+    needed = {
+        operand
+        for equation in equations
+        if equation.primitive.name not in _NEEDS_NO_OPERAND
+        for operand in _variables(equation.invars)
+    }
+    fused = _Values(first, None)
+    found = [fused]
+    for equation in equations:
+        name = equation.primitive.name
+        results = [each for each in equation.outvars if each in needed or name in _NEEDS_RESULT]
+        size = sum(num_bytes(each.aval) for each in results)
+        if is_region(equation) or not size:
+            continue
+        if name in ELEMENTWISE or name in MOVES:
+            fused.num_bytes += FUSED_SHARE * size
+            fused.seconds += FUSED_SHARE * seconds_alone(equation)
+        else:
+            found.append(_Values(first, equation, size, seconds_alone(equation)))
+    return found
+
+
+def _kept(values: Sequence[_Values], share: float) -> tuple[frozenset[int], frozenset[int]]:
+    """`_Policy.kept` and `_Policy.as_is` if this share of all bytes is computed again."""
+    least = {id(each.first): each.seconds_per_byte for each in values if each.equation is None}
+
+    def order(each: _Values) -> tuple[float, bool]:
+        # The values that XLA fuses are always computed again where others of the same block are.
+        return max(each.seconds_per_byte, least[id(each.first)]), each.equation is not None
+
+    left = share * sum(each.num_bytes for each in values)
+    kept, as_is = set(), set()
+    for each in sorted(values, key=order):
+        if left <= 0:
+            if each.equation is None:
+                as_is.add(id(each.first))
+            else:
+                kept.add(id(each.equation))
+        left -= each.num_bytes
+    return frozenset(kept), frozenset(as_is)
+
+
+# The program in blocks.
+
+
+def _run(jaxpr: Any, values: Sequence[Any], policy: _Policy, all_written: int) -> list[Any]:
     variables, consts, equations = interpreter.open_jaxpr(jaxpr)
     outputs = interpreter.outputs_of(jaxpr)
     environment = interpreter.Environment(variables, [*consts, *values])
@@ -47,12 +188,12 @@ def _run(jaxpr: Any, values: Sequence[Any], policy: Any, all_written: int) -> li
             results = _run_inside(equation, environment.read(equation.invars), policy, all_written)
             environment.write(equation.outvars, results)
         else:
-            block = jax.checkpoint(_block(segment), policy=policy)
+            block = policy.checkpoint(_block(segment, policy), segment.equations[0])
             environment.write(segment.writes, block(*environment.read(segment.reads)))
     return environment.read(outputs)
 
 
-def _run_inside(equation: Any, operands: Sequence[Any], policy: Any, all_written: int) -> list[Any]:
+def _run_inside(equation: Any, operands: Sequence[Any], policy: _Policy, all_written: int) -> list[Any]:
     """Evaluates an equation that contains most of the program, with blocks inside it; or one that needs none."""
     if is_region(equation):
         return interpreter.evaluate(equation, operands)
@@ -62,10 +203,10 @@ def _run_inside(equation: Any, operands: Sequence[Any], policy: Any, all_written
     types = [avals.abstract(variable.aval) for variable in interpreter.unbound_inputs_of(body)]
 
     def turn(*flat: Any) -> list[Any]:
-        return interpreter.call(body, *flat)
+        return interpreter.interpret(body, flat, policy.evaluate) if policy.kept else interpreter.call(body, *flat)
 
     # In a loop, XLA cannot merge the second computation with the first, so prevent_cse is not needed.
-    blocked = tracing.close(jax.checkpoint(turn, policy=policy, prevent_cse=False), types)
+    blocked = tracing.close(policy.checkpoint(turn, equation, prevent_cse=False), types)
     return interpreter.evaluate(equation, operands, equation.params | {"jaxpr": blocked})
 
 
@@ -79,12 +220,11 @@ class _Segment:
     has_blocks_inside: bool  # True for a single equation that is divided inside instead
 
 
-def _block(segment: _Segment) -> Callable[..., list[Any]]:
+def _block(segment: _Segment, policy: _Policy) -> Callable[..., list[Any]]:
     def block(*values: Any) -> list[Any]:
         environment = interpreter.Environment(segment.reads, values)
         for equation in segment.equations:
-            results = interpreter.evaluate(equation, environment.read(equation.invars))
-            environment.write(equation.outvars, results)
+            environment.write(equation.outvars, policy.evaluate(equation, environment.read(equation.invars)))
         return environment.read(segment.writes)
 
     return block

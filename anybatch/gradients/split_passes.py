@@ -42,7 +42,7 @@ class Prefix:
     shard: Shard
     selection: int | None = None  # the number of selected rows that the loop runs over; None for the examples
     differentiated: Sequence[int] = ()  # the positions of the wanted values that have a gradient
-    remat: str | None = None  # a policy of jax.checkpoint for the backward pass
+    remat: str | float | None = None  # a policy of jax.checkpoint for the backward pass
     block_size: int | None = None  # the rows of a block of big values; None if these are computed in full
     weights: MicrobatchWeights | None = None  # of the microbatches, if the squares of their gradients are wanted
     programs: dict[Any, Any] = dataclasses.field(default_factory=dict)  # of this loss, by size and types
@@ -175,7 +175,7 @@ class Passes:
     size: int  # of the microbatches
     accumulator_dtype: Any
     executor: Executor
-    remat: str | None = None  # of a loss that was read
+    remat: str | float | None = None  # of a loss that was read
     block_size: int | None = None
     weights: MicrobatchWeights | None = None  # of the microbatches of a loss that was read, if the noise is wanted
     measures_noise: bool = False

@@ -32,7 +32,7 @@ def value_and_grad(
     rng_argnums: int | tuple[int, ...] = (),
     memory: str | int | None = None,
     objective: str = "speed",
-    remat: str | None = None,
+    remat: str | float | None = None,
     accumulator_dtype: Any = jnp.float32,
     mesh: jax.sharding.Mesh | None = None,
     axis_name: str | tuple[str, ...] = "data",

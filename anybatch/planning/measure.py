@@ -17,7 +17,7 @@ import jax
 
 from anybatch.call import placement
 from anybatch.call.caches import can_run
-from anybatch.call.options import POLICIES
+from anybatch.call.options import is_remat
 from anybatch.call.placement import local_bytes
 from anybatch.errors import AnybatchError
 from anybatch.jaxprs import avals, versions
@@ -93,7 +93,7 @@ class Measurements:
         makes_sense = (
             isinstance(size, int)
             and 0 < size <= self.gradient.max_microbatch_size
-            and remat in (None, *POLICIES)
+            and is_remat(remat)
             and reduce in ("once", "each")
             and method in self.gradient.methods
             and (block_size is None or (isinstance(block_size, int) and block_size > 0))

@@ -58,7 +58,7 @@ class Candidate:
 
     route: Route  # prints as "full batch", "one pass", "two passes", ...
     microbatch_size: int  # for the full batch, the number of examples
-    remat: str | None
+    remat: str | float | None
     reduce: str  # on a mesh, when gradients are added up over devices: "once" at the end, or after "each" microbatch
     method: str | None  # for per-example gradients: "factored" or "vmap"
     block_size: int | None  # the rows of big values that are computed at a time; None: all
@@ -87,7 +87,8 @@ class Candidate:
         """Its choices other than the microbatch size, in words; may be empty."""
         reduce = "" if self.reduce == "once" else f"reduce {self.reduce}"
         blocks = "" if self.block_size is None else f"blocks of {self.block_size}"
-        return ", ".join(filter(None, [self.method, blocks, self.remat, reduce]))
+        remat = f"remat {self.remat:g}" if isinstance(self.remat, float) else self.remat
+        return ", ".join(filter(None, [self.method, blocks, remat, reduce]))
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -137,7 +138,7 @@ class Plan:
         return None if self.chosen is None else self.chosen.microbatch_size
 
     @property
-    def remat(self) -> str | None:
+    def remat(self) -> str | float | None:
         """For `value_and_grad(remat=...)`."""
         return None if self.chosen is None else self.chosen.remat
 
@@ -193,7 +194,7 @@ class Plan:
             if name != "gradients" or self.noun != RESULT
         ]
         shows_reduce = any(each.reduce != "once" for each in candidates)
-        remats = tuple(each.remat or "" for each in candidates)
+        remats = tuple(str(each.remat or "") for each in candidates)
         marks = tuple("<- chosen" if each == self.chosen else "" for each in candidates)
         return [
             Column("route", tuple(str(each.route) for each in candidates), is_left=True),

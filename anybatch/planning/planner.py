@@ -20,7 +20,7 @@ from anybatch import __version__
 from anybatch.call.caches import PROGRAMS, Cache
 from anybatch.call.checks import warn
 from anybatch.call.memory import default_device, readable
-from anybatch.call.options import POLICIES
+from anybatch.call.options import SHARES
 from anybatch.call.placement import describe_placed
 from anybatch.errors import AnybatchError, NothingFitsError, TightMemoryWarning
 from anybatch.jaxprs import versions
@@ -98,7 +98,7 @@ def _order(strategy: Strategy) -> tuple[Any, ...]:
     blocks, reduce = strategy.block_size or 0, strategy.reduce != "once"
     return (
         strategy.method or "",
-        strategy.remat or "",
+        str(strategy.remat or ""),
         -blocks if blocks else -(1 << 62),
         reduce,
         -(strategy.microbatch_size or 0),
@@ -248,7 +248,7 @@ def _fits_with_remat(search: StrategySearch, leanest: Strategy, allowed: int) ->
         return False
     if gradient.options.maps:
         return False
-    return search.fits(dataclasses.replace(leanest, remat="nothing_saveable"), allowed)
+    return search.fits(dataclasses.replace(leanest, remat=SHARES[-1]), allowed)
 
 
 def _shard_further(gradient: Problem) -> str:
@@ -328,9 +328,9 @@ class Planner:
         return self._variants(*self.gradient.block_sizes(self.budget.allowed))
 
     def _variants(self, *block_sizes: int | None) -> tuple[Variant, ...]:
-        remats: tuple[str | None, ...] = (self.options.remat,)
+        remats: tuple[str | float | None, ...] = (self.options.remat,)
         if self.options.remat == "auto":
-            remats = (None,) if self.gradient.loss.traced.has_effects else (None, *POLICIES)
+            remats = (None,) if self.gradient.loss.traced.has_effects else (None, *SHARES)
         reduce_modes, methods = self.gradient.reduce_modes, self.gradient.methods
         found = itertools.product(remats, block_sizes, reduce_modes, methods)
         return tuple(Variant(remat, reduce, method, block_size) for remat, block_size, reduce, method in found)

@@ -236,6 +236,13 @@ def predict(jaxpr: Any, *, on_cpu: bool) -> Prediction:
     return program.run(program.add(jaxpr, inputs))
 
 
+def seconds_alone(equation: Any) -> float:
+    """The predicted seconds of one equation on an accelerator, without any other."""
+    program = _Program(on_cpu=False)
+    results = program._add_equation(equation, [_input(num_bytes(operand.aval)) for operand in equation.invars])
+    return program.run(results).seconds(ACCELERATOR)
+
+
 class _Value:
     """A value of the program. `buffers` hold it, or what it is computed from where it is read."""
 

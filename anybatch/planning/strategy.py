@@ -24,7 +24,7 @@ class Route(enum.StrEnum):
 class Variant(NamedTuple):
     """A strategy's choices other than its microbatch size."""
 
-    remat: str | None = None  # a policy of jax.checkpoint
+    remat: str | float | None = None  # a policy of jax.checkpoint, or the share of activations computed again
     reduce: str = "once"  # on a mesh, when gradients are added up over devices: "once", or after "each" microbatch
     method: str | None = None  # for per-example gradients: "factored" or "vmap"
     block_size: int | None = None  # rows of big values that are computed at a time; None: all
@@ -39,7 +39,7 @@ class Strategy:
     """
 
     microbatch_size: int | None  # None or at least the number of examples: the full batch
-    remat: str | None = None
+    remat: str | float | None = None
     reduce: str = "once"
     method: str | None = None
     block_size: int | None = None
@@ -55,11 +55,15 @@ class Strategy:
         return Variant(self.remat, self.reduce, self.method, self.block_size)
 
     def __str__(self) -> str:
-        remat = "" if self.remat is None else f', remat="{self.remat}"'
+        remat = "" if self.remat is None else f", remat={_quoted(self.remat)}"
         reduce = "" if self.reduce == "once" else f', reduce="{self.reduce}"'
         method = "" if self.method is None else f', method="{self.method}"'
         blocks = "" if self.block_size is None else f", block_size={self.block_size}"
         return f"microbatch_size={self.microbatch_size}{blocks}{remat}{reduce}{method}"
+
+
+def _quoted(remat: str | float) -> str:
+    return f'"{remat}"' if isinstance(remat, str) else f"{remat:g}"
 
 
 @dataclasses.dataclass(eq=False)

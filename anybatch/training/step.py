@@ -637,7 +637,7 @@ class FittingProgram:
         """What would make the step fit. Rematerialization is tried before it is recommended."""
         remedies = [f"Pass memory={self._needed(stats)} (bytes) or more", "shard the state over a mesh (mesh=)"]
         if self.strategy.remat is None and self._gradient.options.remat is None:
-            with_remat = self._make(dataclasses.replace(self.strategy, remat="nothing_saveable"))
+            with_remat = self._make(dataclasses.replace(self.strategy, remat=1.0))
             if self._excess(with_remat.lower(state_arrays, batch_arrays).compile().memory_analysis()) is None:
                 remedies.append('pass remat="auto", which computes activations twice instead of keeping them, and fits')
         return f"{', or '.join(remedies)}."

@@ -28,7 +28,7 @@ def test_blocks_of_real_models_give_the_same_gradient(model_defaults, case):
     assert_same(actual, expected, rtol=1e-8, atol=1e-9)
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", [*POLICIES, 0.01, 0.5, 1.0])
 def test_every_policy_gives_the_same_gradient(float64, policy):
     params, batch = jax.tree.map(_double, problem(12, width=4))
     expected = jax.value_and_grad(elementwise)(params, batch)
