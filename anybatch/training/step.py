@@ -508,7 +508,7 @@ class TrainStep:
             return self._update.results(no_arrays.with_arrays(state_arrays, batch_arrays), options)
 
         # The new state has the shardings of the old, so that the next step does not recompile. It also has their order:
-        # JAX is not told the memory kinds of all results, and then pairs donated arrays with results of a type in order.
+        # JAX is not told the memory kinds of all results, so it pairs donated arrays with results of a type in order.
         shardings = [
             array.sharding if len(array.sharding.device_set) > 1 or is_on_host(array) else None
             for array in inputs.state_arrays
