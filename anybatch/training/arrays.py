@@ -1,5 +1,6 @@
 """The arrays of a step: separated from constants, checked, placed on devices, and made safe to donate."""
 
+import collections
 import sys
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
@@ -14,6 +15,7 @@ from anybatch.call.checks import describe, is_array
 from anybatch.call.options import MeshOptions
 from anybatch.distributed import global_batch
 from anybatch.errors import InputError
+from anybatch.jaxprs import avals
 from anybatch.training.prefetch import to_device
 
 
@@ -60,34 +62,72 @@ def refuse_deleted(arrays: Iterable[Any], call: str) -> None:
             )
 
 
-def ready_to_donate(arrays: Sequence[Any], over: MeshOptions | None, *, copy: bool) -> list[Any]:
+HOST, DEVICE = "pinned_host", "device"  # JAX's names for these kinds of memory
+
+# Arrays of fewer bytes stay on the device: copying them takes longer than reading them, and saves nothing.
+SMALL = 64 * 1024
+
+
+def is_on_host(array: Any) -> bool:
+    """Whether an array of JAX, or a tracer, is in the host's memory."""
+    if placement.is_placed(array):
+        return bool(array.sharding.memory_kind == HOST)
+    return bool(jax.typeof(array).memory_space == jax.memory.Space.Host)
+
+
+def is_large(array: Any) -> bool:
+    """Whether it saves memory to have an array on the host."""
+    return not avals.has_keys(array) and bool(array.nbytes >= SMALL)
+
+
+def place(array: jax.Array, *, on_host: bool) -> jax.Array:
+    """An array in the host's memory, or on its devices. Its sharding stays. A small one is always on its devices."""
+    on_host = on_host and is_large(array)
+    if is_on_host(array) and jax.typeof(array).memory_space != jax.memory.Space.Host:
+        # `make_array_from_callback`, and so Orbax, makes arrays whose type says that they are on the device.
+        array = jax.block_until_ready(jax.device_put(array, array.sharding.with_memory_kind(DEVICE)))
+    if is_on_host(array) == on_host:
+        return array
+    return jax.device_put(array, array.sharding.with_memory_kind(HOST if on_host else DEVICE))
+
+
+def ready_to_donate(
+    arrays: Sequence[Any], over: MeshOptions | None, *, copy: bool, on_host: Sequence[bool]
+) -> list[Any]:
     """The arrays of a state, in a form that every step returns again, so that the second step does not recompile.
 
-    They are JAX arrays without weak types, on the mesh if there is one, and all committed if one of them is.
+    They are JAX arrays without weak types, on the mesh if there is one, and all committed if one of them is. Those that
+    are `on_host` are moved to the host's memory, and others from there to the device.
 
     If `copy`, arrays that share memory with others in the list are copied, so that each can be donated. Arrays of numpy
     are always copied.
     """
     seen: set[int] = set()
     ready = []
-    # If one argument of a program is committed to a device, all its results are.
-    committed = [array for array in arrays if isinstance(array, jax.Array) and array.committed]
-    device = None
-    if committed and over is None and len(committed[0].sharding.device_set) == 1:
-        device = committed[0].sharding
-    for array in arrays:
+    for array, is_hosted in zip(arrays, on_host, strict=True):
         if not isinstance(array, jax.Array):
             array = jnp.array(array, copy=True)
         elif array.aval.weak_type:
             array = jnp.asarray(array, array.dtype)
-        array = _on_mesh(array, over)
-        if device is not None and not array.committed:
-            array = jax.device_put(array, device)
+        array = place(_on_mesh(array, over), on_host=is_hosted)
         if copy and _buffer(array) in seen:
             array = array.copy()
         seen.add(_buffer(array))
         ready.append(array)
+    # If one argument of a program is committed to a device, all its results are.
+    committed = [array for array in ready if array.committed]
+    if committed and over is None and len(committed[0].sharding.device_set) == 1:
+        device = committed[0].sharding.with_memory_kind(DEVICE)
+        ready = [array if array.committed else jax.device_put(array, device) for array in ready]
     return ready
+
+
+def delete_moved(before: Sequence[Any], after: Sequence[jax.Array]) -> None:
+    """Deletes the arrays of a state that `ready_to_donate` has moved to the host or back, as donation would."""
+    buffers = collections.Counter(_buffer(array) for array in before if isinstance(array, jax.Array))
+    for old, new in zip(before, after, strict=True):
+        if isinstance(old, jax.Array) and is_on_host(old) != is_on_host(new) and buffers[_buffer(old)] == 1:
+            old.delete()
 
 
 def unshared(arrays: Sequence[Any]) -> list[Any]:

@@ -30,6 +30,7 @@ from anybatch.call.memory import readable
 from anybatch.distributed import gather_json
 from anybatch.errors import AnybatchError, InputError
 from anybatch.jaxprs import avals, versions
+from anybatch.training.arrays import is_on_host
 from anybatch.training.checkpoint_folder import CheckpointFolder, flush
 
 # Bytes of a checkpoint beside its arrays: names, shapes, and the disk blocks that small files fill.
@@ -415,19 +416,21 @@ def _stored_type(value: Any) -> tuple[tuple[int, ...], Any]:
 def _copied(value: Any) -> Any:
     """A copy of an array for Orbax, which later changes to `value` cannot reach. PRNG keys become key data.
 
-    Arrays on an accelerator are not copied: Orbax fetches them to the host before it returns. On the CPU it would take
-    views. JAX cannot donate a buffer that has a view, so every donating call would copy until the write is done.
+    Arrays on an accelerator are not copied: Orbax fetches them to the host before it returns. Of arrays in the host's
+    memory, as all are on the CPU, it would take views. JAX cannot donate a buffer that has a view, so every donating
+    call would copy until the write is done.
     """
     if not isinstance(value, jax.Array):
         array = np.array(value)
         return array.astype(array.dtype.newbyteorder("="))
     numbers = jax.random.key_data(value) if avals.has_keys(value) else value
-    if jax.process_count() > 1 and numbers.is_fully_addressable:
-        return np.array(numbers)  # each process has its own, and Orbax writes that of the first
+    if numbers.is_fully_addressable and (jax.process_count() > 1 or is_on_host(numbers)):
+        return np.array(numbers)  # if each process has its own, Orbax writes that of the first
     sharding: Any = numbers.sharding
     if sharding.memory_kind == "device" and all(device.platform != "cpu" for device in sharding.device_set):
         return numbers
-    shards = [jax.device_put(shard.data, shard.device, may_alias=False) for shard in numbers.addressable_shards]
+    data = [shard.data for shard in numbers.addressable_shards]
+    shards = [jax.device_put(array, array.sharding, may_alias=False) for array in data]
     return jax.make_array_from_single_device_arrays(numbers.shape, sharding, shards)
 
 

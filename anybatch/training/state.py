@@ -148,11 +148,18 @@ class StateAdapter(PytreeAdapter, abc.ABC):
       name: of the type of state, for error messages.
       is_nnx: whether the state is an NNX model with its optimizer.
       mutates: whether a step changes objects of the state in place, rather than returning new ones.
+      optimizer_path: the path of the optimizer's state, with which the names of its arrays begin.
     """
 
     name = ""
+    optimizer_path = ".opt_state"
     is_nnx = False
     mutates = False
+
+    def are_optimizers(self, state: Any) -> list[bool]:
+        """Which of the arrays, as `split` returns them, belong to the state of the optimizer."""
+        leaves = named_leaves("", self.array_tree(state))
+        return [name.startswith(self.optimizer_path) for name, leaf in leaves if is_array(leaf)]
 
     @abc.abstractmethod
     def model_of(self, state: Any) -> tuple[Any, Any, Any]:
@@ -254,6 +261,7 @@ class NnxAdapter(StateAdapter):
     name = "(flax.nnx model, flax.nnx.Optimizer)"
     is_nnx = True
     mutates = True
+    optimizer_path = "[1]['opt_state']"
 
     def split(self, state: Any) -> tuple[list[Any], Any]:
         definition, values = _nnx().split(state)
@@ -328,6 +336,13 @@ class WithObjects(StateAdapter):
         arrays, constants = self.adapter.split(inner)
         object_arrays, object_constants = NNX.split(objects)
         return [*arrays, *object_arrays], (len(arrays), constants, object_constants)
+
+    def are_optimizers(self, state: Any) -> list[bool]:
+        inner, objects = state
+        if self.is_nnx:
+            return NNX.are_optimizers((*inner, objects))
+        known = self.adapter.are_optimizers(inner)
+        return known + [False] * (len(self.split(state)[0]) - len(known))
 
     def merge(self, arrays: list[Any], constants: Any) -> Any:
         if self.is_nnx:

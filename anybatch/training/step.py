@@ -11,6 +11,7 @@ import inspect
 import math
 import threading
 import time
+import types
 import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -34,6 +35,8 @@ from anybatch.planning.running import halved, not_compiled, run_until_it_fits
 from anybatch.planning.strategy import Strategy
 from anybatch.training.arrays import (
     Constants,
+    delete_moved,
+    is_on_host,
     merge_arrays,
     put_batch,
     ready_to_donate,
@@ -41,6 +44,7 @@ from anybatch.training.arrays import (
     split_arrays,
     unshared,
 )
+from anybatch.training.offload import check_devices, host_bytes, init_on_host, saved_bytes
 from anybatch.training.prefetch import to_device
 from anybatch.training.state import StateAdapter, TrainState, WithObjects, adapter_for
 from anybatch.training.update import StepInputs, Update, sorted_arguments
@@ -149,6 +153,8 @@ MICROBATCHES_FOR_NOISE = 4
 # parameters and two new moments.
 COPIES, COPIES_WITHOUT_DONATION = 1, 4
 
+OFFLOAD = 'offload="optimizer"'  # a way out, in errors
+
 MANY_PROGRAMS = 16  # compiled for one step: a warning says so
 MOST_PROGRAMS = 64  # that one step keeps
 
@@ -163,6 +169,7 @@ def train_step(
     tokens: Callable[[Any], int] | None = None,
     skip_nonfinite: bool = True,
     donate: bool = True,
+    offload: str | None = None,
     **options: Any,
 ) -> "TrainStep":
     """Makes a training step: the exact gradient of the full batch, in the memory you have, and one optimizer update.
@@ -210,6 +217,11 @@ def train_step(
       donate: whether the new state reuses the memory of the old one. The state that you pass in is then deleted, as
         with `jax.jit(..., donate_argnums=0)`. Arrays of NNX objects that other objects also hold, such as a clone of a
         model, are copied instead.
+      offload: "optimizer" keeps the state of the optimizer in the host's memory (pinned, `memory_kind="pinned_host"`).
+        A step copies one array of it after another to the device, updates it, and copies it back, so that at most a few
+        of them are on the device at a time. Parameters and losses are the same as without, up to the rounding of the
+        last digit where XLA fuses the update differently. Arrays of less than 64 KiB stay on the device. Without
+        `step.init`, a state is moved by its first step. Needs devices with memory of that kind: GPUs, TPUs, CPUs.
       **options: the options of `anybatch.value_and_grad`: `microbatch_size`, `memory`, `mesh`, `reduction`, `remat`,
         ... Here, `memory` is the budget of the complete step, including the state.
 
@@ -240,6 +252,12 @@ def train_step(
             given=f"tokens={tokens!r}",
             remedy='For example tokens=lambda batch: batch["tokens"].size.',
         )
+    if offload not in (None, "optimizer"):
+        raise InputError(
+            'offload must be "optimizer", or None to keep the state on the device',
+            given=f"offload={offload!r}",
+            remedy='Pass offload="optimizer", which keeps the state of the optimizer in the memory of the host.',
+        )
     if optimizer is not None and not (hasattr(optimizer, "init") and hasattr(optimizer, "update")):
         raise InputError(
             "optimizer must be an optax optimizer, with init and update",
@@ -254,7 +272,8 @@ def train_step(
             remedy="If it closes over its batch, make the batch an argument: def loss(params, batch): ..., called by "
             'step(state, batch). Several arrays of a batch go into one tree, e.g. {"x": x, "y": y}.',
         )
-    return TrainStep(Update(loss, optimizer, has_state, skip_nonfinite, checked), tokens=tokens, donate=donate)
+    update = Update(loss, optimizer, has_state, skip_nonfinite, checked, offload)
+    return TrainStep(update, tokens=tokens, donate=donate)
 
 
 class TrainStep:
@@ -294,7 +313,10 @@ class TrainStep:
             params = params()
         else:
             params = _copied(params)
-        return TrainState.create(params, self._update.optimizer, _copied(key), _copied(model_state))
+        optimizer = self._update.optimizer
+        if self._update.offload is not None:
+            optimizer = types.SimpleNamespace(init=functools.partial(init_on_host, optimizer.init))
+        return TrainState.create(params, optimizer, _copied(key), _copied(model_state))
 
     def __call__(self, state: Any, batch: Any, *others: Any, **kwargs: Any) -> tuple[Any, Metrics]:
         if others:
@@ -317,8 +339,7 @@ class TrainStep:
         if self._donate and inputs.adapter.mutates:
             inputs = inputs.with_arrays(unshared(inputs.state_arrays), inputs.batch_arrays)
         if last is None:
-            state_arrays = ready_to_donate(inputs.state_arrays, self._over, copy=self._donate)
-            inputs = inputs.with_arrays(state_arrays, batch_arrays)
+            given, inputs = inputs.state_arrays, self._ready(inputs, batch_arrays, copy=self._donate)
             state_types = inputs.state_types()
         else:
             inputs = inputs.with_arrays(inputs.state_arrays, batch_arrays)
@@ -328,6 +349,8 @@ class TrainStep:
         else:
             key = (inputs.adapter, inputs.state_constants, state_types, *batch_key)
             program, examples = self._program(inputs, key)
+        if last is None and self._donate:
+            delete_moved(given, inputs.state_arrays)
         new_arrays, results = program(inputs.state_arrays, inputs.batch_arrays)
         self._meter.start()
         tokens = self._num_tokens(batch)
@@ -400,13 +423,23 @@ class TrainStep:
         kwargs, objects = without_objects(kwargs)
         if objects:
             adapter, state = WithObjects(adapter), (state, objects)
-        return StepInputs(adapter, *adapter.split(state), *split_arrays((batch, kwargs))), state
+        inputs = StepInputs(adapter, *adapter.split(state), *split_arrays((batch, kwargs)))
+        if self._update.offload is not None:
+            inputs = dataclasses.replace(inputs, on_host=adapter.are_optimizers(state))
+        return inputs, state
+
+    def _ready(self, inputs: StepInputs, batch_arrays: list[Any], *, copy: bool) -> StepInputs:
+        """The inputs with the state where the step has it."""
+        on_host = inputs.on_host or [False] * len(inputs.state_arrays)
+        if inputs.on_host:
+            check_devices(inputs.state_arrays)
+        arrays = ready_to_donate(inputs.state_arrays, self._over, copy=copy, on_host=on_host)
+        return inputs.with_arrays(arrays, batch_arrays)
 
     def _placed(self, inputs: StepInputs) -> StepInputs:
         """The inputs on the devices of the step, without copies for donation: to plan or lower it."""
         refuse_deleted(inputs.state_arrays, "step.plan(state, batch)")
-        arrays = ready_to_donate(inputs.state_arrays, self._over, copy=False)
-        return inputs.with_arrays(arrays, put_batch(inputs.batch_arrays, self._over))
+        return self._ready(inputs, put_batch(inputs.batch_arrays, self._over), copy=False)
 
     def _traced(self, state: Any, batch: Any, inputs: StepInputs) -> tuple[Any, Metrics]:
         """A step that is called while JAX traces a larger program."""
@@ -458,7 +491,9 @@ class TrainStep:
         def record(strategy: Strategy) -> None:
             self._strategies[name] = strategy
 
-        program = FittingProgram(make, strategy, gradient, self._update.options.memory, record)
+        offloaded = _offloaded(inputs)
+        saved = 0 if offloaded is None else saved_bytes(offloaded.state_arrays, offloaded.on_host)
+        program = FittingProgram(make, strategy, gradient, self._update.options.memory, record, saved)
         program.compile(inputs.state_arrays, inputs.batch_arrays, is_adopted=name in self._adopted)
         return program, gradient.examples
 
@@ -472,8 +507,12 @@ class TrainStep:
         def train_step(state_arrays: list[Any], batch_arrays: list[Any]) -> Any:
             return self._update.results(no_arrays.with_arrays(state_arrays, batch_arrays), options)
 
-        # The new state has the shardings of the old, so that the next step does not recompile.
-        shardings = [array.sharding if len(array.sharding.device_set) > 1 else None for array in inputs.state_arrays]
+        # The new state has the shardings of the old, so that the next step does not recompile. It also has their order:
+        # JAX is not told the memory kinds of all results, so it pairs donated arrays with results of a type in order.
+        shardings = [
+            array.sharding if len(array.sharding.device_set) > 1 or is_on_host(array) else None
+            for array in inputs.state_arrays
+        ]
         out: dict[str, Any] = {"out_shardings": (shardings, None)} if any(shardings) else {}
         return jax.jit(train_step, donate_argnums=(0,) if self._donate else (), **out)
 
@@ -486,8 +525,22 @@ class TrainStep:
         strategy = self._strategies.get(inputs.name)
         if strategy is None:
             with gradient.context():
-                strategy = self._planner(gradient).decide().strategy
+                try:
+                    strategy = self._planner(gradient).decide().strategy
+                except NothingFitsError as error:
+                    raise self._with_offload(error, inputs) from None
         return self._with_noise(strategy, gradient)
+
+    def _with_offload(self, error: NothingFitsError, inputs: StepInputs) -> NothingFitsError:
+        """The error with offloading as a way out, if a gradient fits with it."""
+        saved = _offloaded(inputs)
+        if saved is None:
+            return error
+        gradient = self._update.gradient(saved)
+        with gradient.context():
+            if self._planner(gradient).plan(timed=False).chosen is None:
+                return error
+        return NothingFitsError(f"{error}\nWith {OFFLOAD}, it would fit.")
 
     def _with_noise(self, strategy: Strategy, gradient: Gradient) -> Strategy:
         """A strategy with enough microbatches to estimate the noise, if that was asked for."""
@@ -562,6 +615,14 @@ def _refuse_others(state: Any, others: tuple[Any, ...]) -> None:
     )
 
 
+def _offloaded(inputs: StepInputs) -> StepInputs | None:
+    """The inputs as a step with `offload="optimizer"` has them; None if they are already."""
+    if inputs.on_host:
+        return None
+    state = inputs.adapter.merge(inputs.state_arrays, inputs.state_constants)
+    return dataclasses.replace(inputs, on_host=inputs.adapter.are_optimizers(state))
+
+
 def _is_traced(array: Any) -> bool:
     return isinstance(array, jax.core.Tracer)
 
@@ -583,12 +644,19 @@ class FittingProgram:
       gradient: the gradient of the step.
       memory: the user's budget for the complete step, or None.
       record: called with the strategy that is used in the end.
+      by_offload: the bytes that offloading would save.
     """
 
     def __init__(
-        self, make: Any, strategy: Strategy, gradient: Any, memory: Any, record: Callable[[Strategy], None]
+        self,
+        make: Any,
+        strategy: Strategy,
+        gradient: Any,
+        memory: Any,
+        record: Callable[[Strategy], None],
+        by_offload: int,
     ) -> None:
-        self.strategy = strategy
+        self.strategy, self._by_offload, self._on_host = strategy, by_offload, 0
         self._memory, self._has_budget = memory, is_explicit(memory)
         self._make, self._gradient, self._record = make, gradient, record
         self._program: Any = None
@@ -604,7 +672,7 @@ class FittingProgram:
 
         If `is_adopted`, the strategy comes from another process, and another one gives other bits.
         """
-        failures = 0
+        failures, self._on_host = 0, host_bytes(state_arrays)
         while True:
             self._program = self._make(self.strategy)
             smaller = halved(self._gradient, self.strategy)
@@ -640,6 +708,9 @@ class FittingProgram:
             with_remat = self._make(dataclasses.replace(self.strategy, remat=1.0))
             if self._excess(with_remat.lower(state_arrays, batch_arrays).compile().memory_analysis()) is None:
                 remedies.append('pass remat="auto", which computes activations twice instead of keeping them, and fits')
+        budget = allowed_memory(self._memory, self._gradient.devices).allowed
+        if budget is not None and 0 < self._needed(stats) - self._by_offload <= budget:
+            remedies.append(f"pass {OFFLOAD}, which saves about {readable(self._by_offload)} on the device, and fits")
         return f"{', or '.join(remedies)}."
 
     def _excess(self, stats: Any) -> str | None:
@@ -649,13 +720,18 @@ class FittingProgram:
         needed, budget = self._needed(stats), allowed_memory(self._memory, self._gradient.devices)
         if budget.allowed is None or needed <= budget.allowed:
             return None
-        of_arguments = f"{readable(stats.argument_size_in_bytes)} of it for the state and the batch"
+        of_arguments = f"{readable(self._arguments(stats))} of it for the state and the batch"
         return f"A step with {self.strategy} needs {readable(needed)}, {of_arguments}: more than {budget}."
 
     def _needed(self, stats: Any) -> int:
         """The bytes of the step: all of them against a budget; only new ones against the memory that is left."""
         new = stats.temp_size_in_bytes + stats.output_size_in_bytes - stats.alias_size_in_bytes
-        return int(new + stats.argument_size_in_bytes if self._has_budget else new)
+        return int(new + self._arguments(stats) if self._has_budget else new)
+
+    def _arguments(self, stats: Any) -> int:
+        """The bytes of the state and the batch on the device. On the CPU, XLA also counts what is on the host."""
+        counted = 0 if stats.host_argument_size_in_bytes else self._on_host
+        return int(stats.argument_size_in_bytes - counted)
 
     def _first_call(self, state_arrays: list[Any], batch_arrays: list[Any]) -> Any:
         """Runs the program for the first time, and again with smaller microbatches if memory runs out."""

@@ -3,7 +3,7 @@
 import dataclasses
 import hashlib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -24,6 +24,7 @@ from anybatch.gradient_noise.noise_scale import NoiseScale
 from anybatch.gradients import squared_norms
 from anybatch.gradients.computation import Gradient
 from anybatch.gradients.value_and_grad import compute, compute_gradient
+from anybatch.training import offload
 from anybatch.training.arrays import Constants, merge_arrays
 from anybatch.training.state import NewGradient, StateAdapter
 
@@ -37,6 +38,7 @@ class StepInputs:
     state_constants: Any
     batch_arrays: list[Any]  # of the batch and of the keyword arguments
     batch_constants: Constants
+    on_host: Sequence[bool] = ()  # which arrays of the state are to be in the host's memory
 
     def with_arrays(self, state_arrays: list[Any], batch_arrays: list[Any]) -> "StepInputs":
         """The same inputs with other arrays."""
@@ -66,6 +68,7 @@ class Update:
     has_state: bool
     skip_nonfinite: bool
     options: Options
+    offload: str | None = None
 
     def call(self, inputs: StepInputs) -> tuple[Any, PartitionedCall]:
         """The merged state, and the call of the loss: with the model, the batch, the key and the model's state."""
@@ -140,6 +143,8 @@ class Update:
             # Less the bytes on one device of arrays that the loss is not called with: the optimizer state.
             seen = {id(leaf) for leaf in jax.tree.leaves((call.args[0], call.args[2:], call.kwargs))}
             kept = sum(local_bytes(array) for array in inputs.state_arrays if id(array) not in seen)
+            if inputs.on_host:
+                kept -= offload.saved_bytes(inputs.state_arrays, inputs.on_host)
             changes["memory"] = max(1, (memory_budget(memory) or 0) - kept)
         if self.options.mesh is not None and self.options.param_specs is None:
             changes["param_specs"] = jax.tree.map(_spec, call.args[0].trained)
@@ -178,7 +183,7 @@ class Update:
         extra = {"value": value, "grad": grads, "value_fn": _value_fn(call, options)}
         with jax.named_scope("anybatch.update"):
             new = NewGradient(grads, is_finite, changes, self.optimizer, extra)
-            new_arrays = inputs.adapter.updated(state, inputs.state_arrays, new)
+            new_arrays, norm = offload.updated(inputs.adapter, state, inputs.state_arrays, new, norm)
         return new_arrays, {"loss": value, "aux": aux, "gradient_norm": norm, "skipped": ~is_finite, "noise": noise}
 
 
