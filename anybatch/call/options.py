@@ -133,7 +133,7 @@ class Options:
     aux_reduction: Any = None
     memory: Any = None
     objective: str = "speed"
-    remat: str | float | None = None
+    remat: str | float | None = "auto"
     accumulator_dtype: Any = jnp.float32
     mesh: Any = None
     axis_name: Any = "data"

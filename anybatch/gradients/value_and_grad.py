@@ -32,7 +32,7 @@ def value_and_grad(
     rng_argnums: int | tuple[int, ...] = (),
     memory: str | int | None = None,
     objective: str = "speed",
-    remat: str | float | None = None,
+    remat: str | float | None = "auto",
     accumulator_dtype: Any = jnp.float32,
     mesh: jax.sharding.Mesh | None = None,
     axis_name: str | tuple[str, ...] = "data",
@@ -123,9 +123,11 @@ def value_and_grad(
         loss computes from the full batch.
       objective: what `"auto"` optimizes: `"speed"` for the fastest strategy that fits, `"memory"` for the one that
         takes the least memory.
-      remat: which activations to recompute in the backward pass, by `jax.checkpoint` around blocks of the loss. One of
-        JAX's policies `"dots_saveable"`, `"dots_with_no_batch_dims_saveable"` and `"nothing_saveable"` applies at any
-        `microbatch_size`. `"auto"` lets a plan use one if nothing else fits. `None` leaves the loss as it is.
+      remat: how much of the activations to compute again in the backward pass instead of keeping it, by
+        `jax.checkpoint` around blocks of the loss. A number above 0 and at most 1 is a share of their bytes: those
+        that take the least time for each byte are computed again. Or one of JAX's policies `"dots_saveable"`,
+        `"dots_with_no_batch_dims_saveable"` and `"nothing_saveable"`. `"auto"` leaves it to the plan, if
+        `microbatch_size="auto"`. `None` leaves the loss as it is.
       accumulator_dtype: the dtype in which gradients of narrower dtypes (bfloat16, float16) are summed; they are cast
         back at the end. `None` sums each gradient in its own dtype.
       mesh: the devices to use, e.g. `jax.make_mesh((8,), ("data",))`. The loss stays that of the full batch;

@@ -29,8 +29,11 @@ AS_FAST = 0.02
 AS_LEAN = 0.02
 
 # A predicted time may be wrong by this share for each doubling or halving of the nearest size that was timed, and for
-# each other choice that differs. On a CPU, it says little: caches matter more, and compiling is cheap.
+# each other choice that differs. On a CPU it says little of sizes: caches matter more, and compiling is cheap.
 DOUBT, DOUBT_ON_CPU = 0.05, 0.5
+
+# If nothing is timed, a variant other than the first must be predicted to take less time by this share.
+NOT_TIMED = 0.05
 
 # Sizes whose logarithms differ by less than this take about the same time.
 DIFFERENT = math.log(1.25)
@@ -252,13 +255,18 @@ class StrategySearch:
         def order(variant: Variant) -> tuple[int, float]:
             likely = self._likely_fitting(variant, allowed)
             seconds = self.predictions.seconds(likely[0]) if likely else math.inf
-            return block_sizes.index(variant.block_size), seconds  # blocks only where nothing else fits
+            doubt = 0 if variant == self.variants[0] else NOT_TIMED
+            return block_sizes.index(variant.block_size), seconds * (1 + doubt)  # blocks only where nothing else fits
 
         ordered = self.variants
-        if allowed is not None and len(ordered) > 1:
+        if allowed is not None and len(ordered) > 1 and not self._is_likely_full_batch(allowed):
             ordered = tuple(sorted(ordered, key=order))  # of equal ones, the first remains first
         fitting = (self.largest_fitting(variant, allowed) for variant in ordered)
         return next((strategy for strategy in fitting if strategy is not None), None)
+
+    def _is_likely_full_batch(self, allowed: int) -> bool:
+        """True if the full batch is predicted to fit in the first variant."""
+        return self.predict(Strategy(self.examples, *self.variants[0])) <= allowed
 
     def likely_fitting(self) -> Strategy:
         """The largest strategy that is predicted to fit. Compiles nothing."""
@@ -317,12 +325,19 @@ class StrategySearch:
         if compilations >= MOST_COMPILATIONS:
             return None
         best = self._leanest_of_the_fast(list(timed))
-        others = [each for variant in self.variants if (each := self._likely_best(variant)) is not None]
+        variants = self.variants
+        if self.measurements.gradient.is_full_batch(best):
+            # Blocks, and activations that are computed again, pay only where microbatches are small.
+            variants = tuple(
+                each for each in variants if (each.remat, each.block_size) == (best.remat, best.block_size)
+            )
+        others = [each for variant in variants if (each := self._likely_best(variant)) is not None]
         doubt = DOUBT_ON_CPU if self.predictions.on_cpu else DOUBT
 
         def least_seconds(strategy: Strategy) -> float:
             differences, doublings = min(self.predictions.distance(strategy, each) for each in timed)
-            return self.predictions.seconds(strategy, timed) * (1 - doubt * (differences + doublings / math.log(2)))
+            wrong_by = DOUBT * differences + doubt * doublings / math.log(2)
+            return self.predictions.seconds(strategy, timed) * (1 - wrong_by)
 
         new = [each for each in [*self._around(best), *others] if self._is_new(each)]
         following = min(new, key=least_seconds, default=None)
@@ -416,7 +431,7 @@ class StrategySearch:
     def measure_for_table(self, chosen: Strategy | None, *, timed: bool) -> None:
         """Compiles what the table of a plan should show beside what was needed to decide.
 
-        These are the full batch, two sizes from which to predict others, and the chosen size in every variant.
+        These are the full batch, two sizes from which to predict others, and the chosen size in other variants.
         """
         ladder = [self.examples, *self.sizes.steps_down(self.examples)]
         variant = self.variants[0]
@@ -428,6 +443,8 @@ class StrategySearch:
         if self.measurements.gradient.is_coupled:  # its head takes memory that does not lie on the line
             self.fits(Strategy(self.sizes.smallest, *variant))
         size = self.sizes.smallest if chosen is None else self._size(chosen)
-        for strategy in self.shown_variants(chosen or Strategy(size, *self.variants[0])):
-            if self.fits(strategy) and timed:
+        shown = chosen or Strategy(size, *self.variants[0])
+        for strategy in self.shown_variants(shown):
+            # Each share of what is computed again would be a program to compile: others than the chosen are predicted.
+            if strategy.remat == shown.remat and self.fits(strategy) and timed:
                 self._time(strategy)

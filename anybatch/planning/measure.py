@@ -132,8 +132,8 @@ class Measurements:
 
     def bytes_of(self, strategy: Strategy) -> Bytes | None:
         """The bytes of a strategy, which is compiled if necessary; None if XLA cannot compile it."""
-        failed = [other for other in self.failures if other.variant == strategy.variant]
-        is_known = any(found is not None for other, found in self.bytes.items() if other.variant == strategy.variant)
+        failed = [other for other in self.failures if _is_alike(other, strategy)]
+        is_known = any(found is not None for other, found in self.bytes.items() if _is_alike(other, strategy))
         is_hopeless = len(failed) >= FAILURES and not is_known
         if strategy not in self.bytes and not is_hopeless:
             self._compile(strategy)
@@ -212,6 +212,11 @@ class Measurements:
         for _ in range(repeats):
             jax.block_until_ready(program(*computation.leaves))
         return (time.perf_counter() - start) / repeats
+
+
+def _is_alike(strategy: Strategy, other: Strategy) -> bool:
+    """True if they differ only by the microbatch size and by what is computed again."""
+    return strategy.variant._replace(remat=None) == other.variant._replace(remat=None)
 
 
 def compile_for_types(computation: Computation, shardings: CallShardings | None = None) -> Any:

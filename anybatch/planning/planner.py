@@ -25,6 +25,7 @@ from anybatch.call.placement import describe_placed
 from anybatch.errors import AnybatchError, NothingFitsError, TightMemoryWarning
 from anybatch.jaxprs import versions
 from anybatch.jaxprs.graph import uses
+from anybatch.jaxprs.primitives import REMAT
 from anybatch.planning import store
 from anybatch.planning.budget import Budget, agreed, budget_of
 from anybatch.planning.candidates import AS_FAST, StrategySearch
@@ -81,6 +82,8 @@ def as_plan(search: StrategySearch, budget: Budget, strategy: Strategy | None, *
 def _listed(search: StrategySearch, strategy: Strategy | None) -> set[Strategy]:
     """The strategies of the table: all that were compiled, and sizes between them that can be predicted."""
     listed = set(search.compiled) | ({strategy} if strategy is not None else set())
+    if strategy is not None and search.is_limited_by_memory(strategy):
+        listed |= set(search.shown_variants(strategy))
     in_microbatches = [each for each in listed if not search.measurements.gradient.is_full_batch(each)]
     largest = max((each.microbatch_size or 0 for each in in_microbatches), default=0)
     previous: float = math.inf
@@ -328,12 +331,19 @@ class Planner:
         return self._variants(*self.gradient.block_sizes(self.budget.allowed))
 
     def _variants(self, *block_sizes: int | None) -> tuple[Variant, ...]:
-        remats: tuple[str | float | None, ...] = (self.options.remat,)
-        if self.options.remat == "auto":
-            remats = (None,) if self.gradient.loss.traced.has_effects else (None, *SHARES)
+        remats = self._remats if self.options.remat == "auto" else (self.options.remat,)
         reduce_modes, methods = self.gradient.reduce_modes, self.gradient.methods
         found = itertools.product(remats, block_sizes, reduce_modes, methods)
         return tuple(Variant(remat, reduce, method, block_size) for remat, block_size, reduce, method in found)
+
+    @functools.cached_property
+    def _remats(self) -> tuple[float | None, ...]:
+        """The shares of the activations to compute again that a plan chooses from."""
+        gradient = self.gradient
+        jaxpr = gradient.loss.traced.jaxpr
+        # A model that computes activations again by itself would do so twice.
+        is_left_as_it_is = gradient.options.maps or jaxpr.effects or any(uses(jaxpr, name) for name in REMAT)
+        return (None,) if is_left_as_it_is or gradient.methods != (None,) else (None, *SHARES)
 
     # The decision, for value_and_grad.
 
@@ -437,7 +447,7 @@ class Planner:
         if recorded is not None:
             measurements = Measurements(self.gradient, record)
             search = StrategySearch(measurements, budget.allowed, self.variants, self.notify, record)
-            shown = {self.full, *search.shown_variants(recorded)}
+            shown = {self.full, *(each for each in search.shown_variants(recorded) if each.remat == recorded.remat)}
             if not thorough or shown <= set(measurements.bytes):
                 plan = as_plan(search, budget, recorded, by_time=measured is not None)
                 return dataclasses.replace(plan, planning_seconds=time.perf_counter() - start)
