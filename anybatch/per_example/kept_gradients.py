@@ -23,7 +23,7 @@ from anybatch.per_example.norms import Squares, TermArrays, is_doubtful, rows_of
 from anybatch.per_example.terms import Convolution, DirectTerm, Lookups, Product, common_dtype, identity
 
 _LARGE = 2**16  # entries of a parameter whose sum gets a kernel of its own
-_FEW_EXAMPLES = 32  # up to which gradients are added up in one pass over them
+_FEW_EXAMPLES = 31  # up to which XLA adds up gradients on a GPU in one kernel with what their sum is added to
 
 # The relative error of a sum of squares, by the bytes of its dtype.
 _ROUNDING = {4: 2.0**-20, 8: 2.0**-48}
@@ -243,11 +243,14 @@ def _scaled(array: Any, weights: Any) -> Any:
 
 
 def _sum_of_values(array: Any, weights: Weights, dtype: Any) -> Any:
-    terms = _times(array, weights, dtype)
-    if not 1 < terms.shape[0] <= _FEW_EXAMPLES:
-        return jnp.sum(terms, axis=0)
-    # On a GPU, XLA adds up to 31 rows in the kernel that uses their sum, which then also adds the last row and `start`.
-    return jnp.sum(terms[:-1], axis=0) + terms[-1]
+    def total_of(array: Any, weights: Weights) -> Any:
+        return jnp.sum(_times(array, weights, dtype), axis=0)
+
+    if array.shape[0] != _FEW_EXAMPLES + 1:
+        return total_of(array, weights)
+    # 32 examples are common: the last one is added by itself, in the same kernel.
+    first, last = ([each[part] for each in (array, *weights)] for part in (slice(-1), slice(-1, None)))
+    return total_of(first[0], Weights(*first[1:])) + total_of(last[0], Weights(*last[1:]))
 
 
 def _times(array: Any, weights: Weights, dtype: Any) -> Any:

@@ -44,7 +44,8 @@ def relative_to_plain(layers, more):
 
 @pytest.mark.parametrize("method", ["factored", "vmap"])
 def test_a_program_does_not_grow_with_the_microbatch(method):
-    assert lines(method, 32) - lines(method, 4) <= 10
+    assert lines(method, 31) == lines(method, 4)
+    assert lines(method, 32) < 1.5 * lines(method, 4)
 
 
 def test_a_chain_of_additions_grows_with_the_microbatch(monkeypatch):
@@ -53,7 +54,7 @@ def test_a_chain_of_additions_grows_with_the_microbatch(monkeypatch):
         return functools.reduce(jnp.add, [terms[index] for index in range(terms.shape[0])])
 
     monkeypatch.setattr(kept_gradients, "_sum_of_values", one_by_one)
-    assert lines("vmap", 32) - lines("vmap", 4) > 100
+    assert lines("vmap", 32) > 2 * lines("vmap", 4)
 
 
 def test_every_layer_adds_as_many_instructions_as_the_one_before():
