@@ -7,7 +7,7 @@ term; `norms.py` has the norms.
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +23,7 @@ from anybatch.per_example.norms import Squares, TermArrays, is_doubtful, rows_of
 from anybatch.per_example.terms import Convolution, DirectTerm, Lookups, Product, common_dtype, identity
 
 _LARGE = 2**16  # entries of a parameter whose sum gets a kernel of its own
-_FEW_EXAMPLES = 32  # up to which gradients are added up one by one, in one pass over them
+_FEW_EXAMPLES = 31  # up to which XLA adds up gradients on a GPU in one kernel with what their sum is added to
 
 # The relative error of a sum of squares, by the bytes of its dtype.
 _ROUNDING = {4: 2.0**-20, 8: 2.0**-48}
@@ -149,12 +149,12 @@ class KeptGradients:
 
         In a product of factors 0 times NaN is NaN. Direct terms of weight 0 are left out, whatever they are.
         """
-        totals = []
+        totals, both = [], Weights(weights, weights == 0)
         for terms, total in zip(self.terms, start, strict=True):
-            total = _add_weighted(terms, weights, total)
+            total = _add_weighted(terms, both, total)
             if total.size >= _LARGE:
                 # One after the other: otherwise XLA makes one kernel, a very slow one, of the sums of many parameters.
-                weights, total = lax.optimization_barrier((weights, total))
+                both, total = lax.optimization_barrier((both, total))
             totals.append(total)
         return totals
 
@@ -166,7 +166,14 @@ class KeptGradients:
 # Weighted sums --------------------------------------------------------------------------------------------------------
 
 
-def _add_weighted(terms: Sequence[TermArrays], weights: Any, start: Any) -> Any:
+class Weights(NamedTuple):
+    """The weights of some examples, and which of them are 0: compared once, not in a kernel of every sum."""
+
+    values: Any
+    are_zero: Any
+
+
+def _add_weighted(terms: Sequence[TermArrays], weights: Weights, start: Any) -> Any:
     """`start` plus the weighted sum of the gradients of one parameter, in the shape and dtype of `start`."""
     total = start
     for term, values in terms:
@@ -174,9 +181,9 @@ def _add_weighted(terms: Sequence[TermArrays], weights: Any, start: Any) -> Any:
             total = _add_rows(term, values, weights, total)
             continue
         if isinstance(term, Product):
-            summed = _sum_of_products(term, values, weights, start.dtype)
+            summed = _sum_of_products(term, values, weights.values, start.dtype)
         elif isinstance(term, Convolution):
-            summed = _sum_of_convolutions(term, values, weights, start.dtype)
+            summed = _sum_of_convolutions(term, values, weights.values, start.dtype)
         else:
             summed = _sum_of_values(values[0], weights, start.dtype)
         total = total + term.path(summed).reshape(start.shape)
@@ -235,24 +242,28 @@ def _scaled(array: Any, weights: Any) -> Any:
     return scaled if array.dtype == jnp.float16 else scaled.astype(array.dtype)  # in float16, small numbers become 0
 
 
-def _sum_of_values(array: Any, weights: Any, dtype: Any) -> Any:
-    weights = weights.astype(dtype)
-    if 0 < array.shape[0] <= _FEW_EXAMPLES:
-        total = _times(array[0], weights[0], dtype)
-        for position in range(1, array.shape[0]):
-            total = total + _times(array[position], weights[position], dtype)
-        return total
-    return jnp.sum(_times(array, weights.reshape(-1, *[1] * (array.ndim - 1)), dtype), axis=0)
+def _sum_of_values(array: Any, weights: Weights, dtype: Any) -> Any:
+    def total_of(array: Any, weights: Weights) -> Any:
+        return jnp.sum(_times(array, weights, dtype), axis=0)
+
+    if array.shape[0] != _FEW_EXAMPLES + 1:
+        return total_of(array, weights)
+    # 32 examples are common: the last one is added by itself, in the same kernel.
+    first, last = ([each[part] for each in (array, *weights)] for part in (slice(-1), slice(-1, None)))
+    return total_of(first[0], Weights(*first[1:])) + total_of(last[0], Weights(*last[1:]))
 
 
-def _times(array: Any, weights: Any, dtype: Any) -> Any:
-    """The product; 0 where the weight is 0, even for NaN and infinities."""
-    return jnp.where(weights == 0, 0, array.astype(dtype) * weights)
+def _times(array: Any, weights: Weights, dtype: Any) -> Any:
+    """The product of the rows and the weights; 0 where the weight is 0, even for NaN and infinities."""
+    shape = (-1, *[1] * (array.ndim - 1))
+    wide = common_dtype(dtype, weights.values.dtype)
+    product = array.astype(wide) * weights.values.astype(wide).reshape(shape)
+    return jnp.where(weights.are_zero.reshape(shape), 0, product).astype(dtype)
 
 
-def _add_rows(term: Lookups, arrays: Sequence[Any], weights: Any, total: Any) -> Any:
+def _add_rows(term: Lookups, arrays: Sequence[Any], weights: Weights, total: Any) -> Any:
     index, rows = rows_of(term, *arrays)
-    rows = _times(rows, weights.astype(total.dtype)[:, None, None], total.dtype)
+    rows = _times(rows, weights, total.dtype)
     rest = tuple(np.asarray(total.shape[1:], int))
     flat = rows.reshape(-1, *rest)
     return total.at[index.reshape(-1)].add(flat, mode="drop")

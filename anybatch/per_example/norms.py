@@ -65,7 +65,13 @@ def _square_of(array: Any, from_axis: int = 1) -> Any:
 def sum_of(squares: Sequence[Any]) -> Any:
     """The sum of arrays of squares, which may have different dtypes."""
     dtype = sum_dtype(*(each.dtype for each in squares))
-    return functools.reduce(jnp.add, [each.astype(dtype) for each in squares])
+    # A reduction. A chain of additions would be compiled again in every kernel that uses the sum, such as those of all
+    # weighted sums. XLA makes a chain of a reduction along the axis along which arrays were joined, or if they have
+    # one entry.
+    (number,) = squares[0].shape
+    length = 2 if number == 1 else number
+    joined = jnp.concatenate([jnp.broadcast_to(each.astype(dtype), length) for each in squares])
+    return jnp.sum(joined.reshape(len(squares), -1), axis=0)[:number]
 
 
 def is_doubtful(forms: Sequence[GradientForm], squares: Sequence[Squares], per_leaf: bool = False) -> Any:
