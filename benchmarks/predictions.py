@@ -4,13 +4,21 @@
     python benchmarks/predictions.py gpt-tiny resnet_with_group_norm --each
     python benchmarks/predictions.py --described gpt2 unet lstm --sizes 4 --remat    # as an H200 would, without one
     python benchmarks/predictions.py --accelerator            # the same on a GPU
+    python benchmarks/predictions.py --described gpt2 --front 16     # memory against time, 16 examples at a time
 
 For each model, a ladder of microbatch sizes is compiled; with `--remat`, in three policies too. *Before*: the predicted
 total over XLA's, minus one, when nothing is known. *After one*: the same when one program is known, as a plan would
 have it: the largest size of the ladder below the full batch, without recomputation. The full batch is told apart, since
 its program has no loop. Each error is the median and the worst over the sizes.
 
+`--front` compiles one microbatch size with shares of the activations computed again and with JAX's policies, and prints
+XLA's temporaries beside the predicted time.
+
 With `--described`, XLA's compiler for GPUs compiles for an H200 that is only described to it: install `jax[cuda13]`.
+
+Expected: within 10% after one program. Found on a CPU with JAX 0.10.2: the median over the sizes is within 10% for 28
+of 32 models, and within 16% for 31. It is 37% for a small network with BatchNorm, whose second pass XLA merges with
+the first. Found for a described H200, GPT-2 with and without recomputation: 1.8% in the median, 10% at worst.
 """
 
 import argparse
@@ -102,10 +110,7 @@ class Described(Measurements):
 
 def errors_of(name: str, gradient: Gradient, options: argparse.Namespace) -> dict[str, Any]:
     """Compiles strategies of a model, and compares them with their predictions."""
-    measurements = Described(gradient) if blocks.DESCRIBED else Measurements(gradient)
-    predictions = Predictions(gradient)
-    if blocks.DESCRIBED:
-        predictions.on_cpu, predictions.speed = False, prediction.ACCELERATOR
+    measurements, predictions = measured_and_predicted(gradient)
     examples = gradient.max_microbatch_size
     ladder = Sizes(examples).steps_down(examples)[: 2 * options.sizes : 2]
     strategies = [Strategy(size, policy) for policy in (None, *(POLICIES if options.remat else ())) for size in ladder]
@@ -131,6 +136,24 @@ def errors_of(name: str, gradient: Gradient, options: argparse.Namespace) -> dic
     return row
 
 
+def front(gradient: Gradient, size: int) -> None:
+    """Prints memory and predicted time of one size, for shares of the activations that are computed again."""
+    measurements, predictions = measured_and_predicted(gradient)
+    for share in (None, *(eighths / 8 for eighths in range(1, 9)), *POLICIES):
+        strategy = Strategy(size, share)
+        total, taken = predictions.total(strategy, {}), measurements.bytes_of(strategy)
+        found = f"{readable(taken.activations):>10}, predicted total {total / taken.total - 1:+6.1%} of XLA's"
+        print(f"  {strategy!s:50} {found}, {1e3 * predictions.seconds(strategy):8.1f} ms", flush=True)
+
+
+def measured_and_predicted(gradient: Gradient) -> tuple[Measurements, Predictions]:
+    predictions = Predictions(gradient)
+    if not blocks.DESCRIBED:
+        return Measurements(gradient), predictions
+    predictions.on_cpu, predictions.speed = False, prediction.ACCELERATOR
+    return Described(gradient), predictions
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("models", nargs="*", help="of " + ", ".join([*MODELS, "zoo"]) + ", or a name of the zoo")
@@ -139,12 +162,18 @@ def main() -> None:
     parser.add_argument("--remat", action="store_true", help="also with each policy of recomputation")
     parser.add_argument("--sizes", type=int, default=3, help="how many sizes below the full batch")
     parser.add_argument("--each", action="store_true", help="print every program")
+    parser.add_argument("--front", type=int, metavar="SIZE", help="memory against time for one microbatch size")
     record.add_option(parser)
     options = parser.parse_args()
     if options.described:
         blocks.describe()
     names = options.models or (ON_ACCELERATOR if options.accelerator or options.described else [*ON_CPU, "zoo"])
     names = [each for name in names for each in (zoo() if name == "zoo" else [name])]
+    if options.front:
+        for name in names:
+            print(name)
+            with_gradient(name, lambda gradient: front(gradient, options.front))
+        return
     results = record.Results(options.save, packages=("flax",))
     print(f"{'':30} {'before':>16} {'after one':>16} {'full batch':>16}")
     for name in names:

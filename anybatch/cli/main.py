@@ -127,6 +127,14 @@ def train(
     return job.run(run_config, command=f"anybatch train --config {shlex.quote(str(config))}", resume=resume)
 
 
+def _remat(text: str) -> str | float | None:
+    """The option of `value_and_grad` that a text on the command line stands for."""
+    try:
+        return float(text)
+    except ValueError:
+        return None if text == "none" else text
+
+
 @app.command(
     short_help="Show how a gradient will be computed, and why.",
     help="Show how the gradient of a problem will be computed, with the other candidates and the reason for the choice."
@@ -138,7 +146,9 @@ def explain(
     problem: Target,
     memory: Annotated[str | None, typer.Option(help='The memory: "16GiB", or "80%" of the free memory.')] = None,
     objective: Annotated[str, typer.Option(help='"speed" takes the least time, "memory" the least memory.')] = "speed",
-    remat: Annotated[str | None, typer.Option(help='"auto" tries jax.checkpoint. Or name one of its policies.')] = None,
+    remat: Annotated[
+        str, typer.Option(help='"auto", "none", the share of activations to compute again, or a policy of JAX.')
+    ] = "auto",
     time: Annotated[bool, typer.Option(help="Time the candidates on the device, or only compile them.")] = True,
     html: Annotated[pathlib.Path | None, typer.Option(help="Write the table and the plot to this HTML file.")] = None,
     plot: Annotated[pathlib.Path | None, typer.Option(help="Write the plot to this file: .png, .svg, .pdf.")] = None,
@@ -146,7 +156,7 @@ def explain(
     """Show the plan for a problem."""
     from anybatch.cli.problem import explain_problem
 
-    options = {"memory": memory, "objective": objective, "remat": remat, "timed": time}
+    options = {"memory": memory, "objective": objective, "remat": _remat(remat), "timed": time}
     return explain_problem(problem, html=html, plot=plot, **options)
 
 

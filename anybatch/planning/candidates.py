@@ -8,9 +8,11 @@ that were compiled before.
 import dataclasses
 import itertools
 import math
+import time
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
+from anybatch.call.memory import readable
 from anybatch.planning.measure import MIN_TURN_SECONDS, Bytes, Measurements
 from anybatch.planning.prediction import Predictions
 from anybatch.planning.strategy import Strategy, Variant
@@ -28,8 +30,8 @@ AS_FAST = 0.02
 # Strategies within this share of the least memory count as equally lean; the largest microbatch of them is chosen.
 AS_LEAN = 0.02
 
-# A predicted time may be wrong by this share for each doubling or halving of the nearest size that was timed, and for
-# each other choice that differs. On a CPU it says little of sizes: caches matter more, and compiling is cheap.
+# A predicted time may be wrong by this share for each doubling or halving of the nearest size that was timed. On a CPU
+# it says little: caches matter more, and compiling is cheap.
 DOUBT, DOUBT_ON_CPU = 0.05, 0.5
 
 # If nothing is timed, a variant other than the first must be predicted to take less time by this share.
@@ -144,6 +146,9 @@ class Sizes:
 class StrategySearch:
     """Searches the strategies of one gradient, within one memory budget."""
 
+    # After so long, no further strategies are compiled in search of a faster one.
+    ENOUGH_SECONDS = 30.0
+
     def __init__(
         self,
         measurements: Measurements,
@@ -160,7 +165,10 @@ class StrategySearch:
         self.examples = measurements.gradient.max_microbatch_size
         self.sizes = Sizes(self.examples, measurements.gradient.size_multiple)
         self.predictions = Predictions(measurements.gradient, known)
-        self.predicted: dict[Strategy, int] = {}  # bytes, as predicted before the strategy was compiled
+        # What was predicted before a strategy was compiled: bytes, and seconds if others had been timed.
+        self.predicted: dict[Strategy, int] = {}
+        self.predicted_seconds: dict[Strategy, float] = {}
+        self.skipped: Strategy | None = None  # was not compiled, since planning had taken long
 
     @property
     def compiled(self) -> dict[Strategy, Bytes | None]:
@@ -183,7 +191,11 @@ class StrategySearch:
         limit = self.allowed if allowed is None else allowed
         if strategy not in self.measurements.bytes:
             self.predicted[strategy] = self.predict(strategy)
-            self.notify(f"Compiling {strategy}")
+            timed = {each: seconds for each, seconds in self.seconds.items() if math.isfinite(seconds)}
+            if timed:
+                self.predicted_seconds[strategy] = self.predictions.seconds(strategy, timed)
+            number = self.measurements.compilations + 1
+            self.notify(f"Compiling program {number}: {strategy}, predicted {readable(self.predicted[strategy])}")
         found = self.measurements.bytes_of(strategy)
         return found is not None and (limit is None or found.total <= limit)
 
@@ -295,8 +307,11 @@ class StrategySearch:
 
         The strategy with the least predicted time is compiled and timed first, and then others that may be faster.
         """
-        before = self.measurements.compilations
+        before, start = self.measurements.compilations, time.perf_counter()
         while (strategy := self._next_to_time(self.measurements.compilations - before)) is not None:
+            if time.perf_counter() - start > self.ENOUGH_SECONDS and self.timed_and_fitting():
+                self.skipped = strategy
+                break
             if self.fits(strategy):
                 self._time(strategy)
         timed = self.timed_and_fitting()
@@ -335,9 +350,8 @@ class StrategySearch:
         doubt = DOUBT_ON_CPU if self.predictions.on_cpu else DOUBT
 
         def least_seconds(strategy: Strategy) -> float:
-            differences, doublings = min(self.predictions.distance(strategy, each) for each in timed)
-            wrong_by = DOUBT * differences + doubt * doublings / math.log(2)
-            return self.predictions.seconds(strategy, timed) * (1 - wrong_by)
+            _, doublings = min(self.predictions.distance(strategy, each) for each in timed)
+            return self.predictions.seconds(strategy, timed) * (1 - doubt * doublings / math.log(2))
 
         new = [each for each in [*self._around(best), *others] if self._is_new(each)]
         following = min(new, key=least_seconds, default=None)

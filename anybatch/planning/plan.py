@@ -24,6 +24,7 @@ RESULT = "result"  # the noun of a plan for a function that is no gradient
 
 # The columns for the kinds of memory. If the text of a plan is too wide, they are left out, the highest number first.
 _KINDS = {"arguments": 3, "gradients": 2, "results": 4, "activations": 1}
+_PREDICTIONS = 5  # what was predicted, beside what was measured, is left out before all of them
 
 _REMAT_CHARACTERS = 16  # characters of a policy that are shown at least, to tell policies apart
 
@@ -63,9 +64,10 @@ class Candidate:
     method: str | None  # for per-example gradients: "factored" or "vmap"
     block_size: int | None  # the rows of big values that are computed at a time; None: all
     bytes: Bytes | None  # of the compiled program; None if it was not compiled, or could not be
-    predicted: int | None  # the total bytes, as predicted from other sizes
+    predicted: int | None  # the total bytes, as predicted before it was compiled
     seconds: float | None
     fits: bool | None  # None if unknown
+    predicted_seconds: float | None = None  # as predicted from the times of others
     is_full_batch: bool = False  # True if all examples (of a device) are in one microbatch
 
     @property
@@ -195,6 +197,12 @@ class Plan:
         ]
         shows_reduce = any(each.reduce != "once" for each in candidates)
         remats = tuple(str(each.remat or "") for each in candidates)
+        predicted = tuple(
+            "" if each.bytes is None or each.predicted is None else readable(each.predicted) for each in candidates
+        )
+        times = tuple(
+            "" if each.predicted_seconds is None else _milliseconds(each.predicted_seconds) for each in candidates
+        )
         marks = tuple("<- chosen" if each == self.chosen else "" for each in candidates)
         return [
             Column("route", tuple(str(each.route) for each in candidates), is_left=True),
@@ -203,7 +211,9 @@ class Plan:
             Column("remat", remats, is_left=True, least=_REMAT_CHARACTERS),
             Column("reduce", tuple(each.reduce if shows_reduce else "" for each in candidates), is_left=True),
             Column("total", tuple(_total(each) for each in candidates)),
+            Column("predicted", predicted, drop=_PREDICTIONS),
             *kinds,
+            Column("predicted time", times, drop=_PREDICTIONS + 1),
             Column("time", tuple("" if each.seconds is None else _milliseconds(each.seconds) for each in candidates)),
             Column("fits", tuple({True: "yes", False: "no", None: ""}[each.fits] for each in candidates)),
             Column("", marks, is_left=True, short={"<- chosen": "<-"}),

@@ -55,6 +55,7 @@ def as_plan(search: StrategySearch, budget: Budget, strategy: Strategy | None, *
         _limits(budget, leanest) if is_limited else "",
         f"Smaller microbatches save little: from {line} on, the loss is computed from the full batch." if line else "",
         _failures(search),
+        _not_tried(search) if by_time else "",
     ]
     devices = gradient.devices or [default_device()]
     # Including the devices of other processes.
@@ -127,10 +128,19 @@ def _candidate(search: StrategySearch, budget: Budget, strategy: Strategy) -> Ca
         block_size=strategy.block_size,
         bytes=found,
         predicted=predicted,
+        predicted_seconds=_predicted_seconds(search, strategy),
         seconds=measurements.seconds.get(strategy),
         fits=fits,
         is_full_batch=measurements.gradient.is_full_batch(strategy),
     )
+
+
+def _predicted_seconds(search: StrategySearch, strategy: Strategy) -> float | None:
+    """The predicted seconds, if others were timed: without them, a prediction is good for comparisons only."""
+    if strategy in search.predicted_seconds:
+        return search.predicted_seconds[strategy]
+    timed = {each: search.seconds[each] for each in search.timed_and_fitting()}
+    return search.predictions.seconds(strategy, timed) if timed and strategy not in timed else None
 
 
 def _nothing_fits(search: StrategySearch, budget: Budget, leanest: Leanest) -> str:
@@ -196,6 +206,13 @@ def _failures(search: StrategySearch) -> str:
         return ""
     first = str(next(iter(failures.values()))).partition("\n")[0][:200]
     return f"XLA cannot compile {' or '.join(map(str, failures))}: {first}"
+
+
+def _not_tried(search: StrategySearch) -> str:
+    """A sentence that names the strategy that was not compiled any more, since planning had taken long; or empty."""
+    if search.skipped is None:
+        return ""
+    return f"Not tried, since planning had taken {search.ENOUGH_SECONDS:.0f} s: {search.skipped}."
 
 
 def _advice(
@@ -474,16 +491,20 @@ class Planner:
         measurements = Measurements(self.gradient, record)
         search = StrategySearch(measurements, budget.allowed, self.variants, self.notify, record)
         strategy = measured
-        if strategy is None and self.options.objective == "memory":
-            strategy = search.leanest()
-        elif strategy is None and timed:
-            strategy = search.fastest()
-        elif strategy is None:
-            strategy = search.first_fitting(budget.reserve)
-            if strategy is None and budget.reserve:
-                strategy = search.first_fitting()
-        if thorough:
-            search.measure_for_table(strategy, timed=timed)
+        try:
+            if strategy is None and self.options.objective == "memory":
+                strategy = search.leanest()
+            elif strategy is None and timed:
+                strategy = search.fastest()
+            elif strategy is None:
+                strategy = search.first_fitting(budget.reserve)
+                if strategy is None and budget.reserve:
+                    strategy = search.first_fitting()
+            if thorough:
+                search.measure_for_table(strategy, timed=timed)
+        except KeyboardInterrupt:
+            self._save(search, None, budget, timed=timed)  # the next plan goes on from here
+            raise
         if strategy is None and measurements.failures and not any(search.compiled.values()):
             raise next(iter(measurements.failures.values()))  # nothing compiles, for another reason than memory
         by_time = timed or measured is not None

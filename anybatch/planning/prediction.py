@@ -255,6 +255,10 @@ class _Value:
         self.buffers: list[_Value] = [self] if maker is None else []
 
     @property
+    def is_constant(self) -> bool:
+        return self.maker is None and not self.buffers
+
+    @property
     def is_in_memory(self) -> bool:
         return len(self.buffers) == 1 and self.buffers[0] is self
 
@@ -314,8 +318,10 @@ class _Program:
             self.operations.append(_Operation(name, operands, has_effects=True))
             return operands
         key = None
-        if self.on_cpu and not equation.effects and not interpreter.jaxprs_in(equation):
-            # XLA's compiler for CPUs removes the barriers of jax.checkpoint, and then merges equal operations.
+        is_constant = all(operand.is_constant for operand in operands)
+        if self.on_cpu and not is_constant and not equation.effects and not interpreter.jaxprs_in(equation):
+            # XLA's compiler for CPUs removes the barriers of jax.checkpoint, and then merges equal operations. But each
+            # reader that writes into an array of zeros gets its own.
             key = (name, *operands, str(equation.params))
             if key in self._computed:
                 return self._computed[key]

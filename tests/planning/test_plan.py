@@ -144,10 +144,10 @@ def test_a_plan_fits_80_columns_and_says_what_it_leaves_out():
     lines = str(plan).splitlines()
     assert max(map(len, lines)) <= 80
     assert lines[2].split() == ["route", "microbatch", "total", "gradients", "activations", "fits"]
-    assert lines[-1] == "Columns left out: arguments, results. plan.text(width=None) shows all."
+    assert lines[-2] == "Columns left out: predicted, arguments, results. plan.text(width=None) shows"
     complete = plan.text(width=None)
     assert complete.splitlines()[2].split() == [
-        *("route", "microbatch", "total", "arguments", "gradients", "results", "activations", "fits")
+        *("route", "microbatch", "total", "predicted", "arguments", "gradients", "results", "activations", "fits")
     ]
     assert "left out" not in complete and max(map(len, complete.splitlines())) > 80
     assert "left out" not in plan.text(width=120)

@@ -1,0 +1,106 @@
+"""What a plan predicts of memory and time, before anything is compiled."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from cases.planned import elementwise, network, problem
+from cases.zoo import ZOO
+
+import anybatch as ab
+from anybatch.call.models import partition_models
+from anybatch.call.options import Options
+from anybatch.gradients.computation import Gradient
+from anybatch.planning import prediction
+from anybatch.planning.measure import Measurements
+from anybatch.planning.prediction import Predictions
+from anybatch.planning.strategy import Strategy
+
+MODELS = ("resnet_with_group_norm", "vision_transformer", "gpt_scanned", "bert", "mixture_of_experts", "equinox_model")
+
+
+def measured(loss, *arguments, **options):
+    checked = Options.of(loss, **options)
+    call = partition_models(loss, checked.roles, checked.has_aux, arguments, {})
+    gradient = Gradient(call.fun, call.options(checked), checked.roles.sort(call.fun, call.args, call.kwargs))
+    return Measurements(gradient), Predictions(gradient)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("case", [case for case in ZOO if case.name in MODELS], ids=lambda case: case.name)
+def test_bytes_are_predicted_within_10_percent_once_one_program_is_compiled(model_defaults, case):
+    loss, arguments = case.problem(num_examples=64)
+    measurements, predictions = measured(loss, *arguments, has_aux=case.has_aux)
+    first = Strategy(32)
+    known = {first: measurements.bytes_of(first)}
+    for size in (16, 4):
+        taken = measurements.bytes_of(Strategy(size)).total
+        assert predictions.total(Strategy(size), known) == pytest.approx(taken, rel=0.1)
+    # The control: what XLA takes is not in proportion to the size.
+    assert known[first].total / 8 != pytest.approx(measurements.bytes_of(Strategy(4)).total, rel=0.1)
+
+
+def test_two_programs_give_the_line_on_which_others_are():
+    measurements, predictions = measured(network, *problem(512))
+    known = {Strategy(size): measurements.bytes_of(Strategy(size)) for size in (171, 64)}
+    for size in (128, 16, 1):
+        taken = measurements.bytes_of(Strategy(size)).total
+        assert predictions.total(Strategy(size), known) == pytest.approx(taken, rel=0.02)
+
+
+def test_narrow_floats_take_the_memory_of_float32_on_a_cpu():
+    """XLA's compiler for CPUs computes them so."""
+
+    def narrow(params, batch):
+        return network(*jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), (params, batch))).astype(jnp.float32)
+
+    measurements, predictions = measured(narrow, *problem(4096))
+    strategy = Strategy(2048)
+    taken = measurements.bytes_of(strategy).total
+    assert predictions.total(strategy, {}) == pytest.approx(taken, rel=0.25)
+    predictions = Predictions(measurements.gradient)
+    predictions.on_cpu = False
+    assert predictions.total(strategy, {}) < 0.9 * taken  # the control
+
+
+def test_what_is_computed_again_takes_less_memory_and_more_time():
+    params, batch = problem(64, width=32, depth=16)
+    sequences = {name: jnp.tile(leaf[:, None], (1, 64, 1)) for name, leaf in batch.items()}
+    _, predictions = measured(elementwise, params, sequences)
+    strategies = [Strategy(32, remat) for remat in (None, 0.5, 1.0)]
+    assert sorted(strategies, key=lambda each: -predictions.total(each, {})) == strategies
+    assert sorted(strategies, key=predictions.seconds) == strategies
+
+
+def test_predictions_are_kept_with_the_record_of_a_plan(tmp_path, monkeypatch):
+    """Later plans of the same gradient trace nothing to predict."""
+    monkeypatch.setenv("ANYBATCH_CACHE", str(tmp_path))
+    params, batch = problem(512)
+    first = ab.plan(network, params, batch, memory="900KiB", timed=False)
+    monkeypatch.setattr(prediction, "predict", None)  # cannot be called
+    again = ab.explain(network, params, batch, memory="900KiB", timed=False)
+    assert again.microbatch_size == first.microbatch_size
+
+
+def test_a_plan_that_is_interrupted_goes_on_where_it_was(tmp_path, monkeypatch):
+    monkeypatch.setenv("ANYBATCH_CACHE", str(tmp_path))
+    params, batch = problem(512)
+
+    def press_control_c(text):
+        if text.startswith("Compiling program 2"):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        ab.plan(network, params, batch, memory="900KiB", progress=press_control_c)
+    said = []
+    plan = ab.plan(network, params, batch, memory="900KiB", progress=said.append)
+    assert plan.chosen.fits and plan.compilations <= 4
+    first = said[0].partition(": ")[2].partition(",")[0]
+    assert first not in [text.partition(": ")[2].partition(",")[0] for text in said[1:] if "Compiling" in text]
+
+
+def test_planning_does_not_go_on_for_long(monkeypatch):
+    """After 30 s, what was not tried is named."""
+    monkeypatch.setattr("anybatch.planning.candidates.StrategySearch.ENOUGH_SECONDS", 0.0)
+    plan = ab.plan(network, *problem(512), memory="900KiB")
+    assert plan.compilations == 1 and plan.chosen.seconds > 0
+    assert "Not tried, since planning had taken 0 s: microbatch_size=" in plan.limits
