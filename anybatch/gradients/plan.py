@@ -55,7 +55,7 @@ def plan(
       progress: a function that is called with a text before each slow step.
       **options: the options of `value_and_grad` except `microbatch_size`, which is planned. `memory` is the budget for
         the gradient and its arguments; `objective="memory"` chooses the strategy that takes the least memory;
-        `remat="auto"` also tries `jax.checkpoint`; on a `mesh`, bytes are those of one device. All other names are
+        `remat=None` keeps all activations; on a `mesh`, bytes are those of one device. All other names are
         keyword arguments of the loss.
 
     Returns:

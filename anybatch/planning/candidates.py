@@ -263,16 +263,21 @@ class StrategySearch:
         allowed = None if self.allowed is None else self.allowed - reserve
 
         block_sizes = list(dict.fromkeys(variant.block_size for variant in self.variants))
-
-        def order(variant: Variant) -> tuple[int, float]:
-            likely = self._likely_fitting(variant, allowed)
-            seconds = self.predictions.seconds(likely[0]) if likely else math.inf
-            doubt = 0 if variant == self.variants[0] else NOT_TIMED
-            return block_sizes.index(variant.block_size), seconds * (1 + doubt)  # blocks only where nothing else fits
-
-        ordered = self.variants
+        ordered = list(self.variants)
         if allowed is not None and len(ordered) > 1 and not self._is_likely_full_batch(allowed):
-            ordered = tuple(sorted(ordered, key=order))  # of equal ones, the first remains first
+            likely = {variant: self._likely_fitting(variant, allowed) for variant in ordered}
+
+            def order(variant: Variant) -> tuple[bool, int, float]:
+                if not likely[variant]:
+                    return True, block_sizes.index(variant.block_size), 0.0
+                doubt = 0 if variant == self.variants[0] else NOT_TIMED
+                seconds = self.predictions.seconds(likely[variant][0]) * (1 + doubt)
+                return False, block_sizes.index(variant.block_size), seconds  # blocks only where nothing else fits
+
+            # Of those that are not predicted to fit, recomputing a part of the activations is between all and none.
+            shares = [variant.remat for variant in ordered]
+            ordered = [each for each in ordered if likely[each] or each.remat in (shares[0], shares[-1])]
+            ordered.sort(key=order)  # of equal ones, the first remains first
         fitting = (self.largest_fitting(variant, allowed) for variant in ordered)
         return next((strategy for strategy in fitting if strategy is not None), None)
 
@@ -293,7 +298,10 @@ class StrategySearch:
 
     def leanest(self) -> Strategy | None:
         """The strategy with the least memory; of those about as lean, the one with the largest microbatch."""
-        smallest = [each for variant in self.variants if self.fits(each := Strategy(self.sizes.smallest, *variant))]
+        shares = [variant.remat for variant in self.variants]
+        # Recomputing a part of the activations takes no less memory than recomputing all of them.
+        variants = [each for each in self.variants if each.remat in (shares[0], shares[-1])]
+        smallest = [each for variant in variants if self.fits(each := Strategy(self.sizes.smallest, *variant))]
         if not smallest:
             return None
         lean = int(min(map(self._total, smallest)) * (1 + AS_LEAN))

@@ -84,7 +84,9 @@ def _listed(search: StrategySearch, strategy: Strategy | None) -> set[Strategy]:
     """The strategies of the table: all that were compiled, and sizes between them that can be predicted."""
     listed = set(search.compiled) | ({strategy} if strategy is not None else set())
     if strategy is not None and search.is_limited_by_memory(strategy):
-        listed |= set(search.shown_variants(strategy))
+        # What is computed again where that saves memory.
+        least = 0.95 * search.predict(strategy)
+        listed |= {each for each in search.shown_variants(strategy) if search.predict(each) < least}
     in_microbatches = [each for each in listed if not search.measurements.gradient.is_full_batch(each)]
     largest = max((each.microbatch_size or 0 for each in in_microbatches), default=0)
     previous: float = math.inf
@@ -231,13 +233,15 @@ def _advice(
             helps.append(_shard_further(gradient))
     # Neither recomputed activations nor smaller microbatches make a large head smaller. A function that is not
     # differentiated keeps no activations.
-    if strategy is not None and strategy.remat is None and not has_large_head and not gradient.options.maps:
-        if gradient.options.remat is None and strategy.method is None:  # per-example functions have no remat option
-            helps.append('pass remat="auto", which may recompute activations instead of keeping them')
+    # Per-example functions have no remat option.
+    is_kept = strategy is not None and (strategy.method is not None or gradient.options.remat is None)
+    if strategy is not None and is_kept and not has_large_head and not gradient.options.maps:
+        if strategy.method is None:
+            helps.append("leave remat out, so that activations may be computed again instead of being kept")
         helps.append("wrap blocks of the model in jax.checkpoint")
     if strategy is None:
         if not has_large_head and _fits_with_remat(search, leanest[0], budget.allowed):
-            helps.append('pass remat="auto", which recomputes activations instead of keeping them, and fits')
+            helps.append("leave remat out, so that activations are computed again instead of being kept: that fits")
         if gradient.options.block_size is None:
             helps.append("leave block_size out, so that big values may be computed in blocks")
         helps.append("allow more memory with memory=")

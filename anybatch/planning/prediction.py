@@ -13,7 +13,7 @@ import collections
 import contextlib
 import dataclasses
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -106,7 +106,7 @@ PRIOR = {True: 1.2, False: 1.0}
 class Predictions:
     """The predicted bytes and seconds of the strategies of one gradient.
 
-    Two sizes of each variant are traced. Others lie on a line between them: every value of a microbatch grows with it.
+    Two sizes are traced, and the full batch. Others lie on a line: every value of a microbatch grows with it.
     """
 
     def __init__(self, gradient: Problem, known: dict[str, Any] | None = None) -> None:
@@ -186,20 +186,33 @@ class Predictions:
 
     def _peak(self, strategy: Strategy) -> float:
         size = self._size(strategy)
-        low, high = self._anchors
-        if not low < size < high:
+        if not self.has_loop(strategy) and strategy.remat is None:
             return self._trace(strategy)[0]
-        (at_low, _), (at_high, _) = (self._trace(Strategy(each, *strategy.variant)) for each in (low, high))
-        return at_low + (at_high - at_low) * (size - low) / (high - low)
+        return self._on_line(strategy, size, lambda each: self._trace(each)[0])
 
     def _seconds(self, strategy: Strategy, size: int) -> float:
         """The seconds of a microbatch of this size."""
-        low, high = self._anchors
-        if low == high or size > high:
-            own = Strategy(size, *strategy.variant)
-            return self._trace(own)[1] / max(1, self.gradient.max_microbatch_size / size)
         number = self.gradient.max_microbatch_size
-        at_low, at_high = (self._trace(Strategy(each, *strategy.variant))[1] * each / number for each in (low, high))
+        if size == number and strategy.remat is None:
+            return self._trace(Strategy(size, *strategy.variant))[1]
+        return self._on_line(strategy, size, lambda each: self._trace(each)[1] * self._size(each) / number)
+
+    def _on_line(self, strategy: Strategy, size: int, value: Callable[[Strategy], float]) -> float:
+        """The value at a size, on the line through the values of the variant at the two sizes that are traced.
+
+        If activations are computed again, only the larger one is traced: what no size changes, recomputation does not
+        change either.
+        """
+        low, high = self._anchors
+        variant = strategy.variant
+        at_high = value(Strategy(high, *variant))
+        if low == high:
+            return at_high * size / high
+        kept = Strategy(low, *variant._replace(remat=None))
+        at_low = value(kept)
+        if variant.remat is not None:
+            rise = (value(Strategy(high, *kept.variant)) - at_low) / (high - low)
+            low, at_low = 0, at_low - rise * low
         return at_low + (at_high - at_low) * (size - low) / (high - low)
 
     @property

@@ -704,10 +704,10 @@ class FittingProgram:
     def _remedies(self, state_arrays: list[Any], batch_arrays: list[Any], stats: Any) -> str:
         """What would make the step fit. Rematerialization is tried before it is recommended."""
         remedies = [f"Pass memory={self._needed(stats)} (bytes) or more", "shard the state over a mesh (mesh=)"]
-        if self.strategy.remat is None and self._gradient.options.remat is None:
+        if self.strategy.remat is None:
             with_remat = self._make(dataclasses.replace(self.strategy, remat=1.0))
             if self._excess(with_remat.lower(state_arrays, batch_arrays).compile().memory_analysis()) is None:
-                remedies.append('pass remat="auto", which computes activations twice instead of keeping them, and fits')
+                remedies.append("pass remat=1.0, which computes activations twice instead of keeping them, and fits")
         budget = allowed_memory(self._memory, self._gradient.devices).allowed
         if budget is not None and 0 < self._needed(stats) - self._by_offload <= budget:
             remedies.append(f"pass {OFFLOAD}, which saves about {readable(self._by_offload)} on the device, and fits")

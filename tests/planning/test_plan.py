@@ -218,7 +218,7 @@ def test_computing_twice_is_advised_only_where_it_lets_it_fit():
     lean = ab.plan(elementwise, params, sequences, memory="1GiB", objective="memory", remat="auto").chosen.total
     for memory, helps in ((lean + KIB, True), (lean // 2, False)):
         advice = ab.explain(elementwise, params, sequences, memory=memory, timed=False, remat=None).advice
-        assert ('remat="auto"' in advice) == helps, advice
+        assert ("leave remat out" in advice) == helps, advice
         assert "memory=" in advice and "jax.checkpoint" not in advice
 
 
@@ -255,7 +255,7 @@ def test_rematerialisation_is_a_candidate_where_it_is_allowed():
     allowed = ab.plan(elementwise, params, sequences, memory="1GiB", objective="memory", remat="auto")
     assert allowed.remat is not None and allowed.chosen.total < 0.9 * plain
     budget = (allowed.chosen.total + plain) // 2
-    with pytest.raises(ab.NothingFitsError, match=r'pass\s+remat="auto"'):
+    with pytest.raises(ab.NothingFitsError, match=r"leave\s+remat\s+out"):
         ab.plan(elementwise, params, sequences, memory=budget, remat=None)
     plan = ab.plan(elementwise, params, sequences, memory=budget, remat="auto", timed=False)
     options = {"microbatch_size": plan.microbatch_size, "remat": plan.remat}
