@@ -57,11 +57,13 @@ def test_a_chain_of_additions_grows_with_the_microbatch(monkeypatch):
     assert lines("vmap", 32) > 2 * lines("vmap", 4)
 
 
+@pytest.mark.full
 def test_every_layer_adds_as_many_instructions_as_the_one_before():
     """Relative to the plain gradient, whose layers all add the same number."""
     assert relative_to_plain(6, 2) < 1.2 * relative_to_plain(2, 2)
 
 
+@pytest.mark.full
 def test_a_chain_of_squares_is_repeated_in_every_sum(monkeypatch):
     for module in (kept_gradients, norms):
         monkeypatch.setattr(module, "sum_of", lambda squares: functools.reduce(jnp.add, squares))

@@ -321,7 +321,7 @@ def test_more_than_all_is_no_budget():
 
 def test_a_size_that_a_declared_loss_does_not_take_is_named():
     def pairs(w, x):
-        return jnp.mean(jnp.tanh(x.reshape(-1, 2, 64) @ w) ** 2)
+        return jnp.mean(jnp.tanh(x.reshape(-1, 125, 64) @ w) ** 2)
 
     with pytest.raises(TypeError) as caught:
         ab.value_and_grad(pairs, reduction="mean", memory=150_000)(jnp.eye(64), jnp.ones((250, 64)))

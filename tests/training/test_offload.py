@@ -130,6 +130,7 @@ def test_steps_have_the_bits_of_those_without_offload(name):
     assert any(map(is_on_host, jax.tree.leaves(state.opt_state))) == (name != "none on the host")
 
 
+@pytest.mark.full
 @pytest.mark.every_jax
 @pytest.mark.parametrize("name", sometimes(FUSED_OTHERWISE, ("finite",)))
 def test_steps_are_equal_up_to_rounding(float64, name):
@@ -238,6 +239,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing():
     assert not metrics.skipped and not np.array_equal(state.opt_state[0].mu[0]["w"], before.opt_state[0].mu[0]["w"])
 
 
+@pytest.mark.full
 def test_a_state_is_donated_and_moved():
     """The one that a step is given is deleted, also what the step moves. A step without offload moves it back."""
     optimizer = optax.adamw(1e-2)
@@ -257,6 +259,7 @@ def test_a_state_is_donated_and_moved():
     assert any(map(is_on_host, jax.tree.leaves(kept.opt_state)))
 
 
+@pytest.mark.full
 def test_an_array_that_is_also_a_parameter_is_not_deleted():
     """Some optimizers start with the parameters themselves in their state."""
     params = weights()
@@ -268,6 +271,7 @@ def test_an_array_that_is_also_a_parameter_is_not_deleted():
     assert_same_bits(*states)
 
 
+@pytest.mark.full
 @pytest.mark.every_jax
 def test_a_step_inside_jit_and_scan():
     step = ab.train_step(loss, optax.adamw(1e-2), microbatch_size=8, offload="optimizer")
@@ -303,6 +307,7 @@ class Masters:
         return changes, (masters, inner)
 
 
+@pytest.mark.full
 @pytest.mark.every_jax
 def test_masters_in_float32_are_on_the_host_too():
     """bfloat16 parameters on the device, and what the optimizer keeps of them in float32 on the host."""
@@ -365,6 +370,7 @@ def arrays_of(state):
     return [jax.random.key_data(leaf) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf for leaf in leaves]
 
 
+@pytest.mark.full
 @pytest.mark.every_jax
 @pytest.mark.parametrize("make", [linen, of_nnx, equinox])
 def test_models_of_other_libraries(make):
@@ -451,6 +457,7 @@ def few(rows=4):
     return jax.tree.map(lambda leaf: leaf[:rows], data())
 
 
+@pytest.mark.full
 @pytest.mark.every_jax
 def test_a_budget_is_that_of_the_device():
     """The state on the host does not count. Without offload the same step does not fit, and says what would."""
@@ -463,6 +470,7 @@ def test_a_budget_is_that_of_the_device():
         usual(usual.init(weights(6)), few())
 
 
+@pytest.mark.full
 def test_a_plan_that_does_not_fit_names_offload_only_if_it_helps():
     params = weights(6)
     kept = 2 * sum(leaf.nbytes for leaf in jax.tree.leaves(params))

@@ -206,6 +206,7 @@ def test_weak_types_and_python_numbers_do_not_compile_it_twice():
     assert program._cache_size() == 1
 
 
+@pytest.mark.full
 def test_the_plan_bounds_the_whole_step(monkeypatch):
     rng = np.random.default_rng(0)
     wide = {"a": jnp.asarray(rng.normal(size=(64, 512)), jnp.float32), "b": jnp.ones(512)}
@@ -247,6 +248,7 @@ def test_what_does_not_fit_names_the_memory_that_was_given():
     assert set(re.findall(r"memory='([^']*)'", text)) == {"300KiB"}
 
 
+@pytest.mark.full
 def test_a_step_that_does_not_fit_says_how_much_does():
     """The gradient fits by itself; with the update, the step does not."""
     wide = {"a": jnp.ones((64, 512)), "b": jnp.ones(512)}
