@@ -274,9 +274,8 @@ class StrategySearch:
                 seconds = self.predictions.seconds(likely[variant][0]) * (1 + doubt)
                 return False, block_sizes.index(variant.block_size), seconds  # blocks only where nothing else fits
 
-            # Of those that are not predicted to fit, recomputing a part of the activations is between all and none.
-            shares = [variant.remat for variant in ordered]
-            ordered = [each for each in ordered if likely[each] or each.remat in (shares[0], shares[-1])]
+            extremes = self._extremes(ordered)
+            ordered = [each for each in ordered if likely[each] or each in extremes]
             ordered.sort(key=order)  # of equal ones, the first remains first
         fitting = (self.largest_fitting(variant, allowed) for variant in ordered)
         return next((strategy for strategy in fitting if strategy is not None), None)
@@ -298,9 +297,7 @@ class StrategySearch:
 
     def leanest(self) -> Strategy | None:
         """The strategy with the least memory; of those about as lean, the one with the largest microbatch."""
-        shares = [variant.remat for variant in self.variants]
-        # Recomputing a part of the activations takes no less memory than recomputing all of them.
-        variants = [each for each in self.variants if each.remat in (shares[0], shares[-1])]
+        variants = self._extremes(self.variants)
         smallest = [each for variant in variants if self.fits(each := Strategy(self.sizes.smallest, *variant))]
         if not smallest:
             return None
@@ -316,10 +313,12 @@ class StrategySearch:
         The strategy with the least predicted time is compiled and timed first, and then others that may be faster.
         """
         before, start = self.measurements.compilations, time.perf_counter()
-        while (strategy := self._next_to_time(self.measurements.compilations - before)) is not None:
+        tried: set[Strategy] = set()
+        while (strategy := self._next_to_time(self.measurements.compilations - before, tried)) is not None:
             if time.perf_counter() - start > self.ENOUGH_SECONDS and self.timed_and_fitting():
                 self.skipped = strategy
                 break
+            tried.add(strategy)
             if self.fits(strategy):
                 self._time(strategy)
         timed = self.timed_and_fitting()
@@ -334,8 +333,10 @@ class StrategySearch:
     def timed_and_fitting(self) -> list[Strategy]:
         return [strategy for strategy, each in self.seconds.items() if math.isfinite(each) and self.fits(strategy)]
 
-    def _next_to_time(self, compilations: int) -> Strategy | None:
+    def _next_to_time(self, compilations: int, tried: set[Strategy]) -> Strategy | None:
         """The strategy to compile and time next, after so many compilations; None if no other is likely to be faster.
+
+        It is none that was `tried`: one that XLA cannot compile is not tried again.
 
         A predicted time is less certain, the more a strategy differs from all that were timed. So each strategy is
         judged by the least time that it may take.
@@ -343,8 +344,8 @@ class StrategySearch:
         timed = {each: self.seconds[each] for each in self.timed_and_fitting()}
         if not timed:
             likely = [each for variant in self.variants for each in self._likely_fitting(variant)]
-            untried = [each for each in likely if self._may_fit(each)]
-            return min(untried, key=self.predictions.seconds, default=None) or self._last_resort()
+            untried = [each for each in likely if each not in tried and self._may_fit(each)]
+            return min(untried, key=self.predictions.seconds, default=None) or self._last_resort(tried)
         if compilations >= MOST_COMPILATIONS:
             return None
         best = self._leanest_of_the_fast(list(timed))
@@ -358,10 +359,12 @@ class StrategySearch:
         doubt = DOUBT_ON_CPU if self.predictions.on_cpu else DOUBT
 
         def least_seconds(strategy: Strategy) -> float:
-            _, doublings = min(self.predictions.distance(strategy, each) for each in timed)
-            return self.predictions.seconds(strategy, timed) * (1 - doubt * doublings / math.log(2))
+            differences, doublings = min(self.predictions.distance(strategy, each) for each in timed)
+            # Another variant is tried only if it is predicted to be faster.
+            share = 0.0 if differences else doubt * doublings / math.log(2)
+            return self.predictions.seconds(strategy, timed) * (1 - share)
 
-        new = [each for each in [*self._around(best), *others] if self._is_new(each)]
+        new = [each for each in [*self._around(best), *others] if each not in tried and self._is_new(each)]
         following = min(new, key=least_seconds, default=None)
         return following if following is not None and least_seconds(following) < min(timed.values()) else None
 
@@ -398,10 +401,15 @@ class StrategySearch:
         differs = all(abs(math.log(self._size(strategy) / each)) > DIFFERENT for each in alike)
         return differs and (self.allowed is None or self.predict(strategy) <= self.allowed)
 
-    def _last_resort(self) -> Strategy | None:
-        """The smallest size of a variant that was not tried, though it is not predicted to fit."""
-        smallest = (Strategy(self.sizes.smallest, *variant) for variant in self.variants)
-        return next((each for each in smallest if self._may_fit(each)), None)
+    def _last_resort(self, tried: set[Strategy]) -> Strategy | None:
+        """The smallest size of a variant that was not `tried`, though it is not predicted to fit."""
+        smallest = (Strategy(self.sizes.smallest, *variant) for variant in self._extremes(self.variants))
+        return next((each for each in smallest if each not in tried and self._may_fit(each)), None)
+
+    def _extremes(self, variants: Sequence[Variant]) -> list[Variant]:
+        """The variants that compute none or all of the activations again: a part is between the two."""
+        shares = [variant.remat for variant in self.variants]
+        return [each for each in variants if each.remat in (shares[0], shares[-1])]
 
     def _may_fit(self, strategy: Strategy) -> bool:
         """False if it was compiled and does not fit, or ran out of memory."""

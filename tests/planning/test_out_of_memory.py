@@ -183,6 +183,13 @@ def test_what_never_compiles_is_tried_a_few_times_and_raised_as_it_is(compiler):
         assert len(compiler.tried) <= 4
 
 
+def test_a_plan_of_what_never_compiles_ends(compiler):
+    compiler.fails = lambda strategy: True
+    with pytest.raises(jax.errors.JaxRuntimeError, match="more than there is"):
+        ab.plan(network, *problem(4096), memory="1GiB")
+    assert len(compiler.tried) <= 4
+
+
 def test_where_no_size_is_left_the_error_comes_through(device):
     params, batch = problem(64)
     device.room = 0

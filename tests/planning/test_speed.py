@@ -53,7 +53,7 @@ def _between(milliseconds, size):
 @pytest.mark.parametrize("milliseconds", [KNEE, FLAT, VALLEY], ids=["knee", "flat", "valley"])
 def test_the_choice_is_within_3_percent_of_the_best_divisor(clock, milliseconds):
     clock(milliseconds)
-    plan = ab.plan(network, *problem(64), memory="1GiB")
+    plan = ab.plan(network, *problem(64), memory="1GiB", remat=None)
     best = min(milliseconds[size] for size in (64, 32, 16, 8, 4, 2, 1))
     assert 1e3 * plan.chosen.seconds <= 1.03 * best
 
@@ -61,11 +61,11 @@ def test_the_choice_is_within_3_percent_of_the_best_divisor(clock, milliseconds)
 @pytest.mark.full
 def test_of_those_as_fast_the_leanest_is_taken(clock):
     clock(KNEE)
-    plan = ab.plan(network, *problem(64), memory="1GiB")
+    plan = ab.plan(network, *problem(64), memory="1GiB", remat=None)
     assert plan.microbatch_size == 16
     assert plan.reason == "Chosen: microbatch_size=16, the fastest."
     clock(FLAT)
-    plan = ab.plan(network, *problem(64), memory="1GiB")
+    plan = ab.plan(network, *problem(64), memory="1GiB", remat=None)
     assert plan.microbatch_size < 64  # the full batch is faster by less than can be told
     assert "which needs the least memory of those within 2% of the fastest (100.0 ms)." in plan.reason
     assert 1e3 * plan.chosen.seconds <= (1 + AS_FAST) * FLAT[64]
@@ -74,8 +74,8 @@ def test_of_those_as_fast_the_leanest_is_taken(clock):
 @pytest.mark.full
 def test_without_timing_what_was_timed_before_is_followed(clock, kept):
     clock(VALLEY)
-    timed = ab.plan(network, *problem(64), memory="1GiB")
-    plan = ab.explain(network, *problem(64), memory="1GiB", timed=False)
+    timed = ab.plan(network, *problem(64), memory="1GiB", remat=None)
+    plan = ab.explain(network, *problem(64), memory="1GiB", timed=False, remat=None)
     assert plan.microbatch_size == timed.microbatch_size == 16
     assert plan.reason == timed.reason
 
@@ -84,7 +84,7 @@ def test_without_timing_what_was_timed_before_is_followed(clock, kept):
 def test_no_time_is_claimed_for_what_was_not_chosen_by_time(clock, kept):
     """Times are known from an earlier plan, with another budget: nothing was compared under this one."""
     clock(VALLEY)
-    ab.plan(network, *problem(64), memory="1GiB")
+    ab.plan(network, *problem(64), memory="1GiB", remat=None)
     plan = ab.explain(network, *problem(64), memory="2GiB", timed=False)
     assert plan.microbatch_size == 64 and "fastest" not in plan.reason
     assert plan.reason == "Chosen: the full batch, since it fits."
@@ -97,8 +97,11 @@ def test_no_time_is_claimed_for_what_was_not_chosen_by_time(clock, kept):
 @pytest.mark.full
 def test_what_does_not_fit_is_not_the_fastest(clock, kept):
     clock(VALLEY)
-    known = {each.microbatch_size: each.total for each in ab.plan(network, *problem(64), memory="1GiB").candidates}
-    plan = ab.plan(network, *problem(64), memory=known[16] + 1024)
+    known = {
+        each.microbatch_size: each.total
+        for each in ab.plan(network, *problem(64), memory="1GiB", remat=None).candidates
+    }
+    plan = ab.plan(network, *problem(64), memory=known[16] + 1024, remat=None)
     assert plan.microbatch_size == 16
     assert plan.reason == "Chosen: microbatch_size=16, the fastest."  # 22 is faster, and does not fit
 
@@ -107,7 +110,7 @@ def test_what_does_not_fit_is_not_the_fastest(clock, kept):
 def test_a_plan_with_times_compiles_at_most_four_programs(clock):
     """They are around the knee."""
     raced = clock(KNEE)
-    plan = ab.plan(network, *problem(64), memory="1GiB")
+    plan = ab.plan(network, *problem(64), memory="1GiB", remat=None)
     tried = {size for sizes in raced for size in sizes}
     assert 1 not in tried and {64, 16, 4} <= tried and len(tried) == plan.compilations == 4
 
@@ -118,7 +121,7 @@ def test_sizes_that_are_predicted_to_be_slower_are_not_compiled(clock, monkeypat
     monkeypatch.setattr("anybatch.planning.candidates.DOUBT_ON_CPU", 0.05)
     monkeypatch.setattr(Predictions, "_seconds", lambda predictions, strategy, size: KNEE[64] + 20 / size)
     raced = clock({size: 139 * 64 / size for size in KNEE})
-    plan = ab.plan(network, *problem(64), memory="1GiB")
+    plan = ab.plan(network, *problem(64), memory="1GiB", remat=None)
     assert plan.microbatch_size == 64 and plan.compilations == 1 and raced == [[64]]
 
 
