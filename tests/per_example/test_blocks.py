@@ -322,6 +322,7 @@ def test_blocks_take_a_part_of_the_memory(method, microbatch_size):
 # Plans.
 
 
+@pytest.mark.full
 def test_blocks_are_tried_before_nothing_fits():
     params, batch = language_model(tokens=256, words=8192, width=16, examples=2)
     fun = ab.clipped_grad(tied, clip_norm=0.1, memory="8MiB")
@@ -377,6 +378,7 @@ def test_sizes_that_are_refused(value):
             function(tied, block_size=value)
 
 
+@pytest.mark.full
 def test_private_gradients_in_blocks():
     params, batch = language_model()
     options = {"clip_norm": 0.5, "noise_multiplier": 1.0, "expected_batch_size": 5, "microbatch_size": 2}

@@ -195,6 +195,7 @@ def test_what_fits_by_itself_may_be_too_much_for_a_step(monkeypatch, tmp_path, k
     assert total_bytes(program) <= left + plan.chosen.bytes.arguments - 4 * of_gradient
 
 
+@pytest.mark.full
 def test_nothing_that_fits_at_trace_time_is_a_warning_if_nobody_named_a_budget(monkeypatch):
     """Tracers do not show how arrays are spread over devices, so that more may fit than can be seen."""
     from anybatch.planning import budget

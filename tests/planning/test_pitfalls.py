@@ -95,6 +95,7 @@ def test_vmaps_in_each_other_count_for_all_pairs():
     assert total(memory=budget) <= budget
 
 
+@pytest.mark.full
 def test_vmap_over_what_the_loss_closes_over():
     """Also after the same loss was planned for one."""
     params, batch = problem(256)
@@ -345,6 +346,7 @@ def test_what_cannot_be_compiled_by_itself_is_estimated_aloud(monkeypatch):
     assert not planner._DECIDED
 
 
+@pytest.mark.full
 def test_coupled_losses_keep_the_budget_under_jit():
     params, batch = problem(256)
     least = compiled(contrastive, params, batch, microbatch_size=1)

@@ -79,6 +79,7 @@ def test_a_ragged_size_is_taken_where_no_other_is_near():
     assert jnp.allclose(grads["layers"], expected["layers"], rtol=1e-4, atol=1e-7)
 
 
+@pytest.mark.full
 def test_the_objective_memory_takes_the_least():
     params, batch = problem(512)
     lean = ab.plan(network, params, batch, memory="1GiB", objective="memory")

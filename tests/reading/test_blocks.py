@@ -385,6 +385,7 @@ def test_memory_of_pairs_grows_with_their_number_and_not_with_its_square():
 # Plans.
 
 
+@pytest.mark.full
 def test_blocks_are_tried_before_nothing_fits():
     params, batch = language_model(tokens=1024, words=8192, width=16, examples=2)
     plan = ab.plan(mean_loss, params, batch, memory="40MiB", timed=False)
