@@ -282,7 +282,7 @@ def _check_remat(value: Any) -> None:
     if not is_remat(value) and value != "auto":
         names = ", ".join(f'"{name}"' for name in POLICIES)
         raise InputError(
-            f'remat must be None, "auto", a share above 0 and at most 1, or one of {names}',
+            f'remat must be one of None, "auto", a share above 0 and at most 1, {names}',
             given=f"remat={value!r}",
             remedy="Pass remat=0.5 to compute half of the activations again, or None to keep all of them.",
         )

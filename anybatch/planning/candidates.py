@@ -258,7 +258,8 @@ class StrategySearch:
     def first_fitting(self, reserve: int = 0) -> Strategy | None:
         """The largest microbatch of the first variant for which one fits, with `reserve` bytes to spare; or None.
 
-        The variant with the least predicted time is tried first.
+        The variant with the least predicted time is tried first. The first one is tried even if it is not predicted to
+        fit. Others that are not are tried last.
         """
         allowed = None if self.allowed is None else self.allowed - reserve
 
@@ -268,17 +269,26 @@ class StrategySearch:
             likely = {variant: self._likely_fitting(variant, allowed) for variant in ordered}
 
             def order(variant: Variant) -> tuple[bool, int, float]:
+                group = block_sizes.index(variant.block_size)  # blocks only where nothing else fits
+                if variant == self.variants[0]:
+                    seconds = self.predictions.seconds(likely[variant][0]) if likely[variant] else 0.0
+                    return False, group, seconds
                 if not likely[variant]:
-                    return True, block_sizes.index(variant.block_size), 0.0
-                doubt = 0 if variant == self.variants[0] else NOT_TIMED
-                seconds = self.predictions.seconds(likely[variant][0]) * (1 + doubt)
-                return False, block_sizes.index(variant.block_size), seconds  # blocks only where nothing else fits
+                    return True, group, 0.0
+                return False, group, self.predictions.seconds(likely[variant][0]) * (1 + NOT_TIMED)
 
             extremes = self._extremes(ordered)
             ordered = [each for each in ordered if likely[each] or each in extremes]
             ordered.sort(key=order)  # of equal ones, the first remains first
         fitting = (self.largest_fitting(variant, allowed) for variant in ordered)
-        return next((strategy for strategy in fitting if strategy is not None), None)
+        found = next((strategy for strategy in fitting if strategy is not None), None)
+        if found is None or found.remat == self.variants[0].remat:
+            return found
+        # The prediction by which more would fit if activations are computed again may have been wrong. What a coupled
+        # loss computes from the full batch is hard to predict.
+        plain = Strategy(self._size(found), *found.variant._replace(remat=self.variants[0].remat))
+        may_fit = allowed is None or self.measurements.gradient.is_coupled or self.predict(plain) <= allowed
+        return plain if may_fit and self.fits(plain, allowed) else found
 
     def _is_likely_full_batch(self, allowed: int) -> bool:
         """True if the full batch is predicted to fit in the first variant."""

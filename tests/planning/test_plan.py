@@ -40,7 +40,7 @@ def test_the_chosen_plan_never_exceeds_its_budget(loss, examples, share):
     params, batch = problem(examples)
     budget = between(share, loss, params, batch)
 
-    plan = ab.plan(loss, params, batch, memory=budget, timed=False)
+    plan = ab.plan(loss, params, batch, memory=budget, timed=False, remat=None)
 
     taken = compiled_bytes(loss, params, batch, microbatch_size=plan.microbatch_size)
     assert plan.chosen.fits and plan.chosen.total == taken <= budget
@@ -49,9 +49,21 @@ def test_the_chosen_plan_never_exceeds_its_budget(loss, examples, share):
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("share", [0.1, 0.6, 1.5])
+@pytest.mark.parametrize("loss, examples", [(network, 509), (scanned, 512), (contrastive, 256)])
+def test_the_budget_is_kept_where_activations_may_be_computed_again(loss, examples, share):
+    params, batch = problem(examples)
+    budget = between(share, loss, params, batch)
+    plan = ab.plan(loss, params, batch, memory=budget, timed=False)
+    how = {"microbatch_size": plan.microbatch_size, "remat": plan.remat, "block_size": plan.block_size}
+    assert plan.chosen.total == compiled_bytes(loss, params, batch, **how) <= budget
+    assert share < 1 or how == {"microbatch_size": examples, "remat": None, "block_size": None}
+
+
+@pytest.mark.full
 @pytest.mark.parametrize("loss, examples, share", [(network, 512, 0.6), (network, 509, 0.2), (scanned, 512, 0.2)])
 def test_predictions_are_close_to_what_is_compiled(loss, examples, share):
-    """Within 12% before anything is compiled, and within 5% of the sizes that are never compiled."""
+    """Within 12% before anything is compiled, and within 10% of the sizes that are never compiled."""
     params, batch = problem(examples)
     plan = ab.explain(loss, params, batch, memory=between(share, loss, params, batch), timed=False)
 
@@ -59,7 +71,8 @@ def test_predictions_are_close_to_what_is_compiled(loss, examples, share):
     assert len(predicted) >= 2
     for each in [*predicted[:3], *(each for each in predicted if each.bytes is None)]:
         taken = compiled_bytes(loss, params, batch, microbatch_size=each.microbatch_size, remat=each.remat)
-        assert each.predicted == pytest.approx(taken, rel=0.05 if each.bytes is None else 0.12)
+        is_on_line = each.bytes is None and each.remat is None
+        assert each.predicted == pytest.approx(taken, rel=0.1 if is_on_line else 0.12)
 
 
 def test_the_budget_is_used():
@@ -270,8 +283,8 @@ def test_shares_of_activations_are_predicted_for_the_table():
     sequences = {name: jnp.tile(leaf[:, None], (1, 64, 1)) for name, leaf in batch.items()}
     plan = ab.explain(elementwise, params, sequences, memory="6MiB", timed=False)
     shown = {each.remat: each for each in plan.candidates if each.microbatch_size == plan.microbatch_size}
-    assert set(shown) == {None, *SHARES}
-    assert shown[1.0].total < shown[0.5].total < shown[None].total
+    assert {None, 1.0} < set(shown) <= {None, *SHARES}
+    assert shown[1.0].total < shown[0.25].total < shown[None].total
     assert sum(each.bytes is not None for each in shown.values()) <= 2 and " 0.75 " in str(plan)
 
 
@@ -281,11 +294,11 @@ def test_shares_of_activations_are_predicted_for_the_table():
         ({"objective": "time"}, "objective must be one of 'memory', 'speed', got objective='time'."),
         (
             {"remat": "everything"},
-            'remat must be None, "auto", a share above 0 and at most 1, or one of "dots_saveable"',
+            'remat must be one of None, "auto", a share above 0 and at most 1, "dots_saveable"',
         ),
-        ({"remat": 1.5}, 'remat must be None, "auto", a share above 0 and at most 1, or one of "dots_saveable"'),
-        ({"remat": 0}, 'remat must be None, "auto", a share above 0 and at most 1, or one of "dots_saveable"'),
-        ({"remat": True}, 'remat must be None, "auto", a share above 0 and at most 1, or one of "dots_saveable"'),
+        ({"remat": 1.5}, 'remat must be one of None, "auto", a share above 0 and at most 1, "dots_saveable"'),
+        ({"remat": 0}, 'remat must be one of None, "auto", a share above 0 and at most 1, "dots_saveable"'),
+        ({"remat": True}, 'remat must be one of None, "auto", a share above 0 and at most 1, "dots_saveable"'),
         ({"memory": "16 apples"}, "memory must be a number of bytes"),
         ({"memory": 0}, "memory must be a number of bytes"),
     ],
