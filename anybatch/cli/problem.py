@@ -184,8 +184,7 @@ def explain_problem(target: str, *, html: pathlib.Path | None, plot: pathlib.Pat
     """
     _check_files(html, plot)
     loss, args = load_problem(target)
-    with Console(stderr=True).status("Planning") as status:
-        plan = explain(loss, *args, progress=status.update, **options)
+    plan = explain(loss, *args, progress=sys.stderr.isatty(), **options)
     print(plan.text(shutil.get_terminal_size().columns))
     if plot is not None:
         plan.plot(str(plot))

@@ -19,6 +19,7 @@ import math
 import os
 import pathlib
 import shlex
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -449,17 +450,16 @@ class _Printer:
         self.text(text)
 
     @contextlib.contextmanager
-    def busy(self, text: str) -> Iterator[Callable[[str], None]]:
-        """Shows a spinner with a text, if stderr is a terminal. Yields a function that replaces the text."""
+    def busy(self, text: str) -> Iterator[None]:
+        """Shows a spinner with a text, if stderr is a terminal."""
         from rich.console import Console
 
-        with Console(stderr=True).status(text) as status:
-            yield status.update
+        with Console(stderr=True).status(text):
+            yield
 
 
 def _plan(printer: _Printer, step: Any, state: Any, batch: Any) -> Plan:
-    with printer.busy("Planning") as update:
-        plan = step.explain(state, batch, timed=False, progress=update)
+    plan = step.explain(state, batch, timed=False, progress=sys.stderr.isatty())
     if plan.chosen is None:
         raise NothingFitsError(f'{plan}\nIn the options of this run: a larger memory = "...", or remat = "auto".')
     printer.text(plan)

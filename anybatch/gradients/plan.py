@@ -16,22 +16,24 @@ from anybatch.jaxprs import versions
 from anybatch.planning.plan import Plan
 from anybatch.planning.planner import Planner, report_nothing_fits
 from anybatch.planning.problem import Problem
+from anybatch.planning.progress import shown
 
 
 def plan(
     fun: Callable[..., Any],
     *args: Any,
     timed: bool = True,
-    progress: Callable[[str], None] | None = None,
+    progress: bool | Callable[[str], None] | None = None,
     **options: Any,
 ) -> Plan:
     """Finds the fastest strategy for a gradient that fits the memory: its microbatch size, and more if you allow it.
 
-    The bytes of a strategy are XLA's count for its compiled program, which is not run for that. They are linear in the
-    microbatch size: two sizes give a line, and a third confirms it. The strategies that fit are then timed on the
-    device, in turns. `value_and_grad` with `microbatch_size="auto"` follows the plan, in this process and later ones.
+    The bytes and the time of a strategy are predicted from its jaxpr. The one that is predicted to be the fastest is
+    compiled, and timed on the device; then others that may be faster: at most four programs, none of them started after
+    30 s. `value_and_grad` with `microbatch_size="auto"` follows the plan, in this process and later ones.
 
-    **Memory.** The chosen program takes no more than the budget, as XLA counts its bytes.
+    **Memory.** The chosen program takes no more than the budget, as XLA counts its bytes. Predictions only decide which
+    programs are compiled.
 
     **Cache.** Measurements are stored in the folder `ANYBATCH_CACHE` (by default in the user's cache folder; "off"
     stores nothing), by program, shapes, device and versions. Planning the same gradient again takes milliseconds.
@@ -52,7 +54,7 @@ def plan(
       *args: the arguments of the loss. They may be arrays, or `jax.ShapeDtypeStruct` for arrays that do not exist yet;
         then nothing is timed.
       timed: whether to time strategies. If not, the largest microbatch that fits counts as the fastest.
-      progress: a function that is called with a text before each slow step.
+      progress: True shows a bar with what is compiled; or a function that is called with a text before each slow step.
       **options: the options of `value_and_grad` except `microbatch_size`, which is planned. `memory` is the budget for
         the gradient and its arguments; `objective="memory"` chooses the strategy that takes the least memory;
         `remat=None` keeps all activations; on a `mesh`, bytes are those of one device. All other names are
@@ -71,7 +73,9 @@ def plan(
     return made
 
 
-def explain(fun: Callable[..., Any], *args: Any, progress: Callable[[str], None] | None = None, **options: Any) -> Plan:
+def explain(
+    fun: Callable[..., Any], *args: Any, progress: bool | Callable[[str], None] | None = None, **options: Any
+) -> Plan:
     """The same as `plan`, with more of the strategies that were not chosen: like EXPLAIN for a database query.
 
     It compiles the full batch too, to show what it would take. It does not raise if nothing fits.
@@ -132,7 +136,7 @@ def _plan(
     *,
     timed: bool,
     thorough: bool,
-    progress: Callable[[str], None] | None,
+    progress: bool | Callable[[str], None] | None,
 ) -> Plan:
     if versions.is_jit_disabled():
         raise InputError(
@@ -161,11 +165,12 @@ def _plan(
             made.append(plan_streamed(gradient))
             return
         with gradient.context():
-            planner = Planner(gradient, arrays_exist=not abstract, notify=progress or (lambda text: None))
+            planner = Planner(gradient, arrays_exist=not abstract, notify=notify)
             made.append(planner.plan(timed=timed, thorough=thorough))
 
-    if abstract:
-        jax.eval_shape(plan_with, *(leaves[position] for position in abstract))
-    else:
-        plan_with()
+    with shown(progress) as notify:
+        if abstract:
+            jax.eval_shape(plan_with, *(leaves[position] for position in abstract))
+        else:
+            plan_with()
     return made[0]

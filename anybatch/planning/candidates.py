@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 from anybatch.call.memory import readable
 from anybatch.planning.measure import MIN_TURN_SECONDS, Bytes, Measurements
 from anybatch.planning.prediction import Predictions
+from anybatch.planning.progress import PlanningStep
 from anybatch.planning.strategy import Strategy, Variant
 
 V = TypeVar("V")
@@ -159,7 +160,8 @@ class StrategySearch:
     ) -> None:
         """Searches among `variants`, of which the first takes the least time, within the `allowed` bytes, if known.
 
-        `notify` is called with a text before each step that takes long. `known` is a record that was loaded from disk.
+        `notify` is called with a `PlanningStep` before each step that takes long. `known` is a record that was loaded
+        from disk.
         """
         self.measurements, self.allowed, self.variants, self.notify = measurements, allowed, tuple(variants), notify
         self.examples = measurements.gradient.max_microbatch_size
@@ -169,6 +171,7 @@ class StrategySearch:
         self.predicted: dict[Strategy, int] = {}
         self.predicted_seconds: dict[Strategy, float] = {}
         self.skipped: Strategy | None = None  # was not compiled, since planning had taken long
+        self.most = 0  # programs that will be compiled, at most; more if predictions were wrong
 
     @property
     def compiled(self) -> dict[Strategy, Bytes | None]:
@@ -194,10 +197,13 @@ class StrategySearch:
             timed = {each: seconds for each, seconds in self.seconds.items() if math.isfinite(seconds)}
             if timed:
                 self.predicted_seconds[strategy] = self.predictions.seconds(strategy, timed)
-            number = self.measurements.compilations + 1
-            self.notify(f"Compiling program {number}: {strategy}, predicted {readable(self.predicted[strategy])}")
+            self.most = max(self.most, self.measurements.compilations + 1)
+            self._notify(f"Compiling {strategy}, predicted {readable(self.predicted[strategy])}")
         found = self.measurements.bytes_of(strategy)
         return found is not None and (limit is None or found.total <= limit)
+
+    def _notify(self, text: str) -> None:
+        self.notify(PlanningStep(text, done=self.measurements.compilations, most=self.most))
 
     def predict(self, strategy: Strategy) -> int:
         """The predicted bytes of a strategy: those of its jaxpr, corrected by what was compiled so far."""
@@ -262,7 +268,7 @@ class StrategySearch:
         fit. Others that are not are tried last.
         """
         allowed = None if self.allowed is None else self.allowed - reserve
-
+        self.most = self.measurements.compilations + SIZE_TRIALS
         block_sizes = list(dict.fromkeys(variant.block_size for variant in self.variants))
         ordered = list(self.variants)
         if allowed is not None and len(ordered) > 1 and not self._is_likely_full_batch(allowed):
@@ -308,6 +314,7 @@ class StrategySearch:
     def leanest(self) -> Strategy | None:
         """The strategy with the least memory; of those about as lean, the one with the largest microbatch."""
         variants = self._extremes(self.variants)
+        self.most = self.measurements.compilations + len(variants) + SIZE_TRIALS
         smallest = [each for variant in variants if self.fits(each := Strategy(self.sizes.smallest, *variant))]
         if not smallest:
             return None
@@ -323,6 +330,7 @@ class StrategySearch:
         The strategy with the least predicted time is compiled and timed first, and then others that may be faster.
         """
         before, start = self.measurements.compilations, time.perf_counter()
+        self.most = before + MOST_COMPILATIONS
         tried: set[Strategy] = set()
         while (strategy := self._next_to_time(self.measurements.compilations - before, tried)) is not None:
             if time.perf_counter() - start > self.ENOUGH_SECONDS and self.timed_and_fitting():
@@ -434,7 +442,7 @@ class StrategySearch:
         seconds = self.measurements.seconds
         if strategy in seconds:
             return seconds[strategy]
-        self.notify(f"Timing {strategy}")
+        self._notify(f"Timing {strategy}")
         known = {other: each for other, each in self.seconds.items() if math.isfinite(each)}
         best = min(known, key=known.__getitem__, default=None)
         raced = self.measurements.race([strategy] if best is None else [best, strategy], FIRST_ROUNDS)
@@ -448,7 +456,7 @@ class StrategySearch:
         """Times strategies in turns, and scales all earlier times by how that of `reference` has changed."""
         seconds = self.measurements.seconds
         if len(strategies) > 1:
-            self.notify(f"Timing the {len(strategies)} fastest")
+            self._notify(f"Timing the {len(strategies)} fastest")
             rounds = min(LAST_ROUNDS, max(3, int(FINAL_SECONDS / max(seconds[reference], MIN_TURN_SECONDS))))
             raced = self.measurements.race(strategies, rounds)
             # Devices become slower as they become warm.
@@ -473,18 +481,21 @@ class StrategySearch:
 
         These are the full batch, two sizes from which to predict others, and the chosen size in other variants.
         """
-        ladder = [self.examples, *self.sizes.steps_down(self.examples)]
-        variant = self.variants[0]
-        self.fits(Strategy(self.examples, *variant))
-        for size in (ladder[len(ladder) // 3], ladder[2 * len(ladder) // 3]):
-            known = [each for each, found in self.compiled.items() if found and self.predictions.has_loop(each)]
-            if len([each for each in known if each.variant == variant]) < 2:
-                self.fits(Strategy(size, *variant))
+        ladder, variant = [self.examples, *self.sizes.steps_down(self.examples)], self.variants[0]
+        known = [each for each, found in self.compiled.items() if found and self.predictions.has_loop(each)]
+        of_line = (Strategy(ladder[len(ladder) * third // 3], *variant) for third in (1, 2))
+        number = max(0, 2 - len([each for each in known if each.variant == variant]))
+        rows = [Strategy(self.examples, *variant)]
+        rows += [each for each in of_line if each not in self.compiled][:number]
         if self.measurements.gradient.is_coupled:  # its head takes memory that does not lie on the line
-            self.fits(Strategy(self.sizes.smallest, *variant))
-        size = self.sizes.smallest if chosen is None else self._size(chosen)
-        shown = chosen or Strategy(size, *self.variants[0])
-        for strategy in self.shown_variants(shown):
-            # Each share of what is computed again would be a program to compile: others than the chosen are predicted.
-            if strategy.remat == shown.remat and self.fits(strategy) and timed:
+            rows.append(Strategy(self.sizes.smallest, *variant))
+        shown = chosen or Strategy(self.sizes.smallest, *variant)
+        # Each share of what is computed again would be a program to compile: others than the chosen are predicted.
+        others = [each for each in self.shown_variants(shown) if each.remat == shown.remat]
+        new = {each for each in (*rows, *others) if each not in self.measurements.bytes}
+        self.most = self.measurements.compilations + len(new)
+        for strategy in rows:
+            self.fits(strategy)
+        for strategy in others:
+            if self.fits(strategy) and timed:
                 self._time(strategy)

@@ -31,6 +31,7 @@ from anybatch.planning.budget import allowed_memory, is_explicit
 from anybatch.planning.measure import FAILURES
 from anybatch.planning.plan import Plan
 from anybatch.planning.planner import Planner
+from anybatch.planning.progress import shown
 from anybatch.planning.running import halved, not_compiled, run_until_it_fits
 from anybatch.planning.strategy import Strategy
 from anybatch.training.arrays import (
@@ -379,7 +380,7 @@ class TrainStep:
         batch: Any,
         *,
         timed: bool = True,
-        progress: Callable[[str], None] | None = None,
+        progress: bool | Callable[[str], None] | None = None,
         **kwargs: Any,
     ) -> Plan:
         """The plan with all candidates, as from `anybatch.explain`. If `timed`, it chooses the fastest."""
@@ -554,21 +555,21 @@ class TrainStep:
         )
         return Strategy(min(size, max(unit, gradient.max_microbatch_size // count // unit * unit)), *strategy.variant)
 
-    def _planner(self, gradient: Gradient, progress: Callable[[str], None] | None = None) -> Planner:
+    def _planner(self, gradient: Gradient, notify: Callable[[str], None] = lambda text: None) -> Planner:
         copies = COPIES if self._donate else COPIES_WITHOUT_DONATION
         memory, source = self._update.options.memory, None
         if gradient.options.memory != memory:
             kept = (memory_budget(memory) or 0) - (memory_budget(gradient.options.memory) or 0)
             source = f"memory={memory!r}, less {readable(kept)} that the optimizer keeps"
-        return Planner(gradient, parameter_copies=copies, source=source, notify=progress or (lambda text: None))
+        return Planner(gradient, parameter_copies=copies, source=source, notify=notify)
 
     def _planned(
-        self, state: Any, batch: Any, kwargs: Any, *, timed: bool, thorough: bool = False, progress: Any = None
+        self, state: Any, batch: Any, kwargs: Any, *, timed: bool, thorough: bool = False, progress: Any = False
     ) -> Plan:
         inputs = self._placed(self._inputs(state, batch, kwargs)[0])
         gradient = self._update.gradient(inputs)
-        with gradient.context():
-            plan = self._planner(gradient, progress).plan(timed=timed, thorough=thorough)
+        with gradient.context(), shown(progress) as notify:
+            plan = self._planner(gradient, notify).plan(timed=timed, thorough=thorough)
         if plan.chosen is not None and self._is_planned:
             strategy, before = self._with_noise(plan.chosen.strategy, gradient), self._strategies.get(inputs.name)
             self._strategies[inputs.name] = strategy

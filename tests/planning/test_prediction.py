@@ -86,8 +86,11 @@ def test_a_plan_that_is_interrupted_goes_on_where_it_was(tmp_path, monkeypatch):
     monkeypatch.setenv("ANYBATCH_CACHE", str(tmp_path))
     params, batch = problem(512)
 
-    def press_control_c(text):
-        if text.startswith("Compiling program 2"):
+    first = []
+
+    def press_control_c(step):
+        first.append(step.brief)
+        if step.done == 1 and step.brief.startswith("Compiling"):
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
@@ -95,8 +98,20 @@ def test_a_plan_that_is_interrupted_goes_on_where_it_was(tmp_path, monkeypatch):
     said = []
     plan = ab.plan(network, params, batch, memory="900KiB", progress=said.append)
     assert plan.chosen.fits and plan.compilations <= 4
-    first = said[0].partition(": ")[2].partition(",")[0]
-    assert first not in [text.partition(": ")[2].partition(",")[0] for text in said[1:] if "Compiling" in text]
+    assert first[0].startswith("Compiling") and first[0] not in [step.brief for step in said]
+
+
+def test_a_plan_says_how_many_programs_it_compiles_at_most(capsys):
+    params, batch = problem(512)
+    said = []
+    plan = ab.plan(network, params, batch, memory="900KiB", progress=said.append)
+    numbers = [(step.done, step.most) for step in said if step.brief.startswith("Compiling")]
+    assert numbers == [(done, 4) for done in range(plan.compilations)]
+    assert said[0] == f"[0 of at most 4 programs compiled] {said[0].brief}"
+    ab.plan(network, params, batch, memory="900KiB", progress=True)  # no terminal: lines
+    assert capsys.readouterr().err.splitlines()[0] == said[0]
+    with pytest.raises(ab.InputError, match="progress must be True, False or a function"):
+        ab.plan(network, params, batch, memory="900KiB", progress="bar")
 
 
 def test_planning_does_not_go_on_for_long(monkeypatch):
