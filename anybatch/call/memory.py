@@ -54,6 +54,16 @@ def memory_left(devices: Sequence[Any] = ()) -> int | None:
     return min(known) // (len(devices) if devices[0].platform == "cpu" else 1)
 
 
+def bytes_in_use(devices: Sequence[Any] = ()) -> tuple[int, int] | None:
+    """The bytes in use on an accelerator now, and the most since the process began.
+
+    They are those of the device with the highest peak; None if no device reports them.
+    """
+    stats = [each.memory_stats() or {} for each in list(devices) or [default_device()] if each.platform != "cpu"]
+    known = [(each["bytes_in_use"], each["peak_bytes_in_use"]) for each in stats if "peak_bytes_in_use" in each]
+    return max(known, key=lambda each: each[1], default=None)
+
+
 def memory_limit(devices: Sequence[Any] = ()) -> int | None:
     """The total bytes of the smallest device, or None if no device reports them."""
     known = [limit for limit, _ in map(_limit, list(devices) or [default_device()]) if limit is not None]

@@ -17,6 +17,7 @@ import jax
 
 from anybatch.call import placement
 from anybatch.call.caches import can_run
+from anybatch.call.memory import bytes_in_use
 from anybatch.call.options import is_remat
 from anybatch.call.placement import local_bytes
 from anybatch.errors import AnybatchError
@@ -78,6 +79,9 @@ class Measurements:
         self.routes: dict[Strategy, Route] = {}
         self.failures: dict[Strategy, Exception] = {}  # errors of XLA other than running out of memory
         self.taken: dict[Strategy, list[float]] = {}  # all times of the last race
+        # The bytes that XLA took on a device while it compiled, beside the arrays there. It takes them to tune kernels.
+        # Only new peaks of the process are known.
+        self.tuning: dict[Strategy, int] = {}
         # Of a damaged record, the entries before the damage are used.
         with contextlib.suppress(KeyError, TypeError, ValueError, AttributeError, OverflowError):
             for entry in (known or {}).get("strategies", []):
@@ -155,6 +159,7 @@ class Measurements:
                 error.add_note(f'microbatch_size="auto" has tried {strategy}. Pass a size that the loss takes.')
             raise
         self.compilations += 1
+        before = bytes_in_use(self.gradient.devices)
         try:
             if self.can_run:
                 compiled = computation.compile().executable
@@ -168,6 +173,10 @@ class Measurements:
             if not versions.is_out_of_memory(error):
                 self.failures[strategy] = error
             return
+        finally:
+            after = bytes_in_use(self.gradient.devices)
+            if before is not None and after is not None and after[1] > before[1]:
+                self.tuning[strategy] = after[1] - before[0]
         self.bytes[strategy] = count_bytes(compiled, self.gradient)
 
     def race(self, strategies: Sequence[Strategy], rounds: int) -> dict[Strategy, float]:

@@ -112,6 +112,8 @@ class Plan:
       planning_seconds: how long that took.
       noun: what is computed: "gradient" or "clipped gradient".
       note: a remark about it; may be empty.
+      tuning_bytes: the most bytes that XLA took on a device while it compiled, beside the arrays there, to try out
+        kernels; None if nothing was compiled, the device does not report it, or the process had taken more before.
     """
 
     chosen: Candidate | None
@@ -128,6 +130,7 @@ class Plan:
     planning_seconds: float
     noun: str = "gradient"
     note: str = ""
+    tuning_bytes: int | None = None
 
     @property
     def device(self) -> str:

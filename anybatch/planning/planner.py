@@ -55,6 +55,7 @@ def as_plan(search: StrategySearch, budget: Budget, strategy: Strategy | None, *
         _limits(budget, leanest) if is_limited else "",
         f"Smaller microbatches save little: from {line} on, the loss is computed from the full batch." if line else "",
         _failures(search),
+        _tuning(search, budget),
         _not_tried(search) if by_time else "",
     ]
     devices = gradient.devices or [default_device()]
@@ -75,6 +76,7 @@ def as_plan(search: StrategySearch, budget: Budget, strategy: Strategy | None, *
         devices=Devices(str(devices[0].device_kind), number),
         compilations=search.measurements.compilations,
         planning_seconds=0.0,
+        tuning_bytes=max(search.measurements.tuning.values(), default=None),
         noun=gradient.noun,
         note=gradient.note(gradient.options.fixed_block_size if strategy is None else strategy.block_size),
     )
@@ -208,6 +210,21 @@ def _failures(search: StrategySearch) -> str:
         return ""
     first = str(next(iter(failures.values()))).partition("\n")[0][:200]
     return f"XLA cannot compile {' or '.join(map(str, failures))}: {first}"
+
+
+def _tuning(search: StrategySearch, budget: Budget) -> str:
+    """A sentence about the memory that XLA took to tune kernels, if that is more than the budget; or empty."""
+    tuning = search.measurements.tuning
+    strategy = max(tuning, key=tuning.__getitem__, default=None)
+    if strategy is None or budget.allowed is None:
+        return ""
+    taken = tuning[strategy] + search.measurements.gradient.argument_bytes
+    if taken <= budget.allowed:
+        return ""
+    return (
+        f"While XLA compiled {strategy}, it took {readable(taken)} with the arguments, to try out kernels: more than "
+        "the budget, which XLA does not know."
+    )
 
 
 def _not_tried(search: StrategySearch) -> str:

@@ -339,3 +339,15 @@ for budget in (60, 100, 150):
     assert len({size for *_, size in rows}) == 3
     for budget, peak, _ in rows:
         assert peak <= budget
+
+
+def test_a_plan_says_if_xla_takes_more_than_the_budget_to_tune_kernels(monkeypatch):
+    """A device that reports a new peak while the second program is compiled."""
+    params, batch = problem(512)
+    arguments = sum(leaf.nbytes for leaf in jax.tree.leaves((params, batch)))
+    readings = iter([(arguments, 2**20), (arguments, 2**20), (arguments, 2**20), (arguments, 3 * 2**20)])
+    monkeypatch.setattr("anybatch.planning.measure.bytes_in_use", lambda devices: next(readings, None))
+    plan = ab.explain(network, params, batch, memory="900KiB", timed=False)
+    assert plan.compilations >= 2 and plan.tuning_bytes == 3 * 2**20 - arguments
+    assert "it took 3.0 MiB with the arguments, to try out kernels: more than the budget" in plan.limits
+    assert ab.plan(network, params, batch, memory="800KiB", timed=False).tuning_bytes is None  # nothing is reported
