@@ -110,6 +110,9 @@ REDUCTIONS = ("infer", "sum", "mean", "weighted")
 # Policies of `jax.checkpoint`, from the one that keeps the most activations to the one that keeps the fewest.
 POLICIES = ("dots_saveable", "dots_with_no_batch_dims_saveable", "nothing_saveable")
 
+# The value of `remat` that computes activations again, and keeps those between the layers of a loop on the host.
+OFFLOAD = "offload"
+
 # The shares of the activations that `remat="auto"` considers to compute again.
 SHARES = (0.25, 0.5, 0.75, 1.0)
 
@@ -273,14 +276,14 @@ class Options:
 
 
 def is_remat(value: Any) -> bool:
-    """True for None, a policy, or the share of the activations that is computed again."""
+    """True for None, a policy, "offload", or the share of the activations that is computed again."""
     is_share = isinstance(value, float) and 0 < value <= 1
-    return value is None or is_share or (isinstance(value, str) and value in POLICIES)
+    return value is None or is_share or (isinstance(value, str) and value in (*POLICIES, OFFLOAD))
 
 
 def _check_remat(value: Any) -> None:
     if not is_remat(value) and value != "auto":
-        names = ", ".join(f'"{name}"' for name in POLICIES)
+        names = ", ".join(f'"{name}"' for name in (OFFLOAD, *POLICIES))
         raise InputError(
             f'remat must be one of None, "auto", a share above 0 and at most 1, {names}',
             given=f"remat={value!r}",

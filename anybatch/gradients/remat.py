@@ -6,6 +6,9 @@ passed on, as between the layers of a network. The body of a `lax.scan` over lay
 
 Inside the blocks, a policy says which values are kept for the backward pass: one of JAX's by its name, or a share of
 the bytes that are not kept. By a share, those values are computed again that take the least time for each byte.
+
+With the policy "offload", all values inside the blocks are computed again, and what one iteration of a loop over layers
+passes to the next is kept in the host's memory.
 """
 
 import dataclasses
@@ -15,8 +18,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
+from anybatch.call.options import OFFLOAD
 from anybatch.jaxprs import avals, interpreter, tracing
 from anybatch.jaxprs.graph import num_bytes
 from anybatch.jaxprs.primitives import CALLS, ELEMENTWISE, FUSED, MOVES, called_jaxpr
@@ -26,6 +31,10 @@ from anybatch.reading.block_loop import is_region
 MOST_BLOCKS = 64
 
 KEPT = "anybatch.kept"  # the name of values that are kept
+ON_HOST = "anybatch.on_host"  # the name of values that are kept in the host's memory
+
+# Arrays of fewer bytes stay on the device: to copy them takes as long as it takes to start a copy.
+SMALL = 1 << 16
 
 # Of the values that XLA computes inside the kernels that read them, about this share is in memory for the backward pass
 # if nothing is computed again. To compute them again takes about this share of the time of a kernel for each.
@@ -45,16 +54,33 @@ class _Policy:
     """Which values are kept for the backward pass.
 
     JAX's policy says so inside the blocks; it allows the results of the `kept` equations. Blocks that are left `as_is`
-    have no `jax.checkpoint`. Both are identities of equations, of a block that of its first one.
+    have no `jax.checkpoint`. Both are identities of equations, of a block that of its first one. If it `offloads`, what
+    a loop over layers carries is kept in the host's memory.
     """
 
     saveable: Callable[..., Any]
     kept: frozenset[int] = frozenset()
     as_is: frozenset[int] = frozenset()
+    offloads: bool = False
 
     def evaluate(self, equation: Any, operands: Sequence[Any]) -> list[Any]:
         results = interpreter.evaluate(equation, operands)
         return [checkpoint_name(each, KEPT) for each in results] if id(equation) in self.kept else results
+
+    def body(self, jaxpr: Any, consts: int, carry: int) -> Callable[..., list[Any]]:
+        """The body of a loop over layers, which has so many constants and carried values, as a function."""
+
+        def compute(*operands: Any) -> list[Any]:
+            if self.offloads:
+                operands = tuple(
+                    checkpoint_name(each, ON_HOST) if consts <= index < consts + carry and _is_large(each) else each
+                    for index, each in enumerate(operands)
+                )
+            if self.kept:
+                return interpreter.interpret(jaxpr, operands, self.evaluate)
+            return interpreter.call(jaxpr, *operands)
+
+        return compute
 
     def checkpoint(self, block: Callable[..., Any], first: Any, **options: Any) -> Callable[..., Any]:
         """The block that begins with an equation, with `jax.checkpoint` unless it is left as it is."""
@@ -65,11 +91,19 @@ def rematerialised(traced: tracing.Traced, const_types: Sequence[Any], policy: s
     """The same program, divided into blocks with `jax.checkpoint`.
 
     `const_types` are the types of the arrays that it closes over. The policy is the name of one of
-    `jax.checkpoint_policies`, or the share of the activations' bytes that are computed again.
+    `jax.checkpoint_policies`, "offload", or the share of the activations' bytes that are computed again.
     """
     types = [avals.abstract(variable.aval) for variable in traced.arguments]
     jaxpr = traced.jaxpr
-    if isinstance(policy, str):
+    if policy == OFFLOAD:
+        saveable = jax.checkpoint_policies.save_and_offload_only_these_names(
+            names_which_can_be_saved=[],
+            names_which_can_be_offloaded=[ON_HOST],
+            offload_src="device",
+            offload_dst="pinned_host",
+        )
+        chosen = _Policy(saveable, offloads=True)
+    elif isinstance(policy, str):
         chosen = _Policy(getattr(jax.checkpoint_policies, policy))
     else:
         inner = [avals.abstract(jax.typeof(array)) for array in traced.inner]
@@ -201,10 +235,7 @@ def _run_inside(equation: Any, operands: Sequence[Any], policy: _Policy, all_wri
         return _run(called_jaxpr(equation), operands, policy, all_written)
     body = equation.params["jaxpr"]
     types = [avals.abstract(variable.aval) for variable in interpreter.unbound_inputs_of(body)]
-
-    def turn(*flat: Any) -> list[Any]:
-        return interpreter.interpret(body, flat, policy.evaluate) if policy.kept else interpreter.call(body, *flat)
-
+    turn = policy.body(body, *interpreter.scan_counts(equation.params))
     # In a loop, XLA cannot merge the second computation with the first, so prevent_cse is not needed.
     blocked = tracing.close(policy.checkpoint(turn, equation, prevent_cse=False), types)
     return interpreter.evaluate(equation, operands, equation.params | {"jaxpr": blocked})
@@ -313,6 +344,11 @@ def _weight(equation: Any) -> int:
     if inner:
         return inner * (equation.params["length"] if name == "scan" else 1)
     return 0 if name in FUSED else sum(num_bytes(output.aval) for output in equation.outvars)
+
+
+def _is_large(array: Any) -> bool:
+    aval = jax.typeof(array)
+    return bool(jnp.issubdtype(aval.dtype, jnp.floating)) and num_bytes(aval) >= SMALL
 
 
 def _variables(operands: Sequence[Any]) -> list[Any]:

@@ -131,6 +131,7 @@ class Split:
         return any(
             self.reader.state(output) == INVARIANT and self.reader.moves(output) and self.reader.uses_batch[output]
             for output in node.outputs
+            if id(output) in self.graph.live  # a loop may carry a counter or a key that nobody reads after it
         )
 
     @functools.cached_property

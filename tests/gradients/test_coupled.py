@@ -63,6 +63,26 @@ def test_a_small_head_is_silent():
         lower(coupled_late, *shapes(1024))
 
 
+def test_a_key_or_a_counter_that_a_loop_carries_is_no_head():
+    """Nobody reads it after the loop, so that all of the loop runs per microbatch."""
+
+    def loss(params, x):
+        def layer(carry, weights):
+            x, key, number = carry
+            key, of_layer = jax.random.split(key)
+            kept = jax.random.bernoulli(of_layer, 0.9, x.shape)
+            return (jnp.where(kept, jnp.tanh(x @ weights), 0), key, number + 1), None
+
+        (x, _, _), _ = jax.lax.scan(layer, (x, jax.random.key(0), 0), params)
+        return jnp.mean(x**2)
+
+    _, x = shapes(16384)
+    params = jax.ShapeDtypeStruct((6, 64, 64), jnp.float32)
+    assert ab.read(loss, params, x).head_bytes == 0
+    lower(loss, params, x)  # warnings are errors
+    lower(loss, params, x, memory="8MiB")
+
+
 def test_what_runs_at_once_because_it_fits_is_no_reason_to_warn():
     jax.jit(ab.value_and_grad(coupled_early)).lower(*shapes(4096))
 
