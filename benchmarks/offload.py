@@ -36,9 +36,10 @@ from jax.experimental import topologies
 from models import GPT, MODELS
 
 import anybatch as ab
+from anybatch.call.placement import HOST, SMALL
 from anybatch.gradients.computation import Gradient
 from anybatch.training import offload
-from anybatch.training.arrays import HOST, SMALL, split_arrays
+from anybatch.training.arrays import split_arrays
 from anybatch.training.state import ANYBATCH, NewGradient
 from anybatch.training.update import StepInputs
 

@@ -9,6 +9,11 @@ import numpy as np
 
 from anybatch.jaxprs import avals, versions
 
+HOST, DEVICE = "pinned_host", "device"  # JAX's names for these kinds of memory
+
+# Arrays of fewer bytes stay on the device: copying them to the host takes longer than reading them, and saves nothing.
+SMALL = 64 * 1024
+
 
 def is_placed(leaf: Any) -> bool:
     """True for an array on devices, as opposed to a tracer or a NumPy array."""

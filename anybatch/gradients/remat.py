@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
+from anybatch.call import placement
 from anybatch.call.options import OFFLOAD
 from anybatch.jaxprs import avals, interpreter, tracing
 from anybatch.jaxprs.graph import num_bytes
@@ -32,9 +33,6 @@ MOST_BLOCKS = 64
 
 KEPT = "anybatch.kept"  # the name of values that are kept
 ON_HOST = "anybatch.on_host"  # the name of values that are kept in the host's memory
-
-# Arrays of fewer bytes stay on the device: to copy them takes as long as it takes to start a copy.
-SMALL = 1 << 16
 
 # Of the values that XLA computes inside the kernels that read them, about this share is in memory for the backward pass
 # if nothing is computed again. To compute them again takes about this share of the time of a kernel for each.
@@ -99,8 +97,8 @@ def rematerialised(traced: tracing.Traced, const_types: Sequence[Any], policy: s
         saveable = jax.checkpoint_policies.save_and_offload_only_these_names(
             names_which_can_be_saved=[],
             names_which_can_be_offloaded=[ON_HOST],
-            offload_src="device",
-            offload_dst="pinned_host",
+            offload_src=placement.DEVICE,
+            offload_dst=placement.HOST,
         )
         chosen = _Policy(saveable, offloads=True)
     elif isinstance(policy, str):
@@ -348,7 +346,7 @@ def _weight(equation: Any) -> int:
 
 def _is_large(array: Any) -> bool:
     aval = jax.typeof(array)
-    return bool(jnp.issubdtype(aval.dtype, jnp.floating)) and num_bytes(aval) >= SMALL
+    return bool(jnp.issubdtype(aval.dtype, jnp.floating)) and num_bytes(aval) >= placement.SMALL
 
 
 def _variables(operands: Sequence[Any]) -> list[Any]:

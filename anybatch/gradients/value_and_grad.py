@@ -126,8 +126,9 @@ def value_and_grad(
       remat: how much of the activations to compute again in the backward pass instead of keeping it, by
         `jax.checkpoint` around blocks of the loss. A number above 0 and at most 1 is a share of their bytes: those
         that take the least time for each byte are computed again. Or one of JAX's policies `"dots_saveable"`,
-        `"dots_with_no_batch_dims_saveable"` and `"nothing_saveable"`. `"auto"` leaves it to the plan, if
-        `microbatch_size="auto"`. `None` leaves the loss as it is.
+        `"dots_with_no_batch_dims_saveable"` and `"nothing_saveable"`. `"offload"` computes all of them again, and
+        keeps what the layers of a `lax.scan` pass on in the host's memory; such a gradient cannot be differentiated.
+        `"auto"` leaves it to the plan, if `microbatch_size="auto"`. `None` leaves the loss as it is.
       accumulator_dtype: the dtype in which gradients of narrower dtypes (bfloat16, float16) are summed; they are cast
         back at the end. `None` sums each gradient in its own dtype.
       mesh: the devices to use, e.g. `jax.make_mesh((8,), ("data",))`. The loss stays that of the full batch;

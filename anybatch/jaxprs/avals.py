@@ -47,6 +47,11 @@ def is_inexact(aval: Any) -> bool:
     return dtype is not None and jax.dtypes.issubdtype(dtype, jnp.inexact)
 
 
+def is_on_host(aval: Any) -> bool:
+    """Whether values of a type are in the host's memory, for the program of an accelerator."""
+    return bool(getattr(aval, "memory_space", None) == jax.memory.Space.Host)
+
+
 def is_ref(value: Any) -> bool:
     """Whether a value is a reference to an array that can be written to, such as `jax.new_ref` returns."""
     return "Ref" in type(type_of(value)).__name__

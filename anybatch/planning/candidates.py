@@ -283,11 +283,15 @@ class StrategySearch:
                     return True, group, 0.0
                 return False, group, self.predictions.seconds(likely[variant][0]) * (1 + NOT_TIMED)
 
-            extremes = self._extremes(ordered)
-            ordered = [each for each in ordered if likely[each] or each in extremes]
             ordered.sort(key=order)  # of equal ones, the first remains first
-        fitting = (self.largest_fitting(variant, allowed) for variant in ordered)
-        found = next((strategy for strategy in fitting if strategy is not None), None)
+        extremes = self._extremes(ordered)
+        found = None
+        for variant in ordered:
+            # What was compiled meanwhile has corrected the predictions.
+            if variant in extremes or self._likely_fitting(variant, allowed):
+                found = self.largest_fitting(variant, allowed)
+            if found is not None:
+                break
         if found is None or found.remat == self.variants[0].remat:
             return found
         # The prediction by which more would fit if activations are computed again may have been wrong. What a coupled

@@ -20,8 +20,8 @@ from anybatch import __version__
 from anybatch.call.caches import PROGRAMS, Cache
 from anybatch.call.checks import warn
 from anybatch.call.memory import default_device, readable
-from anybatch.call.options import SHARES
-from anybatch.call.placement import describe_placed
+from anybatch.call.options import OFFLOAD, SHARES
+from anybatch.call.placement import HOST, describe_placed
 from anybatch.errors import AnybatchError, NothingFitsError, TightMemoryWarning
 from anybatch.jaxprs import versions
 from anybatch.jaxprs.graph import uses
@@ -176,6 +176,7 @@ def _reason(search: StrategySearch, strategy: Strategy, *, by_time: bool) -> str
     if gradient.is_full_batch(strategy):
         which = "the full batch" if gradient.shardings is None else "one microbatch per device"
         which += "" if strategy.block_size is None else f", big values in blocks of {strategy.block_size} rows"
+        which += "" if strategy.remat is None else f", with {strategy.remat_text}"
         return f"Chosen: {which}, since it fits."
     not_timed = "It was not timed." if strategy not in timed else "Its time was not compared with others."
     return f"Chosen: {strategy}, the largest that fits. {not_timed}"
@@ -383,6 +384,24 @@ class Planner:
         is_left_as_it_is = gradient.options.maps or jaxpr.effects or any(uses(jaxpr, name) for name in REMAT)
         return (None,) if is_left_as_it_is or gradient.methods != (None,) else (None, *SHARES)
 
+    @functools.cached_property
+    def last_resort(self) -> tuple[Variant, ...]:
+        """The variants for when no other fits: they keep on the host what the layers of a loop pass on."""
+        gradient = self.gradient
+        devices = gradient.devices or [default_device()]
+        has_host = len(devices) == 1 and HOST in {memory.kind for memory in devices[0].addressable_memories()}
+        is_useful = devices[0].platform != "cpu" and uses(gradient.loss.traced.jaxpr, "scan")
+        if not has_host or not is_useful or len(self._remats) == 1 or self.options.remat != "auto":
+            return ()
+        return tuple(dict.fromkeys(variant._replace(remat=OFFLOAD) for variant in self.variants))
+
+    def _new_search(self, measurements: Measurements, record: dict[str, Any], strategy: Any = None) -> StrategySearch:
+        """A search among the variants, and that of a strategy of the last resort if it is known already."""
+        variants = self.variants
+        if strategy is not None and strategy.remat == OFFLOAD:
+            variants = tuple(dict.fromkeys([*variants, strategy.variant]))
+        return StrategySearch(measurements, self.budget.allowed, variants, self.notify, record)
+
     # The decision, for value_and_grad.
 
     def decide(self) -> Decision:
@@ -484,7 +503,7 @@ class Planner:
         recorded = measured or (None if timed else self._choice(record, timed=False))
         if recorded is not None:
             measurements = Measurements(self.gradient, record)
-            search = StrategySearch(measurements, budget.allowed, self.variants, self.notify, record)
+            search = self._new_search(measurements, record, recorded)
             shown = {self.full, *(each for each in search.shown_variants(recorded) if each.remat == recorded.remat)}
             if not thorough or shown <= set(measurements.bytes):
                 plan = as_plan(search, budget, recorded, by_time=measured is not None)
@@ -510,17 +529,14 @@ class Planner:
         """
         record = self._load()
         measurements = Measurements(self.gradient, record)
-        search = StrategySearch(measurements, budget.allowed, self.variants, self.notify, record)
+        search = self._new_search(measurements, record, measured)
         strategy = measured
         try:
-            if strategy is None and self.options.objective == "memory":
-                strategy = search.leanest()
-            elif strategy is None and timed:
-                strategy = search.fastest()
-            elif strategy is None:
-                strategy = search.first_fitting(budget.reserve)
-                if strategy is None and budget.reserve:
-                    strategy = search.first_fitting()
+            if strategy is None:
+                strategy = self._searched(search, timed=timed)
+            if strategy is None and self.last_resort:
+                search.variants += self.last_resort
+                strategy = search.first_fitting()
             if thorough:
                 search.measure_for_table(strategy, timed=timed)
         except KeyboardInterrupt:
@@ -532,6 +548,15 @@ class Planner:
         plan = as_plan(search, budget, strategy, by_time=by_time)
         self._save(search, strategy, budget, timed=by_time)
         return plan, measurements
+
+    def _searched(self, search: StrategySearch, *, timed: bool) -> Strategy | None:
+        if self.options.objective == "memory":
+            return search.leanest()
+        if timed:
+            return search.fastest()
+        reserve = self.budget.reserve
+        strategy = search.first_fitting(reserve)
+        return search.first_fitting() if strategy is None and reserve else strategy
 
     # The record on disk.
 

@@ -68,6 +68,7 @@ class Kernel:
     flops: float
     num_bytes: int  # read and written
     times: int = 1  # how often it runs
+    is_copy: bool = False  # between the memory of the device and that of the host, while other kernels run
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,26 +79,32 @@ class Prediction:
     kernels: tuple[Kernel, ...]
 
     def seconds(self, speed: "Speed") -> float:
-        """The time of all kernels, one after the other."""
-        return sum(
-            kernel.times * (max(kernel.flops / speed.flops, kernel.num_bytes / speed.num_bytes) + speed.start)
-            for kernel in self.kernels
-        )
+        """The time of all kernels, one after the other, or that of all copies to and from the host if it is longer."""
+        seconds = {True: 0.0, False: 0.0}
+        for kernel in self.kernels:
+            moving = kernel.num_bytes / (speed.copied_bytes if kernel.is_copy else speed.num_bytes)
+            seconds[kernel.is_copy] += kernel.times * (max(kernel.flops / speed.flops, moving) + speed.start)
+        return max(seconds.values())
 
 
 @dataclasses.dataclass(frozen=True)
 class Speed:
-    """What a device does in a second: FLOPs of 16 bits, and bytes moved. And the seconds to start a kernel."""
+    """What a device does in a second: FLOPs of 16 bits, and bytes moved. And the seconds to start a kernel.
+
+    `copied_bytes` are moved between the device and the host, in one direction.
+    """
 
     flops: float
     num_bytes: float
     start: float
+    copied_bytes: float
 
 
 # The first is a fit to the times of two GPTs on an H200, in microbatches of 1 to 64: all ten within 7%. Strategies are
 # compared by it, so only the ratios of its numbers matter.
-ACCELERATOR = Speed(flops=740e12, num_bytes=4.3e12, start=1e-6)
-CPU = Speed(flops=200e9, num_bytes=20e9, start=3e-7)
+# Copies to the host were not measured: a bus of 64 GB/s in each direction is taken to reach 40.
+ACCELERATOR = Speed(flops=740e12, num_bytes=4.3e12, start=1e-6, copied_bytes=40e9)
+CPU = Speed(flops=200e9, num_bytes=20e9, start=3e-7, copied_bytes=20e9)
 
 # XLA's bytes over the predicted ones, before anything was compiled: on a CPU, it makes more copies.
 PRIOR = {True: 1.2, False: 1.0}
@@ -316,7 +323,9 @@ class _Program:
         return self._constants[key]
 
     def _num_bytes(self, aval: Any) -> int:
-        """The bytes of a value in memory. XLA's compiler for CPUs computes narrow floats as float32."""
+        """The bytes of a value on the device. XLA's compiler for CPUs computes narrow floats as float32."""
+        if avals.is_on_host(aval) and not self.on_cpu:
+            return 0
         size = num_bytes(aval)
         is_narrow = self.on_cpu and size and jnp.issubdtype(aval.dtype, jnp.floating) and aval.dtype.itemsize < 4
         return size * 4 // aval.dtype.itemsize if is_narrow else size
@@ -427,8 +436,11 @@ class _Program:
             now -= sum(result.num_bytes for result in made if result not in last and not result.is_carried)
             kernels.extend(operation.inner)
             if not operation.inner and operation.name != "optimization_barrier":
-                moved = sum(buffer.read_bytes for buffer in read) + sum(result.read_bytes for result in made)
-                kernels.append(Kernel(operation.flops, moved))
+                sizes = [buffer.read_bytes for buffer in read], [result.read_bytes for result in made]
+                if operation.name == "device_put":
+                    kernels.append(Kernel(0.0, max(map(sum, sizes)), is_copy=True))
+                else:
+                    kernels.append(Kernel(operation.flops, sum(map(sum, sizes))))
         return Prediction(max(peak, now), tuple(kernels))
 
 

@@ -54,16 +54,17 @@ class Strategy:
     def variant(self) -> Variant:
         return Variant(self.remat, self.reduce, self.method, self.block_size)
 
+    @property
+    def remat_text(self) -> str:
+        """The option `remat=` as code."""
+        return f'remat="{self.remat}"' if isinstance(self.remat, str) else f"remat={self.remat:g}"
+
     def __str__(self) -> str:
-        remat = "" if self.remat is None else f", remat={_quoted(self.remat)}"
+        remat = "" if self.remat is None else f", {self.remat_text}"
         reduce = "" if self.reduce == "once" else f', reduce="{self.reduce}"'
         method = "" if self.method is None else f', method="{self.method}"'
         blocks = "" if self.block_size is None else f", block_size={self.block_size}"
         return f"microbatch_size={self.microbatch_size}{blocks}{remat}{reduce}{method}"
-
-
-def _quoted(remat: str | float) -> str:
-    return f'"{remat}"' if isinstance(remat, str) else f"{remat:g}"
 
 
 @dataclasses.dataclass(eq=False)

@@ -62,33 +62,27 @@ def refuse_deleted(arrays: Iterable[Any], call: str) -> None:
             )
 
 
-HOST, DEVICE = "pinned_host", "device"  # JAX's names for these kinds of memory
-
-# Arrays of fewer bytes stay on the device: copying them takes longer than reading them, and saves nothing.
-SMALL = 64 * 1024
-
-
 def is_on_host(array: Any) -> bool:
     """Whether an array of JAX, or a tracer, is in the host's memory."""
     if placement.is_placed(array):
-        return bool(array.sharding.memory_kind == HOST)
-    return bool(jax.typeof(array).memory_space == jax.memory.Space.Host)
+        return bool(array.sharding.memory_kind == placement.HOST)
+    return avals.is_on_host(jax.typeof(array))
 
 
 def is_large(array: Any) -> bool:
     """Whether it saves memory to have an array on the host."""
-    return not avals.has_keys(array) and bool(array.nbytes >= SMALL)
+    return not avals.has_keys(array) and bool(array.nbytes >= placement.SMALL)
 
 
 def place(array: jax.Array, *, on_host: bool) -> jax.Array:
     """An array in the host's memory, or on its devices. Its sharding stays. A small one is always on its devices."""
     on_host = on_host and is_large(array)
-    if is_on_host(array) and jax.typeof(array).memory_space != jax.memory.Space.Host:
+    if is_on_host(array) and not avals.is_on_host(jax.typeof(array)):
         # `make_array_from_callback`, and so Orbax, makes arrays whose type says that they are on the device.
-        array = jax.block_until_ready(jax.device_put(array, array.sharding.with_memory_kind(DEVICE)))
+        array = jax.block_until_ready(jax.device_put(array, array.sharding.with_memory_kind(placement.DEVICE)))
     if is_on_host(array) == on_host:
         return array
-    return jax.device_put(array, array.sharding.with_memory_kind(HOST if on_host else DEVICE))
+    return jax.device_put(array, array.sharding.with_memory_kind(placement.HOST if on_host else placement.DEVICE))
 
 
 def ready_to_donate(
@@ -117,7 +111,7 @@ def ready_to_donate(
     # If one argument of a program is committed to a device, all its results are.
     committed = [array for array in ready if array.committed]
     if committed and over is None and len(committed[0].sharding.device_set) == 1:
-        device = committed[0].sharding.with_memory_kind(DEVICE)
+        device = committed[0].sharding.with_memory_kind(placement.DEVICE)
         ready = [array if array.committed else jax.device_put(array, device) for array in ready]
     return ready
 

@@ -13,10 +13,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from anybatch.call.placement import local_bytes
+from anybatch.call.placement import HOST, local_bytes
 from anybatch.errors import InputError
 from anybatch.jaxprs import avals, interpreter, primitives, tracing
-from anybatch.training.arrays import HOST, is_large, is_on_host, merge_arrays, place, split_arrays
+from anybatch.training.arrays import is_large, is_on_host, merge_arrays, place, split_arrays
 from anybatch.training.state import NewGradient, StateAdapter
 
 # How many arrays are on their way at once: while the two moments of a parameter are stored, the next two are loaded.

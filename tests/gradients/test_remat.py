@@ -1,7 +1,10 @@
 """Blocks that are computed twice: the same gradient, in less memory."""
 
+import re
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from cases.comparing import assert_same
 from cases.planned import elementwise, problem
@@ -58,6 +61,60 @@ def test_blocks_take_less_memory():
 
     plain, dots, nothing = temporaries(), temporaries(remat="dots_saveable"), temporaries(remat="nothing_saveable")
     assert nothing < dots < plain / 2
+
+
+def wide_layers(examples=12):
+    """Layers in a loop that pass on 64 KiB for each example, and a counter and a key."""
+    generator = np.random.default_rng(0)
+    params = {"in": generator.standard_normal((6, 64, 96)) / 8, "out": generator.standard_normal((6, 96, 64)) / 8}
+    batch = {name: generator.standard_normal((examples, 128, 64)) for name in ("x", "y")}
+    return jax.tree.map(jnp.asarray, (params, batch))
+
+
+def passes_on(params, batch):
+    def layer(carry, weights):
+        hidden, number, key = carry
+        key, of_layer = jax.random.split(key)
+        kept = jax.random.bernoulli(of_layer, 0.9, hidden.shape)
+        inner = jnp.tanh(hidden @ weights["in"]) @ weights["out"]
+        return (hidden + jnp.where(kept, inner, 0.0), number + 1, key), jnp.mean(inner**2)
+
+    (hidden, _, _), sizes = jax.lax.scan(layer, (batch["x"], 0, jax.random.key(7)), params)
+    return jnp.mean((hidden - batch["y"]) ** 2) + 0.1 * jnp.sum(sizes)
+
+
+@pytest.mark.every_jax
+@pytest.mark.parametrize("where", ["eager", "jit", "full batch", "two devices", "vmap"])
+def test_layers_that_pass_on_activations_by_the_host_have_the_same_gradient(float64, where):
+    params, batch = wide_layers()
+    expected = jax.value_and_grad(passes_on)(params, batch)
+    options = {"microbatch_size": None if where == "full batch" else 5, "remat": "offload"}
+    if where == "two devices":
+        options |= {"mesh": jax.make_mesh((2,), ("data",), devices=jax.devices()[:2]), "microbatch_size": 2}
+    fun = ab.value_and_grad(passes_on, **options)
+    if where == "vmap":
+        fun = jax.vmap(fun, in_axes=(None, 0))
+        actual = fun(params, jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), batch))
+        assert_same(jax.tree.map(lambda leaf: leaf[1], actual), expected)
+        return
+    actual = (fun if where == "eager" else jax.jit(fun))(params, batch)
+    assert_same(actual, expected)
+
+
+@pytest.mark.every_jax
+def test_only_what_layers_pass_on_is_on_the_host(float64):
+    """And only what is large: not the counter, nor the key, nor anything inside the layers."""
+    params, batch = wide_layers()
+
+    def on_host(**options):
+        text = str(jax.make_jaxpr(ab.value_and_grad(passes_on, **options))(params, batch))
+        return set(re.findall(r"(\w+)<host>\[([\d,]*)\]", text))
+
+    assert on_host(microbatch_size=4, remat="offload") == {("f64", "4,128,64"), ("f64", "6,4,128,64")}
+    assert not on_host(microbatch_size=4, remat=1.0)
+    small = jax.tree.map(lambda leaf: leaf[:, :1], batch)
+    text = str(jax.make_jaxpr(ab.value_and_grad(passes_on, microbatch_size=4, remat="offload"))(params, small))
+    assert "<host>" not in text
 
 
 def test_layers_that_are_written_out_become_blocks():

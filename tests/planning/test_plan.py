@@ -15,7 +15,8 @@ from anybatch.call.options import SHARES, Options
 from anybatch.gradients.computation import Gradient
 from anybatch.planning.candidates import StrategySearch
 from anybatch.planning.measure import Bytes, Measurements
-from anybatch.planning.strategy import Strategy
+from anybatch.planning.planner import Planner
+from anybatch.planning.strategy import Strategy, Variant
 
 KIB = 1024
 
@@ -294,11 +295,17 @@ def test_shares_of_activations_are_predicted_for_the_table():
         ({"objective": "time"}, "objective must be one of 'memory', 'speed', got objective='time'."),
         (
             {"remat": "everything"},
-            'remat must be one of None, "auto", a share above 0 and at most 1, "dots_saveable"',
+            'remat must be one of None, "auto", a share above 0 and at most 1, "offload", "dots_saveable"',
         ),
-        ({"remat": 1.5}, 'remat must be one of None, "auto", a share above 0 and at most 1, "dots_saveable"'),
-        ({"remat": 0}, 'remat must be one of None, "auto", a share above 0 and at most 1, "dots_saveable"'),
-        ({"remat": True}, 'remat must be one of None, "auto", a share above 0 and at most 1, "dots_saveable"'),
+        (
+            {"remat": 1.5},
+            'remat must be one of None, "auto", a share above 0 and at most 1, "offload", "dots_saveable"',
+        ),
+        ({"remat": 0}, 'remat must be one of None, "auto", a share above 0 and at most 1, "offload", "dots_saveable"'),
+        (
+            {"remat": True},
+            'remat must be one of None, "auto", a share above 0 and at most 1, "offload", "dots_saveable"',
+        ),
         ({"memory": "16 apples"}, "memory must be a number of bytes"),
         ({"memory": 0}, "memory must be a number of bytes"),
     ],
@@ -351,3 +358,34 @@ def test_a_plan_says_if_xla_takes_more_than_the_budget_to_tune_kernels(monkeypat
     assert plan.compilations >= 2 and plan.tuning_bytes == 3 * 2**20 - arguments
     assert "it took 3.0 MiB with the arguments, to try out kernels: more than the budget" in plan.limits
     assert ab.plan(network, params, batch, memory="800KiB", timed=False).tuning_bytes is None  # nothing is reported
+
+
+@pytest.mark.full
+def test_activations_are_kept_on_the_host_only_if_nothing_else_fits(monkeypatch, tmp_path):
+    """The last resort on a GPU. Here it is pretended that the device is one."""
+    monkeypatch.setenv("ANYBATCH_CACHE", str(tmp_path))
+    params, batch = problem(64)
+    compiled = Measurements._compile
+
+    def compile_as_on_a_gpu(measurements, strategy):
+        compiled(measurements, strategy)
+        if strategy.remat == "offload":
+            found = measurements.bytes[strategy]
+            measurements.bytes[strategy] = dataclasses.replace(found, activations=0)
+
+    monkeypatch.setattr(Measurements, "_compile", compile_as_on_a_gpu)
+    monkeypatch.setattr(Planner, "last_resort", (Variant("offload"),))
+    least = min(compiled_bytes(scanned, params, batch, microbatch_size=1, remat=remat) for remat in (None, *SHARES))
+    assert ab.plan(scanned, params, batch, memory=least, timed=False).remat != "offload"
+    plan = ab.plan(scanned, params, batch, memory=least - 1, timed=False)
+    assert plan.remat == "offload" and plan.chosen.fits
+    assert plan.reason == 'Chosen: the full batch, with remat="offload", since it fits.'
+    again = ab.plan(scanned, params, batch, memory=least - 1, timed=False)
+    assert again.chosen.name == plan.chosen.name and again.compilations == 0
+    value, grads = ab.value_and_grad(scanned, memory=least - 1)(params, batch)
+    expected_value, expected = jax.value_and_grad(scanned)(params, batch)
+    assert jnp.allclose(value, expected_value, rtol=1e-5)
+    assert jnp.allclose(grads["layers"], expected["layers"], rtol=1e-4, atol=1e-6)
+    monkeypatch.setattr(Planner, "last_resort", ())  # the control
+    with pytest.raises(ab.NothingFitsError):
+        ab.plan(scanned, params, batch, memory=least - 2, timed=False)

@@ -1,7 +1,10 @@
 """What a plan predicts of memory and time, before anything is compiled."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from cases.planned import elementwise, network, problem
 from cases.zoo import ZOO
@@ -70,6 +73,29 @@ def test_what_is_computed_again_takes_less_memory_and_products_more_time():
     order = [everything, without_products, plain]
     assert sorted(order, key=lambda each: predictions.total(each, {})) == order
     assert predictions.seconds(without_products) < predictions.seconds(everything)
+
+
+def test_what_is_on_the_host_takes_no_memory_of_an_accelerator():
+    generator = np.random.default_rng(0)
+    params = jnp.asarray(generator.standard_normal((8, 64, 64)), jnp.float32)
+    batch = jnp.ones((16, 512, 64))
+
+    def loss(params, batch):
+        hidden, _ = jax.lax.scan(lambda hidden, weights: (jnp.tanh(hidden @ weights), None), batch, params)
+        return jnp.mean(hidden**2)
+
+    def predicted(remat):
+        fun = ab.value_and_grad(loss, microbatch_size=4, remat=remat)
+        return prediction.predict(jax.make_jaxpr(fun)(params, batch), on_cpu=False)
+
+    passed_on = 8 * 4 * 512 * 64 * 4  # by eight layers, for four examples
+    again, on_host = predicted(1.0), predicted("offload")
+    assert again.peak - on_host.peak == pytest.approx(passed_on, rel=0.02)
+    copied = sum(kernel.times * kernel.num_bytes for kernel in on_host.kernels if kernel.is_copy)
+    assert copied == 4 * 2 * passed_on  # there and back, for each of four microbatches
+    assert not any(kernel.is_copy for kernel in again.kernels)
+    slow = dataclasses.replace(prediction.ACCELERATOR, copied_bytes=1e6)
+    assert on_host.seconds(slow) == pytest.approx(copied / 1e6, rel=0.01)
 
 
 def test_predictions_are_kept_with_the_record_of_a_plan(tmp_path, monkeypatch):
