@@ -5,6 +5,7 @@
     python benchmarks/predictions.py --described gpt2 unet lstm --sizes 4 --remat    # as an H200 would, without one
     python benchmarks/predictions.py --accelerator            # the same on a GPU
     python benchmarks/predictions.py --described gpt2 --front 16     # memory against time, 16 examples at a time
+    python benchmarks/predictions.py --described gpt-1.3b-scanned --front 4
 
 For each model, a ladder of microbatch sizes is compiled; with `--remat`, in three policies too. *Before*: the predicted
 total over XLA's, minus one, when nothing is known. *After one*: the same when one program is known, as a plan would
@@ -38,7 +39,7 @@ import record
 
 from anybatch.call.memory import readable
 from anybatch.call.models import partition_models
-from anybatch.call.options import POLICIES, Options
+from anybatch.call.options import OFFLOAD, POLICIES, Options
 from anybatch.gradients.computation import Gradient
 from anybatch.jaxprs import versions
 from anybatch.planning import prediction
@@ -136,14 +137,24 @@ def errors_of(name: str, gradient: Gradient, options: argparse.Namespace) -> dic
     return row
 
 
-def front(gradient: Gradient, size: int) -> None:
+def front(name: str, gradient: Gradient, size: int, results: record.Results) -> None:
     """Prints memory and predicted time of one size, for shares of the activations that are computed again."""
     measurements, predictions = measured_and_predicted(gradient)
-    for share in (None, *(eighths / 8 for eighths in range(1, 9)), *POLICIES):
+    for share in (None, *(eighths / 8 for eighths in range(1, 9)), *POLICIES, OFFLOAD):
         strategy = Strategy(size, share)
         total, taken = predictions.total(strategy, {}), measurements.bytes_of(strategy)
+        seconds = predictions.seconds(strategy)
+        results.add(
+            model=name,
+            microbatch_size=size,
+            remat=share,
+            temporaries_bytes=taken.activations,
+            predicted_total_bytes=total,
+            total_bytes=taken.total,
+            predicted_seconds=seconds,
+        )
         found = f"{readable(taken.activations):>10}, predicted total {total / taken.total - 1:+6.1%} of XLA's"
-        print(f"  {strategy!s:50} {found}, {1e3 * predictions.seconds(strategy):8.1f} ms", flush=True)
+        print(f"  {strategy!s:50} {found}, {1e3 * seconds:8.1f} ms", flush=True)
 
 
 def measured_and_predicted(gradient: Gradient) -> tuple[Measurements, Predictions]:
@@ -169,12 +180,13 @@ def main() -> None:
         blocks.describe()
     names = options.models or (ON_ACCELERATOR if options.accelerator or options.described else [*ON_CPU, "zoo"])
     names = [each for name in names for each in (zoo() if name == "zoo" else [name])]
+    device = "described NVIDIA H200" if options.described else None
+    results = record.Results(options.save, packages=("flax",), device=device)
     if options.front:
         for name in names:
             print(name)
-            with_gradient(name, lambda gradient: front(gradient, options.front))
+            with_gradient(name, lambda gradient, name=name: front(name, gradient, options.front, results))
         return
-    results = record.Results(options.save, packages=("flax",))
     print(f"{'':30} {'before':>16} {'after one':>16} {'full batch':>16}")
     for name in names:
         row = with_gradient(name, lambda gradient, name=name: errors_of(name, gradient, options))

@@ -501,6 +501,75 @@ def reading_cost(results: Mapping[str, Any]) -> str:
     return "\n\n".join([table(header, cells), caption(results)])
 
 
+def evaluation(results: Mapping[str, Any]) -> str:
+    cells = [
+        [
+            f"{'evaluation' if row['task'] == 'evaluation' else 'Gauss-Newton product'}, {row['examples']} examples",
+            row["way"],
+            str(row["microbatch_size"]),
+            unit(f"{row['milliseconds']:.1f} ms"),
+            f"{row['time_ratio']:.3f}",
+            gibibytes(row["temporaries_bytes"]),
+            f"{row['memory_ratio']:.3f}",
+        ]
+        for row in results["rows"]
+    ]
+    header = ["GPT-2", "way", "microbatch", "time", "time / by hand", "memory", "memory / by hand"]
+    return "\n\n".join([table(header, cells, left=2), caption(results)])
+
+
+# What `host_batch.py` measures, in the words of its table.
+STREAMED = {"transfer": "plain copies alone", "compute": "compute alone", "streamed": "anybatch, from an iterator"}
+
+
+def host_batch(results: Mapping[str, Any]) -> str:
+    cells = [
+        [
+            "four convolutions" if row["model"] == "conv" else "ViT of 12 layers",
+            STREAMED[row["what"]],
+            unit(f"{row['gib']:.0f} GiB"),
+            unit(f"{row['seconds']:.1f} s"),
+            unit(f"{row['gib_per_second']:.2f} GiB/s"),
+            gibibytes(row["peak_bytes"]),
+        ]
+        for row in results["rows"]
+        if row["what"] in STREAMED
+    ]
+    header = ["model", "what", "images", "time", "rate", "peak memory"]
+    return "\n\n".join([table(header, cells, left=2), caption(results)])
+
+
+FRONT_MODELS = {"gpt2": "GPT-2, 16 examples at a time", "gpt-1.3b-scanned": "1.3B in a scan, 4 at a time"}
+
+
+def front(results: Mapping[str, Any]) -> str:
+    """Memory against time for what is computed again, as a table and a plot."""
+    rows = results["rows"]
+    panels, cells = [], []
+    for model in values(rows, "model"):
+        lines: dict[str, list[tuple[float, float]]] = {"anybatch, shares": [], "policies of JAX": [], "offload": []}
+        for row in of(rows, model=model):
+            share, shown = row["remat"], row["remat"] if isinstance(row["remat"], str) else f"{row['remat'] or 0:g}"
+            kind = "offload" if share == "offload" else "policies of JAX" if isinstance(share, str) else None
+            point = row["temporaries_bytes"] / 2**30, 1e3 * row["predicted_seconds"]
+            lines[kind or "anybatch, shares"].append(point)
+            name = "None" if share is None else f'"{shown}"' if kind else shown
+            cells.append([FRONT_MODELS[model], f"`{name}`", f"{point[0]:.1f} GiB", f"{point[1]:.0f} ms"])
+        panels.append((FRONT_MODELS[model], {label: sorted(points) for label, points in lines.items() if points}))
+    picture = plot(
+        "front",
+        panels,
+        x="temporaries, GiB",
+        y="predicted time, ms",
+        alt="Memory against predicted time. The more is computed again, the less memory and the more time.",
+        log_y=False,
+    )
+    header = ["model", "`remat=`", "temporaries", "predicted time"]
+    return "\n\n".join(
+        [picture, table(header, [[unit(each) for each in row] for row in cells], left=2), caption(results)]
+    )
+
+
 SECTIONS: dict[str, Callable[[Mapping[str, Any]], str]] = {
     "correctness": correctness,
     "accumulation": accumulation,
@@ -511,6 +580,10 @@ SECTIONS: dict[str, Callable[[Mapping[str, Any]], str]] = {
     "clipping": clipping,
     "blocks": blocks,
     "reading_cost_cpu": reading_cost,
+    "reading_cost": reading_cost,
+    "evaluation": evaluation,
+    "host_batch": host_batch,
+    "front": front,
 }
 
 
