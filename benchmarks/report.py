@@ -548,13 +548,16 @@ def front(results: Mapping[str, Any]) -> str:
     panels, cells = [], []
     for model in values(rows, "model"):
         lines: dict[str, list[tuple[float, float]]] = {"anybatch, shares": [], "policies of JAX": [], "offload": []}
+        alike: dict[tuple[str, str], list[str]] = {}  # the names of those with about the same figures
         for row in of(rows, model=model):
-            share, shown = row["remat"], row["remat"] if isinstance(row["remat"], str) else f"{row['remat'] or 0:g}"
-            kind = "offload" if share == "offload" else "policies of JAX" if isinstance(share, str) else None
+            share, kind = row["remat"], "anybatch, shares"
+            if isinstance(share, str):
+                kind = share if share == "offload" else "policies of JAX"
             point = row["temporaries_bytes"] / 2**30, 1e3 * row["predicted_seconds"]
-            lines[kind or "anybatch, shares"].append(point)
-            name = "None" if share is None else f'"{shown}"' if kind else shown
-            cells.append([FRONT_MODELS[model], f"`{name}`", f"{point[0]:.1f} GiB", f"{point[1]:.0f} ms"])
+            lines[kind].append(point)
+            name = f"{share:g}" if isinstance(share, float) else "None" if share is None else f'"{share}"'
+            alike.setdefault((unit(f"{point[0]:.1f} GiB"), unit(f"{point[1]:.0f} ms")), []).append(f"`{name}`")
+        cells += [[FRONT_MODELS[model], ", ".join(names), *figures] for figures, names in alike.items()]
         panels.append((FRONT_MODELS[model], {label: sorted(points) for label, points in lines.items() if points}))
     picture = plot(
         "front",
@@ -565,9 +568,7 @@ def front(results: Mapping[str, Any]) -> str:
         log_y=False,
     )
     header = ["model", "`remat=`", "temporaries", "predicted time"]
-    return "\n\n".join(
-        [picture, table(header, [[unit(each) for each in row] for row in cells], left=2), caption(results)]
-    )
+    return "\n\n".join([picture, table(header, cells, left=2), caption(results)])
 
 
 SECTIONS: dict[str, Callable[[Mapping[str, Any]], str]] = {

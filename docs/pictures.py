@@ -1,6 +1,9 @@
-"""Draws the picture of the landing page and the README: one batch, three strategies, one gradient.
+"""Draws the pictures that show an idea, and no measurements.
 
-python docs/pictures.py        # writes docs/images/routes_light.svg and routes_dark.svg
+python docs/pictures.py        # writes docs/images/*_light.svg and *_dark.svg
+
+`routes` is that of the landing page and the README: one batch, three strategies, one gradient. `kept` is that of the
+page about planning: which activations are kept, computed again, or moved to the host.
 """
 
 import pathlib
@@ -47,18 +50,25 @@ class Picture:
         for row in range(count):
             self.box(x, y + row * (height + gap), width, height, self.colours["data"], 0.9)
 
-    def svg(self) -> str:
+    def outline(self, x: float, y: float, width: float, height: float) -> None:
+        """An empty box with a dashed border."""
+        self.shapes.append(
+            f'<rect x="{x + 0.6:g}" y="{y + 0.6:g}" width="{width - 1.2:g}" height="{height - 1.2:g}" rx="2"'
+            f' fill="none" stroke="{self.colours["soft"]}" stroke-width="1.2" stroke-dasharray="3 2.5"/>'
+        )
+
+    def svg(self, title: str, view: str) -> str:
         soft = self.colours["soft"]
         head = f'<path d="M0,0 L7,3.5 L0,7 z" fill="{soft}"/>'
         marker = f'<marker id="head" markerWidth="7" markerHeight="7" refX="6" refY="3.5" orient="auto">{head}</marker>'
         return (
-            '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 22 960 354" role="img" font-family="system-ui,'
-            ' Segoe UI, Roboto, Helvetica, Arial, sans-serif"><title>One batch, three strategies, one gradient</title>'
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="{view}" role="img" font-family="system-ui,'
+            f' Segoe UI, Roboto, Helvetica, Arial, sans-serif"><title>{title}</title>'
             f"<defs>{marker}</defs>{''.join(self.shapes)}</svg>\n"
         )
 
 
-def draw(theme: str) -> str:
+def draw_routes(theme: str) -> str:
     picture = Picture(theme)
     colours = picture.colours
     # The batch, on the left.
@@ -100,13 +110,57 @@ def draw(theme: str) -> str:
     )
     picture.text(862, 220, "∇", 34, weight=600, anchor="middle")
     picture.text(862, 280, "the same each time", 12, "soft", anchor="middle")
-    return picture.svg()
+    return picture.svg("One batch, three strategies, one gradient", "0 22 960 354")
+
+
+# What a layer reads and computes: its input, wide products, scores of attention, and functions of single elements.
+VALUES = ("input", "products", "scores", "elements")
+KEPT, AGAIN, MOVED = "kept on the device", "computed again", "kept on the host"
+WAYS = {
+    "remat=None": (KEPT, KEPT, KEPT, KEPT),
+    "remat=0.5": (KEPT, KEPT, AGAIN, AGAIN),
+    "remat=1.0": (KEPT, AGAIN, AGAIN, AGAIN),
+    'remat="offload"': (MOVED, AGAIN, AGAIN, AGAIN),
+}
+LAYERS = 3
+CELL, LINE = 48, 34  # the width and the height of a value, with the gaps
+
+
+def draw_kept(theme: str) -> str:
+    picture = Picture(theme)
+
+    def cell(x: float, y: float, fate: str, width: float = CELL - 5) -> None:
+        if fate == AGAIN:
+            picture.outline(x, y, width, LINE - 8)
+        else:
+            picture.box(x, y, width, LINE - 8, picture.accent if fate == MOVED else picture.colours["data"], 0.9)
+
+    for layer in range(LAYERS):
+        picture.text(66, 117 + layer * LINE, f"layer {layer + 1}", 12.5, "soft", anchor="end")
+    for panel, (name, fates) in enumerate(WAYS.items()):
+        left = 84 + panel * 222
+        picture.text(left + 2 * CELL, 52, name, 15, weight=600, anchor="middle")
+        picture.box(left - 8, 66, 4 * CELL + 11, LAYERS * LINE + 38, picture.colours["panel"], round=8)
+        for column, (value, fate) in enumerate(zip(VALUES, fates, strict=True)):
+            x = left + column * CELL
+            picture.text(x + (CELL - 5) / 2, 86, value, 10, "soft", anchor="middle")
+            for layer in range(LAYERS):
+                cell(x, 99 + layer * LINE, fate)
+    for index, fate in enumerate((KEPT, AGAIN, MOVED)):
+        x = 230 + index * 190
+        cell(x, 224, fate, width=30)
+        picture.text(x + 40, 242, fate, 13)
+    return picture.svg("Which activations are kept, computed again, or moved to the host", "0 26 960 236")
+
+
+DRAWN = {"routes": draw_routes, "kept": draw_kept}
 
 
 def main() -> None:
     FOLDER.mkdir(exist_ok=True)
     for theme in PALETTES:
-        (FOLDER / f"routes_{theme}.svg").write_text(draw(theme))
+        for name, draw in DRAWN.items():
+            (FOLDER / f"{name}_{theme}.svg").write_text(draw(theme))
 
 
 if __name__ == "__main__":

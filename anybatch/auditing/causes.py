@@ -350,7 +350,9 @@ def _counts(case: Case) -> dict[str, float]:
 
 def _plain_factor(case: Case, factor: float) -> Finding:
     power = math.log2(abs(factor)) if factor else 0.5
-    scale = " That is a power of two: is a loss scale not divided out?" if abs(power - round(power)) < EXACT else ""
+    is_power = round(power) != 0 and abs(power - round(power)) < EXACT
+    scale = " That is a power of two: is a loss scale not divided out?" if is_power else ""
+    scale += " Its sign is wrong: is a loss or an update negated?" if factor < 0 else ""
     return Finding(
         Cause.SCALE,
         f"The gradient is the right one times {_number(factor)}.{scale}{case.some}\n"

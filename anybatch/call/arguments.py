@@ -289,10 +289,13 @@ class _Call:
         choices = f", or choose {option} from 0 to {number - 1}" if number > 1 else ""
         by_name = " If all of the batch is passed by keyword, name it: batch_argnums=(), batch_argnames=..."
         by_name = by_name if option == "batch_argnums" and self.kwargs else ""
+        remedy = f"Pass that argument by position, not by keyword{choices}.{by_name}"
+        if number == 1 and not self.kwargs:
+            remedy = f"Pass {option}=0, or call it with the argument at position {position}."
         raise InputError(
             f"{option} must be among the {number} positional argument{'' if number == 1 else 's'} of the call",
             given=f"{option}={position}",
-            remedy=f"Pass that argument by position, not by keyword{choices}.{by_name}",
+            remedy=remedy,
         )
 
     def _name(self, slot: Slot) -> str:

@@ -265,33 +265,17 @@ class StrategySearch:
         """The largest microbatch of the first variant for which one fits, with `reserve` bytes to spare; or None.
 
         The variant with the least predicted time is tried first. The first one is tried even if it is not predicted to
-        fit. Others that are not are tried last.
+        fit. Others that are not are tried last, and blocks only where nothing else fits.
         """
         allowed = None if self.allowed is None else self.allowed - reserve
         self.most = self.measurements.compilations + SIZE_TRIALS
-        block_sizes = list(dict.fromkeys(variant.block_size for variant in self.variants))
-        ordered = list(self.variants)
-        if allowed is not None and len(ordered) > 1 and not self._is_likely_full_batch(allowed):
-            likely = {variant: self._likely_fitting(variant, allowed) for variant in ordered}
-
-            def order(variant: Variant) -> tuple[bool, int, float]:
-                group = block_sizes.index(variant.block_size)  # blocks only where nothing else fits
-                if variant == self.variants[0]:
-                    seconds = self.predictions.seconds(likely[variant][0]) if likely[variant] else 0.0
-                    return False, group, seconds
-                if not likely[variant]:
-                    return True, group, 0.0
-                return False, group, self.predictions.seconds(likely[variant][0]) * (1 + NOT_TIMED)
-
-            ordered.sort(key=order)  # of equal ones, the first remains first
-        extremes = self._extremes(ordered)
+        groups: dict[int | None, list[Variant]] = {}
+        for variant in self.variants:
+            groups.setdefault(variant.block_size, []).append(variant)
         found = None
-        for variant in ordered:
-            # What was compiled meanwhile has corrected the predictions.
-            if variant in extremes or self._likely_fitting(variant, allowed):
-                found = self.largest_fitting(variant, allowed)
-            if found is not None:
-                break
+        for variants in groups.values():
+            # Predictions take time: those of a group are made when no group before fits.
+            found = found or self._first_fitting_of(variants, allowed)
         if found is None or found.remat == self.variants[0].remat:
             return found
         # The prediction by which more would fit if activations are computed again may have been wrong. What a coupled
@@ -300,9 +284,35 @@ class StrategySearch:
         may_fit = allowed is None or self.measurements.gradient.is_coupled or self.predict(plain) <= allowed
         return plain if may_fit and self.fits(plain, allowed) else found
 
-    def _is_likely_full_batch(self, allowed: int) -> bool:
-        """True if the full batch is predicted to fit in the first variant."""
-        return self.predict(Strategy(self.examples, *self.variants[0])) <= allowed
+    def _first_fitting_of(self, variants: Sequence[Variant], allowed: int | None) -> Strategy | None:
+        """The same for some variants, of which the first one keeps all activations."""
+        first, *others = variants
+        likely = self._likely_fitting(first, allowed)
+        if likely and (not others or allowed is None or self._is_about_as_fast_as_any(likely[0])):
+            found = self.largest_fitting(first, allowed)
+            if found is not None:
+                return found
+        # The others, and the first one if it is not known yet to fit, by their predicted time. Extremes are tried last.
+        seconds = {each: self._likely_seconds(each, allowed) for each in others}
+        seconds[first] = self.predictions.seconds(likely[0]) if likely else 0.0
+        extremes = self._extremes(variants)
+        for variant in sorted(seconds, key=lambda each: (seconds[each], variants.index(each))):
+            # What was compiled meanwhile has corrected the predictions.
+            if variant == first or variant in extremes or self._likely_fitting(variant, allowed):
+                found = self.largest_fitting(variant, allowed)
+                if found is not None:
+                    return found
+        return None
+
+    def _likely_seconds(self, variant: Variant, allowed: int | None) -> float:
+        """The predicted seconds of the largest strategy of a variant that is predicted to fit; infinite if none is."""
+        likely = self._likely_fitting(variant, allowed)
+        return self.predictions.seconds(likely[0]) * (1 + NOT_TIMED) if likely else math.inf
+
+    def _is_about_as_fast_as_any(self, strategy: Strategy) -> bool:
+        """True if the full batch is not predicted to be faster. Then no larger microbatch is, with more to compute."""
+        full = Strategy(self.examples, *strategy.variant)
+        return self.predictions.seconds(strategy) <= self.predictions.seconds(full) * (1 + NOT_TIMED)
 
     def likely_fitting(self) -> Strategy:
         """The largest strategy that is predicted to fit. Compiles nothing."""

@@ -380,9 +380,11 @@ class Planner:
         """The shares of the activations to compute again that a plan chooses from."""
         gradient = self.gradient
         jaxpr = gradient.loss.traced.jaxpr
-        # A model that computes activations again by itself would do so twice.
+        # A model that computes activations again by itself would do so twice. Outside of loops, XLA's compiler for CPUs
+        # merges the second computation with the first.
         is_left_as_it_is = gradient.options.maps or jaxpr.effects or any(uses(jaxpr, name) for name in REMAT)
-        return (None,) if is_left_as_it_is or gradient.methods != (None,) else (None, *SHARES)
+        is_undone = (gradient.devices or [default_device()])[0].platform == "cpu" and not uses(jaxpr, "scan")
+        return (None,) if is_left_as_it_is or is_undone or gradient.methods != (None,) else (None, *SHARES)
 
     @functools.cached_property
     def last_resort(self) -> tuple[Variant, ...]:

@@ -122,6 +122,7 @@ class Predictions:
         device = (gradient.devices or [default_device()])[0]
         self.on_cpu = device.platform == "cpu"
         self.speed = CPU if self.on_cpu else ACCELERATOR
+        self._argument_bytes = gradient.argument_bytes
         self._traced: dict[Strategy, tuple[int, float]] = {}
         with contextlib.suppress(KeyError, TypeError, ValueError, AttributeError, OverflowError):
             for entry in (known or {}).get("predictions", []):
@@ -139,7 +140,7 @@ class Predictions:
     def total(self, strategy: Strategy, compiled: Mapping[Strategy, Bytes | None]) -> int:
         """The bytes of a strategy with its arguments, corrected by those of the strategies that were `compiled`."""
         known = {each: found for each, found in compiled.items() if found is not None}
-        arguments = max((found.arguments for found in known.values()), default=self.gradient.argument_bytes)
+        arguments = max((found.arguments for found in known.values()), default=self._argument_bytes)
         taken = {each: max(0, found.total - found.arguments) for each, found in known.items()}
         alike = [each for each in taken if each.variant == strategy.variant and self.has_loop(each)]
         if self.has_loop(strategy) and len(alike) > 1:

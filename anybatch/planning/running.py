@@ -23,8 +23,10 @@ def run_as_planned(gradient: Problem) -> tuple[Strategy, list[Any]]:
     later calls start with the strategy that worked. The examples, their order and the result stay the same.
     """
     options = gradient.options
-    # A batch of one example has one microbatch size, but may need blocks.
-    has_choice = gradient.max_microbatch_size > 1 or (gradient.examples and options.block_size == "auto")
+    # A batch of one example has one microbatch size, but may need blocks, or activations that are computed again.
+    has_choice = gradient.max_microbatch_size > 1 or (
+        gradient.examples and "auto" in (options.block_size, options.remat)
+    )
     if not has_choice or versions.is_jit_disabled():
         how = (options.fixed_remat, gradient.reduce_modes[0], gradient.methods[0], options.fixed_block_size)
         strategy = Strategy(gradient.max_microbatch_size, *how)

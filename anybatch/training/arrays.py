@@ -98,11 +98,17 @@ def ready_to_donate(
     """
     seen: set[int] = set()
     ready = []
+    # Uncommitted arrays go to the device of the committed ones first: to be on the host commits an array to its device.
+    fixed = [array.sharding for array in arrays if isinstance(array, jax.Array) and array.committed]
+    is_single = over is None and fixed and len(fixed[0].device_set) == 1
+    device = fixed[0].with_memory_kind(placement.DEVICE) if is_single else None
     for array, is_hosted in zip(arrays, on_host, strict=True):
         if not isinstance(array, jax.Array):
             array = jnp.array(array, copy=True)
         elif array.aval.weak_type:
             array = jnp.asarray(array, array.dtype)
+        if device is not None and not array.committed:
+            array = jax.device_put(array, device)
         array = place(_on_mesh(array, over), on_host=is_hosted)
         if copy and _buffer(array) in seen:
             array = array.copy()

@@ -4,6 +4,7 @@
 and back. `init_on_host` makes such a state without having it on the device first.
 """
 
+import contextlib
 import functools
 import operator
 from collections.abc import Callable, Sequence
@@ -43,25 +44,30 @@ def host_bytes(arrays: Sequence[Any]) -> int:
     return sum(local_bytes(array) for array in arrays if is_on_host(array))
 
 
-def saved_bytes(arrays: Sequence[Any], on_host: Sequence[bool]) -> int:
-    """About how many bytes of each device it saves to have these arrays on the host and to stream them."""
+def saved_bytes(arrays: Sequence[Any], on_host: Sequence[bool]) -> tuple[int, int]:
+    """About how many bytes of each device it saves to have these arrays on the host: during the update, and before.
+
+    During the update, a window of them is on the device.
+    """
     pairs = zip(arrays, on_host, strict=True)
     sizes = sorted(local_bytes(array) for array, hosted in pairs if hosted and is_large(array))
     # Beside the window, two new arrays are on the device until they are stored.
-    return sum(sizes[: -(WINDOW + 2)])
+    return sum(sizes[: -(WINDOW + 2)]), sum(sizes)
 
 
 def init_on_host(init: Callable[[Any], Any], params: Any) -> Any:
     """`init(params)`, equation by equation, with each large array moved to the host before the next is made.
 
     How a state is sharded over several devices is known only from the arrays that `init` makes of sharded parameters.
-    There it is made on the devices first.
+    There it is made on the devices first. So it is if `init` looks at values of the parameters. Under `jit`, the state
+    stays on the devices; the first step moves it.
     """
     arrays, constants = split_arrays(params)
+    if any(isinstance(array, jax.core.Tracer) for array in arrays):
+        return init(params)
     check_devices([*arrays, jnp.zeros(())])
     if any(isinstance(array, jax.Array) and len(array.sharding.device_set) > 1 for array in arrays):
-        made, made_constants = split_arrays(init(params))
-        return merge_arrays([_on_host(array) for array in made], made_constants)
+        return _all_on_host(init(params))
     of_state: list[Any] = []
 
     def flat_init(*flat: Any) -> list[Any]:
@@ -69,20 +75,30 @@ def init_on_host(init: Callable[[Any], Any], params: Any) -> Any:
         of_state.append(made_constants)
         return made
 
-    traced, consts = tracing.trace(flat_init, *arrays)
+    try:
+        traced, consts = tracing.trace(flat_init, *arrays)
+    except (jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError):
+        return _all_on_host(init(params))
     variables, _, equations = interpreter.open_jaxpr(traced.jaxpr)
     outputs = interpreter.outputs_of(traced.jaxpr)
     environment = interpreter.Environment(variables, [*consts, *arrays])
     touched = [(equation, {*equation.outvars, *_variables(equation.invars)}) for equation in equations]
     last = {variable: equation for equation, those in touched for variable in those}
     wanted = set(_variables(outputs))
+    devices = [each for array in arrays if isinstance(array, jax.Array) and array.committed for each in array.devices()]
     for equation, those in touched:
-        environment.write(equation.outvars, interpreter.evaluate(equation, environment.read(equation.invars)))
+        with jax.default_device(devices[0]) if devices else contextlib.nullcontext():
+            environment.write(equation.outvars, interpreter.evaluate(equation, environment.read(equation.invars)))
         for variable in those - set(variables):
             if last[variable] is equation:  # no later equation reads it
                 value = _on_host(environment.read([variable])[0]) if variable in wanted else None
                 environment.write([variable], [jax.block_until_ready(value)])
     return merge_arrays([_on_host(array) for array in environment.read(outputs)], of_state[0])
+
+
+def _all_on_host(state: Any) -> Any:
+    arrays, constants = split_arrays(state)
+    return merge_arrays([_on_host(array) for array in arrays], constants)
 
 
 def _on_host(array: Any) -> jax.Array:
@@ -98,6 +114,10 @@ def updated(adapter: StateAdapter, state: Any, arrays: list[Any], new: NewGradie
     if not positions:
         return adapter.updated(state, arrays, new), norm
     current, constants = adapter.split(state)  # the loss may have changed an NNX model
+    if len(current) != len(arrays):
+        # The loss has added or removed variables of a model: `adapter.updated` says so.
+        there = [jax.device_put(array, jax.memory.Space.Device) if is_on_host(array) else array for array in current]
+        return adapter.updated(adapter.merge(there, constants), arrays, new), norm
 
     def update(*loaded: Any) -> list[Any]:
         there = dict(zip(positions, loaded, strict=True))
@@ -128,8 +148,11 @@ def _streamed(
         return max((stages.get(variable, 0) for variable in _variables(operands)), default=0)
 
     of_stage: list[list[Any]] = [[] for _ in range(len(arrays) + 1)]
+    with_effects = 0  # equations that change a reference or call back stay in their order
     for equation in equations:
         stage = stage_of(equation.invars)
+        if equation.effects:
+            stage = with_effects = max(stage, with_effects)
         stages |= dict.fromkeys(equation.outvars, stage)
         of_stage[stage].append(equation)
     finished: list[list[int]] = [[] for _ in of_stage]

@@ -159,7 +159,9 @@ class StateAdapter(PytreeAdapter, abc.ABC):
     def are_optimizers(self, state: Any) -> list[bool]:
         """Which of the arrays, as `split` returns them, belong to the state of the optimizer."""
         leaves = named_leaves("", self.array_tree(state))
-        return [name.startswith(self.optimizer_path) for name, leaf in leaves if is_array(leaf)]
+        path = self.optimizer_path
+        inside = (f"{path}.", f"{path}[")  # another field may have a longer name that begins like this one
+        return [name == path or name.startswith(inside) for name, leaf in leaves if is_array(leaf)]
 
     @abc.abstractmethod
     def model_of(self, state: Any) -> tuple[Any, Any, Any]:
@@ -299,7 +301,8 @@ class NnxAdapter(StateAdapter):
 
     def updated(self, state: Any, arrays: list[Any], new: NewGradient) -> list[Any]:
         model, nnx_optimizer, *_ = state
-        nnx_optimizer.update(model, new.grads)
+        of_model = () if isinstance(nnx_optimizer, _nnx().ModelAndOptimizer) else (model,)  # it holds its model
+        nnx_optimizer.update(*of_model, new.grads)
         return self.select(new.is_finite, state, arrays)
 
     def select(self, is_finite: Any, state: Any, arrays: list[Any]) -> list[Any]:

@@ -317,7 +317,10 @@ class TrainStep:
         optimizer = self._update.optimizer
         if self._update.offload is not None:
             optimizer = types.SimpleNamespace(init=functools.partial(init_on_host, optimizer.init))
-        return TrainState.create(params, optimizer, _copied(key), _copied(model_state))
+        state = TrainState.create(params, optimizer, _copied(key), _copied(model_state))
+        # Arrays that the optimizer itself holds, such as the key of `optax.add_noise`, must not be donated.
+        arrays, constants = split_arrays(state.opt_state)
+        return state.replace(opt_state=merge_arrays(unshared(arrays), constants))
 
     def __call__(self, state: Any, batch: Any, *others: Any, **kwargs: Any) -> tuple[Any, Metrics]:
         if others:
@@ -493,7 +496,7 @@ class TrainStep:
             self._strategies[name] = strategy
 
         offloaded = _offloaded(inputs)
-        saved = 0 if offloaded is None else saved_bytes(offloaded.state_arrays, offloaded.on_host)
+        saved = (0, 0) if offloaded is None else saved_bytes(offloaded.state_arrays, offloaded.on_host)
         program = FittingProgram(make, strategy, gradient, self._update.options.memory, record, saved)
         program.compile(inputs.state_arrays, inputs.batch_arrays, is_adopted=name in self._adopted)
         return program, gradient.examples
@@ -533,7 +536,7 @@ class TrainStep:
         return self._with_noise(strategy, gradient)
 
     def _with_offload(self, error: NothingFitsError, inputs: StepInputs) -> NothingFitsError:
-        """The error with offloading as a way out, if a gradient fits with it."""
+        """The error with offloading as a way out, if a gradient fits with it. The update is not planned here."""
         saved = _offloaded(inputs)
         if saved is None:
             return error
@@ -541,7 +544,7 @@ class TrainStep:
         with gradient.context():
             if self._planner(gradient).plan(timed=False).chosen is None:
                 return error
-        return NothingFitsError(f"{error}\nWith {OFFLOAD}, it would fit.")
+        return NothingFitsError(f"{error}\nWith {OFFLOAD}, it may fit.")
 
     def _with_noise(self, strategy: Strategy, gradient: Gradient) -> Strategy:
         """A strategy with enough microbatches to estimate the noise, if that was asked for."""
@@ -645,7 +648,7 @@ class FittingProgram:
       gradient: the gradient of the step.
       memory: the user's budget for the complete step, or None.
       record: called with the strategy that is used in the end.
-      by_offload: the bytes that offloading would save.
+      by_offload: the bytes that offloading would save throughout the step, and at most.
     """
 
     def __init__(
@@ -655,7 +658,7 @@ class FittingProgram:
         gradient: Any,
         memory: Any,
         record: Callable[[Strategy], None],
-        by_offload: int,
+        by_offload: tuple[int, int],
     ) -> None:
         self.strategy, self._by_offload, self._on_host = strategy, by_offload, 0
         self._memory, self._has_budget = memory, is_explicit(memory)
@@ -710,8 +713,11 @@ class FittingProgram:
             if self._excess(with_remat.lower(state_arrays, batch_arrays).compile().memory_analysis()) is None:
                 remedies.append("pass remat=1.0, which computes activations twice instead of keeping them, and fits")
         budget = allowed_memory(self._memory, self._gradient.devices).allowed
-        if budget is not None and 0 < self._needed(stats) - self._by_offload <= budget:
-            remedies.append(f"pass {OFFLOAD}, which saves about {readable(self._by_offload)} on the device, and fits")
+        surely, at_most = self._by_offload
+        if budget is not None and surely and self._needed(stats) - surely <= budget:
+            remedies.append(f"pass {OFFLOAD}, which saves about {readable(surely)} on the device, and fits")
+        elif budget is not None and at_most and self._needed(stats) - at_most <= budget:
+            remedies.append(f"pass {OFFLOAD}, which saves up to {readable(at_most)} on the device, and may fit")
         return f"{', or '.join(remedies)}."
 
     def _excess(self, stats: Any) -> str | None:

@@ -144,7 +144,7 @@ class Update:
             seen = {id(leaf) for leaf in jax.tree.leaves((call.args[0], call.args[2:], call.kwargs))}
             kept = sum(local_bytes(array) for array in inputs.state_arrays if id(array) not in seen)
             if inputs.on_host:
-                kept -= offload.saved_bytes(inputs.state_arrays, inputs.on_host)
+                kept -= offload.saved_bytes(inputs.state_arrays, inputs.on_host)[0]
             changes["memory"] = max(1, (memory_budget(memory) or 0) - kept)
         if self.options.mesh is not None and self.options.param_specs is None:
             changes["param_specs"] = jax.tree.map(_spec, call.args[0].trained)

@@ -50,7 +50,7 @@ class ModelProgram:
         self.classifies = draw.chance(0.4)
         self.has_aux = draw.chance(0.15) and self.reduction == "infer"
         self.microbatch_size = draw.randint(1, self.num_examples - 1) if draw.chance(0.95) else self.num_examples
-        self.remat = draw.choice([None] * 24 + ["dots_saveable", "nothing_saveable", "offload", 0.25, 0.6, 1.0])
+        self.remat = draw.choice([None] * 24 + ["dots_saveable", "nothing_saveable", 0.25, 0.6, 1.0])
 
     @property
     def options(self):

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 
 import anybatch as ab
 
@@ -624,3 +625,25 @@ def test_a_state_that_was_donated():
     state = keeping.init(jnp.ones(3))
     keeping(state, batch)
     keeping(state, batch)
+
+
+def test_arrays_that_an_optimizer_holds_are_not_donated():
+    """Such as the key of `optax.add_noise`: the same step can start again."""
+    step = ab.train_step(
+        lambda params, batch: jnp.mean((batch @ params) ** 2),
+        optax.add_noise(0.01, 0.5, jax.random.key(0)),
+        microbatch_size=2,
+    )
+    ends = [step(step.init(jnp.ones(3)), jnp.ones((4, 3)))[0].params for _ in range(2)]
+    assert jnp.array_equal(*ends)
+
+
+def test_an_nnx_optimizer_that_holds_its_model(model_defaults):
+    def trained(kind):
+        model = nnx.Linear(4, 1, rngs=nnx.Rngs(0))
+        optimizer = kind(model, optax.adamw(1e-2), wrt=nnx.Param)
+        step = ab.train_step(lambda model, batch: jnp.mean(model(batch) ** 2), microbatch_size=2)
+        step((model, optimizer), jnp.ones((6, 4)))
+        return model.kernel[...]
+
+    assert jnp.array_equal(trained(nnx.ModelAndOptimizer), trained(nnx.Optimizer))
