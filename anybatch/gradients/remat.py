@@ -177,7 +177,7 @@ def _values_of_block(first: Any, equations: Sequence[Any]) -> list[_Values]:
         name = equation.primitive.name
         results = [each for each in equation.outvars if each in needed or name in _NEEDS_RESULT]
         size = sum(num_bytes(each.aval) for each in results)
-        if is_region(equation) or not size:
+        if is_region(equation) or _has_refs(equation) or not size:
             continue
         if name in ELEMENTWISE or name in MOVES:
             fused.num_bytes += FUSED_SHARE * size
@@ -220,7 +220,9 @@ def _run(jaxpr: Any, values: Sequence[Any], policy: _Policy, all_written: int) -
             results = _run_inside(equation, environment.read(equation.invars), policy, all_written)
             environment.write(equation.outvars, results)
         else:
-            block = policy.checkpoint(_block(segment, policy), segment.equations[0])
+            block = _block(segment, policy)
+            if not any(map(_has_refs, segment.equations)):  # JAX cannot compute a reference again
+                block = policy.checkpoint(block, segment.equations[0])
             environment.write(segment.writes, block(*environment.read(segment.reads)))
     return environment.read(outputs)
 
@@ -270,6 +272,10 @@ def _segments(equations: Sequence[Any], outputs: Sequence[Any], all_written: int
     plain = sum(_weight(equation) for equation, is_opened in zip(equations, opened, strict=True) if not is_opened)
     if plain > 0.5 * all_written:
         borders |= set(_cuts(equations, last_use))
+    for position, equation in enumerate(equations):  # a reference does not leave its block
+        until = max((last_use.get(output, -1) for output in equation.outvars if _is_ref(output)), default=-1)
+        borders -= set(range(position + 1, until + 1))
+    borders |= {0, len(equations)}
     segments = []
     for start, end in itertools.pairwise(sorted(borders)):
         inside = list(equations[start:end])
@@ -342,6 +348,14 @@ def _weight(equation: Any) -> int:
     if inner:
         return inner * (equation.params["length"] if name == "scan" else 1)
     return 0 if name in FUSED else sum(num_bytes(output.aval) for output in equation.outvars)
+
+
+def _is_ref(variable: Any) -> bool:
+    return "Ref" in type(variable.aval).__name__
+
+
+def _has_refs(equation: Any) -> bool:
+    return any(map(_is_ref, (*_variables(equation.invars), *equation.outvars)))
 
 
 def _is_large(array: Any) -> bool:

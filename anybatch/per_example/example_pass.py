@@ -17,6 +17,7 @@ from anybatch.call.arguments import Arrays
 from anybatch.call.microbatches import Microbatches, slice_examples
 from anybatch.gradients.accumulate import Kind, Output, over_microbatches
 from anybatch.jaxprs import avals
+from anybatch.jaxprs.graph import uses
 from anybatch.mesh.executor import BatchPass, Executor, OutputLayout, Shard
 from anybatch.per_example.kept_gradients import ExampleProgram, KeptGradients
 from anybatch.per_example.options import PerExampleOptions, Wants
@@ -101,6 +102,16 @@ class ExamplePass:
         """True if some norms may have to be recomputed: only those that are computed from factors."""
         return (self.sums or self.options.keeps_norms) and any(form.products for form in self.program.forms)
 
+    @property
+    def _can_spread(self) -> bool:
+        """True if an example that is not finite may spoil the gradients of others. They are then computed one by one.
+
+        XLA may compute the convolutions of all examples of a microbatch as one, with zeros between them, and so
+        multiply NaN or infinity of one example by zero. (Factored gradients are computed again anyway.)
+        """
+        has_convolutions = uses(self.program.loss.traced.jaxpr, "conv_general_dilated")
+        return (self.sums or self.options.keeps_norms) and not self._can_doubt and has_convolutions and self.size > 1
+
     def _can_be_spoilt(self, inputs: PassInputs) -> bool:
         """True if an example that should count for nothing could make the sums NaN or infinite."""
         return self.sums and self._can_doubt and (self.options.nan_safe or inputs.is_padding is not None)
@@ -122,9 +133,16 @@ class ExamplePass:
             result = self._without_nonfinite(inputs)
         else:
             result = self._all_microbatches(inputs, None)
+        if self._can_spread:
+            result = self._one_by_one_if_spoilt(inputs, result)
         if self._can_doubt:
             result = self._with_recomputed(inputs, result)
         return result.sums, result.rows
+
+    def _one_by_one_if_spoilt(self, inputs: PassInputs, result: PassResult) -> PassResult:
+        alone = dataclasses.replace(self, size=1)
+        is_spoilt = jnp.any(result.is_nonfinite)
+        return lax.cond(is_spoilt, lambda: alone._all_microbatches(inputs, None), lambda: result)
 
     def _no_rows(self, inputs: PassInputs) -> list[Any]:
         """The rows of a shard without examples, with the types of the rows of one example."""

@@ -117,6 +117,24 @@ def test_only_what_layers_pass_on_is_on_the_host(float64):
     assert "<host>" not in text
 
 
+@pytest.mark.parametrize("remat", [0.5, "nothing_saveable"])
+def test_a_loss_with_references_is_left_as_it_is_around_them(float64, remat):
+    """JAX cannot compute a reference again."""
+    params, batch = problem(12, width=8, depth=6)
+    params, batch = jax.tree.map(_double, (list(params["layers"]), batch))
+
+    def loss(params, batch):
+        hidden, total = batch["x"], jax.new_ref(jnp.zeros_like(batch["x"]))
+        for weights in params:
+            hidden = jnp.tanh(hidden @ weights)
+            total[...] += hidden
+        return jnp.mean((total[...] - batch["y"]) ** 2)
+
+    expected = jax.value_and_grad(loss)(params, batch)
+    fun = ab.value_and_grad(loss, reduction="mean", microbatch_size=5, remat=remat)
+    assert_same(fun(params, batch), expected)
+
+
 def test_layers_that_are_written_out_become_blocks():
     """As many checkpoints as memory wants, each around about a layer; and around all of them there is none."""
     params, batch = problem(64, width=32, depth=16)

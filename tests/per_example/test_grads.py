@@ -194,6 +194,34 @@ def test_an_example_that_is_not_finite_counts_for_nothing(float64, method, bad):
 
 
 @pytest.mark.parametrize("method", METHODS)
+def test_convolutions_keep_what_is_not_finite_to_its_example(float64, method):
+    """XLA multiplies examples by zero, to compute their convolutions as one."""
+    generator = np.random.default_rng(0)
+    params = {"w": generator.standard_normal((6, 7)), "kernel": generator.standard_normal((3, 1, 2))}
+    batch = generator.standard_normal((8, 6))
+
+    def loss(params, x):
+        hidden = jnp.tanh(x @ params["w"])[None, :, None]
+        layout = ("NWC", "WIO", "NWC")
+        found = jax.lax.conv_general_dilated(hidden, params["kernel"], (1,), "SAME", dimension_numbers=layout)
+        return jnp.sum(jnp.sin(found))
+
+    others = np.arange(8) != 3
+    spoilt = np.where(others[:, None], batch, np.nan)
+    plain = jax.vmap(jax.grad(loss), (None, 0))(params, spoilt)["kernel"]
+    assert not np.isfinite(plain).any()  # the control: all examples are spoilt
+    grads = gradients(loss, params, batch)
+    norms = norms_of(grads)
+    found = ab.per_example_norms(loss, method=method, microbatch_size=3, nan_safe=False)(params, spoilt)
+    np.testing.assert_allclose(found[others], norms[others], rtol=1e-12)
+    assert np.isnan(found[3])
+    fun = ab.clipped_grad(loss, clip_norm=float(np.median(norms)), method=method, microbatch_size=3)
+    expected = clipped_sum(grads, float(np.median(norms)), others)
+    assert_close(fun(params, spoilt), expected, rtol=1e-12)
+    assert_close(fun(params, spoilt, is_padding=~others), expected, rtol=1e-12)
+
+
+@pytest.mark.parametrize("method", METHODS)
 def test_nothing_at_all(method):
     """No examples; and examples whose gradients are 0."""
     params, batch, *_ = problem("float32")

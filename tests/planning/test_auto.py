@@ -5,7 +5,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from cases.losses import LOSSES
-from cases.planned import contrastive, network, problem, scanned, total_bytes, totals
+from cases.planned import contrastive, elementwise, network, problem, scanned, total_bytes, totals
 
 import anybatch as ab
 from anybatch.planning import planner
@@ -228,3 +228,19 @@ def test_without_jit_nothing_is_planned():
 def test_aux_of_the_microbatches_needs_a_size():
     with pytest.raises(ab.InputError, match='"last" needs a microbatch_size'):
         ab.value_and_grad(network, has_aux=True, reduction="mean", aux_reduction="stack")
+
+
+def test_a_batch_of_one_is_planned_too():
+    """It has one microbatch size, but activations may be computed again."""
+    params, batch = problem(1, width=64, depth=24)
+    batch = {name: jnp.tile(leaf[:, None], (1, 256, 1)) for name, leaf in batch.items()}
+    options = {"block_size": None}
+
+    def bytes_of(**more):
+        return total_bytes(jax.jit(ab.value_and_grad(elementwise, **options, **more)).lower(params, batch).compile())
+
+    least, most = bytes_of(remat=1.0), bytes_of(remat=None)
+    assert least < most / 2
+    assert bytes_of(memory=most // 2) <= most // 2
+    with pytest.raises(ab.NothingFitsError):
+        ab.value_and_grad(elementwise, memory=least // 2, **options)(params, batch)
