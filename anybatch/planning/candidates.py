@@ -38,6 +38,9 @@ DOUBT, DOUBT_ON_CPU = 0.05, 0.5
 # If nothing is timed, a variant other than the first must be predicted to take less time by this share.
 NOT_TIMED = 0.05
 
+# What is predicted to take so many times the memory that there is, is compiled only if nothing else fits.
+HOPELESS = 1.5
+
 # Sizes whose logarithms differ by less than this take about the same time.
 DIFFERENT = math.log(1.25)
 
@@ -272,9 +275,14 @@ class StrategySearch:
         groups: dict[int | None, list[Variant]] = {}
         for variant in self.variants:
             groups.setdefault(variant.block_size, []).append(variant)
-        found = None
+        # Predictions take time: those of a group are made when no group before fits.
+        found, hopeless = None, []
         for variants in groups.values():
-            # Predictions take time: those of a group are made when no group before fits.
+            if found is None and len(groups) > 1 and self._is_hopeless(variants, allowed):
+                hopeless.append(variants)
+            else:
+                found = found or self._first_fitting_of(variants, allowed)
+        for variants in hopeless:
             found = found or self._first_fitting_of(variants, allowed)
         if found is None or found.remat == self.variants[0].remat:
             return found
@@ -283,6 +291,11 @@ class StrategySearch:
         plain = Strategy(self._size(found), *found.variant._replace(remat=self.variants[0].remat))
         may_fit = allowed is None or self.measurements.gradient.is_coupled or self.predict(plain) <= allowed
         return plain if may_fit and self.fits(plain, allowed) else found
+
+    def _is_hopeless(self, variants: Sequence[Variant], allowed: int | None) -> bool:
+        """True if even the leanest strategy of some variants is predicted to take far more than there is."""
+        smallest = (Strategy(self.sizes.smallest, *variant) for variant in self._extremes(variants))
+        return allowed is not None and min(map(self.predict, smallest)) > HOPELESS * allowed
 
     def _first_fitting_of(self, variants: Sequence[Variant], allowed: int | None) -> Strategy | None:
         """The same for some variants, of which the first one keeps all activations."""

@@ -225,9 +225,11 @@ class Predictions:
 
     @property
     def _anchors(self) -> tuple[int, int]:
-        """The sizes that are traced: the smallest, and a large one with at least three microbatches."""
+        """The sizes that are traced: the smallest, and a large one with at least three microbatches, or else two."""
         examples, multiple = self.gradient.max_microbatch_size, self.gradient.size_multiple
         high = examples // 4 if examples % (4 * multiple) == 0 else -(-examples // (3 * multiple)) * multiple
+        if high <= multiple:
+            high = examples // (2 * multiple) * multiple
         return (multiple, high) if multiple < high < examples else (multiple, multiple)
 
     def _trace(self, strategy: Strategy) -> tuple[int, float]:
