@@ -2,6 +2,7 @@
 
     python benchmarks/offload.py                  # CPU, half a minute: whether the parameters are the same
     python benchmarks/offload.py --described      # the memory on an H200, on a machine without one: two minutes
+    python benchmarks/offload.py --least          # the least memory of GPT 1.3B with AdamW, likewise: six minutes
     python benchmarks/offload.py --accelerator    # one 80 GiB GPU, about three minutes
 
 AdamW, with `ab.train_step(offload=None)` and with `offload="optimizer"`. On the CPU and on a GPU, both train a GPT and
@@ -127,9 +128,49 @@ def described(add: Any) -> None:
     offload.WINDOW = usual
 
     model = GPT(layers=8, width=2048, heads=16)
+    for way in WAYS:
+        show("GPT", way, usual, complete_step(model, optimizer, way, device), add)
+
+
+def least(add: Any) -> None:
+    """The bytes of a step of GPT 1.3B on an H200 that is not there, with less and less of it on the device."""
+    device = topologies.get_topology_desc(platform="cuda", target_config=H200, topology="1x1x1").devices[0]
+    adamw, window = optax.adamw(1e-3), offload.WINDOW
+    for dtype, optimizer, way, remat in (
+        (jnp.float32, adamw, None, None),
+        (jnp.float32, adamw, None, 1.0),
+        (jnp.float32, adamw, "optimizer", 1.0),
+        (jnp.bfloat16, with_masters(adamw), "optimizer", 1.0),
+    ):
+        model = GPT(layers=24, width=2048, heads=16, param_dtype=dtype)
+        program = complete_step(model, optimizer, way, device, remat=remat)
+        show(f"1.3B, {dtype.__name__}, remat={remat}", way, window, program, add)
+
+
+def with_masters(inner: Any) -> Any:
+    """An optimizer that keeps float32 copies of narrow parameters, updates these, and rounds them."""
+
+    def widened(tree: Any) -> Any:
+        return jax.tree.map(lambda leaf: leaf.astype(jnp.float32), tree)
+
+    def init(params: Any) -> Any:
+        return widened(params), inner.init(widened(params))
+
+    def update(grads: Any, state: Any, params: Any) -> Any:
+        masters, inner_state = state
+        updates, inner_state = inner.update(widened(grads), inner_state, masters)
+        masters = optax.apply_updates(masters, updates)
+        changes = jax.tree.map(lambda new, old: (new - old.astype(new.dtype)).astype(old.dtype), masters, params)
+        return changes, (masters, inner_state)
+
+    return optax.GradientTransformation(init, update)
+
+
+def complete_step(model: GPT, optimizer: Any, way: str | None, device: Any, **options: Any) -> Any:
+    """The program of a step with 16 sequences, one at a time."""
     params = jax.eval_shape(model.init, jax.random.key(0))
     batch = jax.eval_shape(lambda key: model.batch(key, 16), jax.random.key(1))
-    step = ab.train_step(model.loss, optimizer, microbatch_size=1)
+    step = ab.train_step(model.loss, optimizer, microbatch_size=1, **options)
 
     def complete(state: Any, arrays: list[Any], batch: Any) -> Any:
         inputs = StepInputs(ANYBATCH, *ANYBATCH.split(state), *split_arrays((batch, {})))
@@ -137,8 +178,7 @@ def described(add: Any) -> None:
         gradient: Gradient = step._update.gradient(inputs)
         return step._update.results(inputs, gradient.options)
 
-    for way in WAYS:
-        show("GPT", way, usual, compiled(complete, params, optimizer, batch, way, device), add)
+    return compiled(complete, params, optimizer, batch, way, device)
 
 
 def compiled(fun: Any, params: Any, optimizer: Any, argument: Any, way: str | None, device: Any) -> Any:
@@ -193,7 +233,7 @@ def show(question: str, way: str | None, window: int, program: Any, add: Any) ->
     add(question=question, way=way, window=window, **row)
     total = row["arguments_bytes"] + row["temporaries_bytes"] + row["new_results_bytes"]
     print(
-        f"{question:12} offload={way!s:10} window {window}: on the device {total / MIB:8.1f} MiB, of them arguments "
+        f"{question:32} offload={way!s:10} window {window}: on the device {total / MIB:8.1f} MiB, of them arguments "
         f"{row['arguments_bytes'] / MIB:8.1f} and temporaries {row['temporaries_bytes'] / MIB:8.1f}; on the host "
         f"{row['host_bytes'] / MIB:8.1f}",
         flush=True,
@@ -204,19 +244,23 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--accelerator", action="store_true", help="train GPT 1.3B on a GPU")
     parser.add_argument("--described", action="store_true", help="compile for an H200 that is not there, run nothing")
+    parser.add_argument("--least", action="store_true", help="the same, for GPT 1.3B in less and less memory")
     parser.add_argument("--way", choices=list(map(str, WAYS)), help=argparse.SUPPRESS)
     record.add_option(parser)
     options = parser.parse_args()
     if options.way is not None:
         one_way(None if options.way == "None" else options.way)
         return
-    if options.described:
+    is_described = options.described or options.least
+    if is_described:
         models.ATTENTION = "cudnn"
     # With --accelerator, this process must not take the memory of the GPU.
-    kind = "described H200" if options.described else "a GPU" if options.accelerator else jax.devices()[0].device_kind
+    kind = "described H200" if is_described else "a GPU" if options.accelerator else jax.devices()[0].device_kind
     print(f"{kind}, JAX {jax.__version__}, anybatch {ab.__version__}")
     results = record.Results(options.save, device=kind)
-    (described if options.described else on_a_gpu if options.accelerator else on_the_cpu)(results.add)
+    (least if options.least else described if options.described else on_a_gpu if options.accelerator else on_the_cpu)(
+        results.add
+    )
 
 
 if __name__ == "__main__":
