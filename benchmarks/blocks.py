@@ -38,7 +38,7 @@ import models
 import record
 from contrastive import TwoTowers, grad_cache
 from jax.experimental import topologies
-from models import GPT, _norm
+from models import GPT, norm
 
 import anybatch as ab
 from anybatch.jaxprs import versions
@@ -142,7 +142,7 @@ def hidden_of(model: GPT, params: Any, batch: Any) -> jax.Array:
     hidden = params["embedding"].astype(jnp.bfloat16)[batch["inputs"]] + params["position"].astype(jnp.bfloat16)
     for layer in params["blocks"]:
         hidden = model._block(layer, hidden)
-    return _norm(hidden, params["norm"])
+    return norm(hidden, params["norm"])
 
 
 def logits(model: GPT, blocks: tuple[int, ...], add: Callable[..., None]) -> None:

@@ -81,19 +81,24 @@ class GPT:
         else:
             for block in params["blocks"]:
                 hidden = self._block(block, hidden)
-        return (_norm(hidden, params["norm"]) @ embedding.T).astype(jnp.float32)
+        return (norm(hidden, params["norm"]) @ embedding.T).astype(jnp.float32)
 
     def _block(self, block: Any, hidden: jax.Array) -> jax.Array:
         block = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), block)
-        shape = (*hidden.shape[:-1], self.heads, self.width // self.heads)
-        q, k, v = (x.reshape(shape) for x in jnp.split(_norm(hidden, block["norm1"]) @ block["qkv"], 3, axis=-1))
-        implementation = ATTENTION or ("cudnn" if jax.default_backend() == "gpu" else "xla")
-        attended = jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation=implementation)
-        hidden = hidden + attended.reshape(hidden.shape) @ block["project"]
-        return hidden + jax.nn.gelu(_norm(hidden, block["norm2"]) @ block["up"]) @ block["down"]
+        hidden = hidden + attention(norm(hidden, block["norm1"]), block, self.heads)
+        return hidden + jax.nn.gelu(norm(hidden, block["norm2"]) @ block["up"]) @ block["down"]
 
 
-def _norm(hidden: jax.Array, scale: jax.Array) -> jax.Array:
+def attention(hidden: jax.Array, block: Any, heads: int) -> jax.Array:
+    """Causal attention with the parameters "qkv" and "project"."""
+    shape = (*hidden.shape[:-1], heads, hidden.shape[-1] // heads)
+    q, k, v = (x.reshape(shape) for x in jnp.split(hidden @ block["qkv"].astype(hidden.dtype), 3, axis=-1))
+    implementation = ATTENTION or ("cudnn" if jax.default_backend() == "gpu" else "xla")
+    attended = jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation=implementation)
+    return attended.reshape(hidden.shape) @ block["project"].astype(hidden.dtype)
+
+
+def norm(hidden: jax.Array, scale: jax.Array) -> jax.Array:
     wide = hidden.astype(jnp.float32)
     wide = wide - wide.mean(axis=-1, keepdims=True)
     wide = wide * jax.lax.rsqrt(jnp.mean(wide**2, axis=-1, keepdims=True) + 1e-5)

@@ -1,4 +1,4 @@
-"""Models that the planner was not developed on: a convolutional U-Net, a ViT in Flax NNX, and an LSTM.
+"""Models that the planner was not developed on: a U-Net, a ViT in Flax NNX, an LSTM, and a mixture of experts.
 
 `MODELS` has each of them for an accelerator, and with "-tiny" for a CPU. They have float32 parameters and bfloat16
 arithmetic. The ViT needs Flax; without it, it is missing from `MODELS`.
@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import models
 
 NARROW = jnp.bfloat16
 
@@ -175,12 +176,79 @@ def _vit_module(config: ViT, key: jax.Array) -> Any:
     return Module(nnx.Rngs(key))
 
 
+@dataclasses.dataclass(frozen=True)
+class MoE:
+    """A GPT whose feed-forward layers are mixtures of experts, with a loss that balances them over the batch.
+
+    Each token goes to two experts. In a sequence, an expert takes up to a quarter more tokens than its share.
+    """
+
+    layers: int
+    width: int
+    heads: int
+    experts: int
+    context: int
+    vocabulary: int
+
+    def init(self, key: jax.Array) -> Any:
+        gpt = models.GPT(self.layers, self.width, self.heads, self.context, self.vocabulary)
+        params = gpt.init(key)
+        shapes = {
+            "router": (self.width, self.experts),
+            "up": (self.experts, self.width, 4 * self.width),
+            "down": (self.experts, 4 * self.width, self.width),
+        }
+        for number, block in enumerate(params["blocks"]):
+            keys = jax.random.split(jax.random.fold_in(key, number), len(shapes))
+            for (name, shape), each in zip(shapes.items(), keys, strict=True):
+                block[name] = 0.02 * jax.random.normal(each, shape)
+        return params
+
+    def batch(self, key: jax.Array, examples: int) -> Any:
+        tokens = jax.random.randint(key, (examples, self.context + 1), 0, self.vocabulary)
+        return {"inputs": tokens[:, :-1], "targets": tokens[:, 1:]}
+
+    def loss(self, params: Any, batch: Any) -> jax.Array:
+        """The mean cross entropy, and a hundredth of the balance of all layers."""
+        embedding = params["embedding"].astype(NARROW)
+        hidden = embedding[batch["inputs"]] + params["position"].astype(NARROW)
+        balance = 0.0
+        for block in params["blocks"]:
+            hidden = hidden + models.attention(models.norm(hidden, block["norm1"]), block, self.heads)
+            mixed, share_of_tokens, probability = self._experts(models.norm(hidden, block["norm2"]), block)
+            hidden = hidden + mixed
+            balance += self.experts * jnp.sum(share_of_tokens * probability)
+        logits = (models.norm(hidden, params["norm"]) @ embedding.T).astype(jnp.float32)
+        target = jnp.take_along_axis(logits, batch["targets"][..., None], axis=-1)[..., 0]
+        return jnp.mean(jax.nn.logsumexp(logits, axis=-1) - target) + 0.01 * balance / self.layers
+
+    def _experts(self, hidden: jax.Array, block: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """The outputs of the experts; for each, its share of the tokens of the batch and its mean probability."""
+        probabilities = jax.nn.softmax(hidden.astype(jnp.float32) @ block["router"])
+        gates, chosen = jax.lax.top_k(probabilities, 2)
+        is_sent = jax.nn.one_hot(chosen, self.experts)  # sequence, token, choice, expert
+        capacity = 2 * self.context * 5 // (4 * self.experts)
+        # The first choices of all tokens of a sequence come before the second ones.
+        in_order = is_sent.swapaxes(1, 2).reshape(hidden.shape[0], -1, self.experts)
+        place = jnp.cumsum(in_order, axis=1).reshape(hidden.shape[0], 2, -1, self.experts).swapaxes(1, 2) - 1
+        slots = is_sent[..., None] * jax.nn.one_hot(place.astype(jnp.int32), capacity)
+        sent = slots.sum(axis=2).astype(NARROW)
+        weighted = jnp.einsum("btk,btkec->btec", gates, slots).astype(NARROW)
+        inside = jnp.einsum("btec,btd->becd", sent, hidden)
+        inside = jax.nn.gelu(jnp.einsum("becd,edf->becf", inside, block["up"].astype(NARROW)))
+        inside = jnp.einsum("becf,efd->becd", inside, block["down"].astype(NARROW))
+        mixed = jnp.einsum("btec,becd->btd", weighted, inside)
+        return mixed, is_sent.sum(axis=2).mean(axis=(0, 1)) / 2, probabilities.mean(axis=(0, 1))
+
+
 # name -> (model, examples in the batch)
 MODELS: dict[str, tuple[Any, int]] = {
     "unet": (UNet(size=128, channels=(64, 128, 256)), 128),
     "unet-tiny": (UNet(size=16, channels=(16, 32)), 128),
     "lstm": (LSTM(layers=2, width=1024, context=256, vocabulary=8192), 512),
     "lstm-tiny": (LSTM(layers=2, width=64, context=32, vocabulary=512), 256),
+    "moe": (MoE(layers=8, width=768, heads=12, experts=8, context=512, vocabulary=32768), 64),
+    "moe-tiny": (MoE(layers=2, width=64, heads=4, experts=4, context=32, vocabulary=256), 64),
 }
 if importlib.util.find_spec("flax"):
     MODELS["vit"] = (ViT(size=224, patch=16, layers=12, width=384, heads=6), 256)

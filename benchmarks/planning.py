@@ -1,18 +1,19 @@
 """Is the planned gradient as fast as the best of an exhaustive search, and does it stay within its memory budget?
 
-    python benchmarks/planning.py                        # five small models on a CPU, about ten minutes
-    python benchmarks/planning.py --accelerator --sizes 5 --limit 40     # LSTM, ViT, U-Net, GPT-2 on one 80 GiB GPU
+    python benchmarks/planning.py                        # six small models on a CPU, about twelve minutes
+    python benchmarks/planning.py --accelerator --sizes 3 --shares 0.5 1 --limit 60     # six models on one 80 GiB GPU
     python benchmarks/planning.py gpt2:9GiB gpt2@48:20GiB           # model:budget, model@examples:budget
     python benchmarks/planning.py --peak gpt2:4GiB       # the peak memory of one planned gradient, also while compiling
 
 The planner was developed on the models of `models.py`, and not on those of `planned_models.py`.
 
-For each case, one process calls `anybatch.plan`, without a record on disk and then with one. Then a grid of sizes is
-compiled: the powers of two, three times these, and the full batch. Those that fit and the chosen strategy run in turns.
-Then the fastest of the grid and the chosen strategy run against each other. The ratio is the median of the ratios of
-their times in one round; it is below 1 if the plan found a faster size between those of the grid. Expected: at most
-1.03. On an accelerator, `--sizes 5 --limit 40` compiles five sizes: the two nearest to the chosen one and the largest
-powers of two; and it starts none after 40 s.
+For each case, one process calls `anybatch.plan`: without times, then with times, then with the record on disk. Then a
+grid is compiled: the powers of two, three times these, and the full batch; with `--shares`, each size also with these
+shares of the activations computed again. Those that fit and the chosen strategy run in turns. Then the fastest of the
+grid and the chosen strategy run against each other. The ratio is the median of the ratios of their times in one round;
+it is below 1 if the plan found a faster strategy between those of the grid. Expected: at most 1.03. `--sizes 3 --limit
+60` compiles three sizes for each share, the two nearest to the chosen one and the largest power of two, and it starts
+none after 60 s.
 
 On a GPU the same program compiled twice may differ by 5% in time, because XLA tunes kernels by timing them. So JAX's
 compilation cache is on, and the programs that the plan compiled are the ones timed.
@@ -53,8 +54,8 @@ from anybatch.planning.measure import Measurements
 from anybatch.planning.strategy import Strategy
 
 MODELS = models.MODELS | planned_models.MODELS
-ON_CPU = ("lstm-tiny:24MiB", "vit-tiny:48MiB", "unet-tiny:24MiB", "gpt-tiny:40MiB", "mlp:64MiB")
-ON_ACCELERATOR = ("lstm:4GiB", "vit:8GiB", "unet:4GiB", "gpt2:9GiB")
+ON_CPU = ("lstm-tiny:24MiB", "vit-tiny:48MiB", "unet-tiny:24MiB", "moe-tiny:24MiB", "gpt-tiny:40MiB", "mlp:64MiB")
+ON_ACCELERATOR = ("lstm:4GiB", "vit:8GiB", "unet:4GiB", "moe:12GiB", "gpt2:9GiB", "gpt-1.3b-scanned:24GiB")
 
 
 def problem(name: str) -> tuple[Any, Any, Any]:
@@ -72,6 +73,10 @@ def measurements_of(loss: Any, params: Any, batch: Any) -> Measurements:
     options = Options.of(loss)
     call = partition_models(loss, options.roles, False, (params, batch), {})
     return Measurements(Gradient(call.fun, call.options(options), options.roles.sort(call.fun, call.args, call.kwargs)))
+
+
+def remat_of(options: argparse.Namespace) -> str | None:
+    return None if options.remat == "none" else options.remat
 
 
 def grid(examples: int) -> list[int]:
@@ -99,7 +104,9 @@ def search(name: str, budget: str, options: argparse.Namespace) -> dict[str, Any
     jax.block_until_ready(batch)
     with tempfile.TemporaryDirectory() as folder:
         os.environ["ANYBATCH_CACHE"] = folder
-        given = {"memory": None if budget == "all" else budget, "remat": options.remat}
+        given = {"memory": None if budget == "all" else budget, "remat": remat_of(options)}
+        untimed = ab.plan(loss, params, batch, timed=False, **given)
+        os.environ["ANYBATCH_CACHE"] = str(pathlib.Path(folder) / "timed")
         plan = ab.plan(loss, params, batch, **given)
         peak = device_peak()
         start = time.perf_counter()
@@ -108,23 +115,27 @@ def search(name: str, budget: str, options: argparse.Namespace) -> dict[str, Any
     print(f"\n{name}, budget {budget}\n{plan}")
     print(
         f"planned in {plan.planning_seconds:.1f} s with {plan.compilations} compilations, again in "
-        f"{again_seconds * 1e3:.0f} ms with {again.compilations}",
+        f"{again_seconds * 1e3:.0f} ms with {again.compilations}; without times {untimed.chosen.strategy} in "
+        f"{untimed.planning_seconds:.1f} s with {untimed.compilations}",
         flush=True,
     )
     os.environ["ANYBATCH_CACHE"] = "off"
     measurements = measurements_of(loss, params, batch)
     chosen = plan.chosen.strategy
-    # A larger size takes more memory: those above one that is known not to fit are not compiled.
-    too_large = min((each.microbatch_size for each in plan.candidates if each.bytes and not each.fits), default=10**9)
-    sizes = [size for size in grid(examples) if size < too_large]
+    # A larger size takes more memory: those above one that is known not to fit are not compiled. With what is computed
+    # again they may fit.
+    sizes = grid(examples)
+    if not options.shares:
+        too_large = [each.microbatch_size for each in plan.candidates if each.bytes and not each.fits]
+        sizes = [size for size in sizes if size < min(too_large, default=10**9)]
     if options.sizes is not None:
         sizes = spread(sizes, chosen.microbatch_size, options.sizes)
     fitting, start = [], time.perf_counter()
-    for size in sizes:
+    for strategy in [Strategy(size, share) for size in sizes for share in (None, *options.shares)]:
         if options.limit is not None and fitting and time.perf_counter() - start > options.limit:
             break
-        found = measurements.bytes_of(Strategy(size))
-        fitting += [Strategy(size)] if found is not None and found.total <= plan.budget else []
+        found = measurements.bytes_of(strategy)
+        fitting += [strategy] if found is not None and found.total <= plan.budget else []
     seconds = measurements.race(list(dict.fromkeys([*fitting, chosen])), options.rounds)
     print(f"\n{name}, budget {budget}: the sizes of the grid that fit, and the chosen strategy, in turns")
     for strategy in sorted(seconds, key=lambda each: -each.microbatch_size):
@@ -145,9 +156,13 @@ def search(name: str, budget: str, options: argparse.Namespace) -> dict[str, Any
         "chosen_block_size": chosen.block_size,
         "chosen_ms": duel[chosen] * 1e3,
         "best_size": best.microbatch_size,
+        "best_remat": best.remat,
         "best_ms": duel[best] * 1e3,
         "ratio": statistics.median(mine / its for mine, its in pairs),
         "sizes_timed": len(fitting),
+        "untimed": str(untimed.chosen.strategy),
+        "untimed_planning_seconds": untimed.planning_seconds,
+        "untimed_compilations": untimed.compilations,
         "xla_bytes": measurements.bytes_of(chosen).total,
         "best_xla_bytes": measurements.bytes_of(best).total,
         "peak_while_planning_bytes": peak,
@@ -203,6 +218,7 @@ def stage(name: str, case: str, options: argparse.Namespace, folder: str, *more:
     out = pathlib.Path(folder) / "stage.json"
     out.unlink(missing_ok=True)
     command = [sys.executable, __file__, case, "--stage", name, "--folder", folder, *more]
+    command += ["--shares", *map(str, options.shares)] if options.shares else []
     for option in ("rounds", "sizes", "limit", "remat"):
         value = getattr(options, option)
         command += [] if value is None else [f"--{option}", str(value)]
@@ -230,7 +246,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--sizes", type=int, help="how many sizes of the grid to compile; by default, all that may fit")
     parser.add_argument("--limit", type=float, help="seconds after which no more sizes are compiled, in each case")
-    parser.add_argument("--remat", help='"auto" lets the plan recompute activations')
+    parser.add_argument("--shares", type=float, nargs="*", default=(), help="shares of the activations for the grid")
+    parser.add_argument("--remat", default="auto", help='"none" keeps the plan from computing activations again')
     parser.add_argument("--stage", choices=("search", "peak", "planned_peak"), help=argparse.SUPPRESS)
     parser.add_argument("--folder", help=argparse.SUPPRESS)
     parser.add_argument("--strategy", help=argparse.SUPPRESS)
@@ -239,7 +256,7 @@ def main() -> None:
     cases = options.cases or (ON_ACCELERATOR if options.accelerator else ON_CPU)
     if options.stage == "planned_peak":
         name, _, budget = cases[0].rpartition(":")
-        return planned_peak(name, budget, options.remat)
+        return planned_peak(name, budget, remat_of(options))
     if options.stage:
         return run_stage(cases[0], options)
     # JAX is not used in this process: it would take the memory of the device.
@@ -272,8 +289,8 @@ def report(row: dict[str, Any]) -> None:
     shown = "unknown" if peak is None else f"{readable(peak)} ({peak / row['budget_bytes']:.3f} of the budget)"
     shown += "" if planning is None else f", while planning {readable(planning)}"
     print(
-        f"{row['model']}: {row['chosen_ms']:.1f} ms, {row['ratio']:.3f} of the best of {row['sizes_timed']} sizes "
-        f"({row['best_size']}); XLA {readable(row['xla_bytes'])}, peak {shown}",
+        f"{row['model']}: {row['chosen_ms']:.1f} ms, {row['ratio']:.3f} of the best of {row['sizes_timed']} strategies "
+        f"({row['best_size']}, remat={row['best_remat']}); XLA {readable(row['xla_bytes'])}, peak {shown}",
         flush=True,
     )
 

@@ -5,6 +5,7 @@
     python benchmarks/predictions.py --described gpt2 unet lstm --sizes 4 --remat    # as an H200 would, without one
     python benchmarks/predictions.py --accelerator            # the same on a GPU
     python benchmarks/predictions.py --described gpt2 --front 16     # memory against time, 16 examples at a time
+    python benchmarks/predictions.py gpt2 --front 16                 # the same on a GPU, with measured times
     python benchmarks/predictions.py --described gpt-1.3b-scanned --front 4
 
 For each model, a ladder of microbatch sizes is compiled; with `--remat`, in three policies too. *Before*: the predicted
@@ -13,7 +14,7 @@ have it: the largest size of the ladder below the full batch, without recomputat
 its program has no loop. Each error is the median and the worst over the sizes.
 
 `--front` compiles one microbatch size with shares of the activations computed again and with JAX's policies, and prints
-XLA's temporaries beside the predicted time.
+XLA's temporaries beside the predicted time. On a GPU all of them also run in turns, and their times are printed.
 
 With `--described`, XLA's compiler for GPUs compiles for an H200 that is only described to it: install `jax[cuda13]`.
 
@@ -140,21 +141,28 @@ def errors_of(name: str, gradient: Gradient, options: argparse.Namespace) -> dic
 def front(name: str, gradient: Gradient, size: int, results: record.Results) -> None:
     """Prints memory and predicted time of one size, for shares of the activations that are computed again."""
     measurements, predictions = measured_and_predicted(gradient)
+    rows = {}
     for share in (None, *(eighths / 8 for eighths in range(1, 9)), *POLICIES, OFFLOAD):
         strategy = Strategy(size, share)
         total, taken = predictions.total(strategy, {}), measurements.bytes_of(strategy)
         seconds = predictions.seconds(strategy)
-        results.add(
-            model=name,
-            microbatch_size=size,
-            remat=share,
-            temporaries_bytes=taken.activations,
-            predicted_total_bytes=total,
-            total_bytes=taken.total,
-            predicted_seconds=seconds,
-        )
+        rows[strategy] = {
+            "model": name,
+            "microbatch_size": size,
+            "remat": share,
+            "temporaries_bytes": taken.activations,
+            "predicted_total_bytes": total,
+            "total_bytes": taken.total,
+            "predicted_seconds": seconds,
+        }
         found = f"{readable(taken.activations):>10}, predicted total {total / taken.total - 1:+6.1%} of XLA's"
         print(f"  {strategy!s:50} {found}, {1e3 * seconds:8.1f} ms", flush=True)
+    taken_seconds = {} if blocks.DESCRIBED else measurements.race(list(rows), rounds=5)
+    for strategy, row in rows.items():
+        if strategy in taken_seconds:
+            row["seconds"] = taken_seconds[strategy]
+            print(f"  {strategy!s:50} took {1e3 * taken_seconds[strategy]:8.1f} ms", flush=True)
+        results.add(**row)
 
 
 def measured_and_predicted(gradient: Gradient) -> tuple[Measurements, Predictions]:

@@ -372,10 +372,13 @@ PLANNED = {
     "lstm": "LSTM, 512 examples",
     "vit": "ViT in NNX, 256 examples",
     "unet": "U-Net",
+    "moe": "mixture of experts, 64 examples",
     "gpt2": "GPT-2, 64 examples",
+    "gpt-1.3b-scanned": "GPT 1.3B in a scan, 16 examples",
     "lstm-tiny": "LSTM",
     "vit-tiny": "ViT in NNX",
     "unet-tiny": "U-Net",
+    "moe-tiny": "mixture of experts",
     "gpt-tiny": "GPT",
     "mlp": "MLP",
 }
@@ -388,9 +391,9 @@ def planning(results: Mapping[str, Any]) -> str:
             [
                 PLANNED[row["model"]],
                 gibibytes(row["budget_bytes"]),
-                str(row["chosen_microbatch_size"]),
+                _strategy(row["chosen_microbatch_size"], row["chosen_remat"]),
                 unit(f"{row['chosen_ms']:.1f} ms"),
-                f"{row['best_size']}: " + unit(f"{row['best_ms']:.1f} ms"),
+                f"{_strategy(row['best_size'], row.get('best_remat'))}: " + unit(f"{row['best_ms']:.1f} ms"),
                 f"{row['ratio']:.3f}",
                 gibibytes(row["peak_bytes"]),
                 gibibytes(row["peak_while_planning_bytes"]),
@@ -399,6 +402,10 @@ def planning(results: Mapping[str, Any]) -> str:
         )
     header = ["model", "budget", "chosen", "its time", "best of the grid", "ratio", "peak", "peak while planning"]
     return "\n\n".join([table([*header, "planning, compilations"], cells), caption(results)])
+
+
+def _strategy(size: int, remat: float | str | None) -> str:
+    return str(size) if remat is None else f"{size}, remat {remat}"
 
 
 def planning_cpu(results: Mapping[str, Any]) -> str:
