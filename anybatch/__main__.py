@@ -2,6 +2,8 @@
 
 import sys
 
+from anybatch.errors import install
+
 
 def main() -> None:
     """Runs the command line. If one of its packages is missing, says how to install it."""
@@ -10,7 +12,7 @@ def main() -> None:
     except ModuleNotFoundError as error:
         if error.name is None or error.name.startswith("anybatch"):
             raise
-        sys.exit(f'The command line needs the package {error.name}: pip install "anybatch[cli]"')
+        sys.exit(f"The command line needs the package {error.name}: {install('cli')}")
     cli.app()
 
 

@@ -80,6 +80,11 @@ def _three_parts(must: str, given: str, remedy: str) -> str:
     return f"{must}, got {given}.\n{remedy}"
 
 
+def install(extra: str) -> str:
+    """The command that installs one of the extras of anybatch, for an error message."""
+    return f'pip install ".[{extra}]"  # in your clone of anybatch'
+
+
 def user_stacklevel() -> int:
     """The `stacklevel` of a warning that shows the first line outside of anybatch and JAX."""
     level, frame = 1, sys._getframe(1)

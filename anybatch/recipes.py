@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from anybatch.errors import InputError
+from anybatch.errors import InputError, install
 
 
 def equivalent_two_ways(w: Any, x_batch: Any) -> jax.Array:
@@ -144,7 +144,7 @@ def grad_accumulation_step(seed: Any, x_batches: Any, y_batches: Any, lr: Any) -
         import optax
         from flax.training.train_state import TrainState
     except ImportError as error:
-        raise ImportError('grad_accumulation_step needs Flax and Optax: pip install "anybatch[train]"') from error
+        raise ImportError(f"grad_accumulation_step needs Flax and Optax: {install('train')}") from error
 
     x_batches, y_batches = jnp.asarray(x_batches, jnp.float32), jnp.asarray(y_batches, jnp.float32)
     if x_batches.ndim != 3 or x_batches.shape[0] != 2 or y_batches.shape != x_batches.shape[:2]:

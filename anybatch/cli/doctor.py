@@ -16,6 +16,7 @@ from anybatch import __version__
 from anybatch.call.checks import Finding
 from anybatch.call.memory import memory_left, memory_limit, readable
 from anybatch.cli import EXTRAS
+from anybatch.errors import install
 from anybatch.gradients.value_and_grad import value_and_grad
 from anybatch.jaxprs import versions
 from anybatch.planning import store
@@ -97,6 +98,5 @@ def _packages() -> list[Finding]:
         try:
             findings.append(Finding(package, importlib.metadata.version(package)))
         except importlib.metadata.PackageNotFoundError:
-            remedy = f'pip install "anybatch[{extra}]"'
-            findings.append(Finding(package, f"missing; needed for {purpose}", False, remedy))
+            findings.append(Finding(package, f"missing; needed for {purpose}", False, install(extra)))
     return findings

@@ -15,6 +15,7 @@ import typer.core
 import anybatch
 from anybatch.cli import AUDIT_EXAMPLE, EXAMPLE, EXTRAS
 from anybatch.cli import learn as learning
+from anybatch.errors import install
 
 
 class _Commands(typer.core.TyperGroup):
@@ -80,7 +81,7 @@ def _way_out(error: ImportError) -> str:
     module = (error.name or "").partition(".")[0]
     for package, (extra, _) in EXTRAS.items():
         if isinstance(error, ModuleNotFoundError) and module == package.removesuffix("-checkpoint").replace("-", "_"):
-            return f'\nThis command needs the package {module}: pip install "anybatch[{extra}]"'
+            return f"\nThis command needs the package {module}: {install(extra)}"
     return ""
 
 

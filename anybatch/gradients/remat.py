@@ -63,7 +63,9 @@ class _Policy:
 
     def evaluate(self, equation: Any, operands: Sequence[Any]) -> list[Any]:
         results = interpreter.evaluate(equation, operands)
-        return [checkpoint_name(each, KEPT) for each in results] if id(equation) in self.kept else results
+        if id(equation) not in self.kept:
+            return results
+        return [each if _is_complex(jax.typeof(each)) else checkpoint_name(each, KEPT) for each in results]
 
     def body(self, jaxpr: Any, consts: int, carry: int) -> Callable[..., list[Any]]:
         """The body of a loop over layers, which has so many constants and carried values, as a function."""
@@ -102,7 +104,8 @@ def rematerialised(traced: tracing.Traced, const_types: Sequence[Any], policy: s
         )
         chosen = _Policy(saveable, offloads=True)
     elif isinstance(policy, str):
-        chosen = _Policy(getattr(jax.checkpoint_policies, policy))
+        of_jax = getattr(jax.checkpoint_policies, policy)
+        chosen = _Policy(lambda *types, **params: not any(map(_is_complex, types[1:])) and of_jax(*types, **params))
     else:
         inner = [avals.abstract(jax.typeof(array)) for array in traced.inner]
         jaxpr = _inlined(jaxpr, [*inner, *const_types, *types])
@@ -127,7 +130,7 @@ def _evaluate_inlined(equation: Any, operands: Sequence[Any]) -> list[Any]:
     name = equation.primitive.name
     if name in CALLS and not is_region(equation):
         return interpreter.interpret(called_jaxpr(equation), operands, _evaluate_inlined)
-    if name == "scan":
+    if name == "scan" and not _has_refs(equation):
         body = equation.params["jaxpr"]
         types = [avals.abstract(variable.aval) for variable in interpreter.unbound_inputs_of(body)]
         return interpreter.evaluate(equation, operands, equation.params | {"jaxpr": _inlined(body, types)})
@@ -176,6 +179,7 @@ def _values_of_block(first: Any, equations: Sequence[Any]) -> list[_Values]:
     for equation in equations:
         name = equation.primitive.name
         results = [each for each in equation.outvars if each in needed or name in _NEEDS_RESULT]
+        results = [each for each in results if not _is_complex(each.aval)]
         size = sum(num_bytes(each.aval) for each in results)
         if is_region(equation) or _has_refs(equation) or not size:
             continue
@@ -229,10 +233,10 @@ def _run(jaxpr: Any, values: Sequence[Any], policy: _Policy, all_written: int) -
 
 def _run_inside(equation: Any, operands: Sequence[Any], policy: _Policy, all_written: int) -> list[Any]:
     """Evaluates an equation that contains most of the program, with blocks inside it; or one that needs none."""
-    if is_region(equation):
-        return interpreter.evaluate(equation, operands)
-    if equation.primitive.name in CALLS:
+    if equation.primitive.name in CALLS and not is_region(equation):
         return _run(called_jaxpr(equation), operands, policy, all_written)
+    if is_region(equation) or _has_refs(equation):  # JAX cannot compute a reference again
+        return interpreter.evaluate(equation, operands)
     body = equation.params["jaxpr"]
     types = [avals.abstract(variable.aval) for variable in interpreter.unbound_inputs_of(body)]
     turn = policy.body(body, *interpreter.scan_counts(equation.params))
@@ -355,7 +359,15 @@ def _is_ref(variable: Any) -> bool:
 
 
 def _has_refs(equation: Any) -> bool:
-    return any(map(_is_ref, (*_variables(equation.invars), *equation.outvars)))
+    """True if an equation reads, makes or writes references, or a function inside it does."""
+    inside = (each for jaxpr in interpreter.jaxprs_in(equation) for each in interpreter.equations_of(jaxpr))
+    return any(map(_is_ref, (*_variables(equation.invars), *equation.outvars))) or any(map(_has_refs, inside))
+
+
+def _is_complex(aval: Any) -> bool:
+    """True for complex numbers. JAX rounds what `jax.checkpoint` keeps, and has no rounding for these."""
+    dtype = getattr(aval, "dtype", None)
+    return dtype is not None and bool(jnp.issubdtype(dtype, jnp.complexfloating))
 
 
 def _is_large(array: Any) -> bool:

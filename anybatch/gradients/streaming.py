@@ -56,7 +56,8 @@ def compute_streamed(gradient: Any) -> tuple[Strategy, list[Any]]:
     # None, too: the full batch is not on the device.
     sources = [leaf.source for leaf in map(HostRows.of_array, arrays.batch)]
     may_repeat = not any(isinstance(source, HostBatch) and source.is_once for source in sources)
-    key = store.key_of(identity_of(gradient)), str(options.memory)  # the free memory differs from call to call
+    choices = options.fixed_remat, options.fixed_block_size
+    key = store.key_of(identity_of(gradient)), str(options.memory), choices  # the free memory differs from call to call
     strategy, outputs = run_until_it_fits(
         gradient,
         _CHOSEN.get(key) or _chosen(gradient),

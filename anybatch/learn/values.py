@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from anybatch.errors import install
 from anybatch.learn.check import MOST_NUMBERS, ShownArray
 
 EPSILON = float(np.finfo(np.float32).eps)
@@ -233,7 +234,7 @@ def failure(stage: str, error: Mapping[str, Any], note: str = "") -> Failed:
         return Failed(stage, f"The file calls sys.exit({error['message']}).", text, error, **where)
     title, text = title_of(f"{error['type']}: {error['message']}".strip())
     if error["type"] == "ModuleNotFoundError" and any(name in error["message"] for name in EXTRAS):
-        text = 'This exercise needs a package that is not installed: pip install "anybatch[learn]"'
+        text = f"This exercise needs a package that is not installed: {install('learn')}"
     if error["type"] == "SyntaxError" and error["source_line"] and error["column"]:
         text = f"{error['source_line']}\n{' ' * (error['column'] - 1)}^"
     if "MemoryError" in error["bases"] or "RESOURCE_EXHAUSTED" in error["message"]:

@@ -16,7 +16,7 @@ from anybatch.call.files import check_target, write_atomically
 from anybatch.call.memory import readable
 from anybatch.call.plots import Figure, Plot, Series
 from anybatch.call.tables import WIDTH, Column, text_table, wrapped
-from anybatch.errors import InputError
+from anybatch.errors import InputError, install
 from anybatch.planning.measure import Bytes
 from anybatch.planning.strategy import Route, Strategy
 
@@ -371,7 +371,7 @@ def draw(plan: Plan) -> Any:
         raise InputError(
             "A plot needs matplotlib",
             given="an environment without it",
-            remedy='pip install "anybatch[cli]". Or print(plan), which needs nothing.',
+            remedy=f"{install('cli')}\nOr print(plan), which needs nothing.",
         ) from None
     # Without pyplot, which would keep the figure, and might show it.
     figure = Figure(figsize=(7.5, 4), layout="constrained")

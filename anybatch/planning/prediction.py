@@ -123,7 +123,7 @@ class Predictions:
         self.on_cpu = device.platform == "cpu"
         self.speed = CPU if self.on_cpu else ACCELERATOR
         self._argument_bytes = gradient.argument_bytes
-        self._traced: dict[Strategy, tuple[int, float]] = {}
+        self._traced: dict[Strategy, tuple[int, float] | None] = {}  # None where tracing failed
         with contextlib.suppress(KeyError, TypeError, ValueError, AttributeError, OverflowError):
             for entry in (known or {}).get("predictions", []):
                 peak, seconds = int(entry.pop("peak")), float(entry.pop("seconds"))
@@ -134,7 +134,7 @@ class Predictions:
         """The predictions of the strategies that were traced, as JSON values to keep on disk."""
         return [
             dataclasses.asdict(strategy) | {"peak": peak, "seconds": seconds}
-            for strategy, (peak, seconds) in self._traced.items()
+            for strategy, (peak, seconds) in _found(self._traced).items()
         ]
 
     def total(self, strategy: Strategy, compiled: Mapping[Strategy, Bytes | None]) -> int:
@@ -195,17 +195,18 @@ class Predictions:
     def _peak(self, strategy: Strategy) -> float:
         size = self._size(strategy)
         if not self.has_loop(strategy) and strategy.remat is None:
-            return self._trace(strategy)[0]
-        return self._on_line(strategy, size, lambda each: self._trace(each)[0])
+            return self._estimates([strategy])[strategy][0]
+        return self._on_line(strategy, size, lambda each, estimate: estimate[0])
 
     def _seconds(self, strategy: Strategy, size: int) -> float:
         """The seconds of a microbatch of this size."""
         number = self.gradient.max_microbatch_size
         if size == number and strategy.remat is None:
-            return self._trace(Strategy(size, *strategy.variant))[1]
-        return self._on_line(strategy, size, lambda each: self._trace(each)[1] * self._size(each) / number)
+            full = Strategy(size, *strategy.variant)
+            return self._estimates([full])[full][1]
+        return self._on_line(strategy, size, lambda each, estimate: estimate[1] * self._size(each) / number)
 
-    def _on_line(self, strategy: Strategy, size: int, value: Callable[[Strategy], float]) -> float:
+    def _on_line(self, strategy: Strategy, size: int, value: Callable[[Strategy, tuple[int, float]], float]) -> float:
         """The value at a size, on the line through the values of the variant at the two sizes that are traced.
 
         If activations are computed again, only the larger one is traced: what no size changes, recomputation does not
@@ -213,15 +214,19 @@ class Predictions:
         """
         low, high = self._anchors
         variant = strategy.variant
-        at_high = value(Strategy(high, *variant))
+        largest = Strategy(high, *variant)
         if low == high:
-            return at_high * size / high
-        kept = Strategy(low, *variant._replace(remat=None))
-        at_low = value(kept)
+            return value(largest, self._estimates([largest])[largest]) * size / high
+        kept = variant._replace(remat=None)
+        estimates = self._estimates([largest, Strategy(low, *kept), Strategy(high, *kept)])
+        values = {each: value(each, estimate) for each, estimate in estimates.items()}
+        at_low, at_high = values[Strategy(low, *kept)], values[largest]
         if variant.remat is not None:
-            rise = (value(Strategy(high, *kept.variant)) - at_low) / (high - low)
+            rise = (values[Strategy(high, *kept)] - at_low) / (high - low)
             low, at_low = 0, at_low - rise * low
-        return at_low + (at_high - at_low) * (size - low) / (high - low)
+        # A larger microbatch takes no less, and one of no examples would take nothing or more.
+        rise = min(max(0.0, at_high - at_low) / (high - low), at_high / high)
+        return at_high - rise * (high - size)
 
     @property
     def _anchors(self) -> tuple[int, int]:
@@ -232,8 +237,24 @@ class Predictions:
             high = examples // (2 * multiple) * multiple
         return (multiple, high) if multiple < high < examples else (multiple, multiple)
 
-    def _trace(self, strategy: Strategy) -> tuple[int, float]:
-        """The bytes at the peak beside the arguments, and the seconds."""
+    def _estimates(self, strategies: Sequence[Strategy]) -> dict[Strategy, tuple[int, float]]:
+        """The bytes at the peak beside the arguments, and the seconds, for each of the strategies.
+
+        If one of them cannot be traced, all are crude ones, which are at least in proportion to one another.
+        """
+        traced = {strategy: self._trace(strategy) for strategy in strategies}
+        if None in traced.values():
+            return {strategy: self._crude(strategy) for strategy in strategies}
+        return _found(traced)
+
+    def _crude(self, strategy: Strategy) -> tuple[int, float]:
+        """What the loss alone tells, without its gradient."""
+        gradient, size = self.gradient, self._size(strategy)
+        written = gradient.vmap_copies * gradient.bytes_written(written_bytes)
+        return gradient.local_bytes("wrt") + written * size // max(1, gradient.examples), 1.0 / size
+
+    def _trace(self, strategy: Strategy) -> tuple[int, float] | None:
+        """The bytes at the peak beside the arguments, and the seconds; None if the program cannot be traced."""
         if strategy not in self._traced:
             gradient = self.gradient
             try:
@@ -243,13 +264,14 @@ class Predictions:
                     types = gradient.shardings.placed_types(computation.leaves)
                 found = predict(jax.make_jaxpr(lambda *flat: computation.fun(*flat))(*types), on_cpu=self.on_cpu)
                 made = gradient.vmap_copies * found.peak, gradient.vmap_copies * found.seconds(self.speed)
-            except Exception:
-                # A part of a program that cannot be traced by itself: then the loss alone must do.
-                size, written = self._size(strategy), gradient.vmap_copies * gradient.bytes_written(written_bytes)
-                peak = gradient.local_bytes("wrt") + written * size // max(1, gradient.examples)
-                made = peak, 1.0 / size
+            except Exception:  # a part of a program that cannot be traced by itself
+                made = None
             self._traced[strategy] = made
         return self._traced[strategy]
+
+
+def _found(traced: Mapping[Strategy, tuple[int, float] | None]) -> dict[Strategy, tuple[int, float]]:
+    return {strategy: estimate for strategy, estimate in traced.items() if estimate is not None}
 
 
 def predict(jaxpr: Any, *, on_cpu: bool) -> Prediction:

@@ -15,7 +15,7 @@ import jax
 import numpy as np
 
 from anybatch.call.checks import one_of, whole_number
-from anybatch.errors import InputError
+from anybatch.errors import InputError, install
 
 
 def constant(
@@ -307,5 +307,5 @@ def _library(accountant: Any) -> Any:
         raise InputError(
             "The library dp-accounting must be installed to compute epsilon",
             given=f"{type(error).__name__}: {error}",
-            remedy='pip install "anybatch[privacy]"',
+            remedy=install("privacy"),
         ) from error

@@ -18,7 +18,7 @@ from anybatch.call.display import html_figure, style, visible
 from anybatch.call.files import check_target, check_writable, write_atomically
 from anybatch.call.memory import memory_limit, readable
 from anybatch.call.plots import Figure, Series, drawable, short
-from anybatch.errors import InputError
+from anybatch.errors import InputError, install
 from anybatch.gradient_noise.noise_scale import NoiseScale
 from anybatch.jaxprs import versions
 from anybatch.planning.plan import Plan, times
@@ -377,9 +377,7 @@ def _template() -> Any:
     try:
         import jinja2
     except ImportError:
-        raise InputError(
-            "A report needs jinja2", given="a Python without it", remedy='pip install "anybatch[cli]"'
-        ) from None
+        raise InputError("A report needs jinja2", given="a Python without it", remedy=install("cli")) from None
     # Escape every value, wherever the template uses it.
     environment = jinja2.Environment(
         autoescape=True, finalize=_visible, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True

@@ -28,7 +28,7 @@ from anybatch import __version__
 from anybatch.call.checks import must_be_path, whole_number
 from anybatch.call.memory import readable
 from anybatch.distributed import gather_json
-from anybatch.errors import AnybatchError, InputError
+from anybatch.errors import AnybatchError, InputError, install
 from anybatch.jaxprs import avals, versions
 from anybatch.training.arrays import is_on_host
 from anybatch.training.checkpoint_folder import CheckpointFolder, flush
@@ -480,7 +480,7 @@ def _orbax() -> Any:
         raise InputError(
             "Checkpoints need Orbax",
             given=f"no module {error.name}",
-            remedy='Install it: pip install "anybatch[train]".',
+            remedy=install("train"),
         ) from error
 
 

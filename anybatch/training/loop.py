@@ -29,7 +29,7 @@ from anybatch.call.checks import whole_number
 from anybatch.call.display import html_table, in_notebook, paragraph
 from anybatch.call.tables import Column
 from anybatch.distributed import gather_json
-from anybatch.errors import InputError, warn
+from anybatch.errors import InputError, install, warn
 from anybatch.gradient_noise.noise_scale import NoiseScale
 from anybatch.training.arrays import refuse_deleted
 from anybatch.training.checkpoints import CheckpointError, Checkpoints
@@ -137,7 +137,7 @@ def display_for(progress: Any, *, is_first: bool) -> "Display":
         return Display()
     has_rich = importlib.util.find_spec("rich") is not None
     if progress == "bar" and not has_rich:
-        raise InputError("A bar needs rich", given="a Python without it", remedy='pip install "anybatch[train]"')
+        raise InputError("A bar needs rich", given="a Python without it", remedy=install("train"))
     is_terminal = hasattr(sys.stderr, "isatty") and sys.stderr.isatty()
     return BarDisplay() if progress == "bar" or (progress is True and has_rich and is_terminal) else LineDisplay()
 

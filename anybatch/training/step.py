@@ -13,7 +13,7 @@ import threading
 import time
 import types
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -328,7 +328,8 @@ class TrainStep:
         last = self._last
         arrays = None if last is None or without_objects(kwargs)[1] else last.arrays_of(state)
         if last is not None and arrays is not None:  # the state that was returned last needs no inspection
-            inputs = StepInputs(last.adapter, arrays, last.constants, *split_arrays((batch, kwargs)))
+            of_batch = split_arrays((batch, kwargs))
+            inputs = StepInputs(last.adapter, arrays, last.constants, *of_batch, on_host=last.on_host)
             state_types, is_traced = last.types, any(map(_is_traced, inputs.batch_arrays))
         else:
             last, (inputs, state) = None, self._inputs(state, batch, kwargs)
@@ -366,6 +367,7 @@ class TrainStep:
                 weakref.ref(state),
                 inputs.adapter,
                 inputs.state_constants,
+                inputs.on_host,
                 state_types,
                 batch_key,
                 (program, examples),
@@ -588,6 +590,7 @@ class _LastState:
     state: Callable[[], Any]  # a weak reference
     adapter: StateAdapter
     constants: Constants
+    on_host: Sequence[bool]  # `StepInputs.on_host`
     types: Any  # `StepInputs.state_types` of the state that it was computed from, which are also its own
     batch_key: Any  # constants and types of the batch that it was computed with
     program: tuple[Callable[..., Any], int]

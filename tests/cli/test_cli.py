@@ -94,7 +94,7 @@ def test_missing_packages_are_named():
     program = "import sys; sys.modules['typer'] = None; from anybatch.__main__ import main; main()"
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     assert result.returncode == 1
-    assert 'pip install "anybatch[cli]"' in result.stderr
+    assert 'pip install ".[cli]"' in result.stderr
 
 
 @pytest.mark.parametrize(
@@ -106,7 +106,7 @@ def test_a_command_names_the_extra_that_it_lacks(capsys, module, extra):
 
     with pytest.raises(typer.Exit) as ended:
         cli._run(command)
-    assert ended.value.exit_code == 1 and f'pip install "anybatch[{extra}]"' in capsys.readouterr().err
+    assert ended.value.exit_code == 1 and f'pip install ".[{extra}]"' in capsys.readouterr().err
     assert cli._way_out(ModuleNotFoundError("mine", name="mine")) == ""  # the control
 
 

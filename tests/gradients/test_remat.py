@@ -135,6 +135,74 @@ def test_a_loss_with_references_is_left_as_it_is_around_them(float64, remat):
     assert_same(fun(params, batch), expected)
 
 
+@pytest.mark.parametrize("remat", ["dots_saveable", 0.3, "nothing_saveable", "offload"])
+@pytest.mark.parametrize("made", ["outside", "inside"])
+def test_references_in_a_scan_are_left_as_they_are(float64, made, remat):
+    params, batch = problem(12, width=8, depth=6)
+    params, batch = jax.tree.map(_double, (list(params["layers"]), batch))
+
+    def loss(params, batch):
+        total = jax.new_ref(jnp.zeros_like(batch["x"]))
+
+        def layer(hidden, weights):
+            sums = jax.new_ref(jnp.zeros_like(hidden)) if made == "inside" else total
+            hidden = jnp.tanh(hidden @ weights)
+            sums[...] += 2.0 * hidden
+            return hidden + jnp.sin(sums[...]) if made == "inside" else hidden, None
+
+        hidden, _ = jax.lax.scan(layer, batch["x"], jnp.stack(params))
+        return jnp.mean((total[...] + hidden - batch["y"]) ** 2)
+
+    expected = jax.value_and_grad(loss)(params, batch)
+    fun = ab.value_and_grad(loss, reduction="mean", microbatch_size=5, remat=remat)
+    assert_same(fun(params, batch), expected)
+
+
+@pytest.mark.parametrize("remat", ["dots_saveable", 0.2, "offload"])
+@pytest.mark.parametrize("way", ["unrolled", "scanned", "by FFT"])
+def test_complex_numbers_are_computed_again(float64, model_defaults, way, remat):
+    """JAX cannot keep them."""
+    params, batch = problem(12, width=8, depth=6)
+    params = jnp.stack([_double(weights) * (1 + 0.5j) for weights in params["layers"]])
+    batch = jax.tree.map(_double, batch)
+
+    def layer(hidden, weights):
+        if way == "by FFT":
+            spectrum = jnp.fft.rfft(hidden.real, axis=1) * weights[:1, :5]
+            return jnp.sin(jnp.fft.irfft(spectrum, n=8, axis=1)) + 0.1j * hidden, None
+        return 0.3 * jnp.sin(hidden @ weights), None
+
+    def loss(params, batch):
+        hidden = batch["x"].astype(complex)
+        if way == "scanned":
+            hidden, _ = jax.lax.scan(layer, hidden, params)
+        else:
+            for weights in params:
+                hidden, _ = layer(hidden, weights)
+        return jnp.mean(jnp.abs(hidden - batch["y"]) ** 2)
+
+    expected = jax.value_and_grad(loss)(params, batch)
+    assert_same(ab.value_and_grad(loss, microbatch_size=5, remat=remat)(params, batch), expected)
+
+
+def test_a_call_that_uses_a_reference_still_becomes_blocks():
+    params, batch = problem(64, width=32, depth=16)
+
+    @jax.jit
+    def loss(params, batch):
+        hidden = batch["x"]
+        for weights in params["layers"]:
+            hidden = jnp.tanh(hidden @ weights)
+            hidden = hidden + jnp.tanh(hidden @ weights.T) @ weights
+        seen = jax.new_ref(jnp.zeros_like(hidden))
+        seen[...] += hidden
+        return jnp.mean((seen[...] - batch["y"]) ** 2)
+
+    fun = ab.value_and_grad(loss, reduction="mean", microbatch_size=None, remat="nothing_saveable")
+    text = str(jax.make_jaxpr(fun)(params, batch))
+    assert text.count("remat2[") + text.count("checkpoint[") >= 2
+
+
 def test_layers_that_are_written_out_become_blocks():
     """As many checkpoints as memory wants, each around about a layer; and around all of them there is none."""
     params, batch = problem(64, width=32, depth=16)

@@ -239,6 +239,14 @@ def test_memory_that_runs_out_halves_the_microbatches(monkeypatch):
         fun(parameters(), ab.HostBatch(iter([examples()]), EXAMPLES))
 
 
+def test_each_choice_of_remat_has_its_own_strategy(monkeypatch):
+    used, run = [], streaming._run
+    monkeypatch.setattr(streaming, "_run", lambda gradient, strategy: used.append(strategy) or run(gradient, strategy))
+    for remat in (None, "dots_saveable", None):
+        ab.grad(mean, remat=remat)(parameters(), in_pieces(examples(), 20))
+        assert used[-1].remat == remat
+
+
 def test_it_compiles_once():
     for size in (8, "auto"):
         fun = ab.value_and_grad(masked, microbatch_size=size)

@@ -158,7 +158,7 @@ def test_what_is_wrong_is_said_at_the_first_stage_that_sees_it(source, stage, ti
     assert verdict.started == (verdict.title != "Not written yet.")
 
 
-@pytest.mark.parametrize("module, way_out", [("flax", 'pip install "anybatch[learn]"'), ("nowhere", "")])
+@pytest.mark.parametrize("module, way_out", [("flax", 'pip install ".[learn]"'), ("nowhere", "")])
 def test_a_package_of_ours_that_is_missing_is_named_with_its_extra(module, way_out):
     verdict = graded(f"raise ModuleNotFoundError(\"No module named '{module}'\", name='{module}')")
     assert verdict.stage == "file" and module in verdict.title

@@ -75,6 +75,27 @@ def test_what_is_computed_again_takes_less_memory_and_products_more_time():
     assert predictions.seconds(without_products) < predictions.seconds(everything)
 
 
+def test_a_size_that_cannot_be_traced_leaves_predictions_above_zero(monkeypatch):
+    params, batch = problem(64)
+    _, predictions = measured(network, params, batch)
+    largest = max(predictions._anchors)
+    computation = predictions.gradient.computation
+
+    def only_of_others(strategy):
+        if strategy.microbatch_size == largest:
+            raise TypeError("This part cannot be traced by itself")
+        return computation(strategy)
+
+    monkeypatch.setattr(predictions.gradient, "computation", only_of_others)
+    sizes = [1, 2, 4, 8, 16, 32]
+    for remat in (None, 1.0):
+        seconds = [predictions.seconds(Strategy(size, remat)) for size in sizes]
+        totals = [predictions.total(Strategy(size, remat), {}) for size in sizes]
+        assert min(seconds) > 0 and totals == sorted(totals) and seconds == sorted(seconds, reverse=True)
+    record = predictions.record()
+    assert record and all(entry["microbatch_size"] != largest for entry in record)
+
+
 def test_what_is_on_the_host_takes_no_memory_of_an_accelerator():
     generator = np.random.default_rng(0)
     params = jnp.asarray(generator.standard_normal((8, 64, 64)), jnp.float32)

@@ -167,7 +167,7 @@ def test_divergences_lost_to_rounding_are_not_taken_for_none():
 
 def test_without_the_library_there_is_a_way_out(monkeypatch):
     monkeypatch.setitem(sys.modules, "dp_accounting", None)
-    with pytest.raises(InputError, match=r'pip install "anybatch\[privacy\]"'):
+    with pytest.raises(InputError, match=r'pip install "\.\[privacy\]"'):
         privacy.epsilon(noise_multiplier=1.0, sampling_rate=0.01, steps=10, delta=1e-5)
 
 

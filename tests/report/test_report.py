@@ -638,7 +638,7 @@ def test_an_interrupted_write_leaves_the_earlier_page(tmp_path, monkeypatch):
 
 def test_without_jinja2_it_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "jinja2", None)
-    with pytest.raises(ab.InputError, match=re.escape('pip install "anybatch[cli]"')):
+    with pytest.raises(ab.InputError, match=re.escape('pip install ".[cli]"')):
         Report("A run", []).html()
 
 

@@ -637,7 +637,7 @@ def test_input_that_cannot_be(tmp_path, monkeypatch):
     with pytest.raises(InputError, match="keep must be a whole number of at least 1, got keep=0"):
         Checkpoints(tmp_path, keep=0)
     monkeypatch.setitem(sys.modules, "orbax.checkpoint", None)
-    with pytest.raises(InputError, match=r'Checkpoints need Orbax.*\n.*pip install "anybatch\[train\]"'):
+    with pytest.raises(InputError, match=r'Checkpoints need Orbax.*\n.*pip install "\.\[train\]"'):
         Checkpoints(tmp_path)
 
 

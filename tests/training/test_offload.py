@@ -226,6 +226,25 @@ def test_the_state_is_never_on_the_device_as_a_whole(monkeypatch):
     del control
 
 
+@pytest.mark.parametrize("sizes", [(8, 6), (6, 8)])
+def test_batches_of_another_size_are_planned_in_the_same_memory(sizes):
+    """The optimizer's state is still on the host when the second batch comes."""
+    generator, width, layers = np.random.default_rng(0), 256, 12
+    params = [jnp.asarray(generator.normal(size=(width, width)) / 16, jnp.float32) for _ in range(layers)]
+
+    def network(params, batch):
+        for weights in params:
+            batch = jnp.tanh(batch @ weights)
+        return jnp.mean(batch**2)
+
+    # On the device, both moments would leave no more than the parameters and their gradient take.
+    step = ab.train_step(network, optax.adam(1e-3), offload="optimizer", memory=4 * layers * width * width * 4)
+    state = step.init(params)
+    for size in sizes:
+        state, metrics = step(state, generator.normal(size=(size, width)).astype(np.float32))
+        assert jnp.isfinite(metrics.loss) and any(map(is_on_host, jax.tree.leaves(state.opt_state)))
+
+
 @pytest.mark.every_jax
 def test_a_gradient_that_is_not_finite_changes_nothing():
     step = ab.train_step(loss, optax.adamw(1e-2), microbatch_size=8, offload="optimizer")
