@@ -29,8 +29,8 @@ def plan(
     """Finds the fastest strategy for a gradient that fits the memory: its microbatch size, and more if you allow it.
 
     The bytes and the time of a strategy are predicted from its jaxpr. The one that is predicted to be the fastest is
-    compiled, and timed on the device; then others that may be faster: at most four programs, none of them started after
-    30 s. `value_and_grad` with `microbatch_size="auto"` follows the plan, in this process and later ones.
+    compiled, and timed on the device; then others that may be faster. Once a program that fits was timed, at most four
+    are compiled in all, and none is started after 30 s. `value_and_grad` with `microbatch_size="auto"` follows the plan, in this process and later ones.
 
     **Memory.** The chosen program takes no more than the budget, as XLA counts its bytes. Predictions only decide which
     programs are compiled.

@@ -190,7 +190,7 @@ def _limits(budget: Budget, leanest: Leanest) -> str:
         fixed = found.total - found.activations
         names = {"others": "other arguments", "activations": None}
         kinds = [(number, names.get(kind, kind)) for kind, number in dataclasses.asdict(found).items()]
-        least = 0.01 * max(budget.allowed, found.total)
+        least = 0.001 * max(budget.allowed, found.total)
         parts = [f"{readable(number)} {name}" for number, name in kinds if name and number > least]
         if parts:
             total = f"{readable(budget.allowed)} are" if fixed <= budget.allowed else "that is"

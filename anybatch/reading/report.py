@@ -6,12 +6,13 @@ sum, a ratio of sums and so on.
 
 import dataclasses
 import enum
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
 from anybatch.call.display import escape, html_table, in_notebook
 from anybatch.call.memory import readable
-from anybatch.call.tables import Column
+from anybatch.call.tables import Column, wrapped
 from anybatch.jaxprs import interpreter, source
 from anybatch.jaxprs.graph import Node, Value, sources, written_bytes
 from anybatch.jaxprs.primitives import FUSED, RANDOM_DRAWS
@@ -78,9 +79,14 @@ class Frontier:
     line: int
 
     def __str__(self) -> str:
-        verb = "adds up" if self.how == "sum" else "gathers"
+        return self.text()
+
+    def text(self, times: int = 1) -> str:
+        """The value in words; or so many values that differ in nothing that is shown."""
+        verb, number = "adds up" if self.how == "sum" else "gathers", f"{times} x " if times > 1 else ""
         place = f" from {self.file}:{self.line}" if self.file else ""
-        return f"{verb} {self.dtype}[{','.join(map(str, self.shape))}] ({readable(self.bytes)}){place}"
+        size = readable(self.bytes) + (" each" if times > 1 else "")
+        return f"{verb} {number}{self.dtype}[{','.join(map(str, self.shape))}] ({size}){place}"
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -181,13 +187,13 @@ class Reading:
         return "one pass over the microbatches"
 
     def __str__(self) -> str:
-        return "\n".join([f"{self.kind}: {self.how}", *(f"  {line}" for line in self._lines())])
+        return wrapped("\n".join([f"{self.kind}: {self.how}", *(f"  {line}" for line in self._lines())]))
 
     __repr__ = __str__
 
     def _lines(self) -> list[str]:
         lines = [f"returns {name}: {form.words}" for name, form in self.outputs or ()]
-        lines += [str(item) for item in self.frontier]
+        lines += self._frontier_lines()
         if self.randomness is Randomness.EXACT:
             lines.append("draws random numbers: each microbatch those that the full batch would draw for it")
         elif self.stochastic:
@@ -216,6 +222,9 @@ class Reading:
             )
         return lines
 
+    def _frontier_lines(self) -> list[str]:
+        return [item.text(len(list(equal))) for item, equal in itertools.groupby(self.frontier)]
+
     def html_table(self, caption: str = "") -> str:
         """The values that are added up or gathered, as a table in HTML. Empty if there are none."""
         if not self.frontier:
@@ -232,7 +241,7 @@ class Reading:
     def _repr_html_(self) -> str:
         # A line that is indented in the text belongs to the line before it.
         items: list[str] = []
-        table = [str(item) for item in self.frontier]
+        table = self._frontier_lines()
         for line in (line for line in self._lines() if line not in table):
             text = escape(line.strip())
             if line.startswith(" "):
