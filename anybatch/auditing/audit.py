@@ -386,8 +386,23 @@ def _more(
             if not all(leaf.ok for leaf in other):
                 notes.append("In the given order the candidate is right. It differs once the examples are shuffled.")
                 return other, diagnose(shuffled, actual, other, size)
+    follows_batch = True
+    with contextlib.suppress(Exception):
+        follows_batch = bench.off(random.integers(0, number, number), tolerances) <= 10
+    if not follows_batch:
+        notes.append(
+            "For other examples the candidate differs: something that it uses does not come from the batch that it is "
+            "given, such as an array that it closes over."
+        )
+    with contextlib.suppress(Exception):
+        scaled = bench.scaled()
+        if scaled.off(np.arange(number), scaled.tolerances(scaled.gradient_tolerances())) > 10:
+            notes.append(
+                "For other parameters the candidate differs: it does not compute the gradient at the parameters that "
+                "it is given."
+            )
     with contextlib.suppress(Exception):  # it may need a certain number of examples
-        if number > 1 and bench.off(np.arange(number - 1), tolerances) > 10:
+        if follows_batch and number > 1 and bench.off(np.arange(number - 1), tolerances) > 10:
             notes.append(
                 f"With only {number - 1} of the {number} examples the candidate differs from the full batch: it is "
                 "right for batches that its microbatches divide evenly."

@@ -15,7 +15,7 @@ import numpy as np
 
 from anybatch.auditing.candidates import Candidate, Inputs, Observation
 from anybatch.call.arguments import Arrays
-from anybatch.call.checks import is_key
+from anybatch.call.checks import is_array, is_key
 from anybatch.jaxprs import interpreter
 from anybatch.verification.comparison import NEGLIGIBLE, Trial, WideLoss, difference
 
@@ -84,6 +84,7 @@ class Program:
     sizes: tuple[int, ...] = ()  # numbers of examples that it takes from the batch
     devices: tuple[int, ...] = ()  # the sizes of its mesh axes
     narrow_sums: tuple[str, ...] = ()  # the narrow dtypes in which it adds arrays of the shape of a parameter
+    is_traced: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -185,6 +186,16 @@ class Bench:
         args = (trial.args[0], batch, *trial.args[2:])
         return dataclasses.replace(self, trial=dataclasses.replace(trial, args=args), inputs=inputs)
 
+    def scaled(self) -> "Bench":
+        """The same bench with slightly larger parameters."""
+        trial = self.trial
+        with trial.precision():
+            params = jax.tree.map(_scaled, trial.args[0])
+            inputs = self.inputs._replace(subject=list(map(_scaled, self.inputs.subject)))
+        return dataclasses.replace(
+            self, trial=dataclasses.replace(trial, args=(params, *trial.args[1:])), inputs=inputs
+        )
+
     def off(self, rows: Any, tolerances: Sequence[float]) -> float:
         """How many times its tolerance the worst leaf differs for these rows of the batch; 0 if it is not finite."""
         with self.trial.precision():
@@ -197,6 +208,12 @@ class Bench:
     @property
     def has_key(self) -> bool:
         return any(map(is_key, self.trial.arrays.rest))
+
+
+def _scaled(leaf: Any) -> Any:
+    """A floating-point array times a number that every dtype has."""
+    is_float = is_array(leaf) and jnp.issubdtype(jnp.result_type(leaf), jnp.inexact)
+    return leaf * jnp.asarray(1.0625, jnp.result_type(leaf)) if is_float else leaf
 
 
 def given_bench(candidate: Candidate, trial: Trial) -> Bench:
@@ -280,8 +297,13 @@ def trace_program(candidate: Candidate, inputs: Inputs) -> Program:
         for variable in equation.outvars
         if str(variable.aval.dtype) in ("bfloat16", "float16") and variable.aval.shape in shapes
     ]
-    unique = [tuple(dict.fromkeys(each)) for each in (lengths, taken, devices, sums)]
-    return Program(*unique)
+    return Program(
+        tuple(dict.fromkeys(lengths)),
+        tuple(dict.fromkeys(taken)),
+        tuple(dict.fromkeys(devices)),
+        tuple(dict.fromkeys(sums)),
+        is_traced=True,
+    )
 
 
 def _taken(equation: Any, examples: int) -> list[int]:

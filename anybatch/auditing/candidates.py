@@ -264,8 +264,11 @@ class StepForm(Form):
         changes = [
             jnp.asarray(b) - jnp.asarray(a).astype(jnp.asarray(b).dtype) for a, b in zip(before, new, strict=True)
         ]
-        state = [leaf for leaf in jax.tree.leaves(self.optimizer_state(after)) if is_array(leaf)]
-        return Observation([*changes, *state])
+        return Observation([*changes, *self.state_leaves(after)])
+
+    def state_leaves(self, subject: Any) -> list[Any]:
+        """The arrays of the optimizer's state."""
+        return [leaf for leaf in jax.tree.leaves(self.optimizer_state(subject)) if is_array(leaf)]
 
     def predict(self, subject: Any, gradient: Sequence[Any]) -> Observation:
         """What would be compared if the update were made with this gradient."""

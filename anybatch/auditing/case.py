@@ -158,7 +158,7 @@ class Case:
 
     # Gradients of some examples.
 
-    def gradient(self, rows: np.ndarray, keys: tuple[str, int, int] | None = None) -> Gradient:
+    def gradient(self, rows: np.ndarray, keys: tuple[str, int, int, int] | None = None) -> Gradient:
         """The gradient of the loss for some examples; -1 is a row of zeros. `keys` says which PRNG keys it gets."""
         name = (rows.tobytes(), keys)
         if name not in self._gradients:
@@ -176,7 +176,7 @@ class Case:
         """The gradients of the microbatches of a layout."""
         number = len(layout.groups)
         return [
-            self.gradient(group, None if scheme is None else (scheme, place, number))
+            self.gradient(group, None if scheme is None else (scheme, place, number, layout.size))
             for place, group in enumerate(layout.groups)
         ]
 
@@ -232,6 +232,12 @@ class Case:
         """The numbers of devices that the candidate may run on; none if it has no mesh."""
         return [size for size in self.bench.program.devices if size > 1]
 
+    @property
+    def known_sizes(self) -> list[int]:
+        """The microbatch sizes that are given, or that the program shows."""
+        given = [] if self.size is None else [self.size]
+        return [size for size in (*given, *self.bench.program.sizes) if 1 < size < self.examples]
+
     @functools.cached_property
     def sizes(self) -> list[int]:
         """Microbatch sizes to try: the given one, or those that the program shows, then divisors, then others."""
@@ -267,15 +273,19 @@ class Case:
         return f"Or let anybatch accumulate: ab.value_and_grad(loss, {size_words}{aux})."
 
 
-def _derived(key: Any, how: tuple[str, int, int]) -> Any:
+def _derived(key: Any, how: tuple[str, int, int, int]) -> Any:
     """The key of one microbatch, as loops make it from the key of the batch."""
-    scheme, place, number = how
+    scheme, place, number, size = how
     if scheme == "split":
         return jax.random.split(key, number)[place]
     if scheme == "fold_in":
         return jax.random.fold_in(key, place)
     if scheme == "fold_in from 1":
         return jax.random.fold_in(key, place + 1)
+    if scheme == "fold_in of the row":
+        return jax.random.fold_in(key, place * size)
+    if scheme == "split, one more":
+        return jax.random.split(key, number + 1)[place + 1]
     if scheme.startswith("chain"):
         first = scheme.endswith("first")
         for _ in range(place):
@@ -289,7 +299,15 @@ def _derived(key: Any, how: tuple[str, int, int]) -> Any:
 
 
 SAME_KEYS = ("same", "one of split 0", "one of split 1", "one fold_in")
-OTHER_KEYS = ("split", "fold_in", "fold_in from 1", "chain", "chain, first")
+OTHER_KEYS = (
+    "split",
+    "fold_in",
+    "fold_in from 1",
+    "fold_in of the row",
+    "split, one more",
+    "chain",
+    "chain, first",
+)
 
 
 def in_order(number: int, size: int) -> Layout:

@@ -10,6 +10,7 @@ import dataclasses
 import enum
 import functools
 import math
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,6 +22,9 @@ from anybatch.auditing.bench import Bench, LeafAudit, Numbers, as_float64, gap, 
 from anybatch.auditing.candidates import StepForm
 from anybatch.auditing.case import EXACT, OTHER_KEYS, SAME_KEYS, Case, Gradient, Layout, in_order, listed
 from anybatch.reading.report import LossKind
+
+# How many keys are drawn, to compare a candidate with the full batch on average, and for how long.
+FEWEST_KEYS, MOST_KEYS, SECONDS = 32, 4096, 10.0
 
 
 class Cause(enum.StrEnum):
@@ -40,6 +44,7 @@ class Cause(enum.StrEnum):
     SCALE = enum.auto()  # another constant factor
     CLIPPED = enum.auto()  # clipped for each microbatch, or at all
     NOT_TRAINED = enum.auto()  # the gradient of some leaves is zero
+    OPTIMIZER_STATE = enum.auto()  # the parameters are right, and the optimizer's state is not
     VALUE_ONLY = enum.auto()  # the gradient is right, and the value or aux is not
     UNKNOWN = enum.auto()
 
@@ -214,6 +219,28 @@ def _stepwise(case: Case, groups: Sequence[np.ndarray]) -> bool:
     return all(gap(a, b) <= max(1e-3 * gap(a, c), 1e-9 * largest(a)) for a, b, c in pairs)
 
 
+def _optimizer_state(case: Case) -> Finding | None:
+    """Tests whether a step gives the right parameters with the optimizer's state of before."""
+    bench, form = case.bench, case.bench.candidate.form
+    start = len(form.shapes)
+    if not isinstance(form, StepForm) or not all(leaf.ok for leaf in case.step_leaves[:start]):
+        return None
+    with bench.trial.precision():
+        subject = bench.candidate.packed[0].rebuild(bench.inputs.copied().subject)
+        before = [as_float64(leaf) for leaf in form.state_leaves(subject)]
+    wrong = next(leaf for leaf in case.step_leaves if not leaf.ok)
+    if all(gap(one, other) == 0 for one, other in zip(case.observed.leaves[start:], before, strict=True)):
+        text = "The parameters are right, and the state of the optimizer is the one that the step was given."
+        return Finding(
+            Cause.OPTIMIZER_STATE, f"{text}\nReturn the new state: updates, opt_state = optimizer.update(...)."
+        )
+    return Finding(
+        Cause.OPTIMIZER_STATE,
+        f"The parameters are right, and the state of the optimizer is not: {wrong.name} is off by "
+        f"{wrong.difference:.1e}.\nReturn the state that optimizer.update returns for the gradient of the full batch.",
+    )
+
+
 def _right_gradient(case: Case) -> Finding | None:
     """Tests whether a step used the right gradient, and did something else wrong."""
     if case.failed or not case.bench.candidate.form.is_step:
@@ -310,11 +337,20 @@ def _named_factor(case: Case, factor: float) -> Finding | None:
                 f"Divide by the number of examples. {case.replacement(size)}",
                 size,
             )
+    if is_whole and not large and whole in case.known_sizes:
+        number_of_parts = math.ceil(case.examples / whole)
+        return Finding(
+            Cause.SCALE,
+            f"The gradient is {times}, the size of a microbatch: the means of {number_of_parts} microbatches are added "
+            f"up and divided by the number of examples.{case.some}\n"
+            f"Divide by {number_of_parts}. {case.replacement(whole)}",
+            whole,
+        )
     for name, count in _counts(case).items():
         if abs(number - count) < EXACT * number:
             return Finding(
                 Cause.SCALE,
-                f"The gradient is {times}, which is {name}.{case.some}\n"
+                f"The gradient is {times}, and {name} is as large.{case.some}\n"
                 f"{'Divide' if large else 'Do not divide'} by it, as the loss does.",
             )
     return None
@@ -324,8 +360,12 @@ def _numbers_of_microbatches(case: Case) -> set[int]:
     """The numbers of microbatches that the candidate may have."""
     if case.size is not None:
         return {math.ceil(case.examples / case.size), case.examples // case.size}
-    loops = {length for length in case.bench.program.lengths if length <= case.examples}
-    return loops | {number for number in range(2, case.examples) if case.examples % number == 0} or {case.examples}
+    program = case.bench.program
+    numbers = {length for length in program.lengths if length <= case.examples}
+    numbers |= {round_(case.examples / size) for size in case.known_sizes for round_ in (math.ceil, math.floor)}
+    if not program.is_traced:
+        numbers |= {number for number in range(2, case.examples) if case.examples % number == 0}
+    return numbers or {case.examples}
 
 
 def _counts(case: Case) -> dict[str, float]:
@@ -407,6 +447,48 @@ def _clipped_entries(case: Case) -> Finding | None:
     return None
 
 
+def _clipped_entries_of_parts(case: Case) -> Finding | None:
+    """Tests whether every entry is limited in each microbatch, before they are added up."""
+    if case.is_random or not case.is_recovered:
+        return None
+    for size in [size for size in case.sizes if size < case.examples][:8]:
+        layout = in_order(case.examples, size)
+        parts = case.parts(layout)
+        number = len(parts)
+        index = case.failed[0]
+        stacked = np.stack([part[index].reshape(-1) for part in parts])
+        agreeing = np.flatnonzero((np.sign(stacked) == np.sign(stacked[0])).all(axis=0))
+        if not len(agreeing):
+            continue
+        entry = agreeing[np.abs(stacked[:, agreeing]).sum(axis=0).argmax()]
+        wanted = abs(float(case.actual[index].reshape(-1)[entry].real))
+        for share in (1 / number, 1.0):
+            limit = _limit(np.abs(stacked[:, entry]), wanted / share)
+            limited = [[np.clip(leaf, -limit, limit) for leaf in part] for part in parts]
+            several = sum(int((np.abs(leaf) > limit).sum()) for part in parts for leaf in part)
+            if several > 1 and case.fits(case.combined(limited, np.full(number, share))):
+                return Finding(
+                    Cause.CLIPPED,
+                    f"The entries of the gradient are limited to {_number(limit)} in each microbatch of {size}, before "
+                    f"they are added up: {several} are.\nClip once, after all of them are added up: "
+                    f"optax.clip({_number(limit)}) in the optimizer.",
+                    size,
+                )
+    return None
+
+
+def _limit(sizes: np.ndarray, total: float) -> float:
+    """The limit for which numbers that are at most so large add up to a total."""
+    sizes = np.sort(sizes)
+    below = 0.0
+    for position, size in enumerate(sizes):
+        left = len(sizes) - position
+        if below + left * size >= total:
+            return (total - below) / left
+        below += size
+    return float(sizes[-1])
+
+
 def _term_of_parameters(case: Case) -> Finding | None:
     """Tests whether the difference is the same for other examples: then it comes from the parameters alone."""
     if case.is_random or case.examples < 2:
@@ -446,11 +528,25 @@ def _weighted(case: Case) -> list[Finding] | None:
         if weights is not None:
             right = case.right_weights(parts, layout)
             findings = _read_weights(case, layout, parts, weights, right)
+            if findings[0].kind is Cause.MEAN_OF_MEANS and not is_usual and not _are_of_parts(layout, weights, right):
+                continue
             # Small microbatches explain every weighting. Another layout may do so with usual weights.
             if is_usual or findings[0].kind is not Cause.MEAN_OF_MEANS:
                 return findings
             fallback = fallback or findings
     return fallback
+
+
+def _are_of_parts(layout: Layout, weights: np.ndarray, right: np.ndarray | None) -> bool:
+    """True unless single examples have weights of their own.
+
+    With predictions of one number, any other loss is such a weighted sum of the gradients of its examples.
+    """
+    if layout.size > 1:
+        return True
+    ratios = np.round(weights if right is None else weights / np.where(right == 0, 1, right), 6)
+    _, counts = np.unique(ratios, return_counts=True)
+    return bool((ratios >= 0).all() and (counts == 1).sum() <= 1)
 
 
 def _weights(case: Case, parts: Sequence[Gradient], layout: Layout) -> tuple[np.ndarray | None, bool]:
@@ -649,6 +745,12 @@ def _unequal(case: Case, layout: Layout, weights: np.ndarray, right: np.ndarray 
             "The loss divides by something other than the number of examples, such as the number of tokens."
             f"{case.some}\nAdd up the total and the weight of each microbatch, and divide once."
         )
+        if case.reading is not None and case.reading.form.contains(LossKind.FUNCTION):
+            why = (
+                "The loss is a function of a mean, such as its root, and the mean of that function over microbatches "
+                f"is another loss.{case.some}\nApply the function once, to what is added up over all microbatches: its "
+                "derivative there scales every gradient."
+            )
         if np.abs(right - shares).max() < EXACT:
             why = f"They have different sizes.{case.some}\nWeight each by its number of examples."
         return Finding(Cause.MEAN_OF_MEANS, f"A mean of means. {text} {why} {case.replacement(size)}", size)
@@ -709,15 +811,25 @@ def _random(case: Case) -> list[Finding] | None:
             weights, _ = _weights(case, parts, layout)
             if weights is not None:
                 return _read_random(case, layout, weights, scheme)
-    if case.bench.has_key and _agrees_on_average(case):
+    if not case.bench.has_key:
+        return None
+    agrees, uncertainty = _agreement_on_average(case)
+    draws = "The candidate draws other random numbers than the full batch"
+    if not agrees:
         return [
             Finding(
-                Cause.OTHER_RANDOM_NUMBERS,
-                "The candidate draws other random numbers than the full batch. Averaged over many keys the two agree, "
-                f"which is all that can be tested.\n{_OTHER}",
+                Cause.UNKNOWN,
+                f"{draws}, and averaged over many keys the two still differ.\nTo find the cause, switch dropout off in "
+                "both, and audit again.",
             )
         ]
-    return None
+    return [
+        Finding(
+            Cause.OTHER_RANDOM_NUMBERS,
+            f"{draws}. Averaged over many keys the two agree to {100 * uncertainty:.2g}%, and smaller mistakes would "
+            f"not show.\n{_OTHER}",
+        )
+    ]
 
 
 _OTHER = (
@@ -736,6 +848,16 @@ def _read_random(case: Case, layout: Layout, weights: np.ndarray, scheme: str) -
     is_equal = np.abs(weights[present] - weights[present][0]).max() < EXACT * abs(weights[present][0])
     if is_equal and present.all() and abs(weights.sum() - expected_total) > EXACT * expected_total:
         findings += _factor_of_weights(case, layout, float(weights.sum()) / expected_total)
+    reading = case.reading
+    if is_equal and present.all() and reading is not None and reading.form.contains(LossKind.RATIO):
+        findings.append(
+            Finding(
+                Cause.MEAN_OF_MEANS,
+                f"A mean of means: {number} microbatches of {size} have equal weights, and the loss is a "
+                f"{reading.kind}. Add up the total and the weight of each microbatch, and divide once.",
+                size,
+            )
+        )
     if scheme in SAME_KEYS:
         findings.append(
             Finding(
@@ -757,35 +879,37 @@ def _read_random(case: Case, layout: Layout, weights: np.ndarray, scheme: str) -
                 size,
             )
         )
-    reading = case.reading
-    if is_equal and present.all() and reading is not None and reading.form.contains(LossKind.RATIO):
-        findings.append(
-            Finding(
-                Cause.MEAN_OF_MEANS,
-                f"Also a mean of means: the microbatches have equal weights, and the loss is a {reading.kind}. Add up "
-                "the total and the weight of each microbatch, and divide once.",
-                size,
-            )
-        )
     return findings
 
 
-def _agrees_on_average(case: Case, keys: int = 32) -> bool:
-    """True if candidate and full batch agree over many keys, in every one of some random projections."""
-    bench, random = case.bench, np.random.default_rng(0)
+def _agreement_on_average(case: Case) -> tuple[bool, float]:
+    """Whether candidate and full batch agree over many keys, in every one of some random projections.
+
+    Also how far they may still be apart, as a share of the gradient. More keys are drawn until that is little, or
+    until some seconds are over.
+    """
+    bench, random, began = case.bench, np.random.default_rng(0), time.perf_counter()
     projections = random.normal(size=(8, len(case.flat(case.expected))))
     projections[0] = case.flat(case.expected)
-    found = []
-    for number in range(keys):
-        change = functools.partial(_fold, number=1000 + number)
-        with bench.trial.precision():
-            inputs = bench.inputs.with_keys(change)
-        right = bench.trial.full_batch(bench.with_keys(bench.trial.arrays, change))[: bench.num_gradients]
-        actual = case.gradient_of(bench.observe(inputs).leaves)
-        found.append(projections @ (case.flat(actual) - case.flat(right)))
-    samples = np.stack(found)
-    error = samples.std(axis=0, ddof=1) / math.sqrt(keys)
-    return bool((np.abs(samples.mean(axis=0)) < 4.5 * error).all())
+    differences: list[np.ndarray] = []
+    gradients: list[np.ndarray] = []
+    while True:
+        for _ in range(FEWEST_KEYS):
+            change = functools.partial(_fold, number=1000 + len(differences))
+            with bench.trial.precision():
+                inputs = bench.inputs.with_keys(change)
+            right = bench.trial.full_batch(bench.with_keys(bench.trial.arrays, change))[: bench.num_gradients]
+            actual = case.gradient_of(bench.observe(inputs).leaves)
+            differences.append(projections @ (case.flat(actual) - case.flat(right)))
+            gradients.append(projections @ case.flat(right))
+        samples = np.stack(differences)
+        error = 4.5 * samples.std(axis=0, ddof=1) / math.sqrt(len(samples))
+        size = math.sqrt(float(np.mean(np.stack(gradients).mean(axis=0)[1:] ** 2)))
+        uncertainty = float(error[1:].mean()) / size if size else math.inf
+        if (np.abs(samples.mean(axis=0)) >= error).any():
+            return False, uncertainty
+        if uncertainty < 0.02 or len(samples) >= MOST_KEYS or time.perf_counter() - began > SECONDS:
+            return True, uncertainty
 
 
 def _fold(key: Any, number: int) -> Any:
@@ -796,10 +920,12 @@ TESTS: tuple[Callable[[Case], Finding | list[Finding] | None], ...] = (
     _value_only,
     _not_finite,
     _optimizer_per_microbatch,
+    _optimizer_state,
     _right_gradient,
     _not_trained,
     _constant_factor,
     _clipped_entries,
+    _clipped_entries_of_parts,
     _term_of_parameters,
     _weighted,
     _random,

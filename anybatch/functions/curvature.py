@@ -20,6 +20,7 @@ from anybatch.gradients.computation import Gradient
 from anybatch.gradients.value_and_grad import grad
 from anybatch.jaxprs import interpreter
 from anybatch.jaxprs.primitives import CUSTOM_VJP
+from anybatch.per_example.grads import per_example_grads
 from anybatch.planning.problem import Problem
 
 
@@ -29,18 +30,34 @@ class Product:
     A product is the gradient of `scalar`, a function of the arguments and of `vector=`.
     """
 
-    def __init__(self, scalar: Callable[..., Any], argnums: int, options: dict[str, Any]) -> None:
+    def __init__(self, scalar: Callable[..., Any], positions: dict[str, int], options: dict[str, Any]) -> None:
+        """`positions` are those of the arguments that `scalar` needs by position, by the names of their options."""
+        for name, position in positions.items():
+            if not isinstance(position, int) or isinstance(position, bool):
+                raise InputError(
+                    f"{name} must be the position of one argument",
+                    given=f"{name}={position!r}",
+                    remedy="Put several arguments into one tree, e.g. fun((params, more), batch).",
+                )
         functools.update_wrapper(self, scalar)
-        self.scalar, self.options = scalar, Options.of(scalar, argnums=argnums, **options)
-        self._grad = grad(scalar, argnums, **options)
+        options = positions | options
+        self.scalar, self.positions, self.options = scalar, positions, Options.of(scalar, **options)
+        self._grad = grad(scalar, **options)
 
     def __call__(self, *args: Any, vector: Any, **kwargs: Any) -> Any:
-        self._refuse_models(args)
+        self._check(args)
         return self._grad(*args, vector=vector, **kwargs)
 
-    def _refuse_models(self, args: tuple[Any, ...]) -> None:
-        argnums = self.options.argnums
-        if -len(args) <= argnums < len(args) and has_nnx(args[argnums]):
+    def _check(self, args: tuple[Any, ...]) -> None:
+        for name, position in self.positions.items():
+            if not -len(args) <= position < len(args):
+                raise InputError(
+                    "The parameters and the batch must be passed by position",
+                    given=f"{name}={position} and a call with {len(args)} positional arguments",
+                    remedy="For example product(params, batch, vector=vector).",
+                )
+        argnums = self.positions["argnums"]
+        if has_nnx(args[argnums]):
             raise InputError(
                 "Products with a matrix need parameters that are a tree of arrays, like the vector",
                 given=f"an NNX model, {type(args[argnums]).__name__}",
@@ -56,7 +73,7 @@ class Product:
         self, args: tuple[Any, ...], kwargs: dict[str, Any], *, memory: Any, objective: Any
     ) -> tuple[Callable[..., Problem], tuple[Any, ...], dict[str, Any]]:
         """A function that makes the computation of a call, and its arguments, with models split into arrays."""
-        self._refuse_models(args)
+        self._check(args)
         options = self.options.to_plan(memory, objective)
         call = partition_models(self.scalar, options.roles, False, args, kwargs)
 
@@ -105,7 +122,7 @@ def hvp(fun: Callable[..., Any], argnums: int = 0, has_aux: bool = False, **opti
 
         return _push(loss, params, vector)
 
-    return Product(slope, argnums, options)
+    return Product(slope, {"argnums": argnums}, options)
 
 
 def ggn_product(
@@ -164,14 +181,16 @@ def ggn_product(
         _, curved = jax.jvp(jax.grad(of_predictions), (_stopped(made),), (pushed,))
         return _dot(_stopped(curved), made)
 
-    return Product(projection, argnums, {"batch_argnums": batch_argnums, **options})
+    return Product(projection, {"argnums": argnums, "batch_argnums": batch_argnums}, options)
 
 
 def fisher_diagonal(
     fun: Callable[..., Any],
-    argnums: int = 0,
+    argnums: int | tuple[int, ...] = 0,
     *,
     batch_argnums: int | tuple[int, ...] = 1,
+    batch_argnames: str | tuple[str, ...] = (),
+    rng_argnums: int | tuple[int, ...] = (),
     keep_batch_dim: bool = False,
     **options: Any,
 ) -> MappedFunction:
@@ -193,37 +212,31 @@ def fisher_diagonal(
 
     Args:
       fun: the loss of one example, which gets it without the batch axis.
-      argnums: the position of the argument that it is differentiated by.
+      argnums: the positions of the arguments that it is differentiated by.
       batch_argnums: the positions of the arguments that hold the batch.
-      keep_batch_dim: whether `fun` gets a batch of one example instead.
+      batch_argnames: the names of further arguments that hold the batch.
+      rng_argnums: the positions of PRNG keys. The example at index `i` gets `jax.random.fold_in(key, i)`.
+      keep_batch_dim: whether `fun` gets a batch of one example instead. It must then not look across examples.
       **options: the other options of `map_batch`.
 
     Returns:
       A function with the arguments of `fun`, of which those of the batch have examples along axis 0. It returns a tree
       like the differentiated argument.
+
+    Raises:
+      InputError: for arguments that are not allowed, as by `per_example_grads`.
+      CoupledError: with `keep_batch_dim=True`, for a loss that looks across examples, such as one with BatchNorm.
     """
-    in_batch = {batch_argnums} if isinstance(batch_argnums, int) else set(batch_argnums)
+    batches: dict[str, Any] = {"batch_argnums": batch_argnums, "batch_argnames": batch_argnames}
+    gradients = per_example_grads(
+        fun, argnums, rng_argnums=rng_argnums, keep_batch_dim=keep_batch_dim, microbatch_size=None, **batches
+    )
 
     @functools.wraps(fun)
     def mean_square(*args: Any, **kwargs: Any) -> Any:
-        params, rest = _split(args, argnums)
-        positions = sorted(position % len(args) for position in in_batch)
+        return jax.tree.map(lambda leaf: jnp.mean(jnp.square(jnp.abs(leaf)), axis=0), gradients(*args, **kwargs))
 
-        def of_example(*examples: Any) -> Any:
-            kept = jax.tree.map(lambda leaf: leaf[None], examples) if keep_batch_dim else examples
-            given = list(args)
-            for position, example in zip(positions, kept, strict=True):
-                given[position] = example
-
-            def loss(params: Any) -> Any:
-                return fun(*_with(given, argnums, combined(params, rest)), **kwargs)
-
-            return jax.tree.map(lambda leaf: jnp.square(jnp.abs(leaf)), jax.grad(loss)(params))
-
-        squares = jax.vmap(of_example)(*(args[position] for position in positions))
-        return jax.tree.map(lambda leaf: jnp.mean(leaf, axis=0), squares)
-
-    return map_batch(mean_square, batch_argnums=batch_argnums, **options)
+    return map_batch(mean_square, **batches, **options)
 
 
 def _push(fun: Callable[[Any], Any], params: Any, vector: Any) -> Any:

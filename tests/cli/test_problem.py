@@ -183,7 +183,7 @@ def test_doctor_shows_what_is_missing(monkeypatch, tmp_path):
     monkeypatch.setenv("ANYBATCH_CACHE", str(tmp_path / "file" / "cache"))
     monkeypatch.setattr(doctor.versions, "is_supported", lambda: False)
     unwell = {finding.subject: finding for finding in doctor.examine() if not finding.is_well}
-    assert unwell["optax"].remedy == 'pip install ".[train]"'
+    assert unwell["optax"].remedy.startswith('pip install ".[train]"')
     assert unwell["matplotlib"].text == "missing; needed for plots"
     assert "is not writable" in unwell["cache"].text
     assert unwell["JAX"].remedy == 'pip install "jax>=0.10,<0.13"'
