@@ -84,7 +84,6 @@ class Program:
     sizes: tuple[int, ...] = ()  # numbers of examples that it takes from the batch
     devices: tuple[int, ...] = ()  # the sizes of its mesh axes
     narrow_sums: tuple[str, ...] = ()  # the narrow dtypes in which it adds arrays of the shape of a parameter
-    is_traced: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -302,7 +301,6 @@ def trace_program(candidate: Candidate, inputs: Inputs) -> Program:
         tuple(dict.fromkeys(taken)),
         tuple(dict.fromkeys(devices)),
         tuple(dict.fromkeys(sums)),
-        is_traced=True,
     )
 
 

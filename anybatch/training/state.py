@@ -6,6 +6,7 @@ how to apply a gradient. Flax is not imported here: a Flax state exists only if 
 
 import abc
 import dataclasses
+import inspect
 import sys
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -211,9 +212,7 @@ class AnybatchAdapter(StateAdapter):
 
     def updated(self, state: Any, arrays: list[Any], new: NewGradient) -> list[Any]:
         trained = trainable(state.params)
-        optax = sys.modules.get("optax")
-        takes_extra = optax is not None and isinstance(new.optimizer, optax.GradientTransformationExtraArgs)
-        extra = new.extra if takes_extra else {}
+        extra = _taken(new.optimizer, new.extra)
         updates, opt_state = new.optimizer.update(new.grads, state.opt_state, trained, **extra)
         params = combined(add_updates(trained, updates), frozen(state.params))
         one = jnp.ones((), jnp.int32)
@@ -436,6 +435,17 @@ def named_arrays(state: Any) -> dict[str, Any]:
     """
     leaves = named_leaves("", _saving_adapter(state).array_tree(state))
     return {name.lstrip(".") or "state": leaf for name, leaf in leaves if is_array(leaf)}
+
+
+def _taken(optimizer: Any, extra: dict[str, Any]) -> dict[str, Any]:
+    """Those of the keyword arguments that an optimizer's update takes."""
+    optax = sys.modules.get("optax")
+    if optax is None or not isinstance(optimizer, optax.GradientTransformationExtraArgs):
+        return {}
+    parameters = inspect.signature(optimizer.update).parameters
+    takes_any = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values())
+    # The line searches of optax pass all keyword arguments on, and refuse this one.
+    return {name: value for name, value in extra.items() if name in parameters or (takes_any and name != "grad_fn")}
 
 
 def with_arrays(state: Any, arrays: Mapping[str, Any]) -> Any:

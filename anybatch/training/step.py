@@ -17,10 +17,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 
 from anybatch.call.arguments import takes_batch
 from anybatch.call.caches import Cache
-from anybatch.call.memory import memory_budget, readable
+from anybatch.call.memory import default_device, memory_budget, readable
 from anybatch.call.models import has_nnx, without_objects
 from anybatch.call.options import Options
 from anybatch.errors import InputError, NothingFitsError, TightMemoryWarning, warn
@@ -451,6 +452,10 @@ class TrainStep:
         """A step that is called while JAX traces a larger program."""
         _, call = self._update.call(inputs)
         options = self._update.options_of(call)
+        if self._is_planned and is_explicit(options.memory) and self._over is None and not inputs.on_host:
+            # With the state and the update, as outside of a larger program.
+            program = self._fitting(inputs, self._update.gradient(inputs), is_traced=True)
+            options = _with_strategy(options, program.strategy)
         arrays, results = self._update.results(inputs, options)
         examples = sorted_arguments(call, options).num_examples
         metrics = Metrics(**results, examples=examples, tokens=self._num_tokens(batch))
@@ -488,24 +493,28 @@ class TrainStep:
 
     def _compiled(self, inputs: StepInputs) -> tuple[Callable[..., Any], int]:
         gradient = self._update.gradient(inputs)
-        strategy = self._strategy(inputs, gradient)
-        make = functools.partial(self._jitted, inputs, gradient.options)
         if not self._is_planned:
-            return make(strategy), gradient.examples
-        name = inputs.name
+            return self._jitted(inputs, gradient.options, self._strategy(inputs, gradient)), gradient.examples
+        return self._fitting(inputs, gradient), gradient.examples
+
+    def _fitting(self, inputs: StepInputs, gradient: Gradient, *, is_traced: bool = False) -> "FittingProgram":
+        """The program for these inputs that fits the memory, compiled."""
+        strategy, name = self._strategy(inputs, gradient), inputs.name
+        offloaded = None if is_traced else _offloaded(inputs)
+        if is_traced:
+            inputs = inputs.with_arrays(*map(_types_of, (inputs.state_arrays, inputs.batch_arrays)))
+        make = functools.partial(self._jitted, inputs, gradient.options)
 
         def record(strategy: Strategy) -> None:
             self._strategies[name] = strategy
 
-        offloaded = _offloaded(inputs)
         saved = (0, 0) if offloaded is None else saved_bytes(offloaded.state_arrays, offloaded.on_host)
         program = FittingProgram(make, strategy, gradient, self._update.options.memory, record, saved)
         program.compile(inputs.state_arrays, inputs.batch_arrays, is_adopted=name in self._adopted)
-        return program, gradient.examples
+        return program
 
     def _jitted(self, inputs: StepInputs, options: Options, strategy: Strategy) -> Any:
-        size, remat, block_size = strategy.microbatch_size, strategy.remat, strategy.block_size
-        options = dataclasses.replace(options, microbatch_size=size, remat=remat, block_size=block_size)
+        options = _with_strategy(options, strategy)
         if options.mesh is not None:
             options = dataclasses.replace(options, reduce=strategy.reduce)
         no_arrays = inputs.with_arrays([], [])  # the program must not keep the arrays of the first call alive
@@ -628,6 +637,17 @@ def _offloaded(inputs: StepInputs) -> StepInputs | None:
         return None
     state = inputs.adapter.merge(inputs.state_arrays, inputs.state_constants)
     return dataclasses.replace(inputs, on_host=inputs.adapter.are_optimizers(state))
+
+
+def _with_strategy(options: Options, strategy: Strategy) -> Options:
+    size, remat, block_size = strategy.microbatch_size, strategy.remat, strategy.block_size
+    return dataclasses.replace(options, microbatch_size=size, remat=remat, block_size=block_size)
+
+
+def _types_of(arrays: Sequence[Any]) -> list[Any]:
+    """The types of arrays, on the default device."""
+    place = jax.sharding.SingleDeviceSharding(default_device())
+    return [jax.ShapeDtypeStruct(np.shape(each), jax.typeof(each).dtype, sharding=place) for each in arrays]
 
 
 def _is_traced(array: Any) -> bool:

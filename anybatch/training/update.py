@@ -180,7 +180,8 @@ class Update:
         if self.skip_nonfinite:
             for leaf in leaves:
                 is_finite &= jnp.all(jnp.isfinite(leaf))
-        extra = {"value": value, "grad": grads, "value_fn": _value_fn(call, options)}
+        value_fn = _value_fn(call, options)
+        extra = {"value": value, "grad": grads, "value_fn": value_fn, "grad_fn": lambda at, *_: jax.grad(value_fn)(at)}
         with jax.named_scope("anybatch.update"):
             new = NewGradient(grads, is_finite, changes, self.optimizer, extra)
             new_arrays, norm = offload.updated(inputs.adapter, state, inputs.state_arrays, new, norm)

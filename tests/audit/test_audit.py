@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 from typing import Any
 
 import jax
@@ -11,6 +12,7 @@ import optax
 import pytest
 
 import anybatch as ab
+from anybatch.auditing import causes
 from anybatch.auditing.causes import Cause
 
 N, SIZE = 12, 3
@@ -280,6 +282,62 @@ def test_an_optimizer_whose_state_has_no_gradient(standard):
     assert result.kind is Cause.MEAN_OF_MEANS
 
 
+# What is not a weighting of microbatches.
+
+
+def other_labels(params, batch):
+    return jax.grad(mean_loss)(params, {**batch, "y": jnp.roll(batch["y"], 1)})
+
+
+def other_loss(params, batch):
+    def huber(params, batch):
+        return jnp.mean(optax.huber_loss(jnp.tanh(batch["x"] @ params["w"]) @ params["v"], batch["y"]))
+
+    return jax.grad(huber)(params, batch)
+
+
+@pytest.mark.parametrize("candidate", [other_labels, other_loss])
+def test_another_loss_is_no_weighting_of_examples(candidate):
+    """Although single gradients, with weights of their own, add up to what the candidate gave."""
+    assert ab.audit(candidate, mean_loss, PARAMS, BATCH).kind is Cause.UNKNOWN
+
+
+@pytest.mark.parametrize("size", [None, SIZE])
+def test_entries_that_are_limited_in_each_microbatch(size):
+    def limited(grads):
+        return jax.tree.map(lambda leaf: jnp.clip(leaf, -0.1, 0.1), grads)
+
+    result = ab.audit(loop(mean_loss, each=limited), mean_loss, PARAMS, BATCH, microbatch_size=size)
+    assert result.kind is Cause.CLIPPED and "limited to 0.1 in each microbatch of 3" in result.cause
+
+
+@pytest.mark.parametrize("size", [None, SIZE])
+def test_means_divided_by_the_number_of_examples(size):
+    result = ab.audit(loop(mean_loss, weigh=lambda *_: 1 / N), mean_loss, PARAMS, BATCH, microbatch_size=size)
+    assert result.kind is Cause.SCALE and "Divide by 4" in result.cause and result.microbatch_size == SIZE
+
+
+def test_a_loop_over_a_root_of_a_mean():
+    def root(params, batch):
+        return jnp.sqrt(mean_loss(params, batch))
+
+    result = ab.audit(loop(root), root, PARAMS, BATCH)
+    assert result.kind is Cause.MEAN_OF_MEANS and "Apply the function once" in result.cause
+
+
+def test_what_does_not_come_from_the_arguments_is_noted():
+    """Such a candidate is right here, and wrong for the next batch or the next step."""
+    results = [
+        ab.audit(lambda params, _: jax.grad(mean_loss)(params, BATCH), mean_loss, PARAMS, BATCH),
+        ab.audit(lambda _, batch: jax.grad(mean_loss)(PARAMS, batch), mean_loss, PARAMS, BATCH),
+        ab.audit(jax.grad(mean_loss), mean_loss, PARAMS, BATCH),  # the control
+    ]
+    assert all(result.same for result in results)
+    assert "For other examples the candidate differs" in results[0].notes[0] and len(results[0].notes) == 1
+    assert "For other parameters the candidate differs" in results[1].notes[0]
+    assert results[2].notes == ()
+
+
 # Random numbers.
 
 
@@ -307,9 +365,42 @@ def drawn_by_hand(key, number):
         (drawn_by_hand, Cause.OTHER_RANDOM_NUMBERS),
     ],
 )
-def test_random_numbers(make_keys, kind):
+def test_random_numbers(make_keys, kind, monkeypatch):
+    monkeypatch.setattr(causes, "SECONDS", 1.0)
     result = ab.audit(with_keys(make_keys), dropout_loss, PARAMS, BATCH, KEY)
     assert result.kind is kind, result
+
+
+def dropout_of_masked(params, batch, key):
+    hidden = jnp.tanh(batch["x"] @ params["w"])
+    hidden = jnp.where(jax.random.bernoulli(key, 0.8, hidden.shape), hidden, 0.0)
+    return jnp.sum((hidden @ params["v"] - batch["y"]) ** 2 * batch["mask"]) / jnp.sum(batch["mask"])
+
+
+@pytest.mark.parametrize("first", [0, 50])
+def test_a_mistake_is_found_beside_other_random_numbers(first, monkeypatch):
+    """By the numbers that each microbatch draws, or else on average over many keys."""
+    monkeypatch.setattr(causes, "SECONDS", 30.0)
+
+    def candidate(params, batch, key):
+        starts = range(0, N, SIZE)
+        keys = [jax.random.fold_in(key, first + start) for start in starts]
+        parts = zip([rows_of(batch, start, SIZE) for start in starts], keys, strict=True)
+        return mean_of([jax.grad(dropout_of_masked)(params, part, each) for part, each in parts])
+
+    result = ab.audit(jax.jit(candidate), dropout_of_masked, PARAMS, BATCH, KEY)
+    assert result.kind is (Cause.UNKNOWN if first else Cause.MEAN_OF_MEANS), result
+    assert ("averaged over many keys the two still differ" in result.cause) is bool(first)
+
+
+@pytest.mark.full
+def test_an_average_over_keys_says_how_exact_it_is(monkeypatch):
+    monkeypatch.setattr(causes, "SECONDS", 0.0)
+    result = ab.audit(with_keys(drawn_by_hand), dropout_loss, PARAMS, BATCH, KEY)
+    few = float(re.search(r"agree to ([\d.e+]+)%", result.cause)[1])
+    monkeypatch.setattr(causes, "SECONDS", 10.0)
+    result = ab.audit(with_keys(drawn_by_hand), dropout_loss, PARAMS, BATCH, KEY)
+    assert float(re.search(r"agree to ([\d.e+]+)%", result.cause)[1]) < 0.5 * few
 
 
 @pytest.mark.full
@@ -390,6 +481,25 @@ def test_steps_with_mistakes(name, standard):
     if name != "clipped":  # which hides a factor
         result = audit(step_of(loop(mean_loss, weigh=lambda *_: 1.0), optimizer), mean_loss)
         assert result.kind is Cause.NUMBER_OF_MICROBATCHES
+
+
+def test_an_old_state_of_the_optimizer_is_named(standard):
+    """Although the moments in it are zero, as for a gradient of zero."""
+    optimizer = optax.adam(1e-2)
+
+    def step(params, opt_state, batch):
+        updates, _ = optimizer.update(jax.grad(mean_loss)(params, batch), opt_state, params)
+        return optax.apply_updates(params, updates), opt_state
+
+    result = ab.audit(step, mean_loss, PARAMS, BATCH, optimizer=optimizer)
+    assert result.kind is Cause.OPTIMIZER_STATE, result
+
+    def idle(params, opt_state, batch):
+        return params, opt_state
+
+    assert (
+        ab.audit(idle, mean_loss, PARAMS, BATCH, optimizer=optimizer).kind is not Cause.OPTIMIZER_STATE
+    )  # the control
 
 
 @pytest.mark.full

@@ -106,13 +106,67 @@ def test_the_fisher_diagonal_is_that_of_the_full_batch(size, keep_batch_dim):
         return -jax.nn.log_softmax(predict(params, example))[example["label"]]
 
     def of_one(params, batch):
-        return loss(params, jax.tree.map(lambda leaf: leaf[0], batch))
+        return jnp.mean(jax.vmap(loss, (None, 0))(params, batch))
 
     each = jax.vmap(jax.grad(loss), (None, 0))(parameters(), examples())
     fun = ab.fisher_diagonal(of_one if keep_batch_dim else loss, keep_batch_dim=keep_batch_dim, microbatch_size=size)
     assert_same(fun(parameters(), examples()), jax.tree.map(lambda leaf: jnp.mean(leaf**2, axis=0), each))
     gradient = jax.tree.map(lambda leaf: jnp.mean(leaf, axis=0) ** 2, each)  # the control: the square of the mean
     assert jnp.abs(gradient["w"] - fun(parameters(), examples())["w"]).max() > 1e-3
+
+
+def test_the_fisher_diagonal_has_the_arguments_of_per_example_gradients():
+    """Batches by name, several parameters, and keys that differ from example to example."""
+
+    def loss(params, x, shift, label, key):
+        kept = jax.random.bernoulli(key, 0.5, x.shape)
+        return -jax.nn.log_softmax(predict(params, {"x": jnp.where(kept, x, 0.0)}) + shift)[label]
+
+    batch, shift, key = examples(), random((3,), 9), jax.random.key(5)
+    keys = jax.vmap(lambda i: jax.random.fold_in(key, i))(jnp.arange(EXAMPLES))
+    each = jax.vmap(jax.grad(loss, (0, 2)), (None, 0, None, 0, 0))
+    expected = each(parameters(), batch["x"], shift, batch["label"], keys)
+    for size in (4, None):
+        fun = ab.fisher_diagonal(loss, (0, 2), batch_argnums=(1, 3), rng_argnums=4, microbatch_size=size)
+        found = fun(parameters(), batch["x"], shift, batch["label"], key)
+        assert_same(found, jax.tree.map(lambda leaf: jnp.mean(leaf**2, axis=0), expected))
+
+    def named(params, x, label):
+        return loss(params, x, 0.0, label, keys[0])
+
+    each = jax.vmap(jax.grad(named), (None, 0, 0))(parameters(), batch["x"], batch["label"])
+    fun = ab.fisher_diagonal(named, batch_argnames="label", microbatch_size=4)
+    expected = jax.tree.map(lambda leaf: jnp.mean(leaf**2, axis=0), each)
+    assert_same(fun(parameters(), batch["x"], label=batch["label"]), expected)
+    with pytest.raises(ab.InputError, match='batch_argnames="label"'):  # every example would see all labels
+        ab.fisher_diagonal(named, microbatch_size=4)(parameters(), batch["x"], label=batch["label"])
+
+
+def test_the_fisher_diagonal_of_a_loss_that_looks_across_examples_is_refused():
+    def normalised(params, batch):
+        hidden = batch["x"] @ params["w"]
+        return jnp.mean(((hidden - hidden.mean(axis=0)) @ params["v"]) ** 2)
+
+    with pytest.raises(ab.CoupledError, match="looks across examples"):
+        ab.fisher_diagonal(normalised, keep_batch_dim=True, microbatch_size=4)(parameters(), examples())
+
+
+def test_arguments_of_products_are_checked():
+    params, vector = parameters(), parameters(8)
+
+    def loss(params, batch):
+        return cross_entropy(predict(params, batch), batch)
+
+    with pytest.raises(ab.InputError, match=r"argnums must be the position of one argument, got argnums=\(0, 1\)"):
+        ab.hvp(loss, (0, 1))
+    with pytest.raises(ab.InputError, match="batch_argnums must be the position of one argument"):
+        ab.ggn_product(predict, cross_entropy, batch_argnums=(1, 2))
+    with pytest.raises(ab.InputError, match="must be passed by position, got batch_argnums=1"):
+        ab.ggn_product(predict, cross_entropy)(params, batch=examples(), vector=vector)
+    with pytest.raises(ab.InputError, match="must be passed by position, got argnums=0"):
+        ab.hvp(loss)(params=params, batch=examples(), vector=vector)
+    by_name = ab.hvp(loss, microbatch_size=4)(params, batch=examples(), vector=vector)
+    assert_same(by_name, hessian_product(loss, params, examples(), vector))
 
 
 @pytest.mark.full

@@ -237,6 +237,43 @@ def test_the_plan_bounds_the_whole_step(monkeypatch):
         tight(tight.init(wide), batch)
 
 
+def test_the_plan_bounds_the_whole_step_inside_a_larger_program():
+    rng = np.random.default_rng(0)
+    wide = {"a": jnp.asarray(rng.normal(size=(64, 512)), jnp.float32), "b": jnp.ones(512)}
+    batch = {"x": rng.normal(size=(2048, 64)).astype(np.float32), "y": np.ones(2048, np.float32)}
+
+    def taken(step):
+        program = jax.jit(lambda state, batch: step(state, batch), donate_argnums=0)
+        stats = program.lower(step.init(wide), batch).compile().memory_analysis()
+        total = stats.argument_size_in_bytes + stats.output_size_in_bytes + stats.temp_size_in_bytes
+        return total - stats.alias_size_in_bytes
+
+    step = ab.train_step(loss, optax.adam(0.01), memory="3MiB")
+    assert taken(step) <= 3 * 2**20
+    assert taken(ab.train_step(loss, optax.adam(0.01), microbatch_size=None)) > 3 * 2**20  # the control
+    _, metrics = jax.jit(lambda state, batch: step(state, batch))(step.init(wide), batch)
+    np.testing.assert_allclose(metrics.loss, loss(wide, batch), rtol=1e-6)
+    with pytest.raises(ab.NothingFitsError):
+        taken(ab.train_step(loss, optax.adam(0.01), memory="1MiB"))
+
+
+@pytest.mark.parametrize("opaque", [False, True])
+def test_an_optimizer_that_takes_some_keyword_arguments_gets_only_these(opaque):
+    """SAM computes gradients at other parameters in its opaque mode, and takes no value of the loss."""
+    adversary = optax.chain(optax.contrib.normalize(), optax.sgd(1e-2))
+    optimizer = optax.contrib.sam(optax.sgd(1e-2), adversary, sync_period=2, reset_state=True, opaque_mode=opaque)
+    params = {"a": jnp.ones((4, 4)) / 4, "b": jnp.ones(4)}
+    batch = {"x": np.arange(24, dtype=np.float32).reshape(6, 4) / 24, "y": np.ones(6, np.float32)}
+    step = ab.train_step(loss, optimizer, microbatch_size=2)
+    state, expected, opt_state = step.init(params), params, optimizer.init(params)
+    more = {"grad_fn": lambda params, _: jax.grad(loss)(params, batch)} if opaque else {}
+    for _ in range(4):
+        updates, opt_state = optimizer.update(jax.grad(loss)(expected, batch), opt_state, expected, **more)
+        expected = optax.apply_updates(expected, updates)
+        state, _ = step(state, batch)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), state.params, expected)
+
+
 def test_what_does_not_fit_names_the_memory_that_was_given():
     wide = {"a": jnp.ones((64, 512)), "b": jnp.ones(512)}
     batch = {"x": np.ones((256, 64), np.float32), "y": np.ones(256, np.float32)}
