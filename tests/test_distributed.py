@@ -105,6 +105,7 @@ def test_processes_hold_one_batch_together(tmp_path):
     assert "batch: 1.0" in own["scalar"] and "process 1: Every leaf of the batch must be an array" in other["scalar"]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "index, seen", [(0, "it listens there"), (1, "nobody answers there, so process 0 is missing or cannot be reached")]
 )

@@ -257,6 +257,7 @@ def line_loop(starts, size, factor):
     return candidate
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "starts, size, factor, kind",
     [
@@ -377,7 +378,7 @@ def dropout_of_masked(params, batch, key):
     return jnp.sum((hidden @ params["v"] - batch["y"]) ** 2 * batch["mask"]) / jnp.sum(batch["mask"])
 
 
-@pytest.mark.parametrize("first", [0, 50])
+@pytest.mark.parametrize("first", [0, pytest.param(50, marks=pytest.mark.full)])
 def test_a_mistake_is_found_beside_other_random_numbers(first, monkeypatch):
     """By the numbers that each microbatch draws, or else on average over many keys."""
     monkeypatch.setattr(causes, "SECONDS", 30.0)
@@ -469,6 +470,7 @@ def test_right_steps_are_not_accused(name, standard):
     assert result.same, result
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_steps_with_mistakes(name, standard):
     optimizer = OPTIMIZERS[name]
@@ -742,6 +744,7 @@ def test_a_candidate_for_one_dtype_is_compared_in_it():
     assert not twice.same
 
 
+@pytest.mark.full
 def test_a_model_in_bfloat16():
     """What the model rounds is not held against the loop; what the loop drops is."""
 

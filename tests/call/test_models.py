@@ -429,6 +429,7 @@ def test_a_batch_at_another_position_is_found():
     )
 
 
+@pytest.mark.full
 def test_a_gradient_of_a_gradient():
     definition, params, rest = nnx.split(Network(), nnx.Param, ...)
 
@@ -549,6 +550,7 @@ def test_under_the_jits_of_jax_and_equinox():
     assert count == [0]
 
 
+@pytest.mark.full
 def test_a_state_of_equinox():
     """BatchNorm: its state is an argument, and comes back as aux. It names the axis of the examples."""
 
@@ -702,6 +704,7 @@ def test_the_way_out_for_a_model_that_draws_gives_each_example_its_own_numbers(s
     chex.assert_trees_all_equal(numbers(model), before)
 
 
+@pytest.mark.full
 def test_the_way_out_for_a_model_that_keeps_averages():
     def loss(model, example):
         return nnx_loss(model, example["x"][None], example["y"][None])
@@ -765,6 +768,7 @@ def _in_turn(fun, make):
     return found
 
 
+@pytest.mark.full
 def test_variables_whose_names_are_alike_are_all_updated():
     def norm():
         return nnx.BatchNorm(6, rngs=nnx.Rngs(0))

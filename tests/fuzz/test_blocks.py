@@ -33,6 +33,7 @@ def check(seeds, compare=compare):
     assert counts["with regions"] >= SHARE_WITH_REGIONS * len(seeds) or len(seeds) == 1
 
 
+@pytest.mark.full
 @pytest.mark.every_jax
 def test_random_wide_programs_interpreted():
     check(range(FIRST_SEED, FIRST_SEED + PROGRAMS_PER_TEST))

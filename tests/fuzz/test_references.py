@@ -44,6 +44,7 @@ def is_wrong(outcome):
     return outcome.kind in ("different", "crashed")
 
 
+@pytest.mark.full
 def test_random_models():
     check(range(FIRST_SEED, FIRST_SEED + PROGRAMS_PER_TEST))
 

@@ -455,6 +455,7 @@ def test_the_squares_join_the_one_reduction():
         assert meshes.traffic(fun, mesh, *args).executed == 1
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "axes, number", [pytest.param((8,), 45, marks=pytest.mark.full), ((2, 2), 25), ((4,), 3)], ids=str
 )

@@ -141,6 +141,7 @@ def test_it_goes_on_where_it_was_left_and_runs_nothing_twice(session, progress, 
     assert set(progress.solved) == {"mean_gradient", "second"}
 
 
+@pytest.mark.full
 def test_what_goes_wrong_is_shown_and_it_goes_on(session, progress, course):
     path = progress.path(course.exercises[0])
     with session() as terminal:

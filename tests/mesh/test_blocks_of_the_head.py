@@ -182,6 +182,7 @@ def test_the_comparison_can_fail(examples, monkeypatch):
     assert (worst(found, full_batch(dropout_on_pairs, examples)) > 1e-3) is (examples == 32)
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("float64")
 @pytest.mark.parametrize("examples", [32, 29])
 @pytest.mark.parametrize(
@@ -249,11 +250,13 @@ def test_no_more_collectives_for_an_uneven_batch(loss):
     assert executed(loss, 5, examples=93, features=128) <= executed(loss, None, examples=93, features=128)
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("float64")
 def test_one_more_sum_where_xla_would_compute_all_pairs_on_every_device():
     assert executed(nt_xent, 5) == executed(nt_xent, None) + 1
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("float64")
 def test_features_are_moved_to_the_devices_of_their_rows():
     """Two exchanges of features, there and back, and a gather. Without blocks, the matrix itself is summed."""

@@ -169,6 +169,7 @@ def test_whole_numbers_are_added_up_exactly_and_wrap_as_they_do(dtype):
     assert worst(fun(parameters(), examples(32)), expected) < EXACT
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("number", [16, 13])
 def test_keys_in_aux(number):
     def loss(params, batch):

@@ -111,6 +111,7 @@ def test_gradients_are_those_of_vmap_of_grad(float64, loss):
     assert_close(ab.per_example_grads(loss, microbatch_size=2, block_size=7)(params, batch), grads, rtol=1e-12)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("loss", [tied, untied], ids=lambda loss: loss.__name__)
 def test_factors_of_all_blocks_are_exact(float64, loss, monkeypatch):
     """Factors are taken from inside the loops over blocks, and one part of a tied gradient from its lookups."""
@@ -125,6 +126,7 @@ def kept(loss, params, batch, block_size):
     )
 
 
+@pytest.mark.full
 def test_other_parameters_stay_factored():
     """The gradient of a matrix that all blocks read is computed, unless its factors are smaller."""
     for tokens, out in ((16, "gram"), (256, "direct")):
@@ -134,6 +136,7 @@ def test_other_parameters_stay_factored():
     assert kept(untied, *language_model(tokens=40, words=8192, width=128), 4)["mix"] == "gram"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("keep_batch_dim", [True, False])
 def test_aux_and_batches_of_one(float64, method, keep_batch_dim):
@@ -293,6 +296,7 @@ def test_the_comparison_can_fail(float64, monkeypatch):
             check(tied, method=method, microbatch_size=2, block_size=7)
 
 
+@pytest.mark.full
 def test_the_cotangent_is_that_of_the_loss(float64, monkeypatch):
     """The control: gradients that are taken with another cotangent than 1 are not those of the loss."""
     zeros_of = blocks.avals.zeros_of
@@ -354,6 +358,7 @@ def test_no_blocks_where_the_full_batch_fits():
         assert plan.block_size is None and all(each.block_size is None for each in plan.candidates)
 
 
+@pytest.mark.full
 def test_a_number_is_kept_by_plans_and_a_fixed_microbatch_has_no_blocks():
     params, batch = language_model(tokens=256, words=1024, examples=2)
     plan = ab.explain(ab.per_example_norms(tied, block_size=32), params, batch, memory="1GiB", timed=False)
@@ -406,6 +411,7 @@ def test_the_exact_noise_scale_in_blocks(float64):
     np.testing.assert_allclose(*found, rtol=1e-10)
 
 
+@pytest.mark.full
 def test_effects_are_left_as_they_are(capfd):
     def loss(params, batch):
         jax.debug.print("{}", batch["x"].shape[0])
@@ -417,6 +423,7 @@ def test_effects_are_left_as_they_are(capfd):
     assert capfd.readouterr().out.split() == ["24", "24"]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("method", METHODS)
 def test_if_blocks_fail_the_gradient_is_computed_in_full(method, float64, monkeypatch):
     def finds_nothing(*_):

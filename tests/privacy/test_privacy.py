@@ -185,6 +185,7 @@ def test_noise_of_leaves_and_of_neighbours_is_independent():
     assert abs(np.mean(noised["a"] * noised["a"])) > 0.9  # the control
 
 
+@pytest.mark.full
 def test_the_tails_of_the_noise_are_fine():
     """One draw in float32 has few values in its tail, and none beyond 5.42. The sum of four draws has neither flaw."""
     zeros = jnp.zeros(2**23)
@@ -292,6 +293,7 @@ def excess_over(epsilon, delta, present, absent):
     return worst
 
 
+@pytest.mark.full
 def test_the_epsilon_that_is_accounted_for_bounds_what_is_seen():
     delta = 0.02
     epsilon = privacy.epsilon(noise_multiplier=1.0, sampling_rate=1.0, steps=1, delta=delta)
@@ -452,6 +454,7 @@ def test_aux_and_more_arguments():
     assert aux["kept"].shape == (9,)
 
 
+@pytest.mark.full
 def test_gradients_of_several_arguments_are_clipped_together():
     def split_loss(w, example, b):
         return loss({**w, "b": b}, example)

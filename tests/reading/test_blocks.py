@@ -131,6 +131,7 @@ def test_a_microbatch_smaller_than_the_batch_and_blocks_that_do_not_divide(x64):
             assert close(ab.value_and_grad(mean_loss, **options)(params, batch), expected), options
 
 
+@pytest.mark.full
 @pytest.mark.every_jax
 @pytest.mark.parametrize("remat", [None, "nothing_saveable", "dots_saveable"])
 @pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: loss.__name__)
@@ -153,6 +154,7 @@ def test_on_a_mesh_with_no_more_collectives(loss, devices, x64):
     assert traffic(with_blocks, mesh, params, batch).executed <= traffic(without, mesh, params, batch).executed
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("reduction", ["mean", "sum", "weighted"])
 def test_declared_reductions(reduction):
     params, batch = language_model(examples=5)
@@ -168,6 +170,7 @@ def test_declared_reductions(reduction):
         chex.assert_trees_all_close(fun(params, batch), expected, rtol=2e-5, atol=1e-5)
 
 
+@pytest.mark.full
 @pytest.mark.every_jax
 def test_narrow_parameters_are_summed_wide():
     """In bfloat16, the gradient of an embedding is as near to float64 as it is without blocks."""
@@ -220,6 +223,7 @@ def test_a_backward_pass_that_is_not_linear(x64):
     assert close(ab.value_and_grad(loss, microbatch_size=2, block_size=5)(params, batch), expected)
 
 
+@pytest.mark.full
 def test_a_generator_that_cannot_draw_some_rows(x64):
     """The full batch draws what JAX draws, and so do blocks."""
 
@@ -333,6 +337,7 @@ def test_under_jit_grad_and_vmap(x64):
     assert close(mapped, jax.vmap(jax.value_and_grad(mean_loss), in_axes=(0, None))(several, batch))
 
 
+@pytest.mark.full
 def test_a_training_step():
     params, batch = language_model()
     optimizer = optax.sgd(0.1)
@@ -451,6 +456,7 @@ def test_the_reading_names_what_stays_in_full():
     assert not value.per_example and "in full" in str(value)
 
 
+@pytest.mark.full
 def test_a_head_that_is_too_large_says_which_blocks_fit():
     params, batch = pairs(2048)
     with pytest.raises(ab.HeadTooLargeError, match="block_size=") as raised:
@@ -493,6 +499,7 @@ def test_regions_do_not_wait_for_each_other(x64):
     assert len(done) > 1
 
 
+@pytest.mark.full
 def test_effects_are_left_as_they_are(capfd):
     def loss(params, batch):
         losses = token_losses(params, batch)

@@ -255,6 +255,7 @@ def test_a_convolution_with_a_kernel_for_each_example(float64):
     assert_exact(loss, w, images, sizes=(4,))
 
 
+@pytest.mark.full
 def test_a_long_chain_of_operations_on_positions(float64):
     def loss(w, x):
         positions = jnp.arange(6.0)
@@ -265,6 +266,7 @@ def test_a_long_chain_of_operations_on_positions(float64):
     assert_exact(loss, W, X, sizes=(4,))
 
 
+@pytest.mark.full
 def test_a_thousand_terms_are_described_without_running_out_of_stack():
     def loss(w, x):
         total = jnp.zeros(())

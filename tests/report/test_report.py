@@ -194,6 +194,7 @@ def views(report):
     }
 
 
+@pytest.mark.full
 def test_every_plot_is_visible_on_every_screen(views):
     *complete, history_only = views["light"]
     assert [view["width"] for view in complete] == [1100, 390, 720]

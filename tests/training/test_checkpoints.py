@@ -288,6 +288,7 @@ def survives(folder, safe, times, seed):
     assert newest > times and any("tmp" in name for name in found)  # the control: some were killed in the middle
 
 
+@pytest.mark.full
 def test_a_writer_may_be_killed_at_any_moment(tmp_path):
     survives(tmp_path / "folder", tmp_path / "safe", times=5, seed=int(time.time()))
 

@@ -68,6 +68,7 @@ def test_it_takes_the_steps_one_would_take_by_hand():
     assert [row["step"] for row in run.history] == list(range(1, 11))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("ahead", [0, 3])
 def test_any_iterable_will_do(ahead):
     batches = [data(8, seed) for seed in range(4)]
@@ -358,6 +359,7 @@ def test_other_versions_than_a_run_began_with_are_worth_a_word(tmp_path, monkeyp
     )
 
 
+@pytest.mark.full
 def test_a_run_that_goes_on_leaves_the_log_of_another_run_alone(tmp_path):
     """Its rows after that step would be dropped, and those before taken for rows of this run."""
     ours, other = tmp_path / "ours.csv", tmp_path / "other.csv"

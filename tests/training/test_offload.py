@@ -226,7 +226,7 @@ def test_the_state_is_never_on_the_device_as_a_whole(monkeypatch):
     del control
 
 
-@pytest.mark.parametrize("sizes", [(8, 6), (6, 8)])
+@pytest.mark.parametrize("sizes", [(8, 6), pytest.param((6, 8), marks=pytest.mark.full)])
 def test_batches_of_another_size_are_planned_in_the_same_memory(sizes):
     """The optimizer's state is still on the host when the second batch comes."""
     generator, width, layers = np.random.default_rng(0), 256, 12
@@ -406,6 +406,7 @@ def test_models_of_other_libraries(make):
     assert_same_bits(*ends)
 
 
+@pytest.mark.full
 @pytest.mark.every_jax
 @pytest.mark.parametrize("spec", [P("data"), P(None, "model"), P()], ids=str)
 def test_a_sharded_state_keeps_its_shardings(spec):
@@ -586,6 +587,7 @@ def test_a_state_may_be_made_under_jit_and_as_shapes():
     assert is_on_host(state.opt_state[0].mu[0]["w"])
 
 
+@pytest.mark.full
 @pytest.mark.filterwarnings("ignore:The loss changes attributes of an NNX model")
 def test_a_loss_that_adds_variables_to_a_model_is_refused():
     class Sows(nnx.Module):

@@ -172,6 +172,7 @@ WITH_OBJECTS = [("streams", *each) for each in SIZES_AND_DEVICES]
 WITH_OBJECTS += [(name, 5, devices) for name in DRAWING for devices in (None, 2)]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("name", "microbatch_size", "devices"), WITH_OBJECTS)
 def test_objects_of_nnx_by_keyword_go_on(name, microbatch_size, devices):
     """As `nnx.jit` has it: what the loss changes of them is there after the step."""
@@ -212,6 +213,7 @@ def test_objects_of_nnx_by_keyword_go_on(name, microbatch_size, devices):
     chex.assert_trees_all_equal(all_numbers(*state, objects), before)
 
 
+@pytest.mark.full
 def test_objects_of_nnx_beside_a_state_of_ours():
     """With a step that saw none before, and under `nnx.jit`."""
 
@@ -270,6 +272,7 @@ def test_clones_of_a_model_of_nnx_stay(devices):
         del held, copied
 
 
+@pytest.mark.full
 def test_what_is_not_shared_of_a_model_of_nnx_is_donated():
     model = Network(nnx.Rngs(0), norm=False)
     state = (model, nnx.Optimizer(model, optax.adam(0.05), wrt=nnx.Param))

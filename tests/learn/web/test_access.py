@@ -700,6 +700,7 @@ def use(page):
     assert page.evaluate("getComputedStyle(document.querySelector('rect')).fill") == "rgb(1, 2, 3)"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_nicegui_works_in_a_real_browser_without_a_violation(server, browser, scheme):
     own = f"http://127.0.0.1:{server[0]}"

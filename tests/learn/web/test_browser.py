@@ -134,6 +134,7 @@ def test_a_learner_reads_fails_repairs_and_goes_on(site):
     assert site.file(FIRST).read_text().strip() == FIRST.solution.strip()
 
 
+@pytest.mark.full
 def test_a_reload_keeps_the_draft_the_results_and_the_hints(site):
     with site.page(path_of(FIRST)) as page:
         write(page, WRONG.source)
@@ -147,6 +148,7 @@ def test_a_reload_keeps_the_draft_the_results_and_the_hints(site):
         assert "so it was written here" in written(page)
 
 
+@pytest.mark.full
 def test_what_is_typed_in_one_tab_appears_in_the_other(site):
     with site.pages(2, path_of(FIRST)) as (one, other):
         write(one, "x = 1  # from one tab")
@@ -154,6 +156,7 @@ def test_what_is_typed_in_one_tab_appears_in_the_other(site):
         assert site.file(FIRST).read_text() == "x = 1  # from one tab"
 
 
+@pytest.mark.full
 def test_two_tabs_that_type_at_once_lose_nothing(site):
     with site.pages(2, path_of(FIRST)) as (one, other):
         other.locator(".cm-content").click()
@@ -180,6 +183,7 @@ def _is_asked(page):
     return False
 
 
+@pytest.mark.full
 def test_a_file_that_changes_on_disk_is_shown_and_checked(site):
     with site.page(path_of(FIRST)) as page:
         expect(page.locator(".cm-content")).to_contain_text("NotImplementedError")
@@ -188,6 +192,7 @@ def test_a_file_that_changes_on_disk_is_shown_and_checked(site):
         expect(results(page)).to_contain_text("Passed.")
 
 
+@pytest.mark.full
 def test_a_reset_asks_first_and_keeps_the_file(site):
     with site.page(path_of(FIRST)) as page:
         write(page, "x = 1")
@@ -236,6 +241,7 @@ def test_the_playground_draws_a_coupled_loss(unchanged):
         expect(page.get_by_text("1 of 10.")).to_be_visible()
 
 
+@pytest.mark.full
 def test_a_loss_that_fails_in_the_playground_names_its_line(unchanged):
     with unchanged.page("/playground") as page:
         write(page, "import numpy\n\nparams = batch = numpy.ones(4)\n\ndef loss(params, batch): return nothing\n")
@@ -244,6 +250,7 @@ def test_a_loss_that_fails_in_the_playground_names_its_line(unchanged):
         expect(page.get_by_role("alert")).to_contain_text("Line 5")
 
 
+@pytest.mark.full
 def test_the_placement_says_where_to_start(unchanged):
     course = Course.builtin()
     with unchanged.page() as page:

@@ -128,6 +128,7 @@ def check_marks(source, marks, expected):
     assert found == wanted
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", KINDS)
 def test_each_loss_is_what_it_is_said_to_be(analyse, name):
     """Its reading is as expected, every part arrives, and every route gives the gradient of the full batch."""
@@ -155,6 +156,7 @@ def test_the_lines_of_a_loss_are_marked(analyse, name):
     check_marks(source, analyse(source)["reading"]["marks"], MARKS[name])
 
 
+@pytest.mark.full
 def test_the_comparison_of_marks_can_fail(analyse):
     """The control: one wrong kind, one line too many and one too few are each noticed."""
     source = named("masked").source
