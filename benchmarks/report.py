@@ -564,7 +564,9 @@ def front(results: Mapping[str, Any]) -> str:
             lines[kind].append(point)
             name = f"{share:g}" if isinstance(share, float) else "None" if share is None else f'"{share}"'
             alike.setdefault((unit(f"{point[0]:.1f} GiB"), unit(f"{point[1]:.0f} ms")), []).append(f"`{name}`")
-        cells += [[FRONT_MODELS[model], ", ".join(names), *figures] for figures, names in alike.items()]
+        named = [", ".join(names) for names in alike.values()]
+        firsts = [FRONT_MODELS[model], *[""] * len(alike)]  # the model is named in its first row
+        cells += [[first, name, *figures] for first, name, figures in zip(firsts, named, alike, strict=False)]
         panels.append((FRONT_MODELS[model], {label: sorted(points) for label, points in lines.items() if points}))
     picture = plot(
         "front",

@@ -25,6 +25,7 @@ myst_enable_extensions = ["attrs_inline", "colon_fence", "deflist", "dollarmath"
 myst_heading_anchors = 3
 
 html_theme = "furo"
+pygments_dark_style = "monokai"  # the default underlines names of modules
 html_title = "anybatch"
 html_static_path = ["_static"]
 html_css_files = ["anybatch.css"]
