@@ -14,16 +14,17 @@ demo: $(STAMP)
 
 PYTEST = $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 
-# Every promise, with two sets of parameters for each test; then what CI runs beside it, which are all other sets and the
-# tests marked `full`; what takes hours; and what must hold on every JAX.
+# Every promise, with two sets of parameters for each test; then what CI runs beside it, which are more sets, up to eight,
+# and the tests marked `full`; all other sets, and what takes hours; and what must hold on every JAX.
 test: $(STAMP)
 	$(PYTEST) -m "not full and not slow" --at-most 2 $(TESTS)
 
 test-full: $(STAMP)
-	$(PYTEST) -m "not slow" --beyond 2 $(TESTS)
+	$(PYTEST) -m "not slow" --beyond 2 --at-most 8 $(TESTS)
 
 test-slow: $(STAMP)
 	$(PYTEST) -m slow $(TESTS)
+	$(PYTEST) -m "not slow" --beyond 2 $(TESTS)
 
 test-jax: $(STAMP)
 	$(PYTEST) -m "every_jax and not slow" --at-most 2 $(TESTS)

@@ -27,7 +27,7 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 def pytest_addoption(parser):
     """The options of the Makefile that divide the tests."""
     parser.addoption("--at-most", type=int, help="run at most this many parameter sets of each test function")
-    parser.addoption("--beyond", type=int, help="run what --at-most leaves out, and the tests that are marked full")
+    parser.addoption("--beyond", type=int, help="run others than so many sets, and the tests that are marked full")
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -41,21 +41,27 @@ def pytest_collection_modifyitems(config, items):
         return
     of_function = {}
     for item in items:
-        if not item.get_closest_marker("full") and not item.get_closest_marker("slow"):
+        if not item.get_closest_marker("slow"):
             of_function.setdefault(item.nodeid.partition("[")[0], []).append(item)
-    most = number if beyond is None else beyond
-    # Spread evenly over the parameter sets, which are often sorted by kind.
-    sample = {
-        each[position * len(each) // most] if len(each) > most else each[position]
-        for each in of_function.values()
-        for position in range(min(most, len(each)))
-    }
-    left_out = [item for item in items if (item in sample) is (beyond is not None)]
-    if beyond is None:
-        left_out = [item for item in left_out if not item.get_closest_marker("full")]  # left to the markers
-    config.hook.pytest_deselected(items=left_out)
-    dropped = set(left_out)
-    items[:] = [item for item in items if item not in dropped]
+    chosen = set()
+    for each in of_function.values():
+        unmarked = [item for item in each if not item.get_closest_marker("full")]
+        if beyond is None:
+            chosen.update(_spread(unmarked, number), set(each) - set(unmarked))  # marked ones are left to -m
+            continue
+        first = _spread(unmarked, beyond)
+        rest = [item for item in each if item not in first]
+        every = number is None or any(item.get_closest_marker("every_set") for item in rest)
+        chosen.update(rest if every else _spread(rest, max(1, number - len(first))))
+    slow = [item for item in items if item.get_closest_marker("slow")]
+    chosen.update(slow)
+    config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
+    items[:] = [item for item in items if item in chosen]
+
+
+def _spread(items, most):
+    """So many of the items, spread evenly: parameter sets are often sorted by kind."""
+    return [items[place * len(items) // most] for place in range(most)] if len(items) > most else items
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -10,6 +10,8 @@ import pytest
 
 import anybatch
 
+pytestmark = pytest.mark.every_set
+
 PACKAGE = pathlib.Path(anybatch.__file__).parent
 COURSES = PACKAGE / "learn" / "courses"  # no modules: what learners read and write
 

@@ -11,6 +11,8 @@ from cases.loops import BUGS, RIGHT, slices
 from anybatch.auditing.audit import audit
 from anybatch.auditing.causes import Cause
 
+pytestmark = pytest.mark.every_set
+
 DIFFERENT = 1e-3  # the least relative difference of a bug
 
 

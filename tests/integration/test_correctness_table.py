@@ -13,7 +13,7 @@ sys.path.append(str(BENCHMARKS))
 import correctness  # noqa: E402
 from correctness_losses import LOSSES  # noqa: E402
 
-pytestmark = pytest.mark.usefixtures("model_defaults")
+pytestmark = [pytest.mark.usefixtures("model_defaults"), pytest.mark.every_set]
 BY_NAME = {loss.name: loss for loss in LOSSES}
 
 

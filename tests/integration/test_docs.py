@@ -12,6 +12,8 @@ import pytest
 
 import anybatch as ab
 
+pytestmark = pytest.mark.every_set
+
 ROOT = pathlib.Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 PAGES = [

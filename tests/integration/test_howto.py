@@ -23,6 +23,8 @@ from flax.training.train_state import TrainState
 import anybatch as ab
 from anybatch.cli import launch
 
+pytestmark = pytest.mark.every_set
+
 HOWTO = pathlib.Path(__file__).parents[2] / "docs" / "howto"
 BATCH = {"x": np.ones((12, 4), np.float32), "y": np.zeros(12, np.int32)}
 

@@ -17,7 +17,7 @@ from anybatch.learn.grading import grade
 from anybatch.learn.runner.submissions import Runner
 from anybatch.learn.terminal.author_commands import examine
 
-pytestmark = pytest.mark.every_jax
+pytestmark = [pytest.mark.every_jax, pytest.mark.every_set]
 
 COURSE = Course.builtin()
 SEEDS = 1  # `anybatch learn dev check` takes three

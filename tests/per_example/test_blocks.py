@@ -277,7 +277,7 @@ def check_batches_of_one(case):
     return True
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_some_losses_with_big_values(float64):
     assert sum(map(check_batches_of_one, SEPARATE[5::40])) >= 3
 
