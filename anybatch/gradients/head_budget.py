@@ -51,7 +51,7 @@ def check_head(
         )
     budget = left() if reading.head_bytes else None
     # The estimate may be too high, since XLA fuses operations. The compiled head decides.
-    if budget is not None and reading.head_bytes > budget // 4:
+    if budget is not None and reading.full_batch_bytes > budget // 4:
         allowed = block_sizes(budget)
         needed = _compiled_bytes(split, allowed[-1])
         if needed > budget:
@@ -110,14 +110,15 @@ def warn_of_large_head(split: Split, reading: Reading, block_size: int | None) -
     With blocks, only what the head still computes in full counts.
     """
     small = SMALL_WITH_LAYERS if split.head_has_layers else SMALL
-    head_bytes = reading.head_bytes
-    if block_size is not None and head_bytes > small:
-        head_bytes = min(head_bytes, blocks.bytes_in_full(split))
-        reading = dataclasses.replace(reading, wide=())  # what is left is what blocks cannot compute
-    if head_bytes > max(small, reading.activation_bytes // 2):
+    if block_size is not None and reading.head_bytes > small:
+        left = min(reading.head_bytes, blocks.bytes_in_full(split))
+        # What is left is what blocks cannot compute.
+        reading = dataclasses.replace(reading, head_bytes=left, wide=())
+    if reading.full_batch_bytes > max(small, reading.activation_bytes // 2):
+        every = max(reading.activation_bytes, reading.full_batch_bytes)
         warn(
-            f"Most of this model runs on the full batch: about {readable(head_bytes)} of "
-            f"{readable(reading.activation_bytes)} of activations, so that microbatches save little memory.\n"
+            f"Most of this model runs on the full batch: about {readable(reading.full_batch_bytes)} of "
+            f"{readable(every)} of activations, so that microbatches save little memory.\n"
             f"{_begins(reading)}\n{reading.advice}".rstrip(),
             LargeHeadWarning,
         )

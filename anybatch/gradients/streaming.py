@@ -109,12 +109,17 @@ def plan_streamed(gradient: Any) -> Plan:
         reason=f"Nothing fits: {needed}." if chosen is None else f"Chosen: {strategy}.",
         limits="The batch stays on the host, since it is too large for this memory: it is copied to the device in "
         f"chunks, while the device computes. {IN_FLIGHT} chunks take at most 1/{CHUNK_SHARE} of the budget.",
-        advice="" if chosen is not None else 'Allow more with memory=, or pass remat="nothing_saveable".',
+        advice="" if chosen is not None else _advice(gradient),
         devices=Devices(str(devices[0].device_kind)),
         compilations=len(candidates),
         planning_seconds=time.perf_counter() - began,
         noun=gradient.noun,
     )
+
+
+def _advice(gradient: Any) -> str:
+    again = "" if gradient.options.maps or gradient.options.fixed_remat is not None else ", or try remat=1.0"
+    return f"Allow more with memory={again}."
 
 
 def _measured(gradient: Any, strategy: Strategy) -> Bytes:

@@ -59,6 +59,11 @@ def temporaries(compiled: Any) -> int:
     return compiled.memory_analysis().temp_size_in_bytes
 
 
+def has_ordered_effects(jaxpr: Any) -> bool:
+    """Whether a program prints or calls back in a fixed order, which XLA learns by an argument of its own."""
+    return any("Ordered" in type(effect).__name__ for effect in jaxpr.effects)
+
+
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an error of JAX's runtime says that memory ran out."""
     text = str(error)

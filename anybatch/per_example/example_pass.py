@@ -110,7 +110,7 @@ class ExamplePass:
         multiply NaN or infinity of one example by zero. (Factored gradients are computed again anyway.)
         """
         has_convolutions = uses(self.program.loss.traced.jaxpr, "conv_general_dilated")
-        return (self.sums or self.options.keeps_norms) and not self._can_doubt and has_convolutions and self.size > 1
+        return not self._can_doubt and has_convolutions and self.size > 1
 
     def _can_be_spoilt(self, inputs: PassInputs) -> bool:
         """True if an example that should count for nothing could make the sums NaN or infinite."""
@@ -320,7 +320,7 @@ class ExamplePass:
         An example with `is_replaced` stands in for one that is not finite, and counts for nothing.
         """
         nan_safe = self.options.nan_safe
-        if self.sums or self.options.keeps_norms or nan_safe:
+        if self.sums or self.options.keeps_norms or nan_safe or self._can_spread:
             is_finite = jnp.isfinite(kept.square)
         else:
             is_finite = jnp.ones(kept.values.shape[:1], bool)

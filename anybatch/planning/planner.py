@@ -179,7 +179,10 @@ def _reason(search: StrategySearch, strategy: Strategy, *, by_time: bool) -> str
         which += "" if strategy.remat is None else f", with {strategy.remat_text}"
         return f"Chosen: {which}, since it fits."
     not_timed = "It was not timed." if strategy not in timed else "Its time was not compared with others."
-    return f"Chosen: {strategy}, the largest that fits. {not_timed}"
+    # Larger ones may fit that compute more activations again.
+    has_shares = len({variant.remat for variant in search.variants}) > 1
+    why = "of those that fit, the one with the least predicted time" if has_shares else "the largest that fits"
+    return f"Chosen: {strategy}, {why}. {not_timed}"
 
 
 def _limits(budget: Budget, leanest: Leanest) -> str:
@@ -263,7 +266,8 @@ def _advice(
         if gradient.options.block_size is None:
             helps.append("leave block_size out, so that big values may be computed in blocks")
         helps.append("allow more memory with memory=")
-    text = "What would help: " + "; ".join(helps) + "." if helps else ""
+    purpose = "What would help" if strategy is None else "For larger microbatches"
+    text = f"{purpose}: {'; '.join(helps)}." if helps else ""
     return " ".join(filter(None, [text, gradient.checked_reading.remedy if has_large_head else ""]))
 
 

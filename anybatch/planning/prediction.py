@@ -84,7 +84,7 @@ class Prediction:
         for kernel in self.kernels:
             moving = kernel.num_bytes / (speed.copied_bytes if kernel.is_copy else speed.num_bytes)
             seconds[kernel.is_copy] += kernel.times * (max(kernel.flops / speed.flops, moving) + speed.start)
-        return max(seconds.values())
+        return max(*seconds.values(), speed.start)  # to run anything takes time
 
 
 @dataclasses.dataclass(frozen=True)
@@ -262,11 +262,15 @@ class Predictions:
                 types = [avals.abstract(jax.typeof(leaf)) for leaf in computation.leaves]
                 if gradient.shardings is not None:
                     types = gradient.shardings.placed_types(computation.leaves)
-                found = predict(jax.make_jaxpr(lambda *flat: computation.fun(*flat))(*types), on_cpu=self.on_cpu)
-                made = gradient.vmap_copies * found.peak, gradient.vmap_copies * found.seconds(self.speed)
+                jaxpr = jax.make_jaxpr(lambda *flat: computation.fun(*flat))(*types)
             except Exception:  # a part of a program that cannot be traced by itself
-                made = None
-            self._traced[strategy] = made
+                self._traced[strategy] = None
+            else:
+                found = predict(jaxpr, on_cpu=self.on_cpu)
+                self._traced[strategy] = (
+                    gradient.vmap_copies * found.peak,
+                    gradient.vmap_copies * found.seconds(self.speed),
+                )
         return self._traced[strategy]
 
 

@@ -107,6 +107,7 @@ class Reading:
       num_examples: the size of the batch.
       head_bytes: about how many bytes the head computes, from the full batch.
       activation_bytes: about how many bytes the loss computes from the batch in all.
+      gathered_bytes: the bytes of the rows that are gathered for the head and have a gradient.
       seen_whole: arguments that have a row for each example but are not part of the batch, so that every microbatch
         sees all of their rows. Only `anybatch.read` looks for them.
       layers_in_head: whether layers of the model are computed from the full batch.
@@ -126,6 +127,7 @@ class Reading:
     num_examples: int
     head_bytes: int
     activation_bytes: int
+    gathered_bytes: int = 0
     layers_in_head: bool = False
     seen_whole: tuple[str, ...] = ()
     wide: tuple[Any, ...] | None = None
@@ -151,6 +153,19 @@ class Reading:
         exact = f"As it is, the {result} is exact, and everything after that line runs on the full batch."
         refuse = "" if self.is_norm_over_batch else f' on_coupled="error" refuses such a {kind}.'
         return f"{exact} {self.remedy}".rstrip() + refuse
+
+    @property
+    def full_batch_bytes(self) -> int:
+        """About how many bytes of activations stay, however small the microbatches are.
+
+        These are what the head computes, and the rows that are gathered for it.
+        """
+        return self.head_bytes + self.gathered_bytes
+
+    @property
+    def full_batch_share(self) -> float:
+        """`full_batch_bytes` as a share of all activations, at most 1."""
+        return min(1.0, self.full_batch_bytes / max(self.activation_bytes, 1))
 
     @property
     def remedy(self) -> str:
@@ -203,9 +218,9 @@ class Reading:
             lines += [f"  {blame}" for blame in self.blame[:_MAX_SHOWN]]
             if len(self.blame) > _MAX_SHOWN:
                 lines.append(f"  and {len(self.blame) - _MAX_SHOWN} more")
-            share = round(100 * self.head_bytes / max(self.activation_bytes, 1))
             lines.append(
-                f"computes for the full batch: about {readable(self.head_bytes)}, {share}% of all activations"
+                f"needs for the full batch: about {readable(self.full_batch_bytes)}, "
+                f"{round(100 * self.full_batch_share)}% of all activations"
                 + (", and as much again or more for its gradient" if self.outputs is None else "")
             )
             lines.append(self.advice)
@@ -258,9 +273,8 @@ class Reading:
 
     def _share_bar(self) -> str:
         """A bar of all activations: the part that microbatches compute, and the part that the full batch needs."""
-        full, every = self.head_bytes, max(self.activation_bytes, self.head_bytes, 1)
-        width = round(400 * full / every, 1)
-        text = f"computed for the full batch: about {readable(full)} of {readable(every)}"
+        full, width = self.full_batch_bytes, round(400 * self.full_batch_share, 1)
+        text = f"needed for the full batch: about {readable(full)} of {readable(max(self.activation_bytes, full))}"
         return (
             f'<figure data-figure="share"><svg class="plot bar" viewBox="0 0 400 34" role="img" aria-label="{text}">'
             f'<path class="part" d="M0 6H400"/><path class="part orange" d="M0 6H{max(width, 2.0)}"/>'
@@ -272,13 +286,13 @@ def report(split: Split) -> Reading:
     """The `Reading` of a loss that was split."""
     draws = _generators(split.loss.traced.jaxpr)
     of_draws = Randomness.EXACT if all(name == "key<fry>" for name in draws) else Randomness.IN_DISTRIBUTION
-    gathers = any(isinstance(split.states[position], Batched) for position in split.differentiated)
+    gathered = [split.frontier[each] for each in split.differentiated if isinstance(split.states[each], Batched)]
     outputs = _outputs(split) if split.loss.maps else None
     couples = split.loss_couples if outputs is None else any(form.kind is LossKind.COUPLED for _, form in outputs)
     return Reading(
         form=form_of(split) if outputs is None else _form_of_outputs(outputs),
         outputs=outputs,
-        separable=not (gathers or couples or split.reader.kept_in_full),
+        separable=not (gathered or couples or split.reader.kept_in_full),
         passes=2 if split.seeds == Seeds.BETWEEN else 1,
         stochastic=bool(draws),
         randomness=of_draws if draws else Randomness.NONE,
@@ -288,6 +302,7 @@ def report(split: Split) -> Reading:
         num_examples=split.loss.num_examples,
         head_bytes=sum(_bytes(node, split) for node in split.full_batch_nodes),
         activation_bytes=sum(_bytes(node, split) for node in split.graph.nodes),
+        gathered_bytes=sum(value.num_bytes for value in gathered),
         layers_in_head=split.head_has_layers,
     )
 

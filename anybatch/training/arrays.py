@@ -122,12 +122,14 @@ def ready_to_donate(
     return ready
 
 
-def delete_moved(before: Sequence[Any], after: Sequence[jax.Array]) -> None:
-    """Deletes the arrays of a state that `ready_to_donate` has moved to the host or back, as donation would."""
+def moved_arrays(before: Sequence[Any], after: Sequence[jax.Array]) -> list[jax.Array]:
+    """The arrays of a state that `ready_to_donate` has moved to the host or back, which nothing else holds."""
     buffers = collections.Counter(_buffer(array) for array in before if isinstance(array, jax.Array))
-    for old, new in zip(before, after, strict=True):
-        if isinstance(old, jax.Array) and is_on_host(old) != is_on_host(new) and buffers[_buffer(old)] == 1:
-            old.delete()
+    return [
+        old
+        for old, new in zip(before, after, strict=True)
+        if isinstance(old, jax.Array) and is_on_host(old) != is_on_host(new) and buffers[_buffer(old)] == 1
+    ]
 
 
 def unshared(arrays: Sequence[Any]) -> list[Any]:

@@ -77,7 +77,7 @@ def init_on_host(init: Callable[[Any], Any], params: Any) -> Any:
 
     try:
         traced, consts = tracing.trace(flat_init, *arrays)
-    except (jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError):
+    except (jax.errors.JAXTypeError, jax.errors.JAXIndexError, AttributeError):
         return _all_on_host(init(params))
     variables, _, equations = interpreter.open_jaxpr(traced.jaxpr)
     outputs = interpreter.outputs_of(traced.jaxpr)

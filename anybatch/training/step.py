@@ -37,9 +37,10 @@ from anybatch.planning.running import halved, not_compiled, run_until_it_fits
 from anybatch.planning.strategy import Strategy
 from anybatch.training.arrays import (
     Constants,
-    delete_moved,
+    is_large,
     is_on_host,
     merge_arrays,
+    moved_arrays,
     put_batch,
     ready_to_donate,
     refuse_deleted,
@@ -224,6 +225,7 @@ def train_step(
         of them are on the device at a time. Parameters and losses are the same as without, up to the rounding of the
         last digit where XLA fuses the update differently. Arrays of less than 64 KiB stay on the device. Without
         `step.init`, a state is moved by its first step. Needs devices with memory of that kind: GPUs, TPUs, CPUs.
+        JAX cannot differentiate such a step, and the loss must not print or call back with `ordered=True`.
       **options: the options of `anybatch.value_and_grad`: `microbatch_size`, `memory`, `mesh`, `reduction`, `remat`,
         ... Here, `memory` is the budget of the complete step, including the state.
 
@@ -304,7 +306,7 @@ class TrainStep:
         Raises:
           InputError: if there is nothing to train, no optimizer, or `key` is not a PRNG key.
         """
-        if self._update.optimizer is None:
+        if self._update.optimizer is None and not has_nnx(params):  # `TrainState.create` refuses NNX models
             raise InputError(
                 "step.init makes an anybatch.TrainState, which needs an optimizer",
                 given="optimizer=None",
@@ -356,7 +358,12 @@ class TrainStep:
             key = (inputs.adapter, inputs.state_constants, state_types, *batch_key)
             program, examples = self._program(inputs, key)
         if last is None and self._donate:
-            delete_moved(given, inputs.state_arrays)
+            moved = moved_arrays(given, inputs.state_arrays)
+            if moved and not isinstance(program, FittingProgram):
+                # If this raises an error, the state is still there.
+                program.lower(inputs.state_arrays, inputs.batch_arrays).compile()
+            for array in moved:  # as donation would
+                array.delete()
         new_arrays, results = program(inputs.state_arrays, inputs.batch_arrays)
         self._meter.start()
         tokens = self._num_tokens(batch)
@@ -493,6 +500,13 @@ class TrainStep:
 
     def _compiled(self, inputs: StepInputs) -> tuple[Callable[..., Any], int]:
         gradient = self._update.gradient(inputs)
+        if inputs.on_host and versions.has_ordered_effects(gradient.loss.traced.jaxpr):
+            raise InputError(
+                f"With {OFFLOAD}, the loss must not print or call back in order: JAX cannot compile that together with "
+                "arrays on the host",
+                given="a loss with ordered=True, e.g. in jax.debug.print",
+                remedy="Leave ordered=True out of the loss, or leave offload out of the step.",
+            )
         if not self._is_planned:
             return self._jitted(inputs, gradient.options, self._strategy(inputs, gradient)), gradient.examples
         return self._fitting(inputs, gradient), gradient.examples
@@ -617,7 +631,11 @@ class _LastState:
             if any(constant is not None and leaf is not constant for leaf, constant in pairs):
                 return None
             leaves = [leaf for leaf, constant in pairs if constant is None]
-        return leaves if self.array_classes.issuperset(map(type, leaves)) else None
+        if not self.array_classes.issuperset(map(type, leaves)):
+            return None
+        pairs = zip(leaves, self.on_host, strict=True) if self.on_host else ()
+        is_moved = any(is_on_host(leaf) != (hosted and is_large(leaf)) for leaf, hosted in pairs)
+        return None if is_moved else leaves
 
 
 def _refuse_others(state: Any, others: tuple[Any, ...]) -> None:

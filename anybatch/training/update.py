@@ -174,14 +174,14 @@ class Update:
         noise = NoiseScale.of_step(*sums) if self.options.noise else None
         leaves = jax.tree.leaves(grads)
         norm = jnp.sqrt(squared_norms.square(leaves))
-        # JAX returns the conjugate of the ascent direction for complex parameters.
-        grads = jax.tree.map(lambda leaf: jnp.conj(leaf) if jnp.iscomplexobj(leaf) else leaf, grads)
+        grads = _ascent(grads)
         is_finite = jnp.ones((), bool)
         if self.skip_nonfinite:
             for leaf in leaves:
                 is_finite &= jnp.all(jnp.isfinite(leaf))
         value_fn = _value_fn(call, options)
-        extra = {"value": value, "grad": grads, "value_fn": value_fn, "grad_fn": lambda at, *_: jax.grad(value_fn)(at)}
+        extra: dict[str, Any] = {"value": value, "grad": grads, "value_fn": value_fn}
+        extra["grad_fn"] = lambda at, *_: _ascent(jax.grad(value_fn)(at))
         with jax.named_scope("anybatch.update"):
             new = NewGradient(grads, is_finite, changes, self.optimizer, extra)
             new_arrays, norm = offload.updated(inputs.adapter, state, inputs.state_arrays, new, norm)
@@ -286,6 +286,11 @@ def _value_fn(call: PartitionedCall, options: Options) -> Callable[[Any], Any]:
 
     value_fn.defvjp(value_and_gradient, backward)
     return value_fn
+
+
+def _ascent(grads: Any) -> Any:
+    """The direction of steepest ascent. For complex parameters, JAX returns its conjugate."""
+    return jax.tree.map(lambda leaf: jnp.conj(leaf) if jnp.iscomplexobj(leaf) else leaf, grads)
 
 
 def _spec(leaf: Any) -> Any:

@@ -1,5 +1,6 @@
 """Losses with a head, which runs on the full batch: a small head is silent, a large one warns or raises."""
 
+import contextlib
 import functools
 import re
 import warnings
@@ -115,6 +116,29 @@ def test_memory_of_two_passes_grows_with_the_embeddings_alone():
     assert large - small <= 6 * embeddings
     at_once = [versions.temporaries(jax.jit(jax.grad(loss)).lower(*shapes(n)).compile()) for n in (1024, 16384)]
     assert at_once[1] - at_once[0] > 10 * (large - small)  # the control
+
+
+@pytest.mark.parametrize("norm", [True, False], ids=["BatchNorm", "none"])
+def test_the_reading_says_how_much_microbatches_do_not_save(norm):
+    """What is gathered before a BatchNorm stays for the full batch, like all that follows; without one, nothing."""
+
+    def loss(params, x):
+        first, second, last = params
+        hidden = x @ first
+        inside = hidden @ second
+        if norm:
+            mean, variance = inside.mean(axis=0, keepdims=True), inside.var(axis=0, keepdims=True)
+            inside = (inside - mean) * jax.lax.rsqrt(variance + 1e-5)
+        return jnp.mean(((hidden + jax.nn.gelu(inside)) @ last) ** 2)
+
+    params = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((20, 128), (128, 128), (128, 5))]
+    x = jax.ShapeDtypeStruct((2048, 20), jnp.float32)
+    reading = ab.read(loss, params, x)
+    with pytest.warns(ab.LargeHeadWarning) if norm else contextlib.nullcontext():  # other warnings are errors
+        in_microbatches = temporaries(loss, params, x)
+    kept = in_microbatches / versions.temporaries(jax.jit(jax.grad(loss)).lower(params, x).compile())
+    assert kept > 0.8 if norm else kept < 0.2
+    assert reading.full_batch_share == pytest.approx(kept, abs=0.2)
 
 
 def test_memory_of_random_numbers_is_that_of_a_microbatch():

@@ -193,7 +193,7 @@ def test_an_example_that_is_not_finite_counts_for_nothing(float64, method, bad):
         np.testing.assert_array_equal(leaf, 0)
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", ["vmap", "factored"])
 def test_convolutions_keep_what_is_not_finite_to_its_example(float64, method):
     """XLA multiplies examples by zero, to compute their convolutions as one."""
     generator = np.random.default_rng(0)
@@ -212,6 +212,8 @@ def test_convolutions_keep_what_is_not_finite_to_its_example(float64, method):
     assert not np.isfinite(plain).any()  # the control: all examples are spoilt
     grads = gradients(loss, params, batch)
     norms = norms_of(grads)
+    each = ab.per_example_grads(loss, method=method, microbatch_size=3, nan_safe=False)(params, spoilt)
+    chex.assert_trees_all_close(*(jax.tree.map(lambda leaf: leaf[others], tree) for tree in (each, grads)), rtol=1e-12)
     found = ab.per_example_norms(loss, method=method, microbatch_size=3, nan_safe=False)(params, spoilt)
     np.testing.assert_allclose(found[others], norms[others], rtol=1e-12)
     assert np.isnan(found[3])

@@ -124,7 +124,7 @@ def test_predictions_are_kept_with_the_record_of_a_plan(tmp_path, monkeypatch):
     monkeypatch.setenv("ANYBATCH_CACHE", str(tmp_path))
     params, batch = problem(512)
     first = ab.plan(network, params, batch, memory="900KiB", timed=False)
-    monkeypatch.setattr(prediction, "predict", None)  # cannot be called
+    monkeypatch.setattr(prediction, "predict", None)  # an error if it is called
     again = ab.explain(network, params, batch, memory="900KiB", timed=False)
     assert again.microbatch_size == first.microbatch_size
 

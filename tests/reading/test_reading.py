@@ -205,8 +205,8 @@ def test_a_reading_shows_itself_in_a_notebook():
 def test_the_bar_of_a_reading_is_as_long_as_the_share_of_the_full_batch():
     reading = ab.read(lambda w, b: jnp.max(squares(w, b)), W, BATCH)
     for head, share in ((0, 2.0), (500, 200.0), (1000, 400.0), (2000, 400.0)):  # in pixels, 2 at least
-        shown = dataclasses.replace(reading, head_bytes=head, activation_bytes=1000)._repr_html_()
-        assert f'<path class="part orange" d="M0 6H{share}"/>' in shown
+        shown = dataclasses.replace(reading, head_bytes=head, gathered_bytes=0, activation_bytes=1000)
+        assert f'<path class="part orange" d="M0 6H{share}"/>' in shown._repr_html_()
 
 
 def test_shapes_alone_can_be_read():
