@@ -67,11 +67,11 @@ class HostBatch:
             )
         self._opened = itertools.chain([first], pieces)
         for name, leaf in named_leaves("piece", first):
-            if not isinstance(leaf, np.ndarray) or leaf.ndim == 0:
+            if not _is_plain(leaf) or leaf.ndim == 0:
                 raise InputError(
                     "Every leaf of a piece must be a NumPy array with examples along axis 0",
                     given=f"{name} = {describe(leaf)}",
-                    remedy="Convert it, e.g. np.asarray(x).",
+                    remedy=FILL if isinstance(leaf, np.ma.MaskedArray) else "Convert it, e.g. np.asarray(x).",
                 )
         return first
 
@@ -115,6 +115,14 @@ class HostBatch:
             )
 
 
+def _is_plain(leaf: Any) -> bool:
+    """Whether a leaf is an array of NumPy all of whose elements count."""
+    return isinstance(leaf, np.ndarray) and not isinstance(leaf, np.ma.MaskedArray)
+
+
+FILL = "Pass x.filled(0), and its mask as an array of its own, which the loss multiplies with."
+
+
 def _checked(index: int, piece: Any, like: Any) -> list[np.ndarray]:
     named, first = named_leaves("piece", piece), named_leaves("piece", like)
     if [name for name, _ in named] != [name for name, _ in first]:
@@ -125,13 +133,15 @@ def _checked(index: int, piece: Any, like: Any) -> list[np.ndarray]:
         )
     number = np.shape(named[0][1])[:1]
     for (name, leaf), (_, expected) in zip(named, first, strict=True):
-        right = isinstance(leaf, np.ndarray) and leaf.dtype == expected.dtype and leaf.shape[1:] == expected.shape[1:]
+        right = _is_plain(leaf) and leaf.dtype == expected.dtype and leaf.shape[1:] == expected.shape[1:]
         if not right or leaf.shape[:1] != number:
             wanted = f"{expected.dtype}[{','.join(map(str, (*number, *expected.shape[1:])))}]"
             raise InputError(
                 "All arrays of a piece must have one number of examples, and the types of the first piece",
                 given=f"{name} = {describe(leaf)} in piece {index}, where {wanted} is expected",
-                remedy="Make all pieces alike, e.g. x.astype(np.float32).",
+                remedy=FILL
+                if isinstance(leaf, np.ma.MaskedArray)
+                else "Make all pieces alike, e.g. x.astype(np.float32).",
             )
     return [leaf for _, leaf in named]
 
@@ -187,13 +197,20 @@ def with_rows(
     return tuple(map(opened, args)), {name: opened(argument) for name, argument in kwargs.items()}
 
 
-def in_chunks(rows: Sequence[HostRows], size: int) -> Iterator[list[np.ndarray]]:
-    """The arrays on the host, `size` examples at a time; the last time perhaps fewer."""
+def in_chunks(
+    rows: Sequence[HostRows], size: int, is_stopped: Callable[[], bool] = lambda: False
+) -> Iterator[list[np.ndarray]]:
+    """The arrays on the host, `size` examples at a time; the last time perhaps fewer.
+
+    It ends early, after the current piece, once `is_stopped()` is true.
+    """
     examples = rows[0].shape[0]
     batches = {id(each.source): each.source for each in rows if isinstance(each.source, HostBatch)}
-    pieces = {key: _rechunked(batch.open(), size) for key, batch in batches.items()}
+    pieces = {key: _rechunked(batch.open(), size, is_stopped) for key, batch in batches.items()}
     for start in range(0, examples, size):
-        now = {key: next(iterator) for key, iterator in pieces.items()}
+        now = {key: piece for key, iterator in pieces.items() if (piece := next(iterator, None)) is not None}
+        if len(now) < len(pieces):  # stopped: an iterator that ends too early is an error
+            return
         yield [
             now[id(each.source)][each.index] if id(each.source) in now else each.source[start : start + size]
             for each in rows
@@ -202,11 +219,15 @@ def in_chunks(rows: Sequence[HostRows], size: int) -> Iterator[list[np.ndarray]]
         next(iterator, None)  # lets the source check the number of its examples
 
 
-def _rechunked(pieces: Iterator[list[np.ndarray]], size: int) -> Iterator[list[np.ndarray]]:
+def _rechunked(
+    pieces: Iterator[list[np.ndarray]], size: int, is_stopped: Callable[[], bool]
+) -> Iterator[list[np.ndarray]]:
     """Pieces of any sizes as pieces of `size` examples, the last one perhaps smaller."""
     kept: list[list[np.ndarray]] = []
     number = 0
     for piece in pieces:
+        if is_stopped():
+            return
         length = piece[0].shape[0]
         first = 0
         while length - first + number >= size:

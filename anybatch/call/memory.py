@@ -1,11 +1,13 @@
 """The memory of a device: how much is free, and how much a user allows (`memory=`)."""
 
+import math
 import os
 import re
 from collections.abc import Sequence
 from typing import Any
 
 import jax
+import numpy as np
 
 from anybatch.errors import InputError
 
@@ -26,8 +28,8 @@ def memory_budget(memory: Any, left: int | None = None) -> int | None:
     """
     if memory is None:
         return memory_left() if left is None else left
-    if isinstance(memory, int) and not isinstance(memory, bool) and memory > 0:
-        return memory
+    if isinstance(memory, int | np.integer) and not isinstance(memory, bool) and memory > 0:
+        return int(memory)
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(%|[KMGT]?i?B|)\s*", memory) if isinstance(memory, str) else None
     number, unit = (float(match[1]), match[2]) if match else (0.0, "")
     if unit == "%" and 0 < number <= 100:
@@ -132,13 +134,15 @@ def _system_memory() -> tuple[int | None, int | None]:
         return None, None
 
 
-def readable(num_bytes: int) -> str:
-    """A number of bytes as a text with a unit.
+def readable(num_bytes: int, *, at_least: bool = False) -> str:
+    """A number of bytes as a text with a unit, rounded; with `at_least`, rounded up.
 
-    >>> readable(3 * 2**20)
-    '3.0 MiB'
+    >>> readable(3 * 2**20), readable(3 * 2**20 + 1, at_least=True)
+    ('3.0 MiB', '3.1 MiB')
     """
     for power, unit in enumerate(("B", "KiB", "MiB", "GiB", "TiB")):
         if num_bytes < 1024 ** (power + 1) or unit == "TiB":
             break
-    return f"{num_bytes / 1024**power:.{0 if unit == 'B' else 1}f} {unit}"
+    number = num_bytes / 1024**power
+    number = math.ceil(10 * number) / 10 if at_least else number
+    return f"{number:.{0 if unit == 'B' else 1}f} {unit}"

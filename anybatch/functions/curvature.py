@@ -169,14 +169,19 @@ def ggn_product(
         params, rest = _split(args, argnums)
         _check_vector(vector, params)
 
-        def predictions(params: Any) -> Any:
+        def predicted(params: Any) -> Any:
             return predict(*_with(args, argnums, combined(params, rest)), **kwargs)
 
+        every = predicted(params)
+        made, others = trainable(every), frozen(every)  # masks and indices have no derivative
+
+        def predictions(params: Any) -> Any:
+            return trainable(predicted(params))
+
         def of_predictions(values: Any) -> Any:
-            result = loss(values, args[batch_argnums])
+            result = loss(combined(values, others), args[batch_argnums])
             return result[0] if isinstance(result, tuple) else result
 
-        made = predictions(params)
         pushed = _push(predictions, _stopped(params), vector)
         _, curved = jax.jvp(jax.grad(of_predictions), (_stopped(made),), (pushed,))
         return _dot(_stopped(curved), made)

@@ -58,7 +58,7 @@ def check_head(
             in_blocks = "" if allowed[-1] is not None else _advice_of_blocks(split, budget)
             raise HeadTooLargeError(
                 f"The part of this {'function' if split.loss.maps else 'loss'} that runs on the full batch needs "
-                f"{readable(needed)}{'' if split.loss.maps else ' with its gradient'}, "
+                f"{readable(needed, at_least=True)}{'' if split.loss.maps else ' with its gradient'}, "
                 f"besides the parameters and the batch, and there are {readable(budget)} left for it.\n"
                 f"{_begins(reading)}\nAllow more with memory=. {in_blocks or reading.remedy}".rstrip()
             )

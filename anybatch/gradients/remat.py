@@ -174,12 +174,14 @@ def _values_of_block(first: Any, equations: Sequence[Any]) -> list[_Values]:
         if equation.primitive.name not in _NEEDS_NO_OPERAND
         for operand in _variables(equation.invars)
     }
+    # JAX cannot keep what only a print or a callback reads.
+    told = {operand for equation in equations if equation.effects for operand in _variables(equation.invars)}
     fused = _Values(first, None)
     found = [fused]
     for equation in equations:
         name = equation.primitive.name
         results = [each for each in equation.outvars if each in needed or name in _NEEDS_RESULT]
-        results = [each for each in results if not _is_complex(each.aval)]
+        results = [each for each in results if each not in told and not _is_complex(each.aval)]
         size = sum(num_bytes(each.aval) for each in results)
         if is_region(equation) or _has_refs(equation) or not size:
             continue
@@ -225,7 +227,7 @@ def _run(jaxpr: Any, values: Sequence[Any], policy: _Policy, all_written: int) -
             environment.write(equation.outvars, results)
         else:
             block = _block(segment, policy)
-            if not any(map(_has_refs, segment.equations)):  # JAX cannot compute a reference again
+            if not any(map(_runs_once, segment.equations)):
                 block = policy.checkpoint(block, segment.equations[0])
             environment.write(segment.writes, block(*environment.read(segment.reads)))
     return environment.read(outputs)
@@ -235,7 +237,7 @@ def _run_inside(equation: Any, operands: Sequence[Any], policy: _Policy, all_wri
     """Evaluates an equation that contains most of the program, with blocks inside it; or one that needs none."""
     if equation.primitive.name in CALLS and not is_region(equation):
         return _run(called_jaxpr(equation), operands, policy, all_written)
-    if is_region(equation) or _has_refs(equation):  # JAX cannot compute a reference again
+    if is_region(equation) or _runs_once(equation):
         return interpreter.evaluate(equation, operands)
     body = equation.params["jaxpr"]
     types = [avals.abstract(variable.aval) for variable in interpreter.unbound_inputs_of(body)]
@@ -356,6 +358,11 @@ def _weight(equation: Any) -> int:
 
 def _is_ref(variable: Any) -> bool:
     return "Ref" in type(variable.aval).__name__
+
+
+def _runs_once(equation: Any) -> bool:
+    """True if JAX cannot compute an equation again: it uses references, or calls back to read or write something."""
+    return _has_refs(equation) or any("IO" in type(effect).__name__ for effect in equation.effects)
 
 
 def _has_refs(equation: Any) -> bool:

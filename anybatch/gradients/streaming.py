@@ -9,6 +9,7 @@ import concurrent.futures
 import dataclasses
 import functools
 import itertools
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -97,7 +98,7 @@ def plan_streamed(gradient: Any) -> Plan:
         size = min(size // 2, 1 << max(0, int(size * budget.allowed / found.total).bit_length() - 1))
     chosen = None if fits is False else candidates[-1]
     strategy = f"microbatch_size={size}"
-    needed = f"even 1 example at a time needs {readable(found.total)}, and the budget is {budget}"
+    needed = f"even 1 example at a time needs {readable(found.total, at_least=True)}, and the budget is {budget}"
     devices = gradient.devices or [default_device()]
     return Plan(
         chosen=chosen,
@@ -311,8 +312,9 @@ class _ChunkPass:
         examples, start = self.executor.examples, 0
         totals, parts, ended = self._zeros(), [], collections.deque[Any]()
         programs: dict[int, CompiledProgram] = {}
-        chunks = in_chunks(self.host, self.size)
-        for number, chunk in _transferred(chunks, list(map(_row_bytes, self.host)), self.executor.device):
+        stop = threading.Event()
+        chunks = in_chunks(self.host, self.size, stop.is_set)
+        for number, chunk in _transferred(chunks, list(map(_row_bytes, self.host)), self.executor.device, stop):
             if number not in programs:
                 programs[number] = self._program(number)
             place = [np.asarray(start, np.int32), np.asarray(start + number == examples)]
@@ -344,12 +346,12 @@ class _ChunkPass:
 
 
 def _transferred(
-    chunks: Iterator[list[np.ndarray]], row_bytes: Sequence[int], device: Any
+    chunks: Iterator[list[np.ndarray]], row_bytes: Sequence[int], device: Any, stop: threading.Event
 ) -> Iterator[tuple[int, list[Any]]]:
     """The chunks on the device, each as its number of examples and the slices of its arrays.
 
     A thread makes and copies the next two while the caller uses the one before. It asks for a chunk when the one before
-    is copied, since the owner of the arrays may write over them.
+    is copied, since the owner of the arrays may write over them. `stop` is set in the end, also by an error or Ctrl-C.
     """
     config: Any = jax.config
     has_x64 = bool(config.jax_enable_x64)
@@ -374,6 +376,7 @@ def _transferred(
             coming.append(thread.submit(transfer))
             yield chunk
     finally:
+        stop.set()
         thread.shutdown(cancel_futures=True)
 
 

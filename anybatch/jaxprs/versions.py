@@ -19,6 +19,10 @@ from anybatch.jaxprs.interpreter import jax_core
 
 _CONFIG: Any = jax.config  # partly unannotated
 
+if jax.__version_info__ >= (0, 12):
+    # It adds settings to those that JAX's caches depend on: what was compiled before is compiled again.
+    importlib.import_module("jax.extend")
+
 # Whether the transpose of a scan keeps its inputs apart if only some of their gradients are written in place.
 TRANSPOSES_MIXED_SCANS = jax.__version_info__ >= (0, 11)
 

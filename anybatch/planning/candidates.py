@@ -52,6 +52,7 @@ MOST_COMPILATIONS = 4
 CLOSE = 1.2
 FIRST_ROUNDS, LAST_ROUNDS = 3, 15
 FINAL_SECONDS = 2.0
+MOST_CHANGE = 1.2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,6 +146,14 @@ class Sizes:
         middle = min(max(round(target / self.size_multiple), first), last)
         near = range(max(first, middle - NEIGHBOURS), min(last, middle + NEIGHBOURS) + 1)
         return min((size * self.size_multiple for size in near), key=distance)
+
+
+def _scaled(seconds: float, change: float) -> float:
+    """Seconds, scaled by how the time of another strategy has changed.
+
+    A device that becomes warm changes it by a few percent. More is a disturbance, such as other processes.
+    """
+    return seconds * min(max(change, 1 / MOST_CHANGE), MOST_CHANGE)
 
 
 class StrategySearch:
@@ -347,7 +356,11 @@ class StrategySearch:
             return None
         lean = int(min(map(self._total, smallest)) * (1 + AS_LEAN))
         best = next(strategy for strategy in smallest if self._total(strategy) <= lean)  # it recomputes the least
-        return self.largest_fitting(best.variant, allowed=lean) or best
+        self.largest_fitting(best.variant, allowed=lean)
+        # The memory of a coupled loss does not always grow with the microbatch.
+        alike = [each for each, found in self.compiled.items() if found and each.variant == best.variant]
+        lean = int(min(map(self._total, alike)) * (1 + AS_LEAN))
+        return max((each for each in alike if self._total(each) <= lean), key=self._size)
 
     # Time: which strategy is fastest.
 
@@ -476,7 +489,7 @@ class StrategySearch:
         if best is None or not math.isfinite(raced[best]):
             seconds.update(raced)
         else:
-            seconds[strategy] = known[best] * raced[strategy] / raced[best]
+            seconds[strategy] = _scaled(raced[strategy], known[best] / raced[best])
         return seconds[strategy]
 
     def _race(self, strategies: Sequence[Strategy], reference: Strategy) -> None:
@@ -488,7 +501,7 @@ class StrategySearch:
             raced = self.measurements.race(strategies, rounds)
             # Devices become slower as they become warm.
             change = raced[reference] / seconds[reference] if math.isfinite(raced[reference]) else 1.0
-            seconds.update({strategy: each * change for strategy, each in seconds.items()} | raced)
+            seconds.update({strategy: _scaled(each, change) for strategy, each in seconds.items()} | raced)
 
     def _leanest_of_the_fast(self, strategies: Sequence[Strategy]) -> Strategy:
         seconds = self.measurements.seconds

@@ -180,8 +180,9 @@ class Measurements:
         self.bytes[strategy] = count_bytes(compiled, self.gradient)
 
     def race(self, strategies: Sequence[Strategy], rounds: int) -> dict[Strategy, float]:
-        """The median seconds of each strategy. They run in turns, so that whatever slows the device slows all of them.
+        """The seconds of each strategy. They run in turns, so that whatever slows the device slows all of them.
 
+        These are the median of the rounds, or their minimum on a CPU, where other processes take time.
         A strategy that runs out of memory gets infinite seconds, and its bytes become None.
         """
         on_cpu = (self.gradient.devices or jax.local_devices())[0].platform == "cpu"
@@ -198,7 +199,8 @@ class Measurements:
                 if not on_cpu:
                     self._mean_seconds(strategy)  # it may profit from a device that the program before let cool
                 taken[strategy].append(self._mean_seconds(strategy, self._repeats[strategy]))
-        return {strategy: statistics.median(each) if each else math.inf for strategy, each in taken.items()}
+        middle = min if on_cpu else statistics.median
+        return {strategy: middle(each) if each else math.inf for strategy, each in taken.items()}
 
     def _find_repeats(self, strategy: Strategy, least: float) -> None:
         """Finds out how often a turn must repeat a strategy to last `least` seconds, unless it runs out of memory."""

@@ -153,7 +153,7 @@ def _nothing_fits(search: StrategySearch, budget: Budget, leanest: Leanest) -> s
         size = leanest[0].microbatch_size
         which = f"even {size} example{'' if size == 1 else 's'} at a time"
         which = which if size == search.sizes.smallest else f"the leanest, {leanest[0]},"
-        needs = f": {which} needs {readable(leanest[1].total)}"
+        needs = f": {which} needs {readable(leanest[1].total, at_least=True)}"
     left = "" if budget.allowed is None else f", and the budget is {readable(budget.allowed)}"
     return f"Nothing fits{needs}{left}."
 

@@ -206,8 +206,8 @@ class AnybatchAdapter(StateAdapter):
             raise InputError(
                 "With has_state=True, the state must hold the state of the model",
                 given="state.model_state=None",
-                remedy='Pass it: step.init(params, model_state=...), e.g. variables["batch_stats"] of Flax Linen, or the '
-                "eqx.nn.State of an Equinox model.",
+                remedy='Pass it: step.init(params, model_state=...), e.g. variables["batch_stats"] of Flax Linen, or '
+                "an eqx.nn.State.",
             )
         return "model_state", state.model_state
 

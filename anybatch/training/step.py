@@ -358,12 +358,7 @@ class TrainStep:
             key = (inputs.adapter, inputs.state_constants, state_types, *batch_key)
             program, examples = self._program(inputs, key)
         if last is None and self._donate:
-            moved = moved_arrays(given, inputs.state_arrays)
-            if moved and not isinstance(program, FittingProgram):
-                # If this raises an error, the state is still there.
-                program.lower(inputs.state_arrays, inputs.batch_arrays).compile()
-            for array in moved:  # as donation would
-                array.delete()
+            _delete_moved(given, inputs, program)
         new_arrays, results = program(inputs.state_arrays, inputs.batch_arrays)
         self._meter.start()
         tokens = self._num_tokens(batch)
@@ -633,9 +628,22 @@ class _LastState:
             leaves = [leaf for leaf, constant in pairs if constant is None]
         if not self.array_classes.issuperset(map(type, leaves)):
             return None
-        pairs = zip(leaves, self.on_host, strict=True) if self.on_host else ()
-        is_moved = any(is_on_host(leaf) != (hosted and is_large(leaf)) for leaf, hosted in pairs)
+        is_moved = self.on_host and any(
+            is_on_host(leaf) != (hosted and is_large(leaf)) for leaf, hosted in zip(leaves, self.on_host, strict=True)
+        )
         return None if is_moved else leaves
+
+
+def _delete_moved(given: Sequence[Any], inputs: StepInputs, program: Any) -> None:
+    """Deletes the arrays of a given state that were moved to the host or back, as donation would.
+
+    The program is compiled before: if that raises an error, the state is still there.
+    """
+    moved = moved_arrays(given, inputs.state_arrays)
+    if moved and not isinstance(program, FittingProgram):
+        program.lower(inputs.state_arrays, inputs.batch_arrays).compile()
+    for array in moved:
+        array.delete()
 
 
 def _refuse_others(state: Any, others: tuple[Any, ...]) -> None:

@@ -282,7 +282,7 @@ def _value_fn(call: PartitionedCall, options: Options) -> Callable[[Any], Any]:
         return value_and_gradient(params)[0]
 
     def backward(grads: Any, cotangent: Any) -> Any:
-        return (jax.tree.map(lambda grad: grad * cotangent.astype(grad.dtype), grads),)
+        return (jax.tree.map(lambda grad: grad * jnp.asarray(cotangent, grad.dtype), grads),)
 
     value_fn.defvjp(value_and_gradient, backward)
     return value_fn

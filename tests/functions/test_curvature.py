@@ -42,6 +42,24 @@ def root_mean_square(predictions, batch):
     return jnp.sqrt(jnp.mean((predictions - batch["x"][:, :3]) ** 2))
 
 
+def test_predictions_may_have_masks_and_indices():
+    """They have no derivative, and reach the loss as they are."""
+
+    def predict_all(params, batch):
+        return {"logits": predict(params, batch), "keep": batch["x"][:, 0] > 0, "index": batch["label"]}
+
+    def loss(made, batch):
+        chosen = jnp.take_along_axis(jax.nn.log_softmax(made["logits"]), made["index"][:, None], axis=1)[:, 0]
+        return -jnp.sum(jnp.where(made["keep"], chosen, 0)) / jnp.sum(made["keep"])
+
+    def of_logits(logits, batch):
+        return loss({"logits": logits, "keep": batch["x"][:, 0] > 0, "index": batch["label"]}, batch)
+
+    args = parameters(), examples()
+    found = ab.ggn_product(predict_all, loss, microbatch_size=4)(*args, vector=parameters(5))
+    assert_same(found, ab.ggn_product(predict, of_logits, microbatch_size=None)(*args, vector=parameters(5)))
+
+
 def contrastive(embeddings, batch):
     similarity = embeddings @ embeddings.T
     positions = jnp.arange(len(similarity))

@@ -10,9 +10,12 @@ from cases.comparing import assert_same
 from cases.planned import elementwise, problem
 from cases.read_losses import INFERRED
 from cases.zoo import ZOO
+from jax.experimental import io_callback
 
 import anybatch as ab
 from anybatch.call.options import POLICIES
+from anybatch.gradients import remat
+from anybatch.jaxprs import interpreter
 
 SOME = (
     "gpt_scanned",
@@ -39,6 +42,56 @@ def test_every_policy_gives_the_same_gradient(float64, policy):
         for size in (5, None):
             fun = ab.value_and_grad(elementwise, microbatch_size=size, remat=policy, **options)
             assert_same(fun(params, batch), expected)
+
+
+def test_what_takes_the_least_time_for_each_byte_is_computed_again_first():
+    """Of a sum and a wide product of one layer, the product is kept longer."""
+
+    def layer(x, w):
+        return jnp.sin(x @ w) * jnp.sin(jax.lax.cumsum(x, axis=1))
+
+    jaxpr = jax.make_jaxpr(layer)(jnp.ones((8, 64)), jnp.ones((64, 64)))
+    values = remat._values_of_block(None, interpreter.equations_of(jaxpr))
+    names = {id(each.equation): each.equation.primitive.name for each in values if each.equation is not None}
+    assert sorted(names.values()) == ["cumsum", "dot_general"]
+    share = sum(each.num_bytes for each in values if each.equation is None) / sum(each.num_bytes for each in values)
+    kept, _ = remat._kept(values, share + 0.01)
+    assert [names[each] for each in kept] == ["dot_general"]
+
+
+def _call_back(x, *, ordered, of):
+    if of == "debug":
+        jax.debug.callback(lambda x: None, x, ordered=ordered)
+    else:
+        io_callback(lambda x: None, None, x, ordered=ordered)
+
+
+@pytest.mark.every_jax
+@pytest.mark.parametrize("again", [0.25, 0.6, 1.0, "dots_saveable"])
+@pytest.mark.parametrize("of", ["debug", "io"])
+@pytest.mark.parametrize("scanned", [False, True])
+def test_losses_that_call_back_are_computed_again(again, of, scanned):
+    """JAX can neither keep what only a print reads, nor compute again what calls back to write something."""
+    params, batch = jnp.stack([jnp.eye(8) * 0.9] * 4), jnp.arange(96.0).reshape(12, 8) / 96
+
+    def loss(params, x, tells=True):
+        def layer(x, w):
+            x = jnp.tanh(x @ w)
+            if tells:
+                _call_back(jax.lax.stop_gradient(x).sum(), ordered=False, of=of)
+            return x, None
+
+        if scanned:
+            x, _ = jax.lax.scan(layer, x, params)
+        else:
+            for w in params:
+                x, _ = layer(x, w)
+        return jnp.mean(x**2)
+
+    expected = jax.value_and_grad(loss)(params, batch, tells=False)
+    for size in (5, None):
+        fun = ab.value_and_grad(loss, reduction="mean", microbatch_size=size, remat=again)
+        assert_same(fun(params, batch), expected, rtol=1e-5)
 
 
 @pytest.mark.parametrize("case", INFERRED[::16], ids=lambda case: case.name)

@@ -170,8 +170,8 @@ def test_large_numpy_arrays_and_files_are_streamed(tmp_path, monkeypatch):
     chunks = []
     honest = streaming.in_chunks
 
-    def watched(rows, size):
-        for chunk in honest(rows, size):
+    def watched(*args):
+        for chunk in honest(*args):
             chunks.append(len(chunk[0]))
             yield chunk
 
@@ -297,6 +297,33 @@ def test_pieces_of_other_types_are_refused():
         ab.HostBatch(3, 4)
     with pytest.raises(ab.InputError, match="num_examples"):
         ab.HostBatch([], 0)
+
+
+def test_masked_arrays_are_refused():
+    """NumPy would drop the mask, and the hidden numbers would count."""
+    x = np.ma.masked_greater(np.arange(12.0).reshape(6, 2), 8)
+    for pieces in ([x[:3], x[3:]], [np.ones((3, 2)), x[3:]]):
+        with pytest.raises(ab.InputError, match=r"x\.filled\(0\)"):
+            ab.grad(lambda w, x: jnp.mean(x @ w), microbatch_size=2)(jnp.ones(2), ab.HostBatch(pieces, 6))
+
+
+def test_an_interrupted_call_takes_no_more_pieces():
+    """A chunk may have many pieces. After an error or Ctrl-C, the thread ends with the current one."""
+    taken, stop = [], threading.Event()
+
+    def pieces():
+        for number in range(1000):
+            taken.append(number)
+            if number == 35:
+                stop.wait(10)
+            yield np.ones((1, 2), np.float32)
+
+    chunks = streaming.in_chunks([ab.HostBatch(pieces, 1000).rows()], 10, stop.is_set)
+    on_device = streaming._transferred(chunks, [8], None, stop)
+    assert next(on_device)[0] == 10
+    on_device.close()  # as an error in the loop over it does
+    assert len(taken) <= 36
+    assert next(chunks, None) is None
 
 
 def test_where_it_cannot_be_streamed():

@@ -613,3 +613,57 @@ def test_other_fields_of_a_state_stay_on_the_device():
     step = ab.train_step(loss, microbatch_size=2, offload="optimizer")
     state, _ = step(state, few())
     assert is_on_host(state.opt_state[0].mu[0]["w"]) and not is_on_host(state.opt_state_averages["w"])
+
+
+@pytest.mark.every_jax
+def test_an_error_in_the_first_step_leaves_the_state_as_it_is():
+    """A state made elsewhere is moved by its first step, and only once that is compiled."""
+    optimizer = optax.adam(1e-2)
+    step = ab.train_step(loss, optimizer, microbatch_size=8, offload="optimizer")
+    state = ab.TrainState.create(weights(), optimizer)
+    with pytest.raises(TypeError):
+        step(state, {"x": np.ones((16, 5), np.float32), "y": np.ones(16, np.float32)})
+    state, _ = step(state, data())
+    assert "pinned_host" in kinds(state.opt_state)
+
+
+@pytest.mark.every_jax
+def test_a_state_whose_arrays_were_replaced_in_place_is_moved_again():
+    """JAX ends the process if a program gets an array in another memory than it was compiled for."""
+    step = ab.train_step(lambda params, batch: loss(params["l"], batch), optax.adam(1e-2), offload="optimizer")
+    state, _ = step(step.init({"l": weights()}), data())
+    layer = state.opt_state[0].mu["l"][0]
+    layer["w"] = jax.device_put(layer["w"], jax.memory.Space.Device)
+    state, _ = step(state, data(1))
+    assert is_on_host(state.opt_state[0].mu["l"][0]["w"])
+
+
+def test_a_loss_that_calls_back_in_order_is_refused():
+    """JAX cannot compile callbacks in a fixed order together with arrays on the host."""
+
+    def telling(params, batch, ordered):
+        value = loss(params, batch)
+        jax.debug.callback(lambda value: None, value, ordered=ordered)
+        return value
+
+    def first_step(**options):
+        step = ab.train_step(functools.partial(telling, **options), optax.adam(1e-2), offload="optimizer")
+        return step(step.init(weights()), data())
+
+    with pytest.raises(ab.InputError, match=r"must not print or call back in order.*\nLeave ordered=True out"):
+        first_step(ordered=True)
+    first_step(ordered=False)
+
+
+class Indexed:
+    """An optimizer whose `init` uses a value of the parameters as an index."""
+
+    def init(self, params):
+        return [[0.5, 2.0][int(jnp.argmax(params[0]["b"])) % 2] * params[0]["w"]]
+
+    def update(self, grads, state, params):
+        return jax.tree.map(lambda leaf: -0.01 * leaf, grads), state
+
+
+def test_an_init_that_looks_at_values_in_any_way_is_run_as_it_is():
+    assert_same_bits(run(Indexed(), "optimizer").opt_state, run(Indexed(), None).opt_state)

@@ -274,6 +274,34 @@ def test_an_optimizer_that_takes_some_keyword_arguments_gets_only_these(opaque):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), state.params, expected)
 
 
+def test_an_optimizer_descends_at_other_complex_parameters():
+    """JAX returns the conjugate of the ascent direction, and SAM in its opaque mode asks for gradients by itself."""
+    adversary = optax.chain(optax.contrib.normalize(), optax.sgd(1e-3))
+    optimizer = optax.contrib.sam(optax.sgd(0.1), adversary, sync_period=2, reset_state=True, opaque_mode=True)
+    step = ab.train_step(lambda w, x: jnp.mean(jnp.abs(x @ w - 1j) ** 2), optimizer, microbatch_size=2)
+    state, losses = step.init(jnp.asarray([1.0 + 1.0j, 0.5 - 1.0j], jnp.complex64)), []
+    for _ in range(6):
+        state, metrics = step(state, np.asarray([[1.0, 0.2], [0.3, 1.0], [0.5, 0.5], [1.0, 1.0]], np.complex64))
+        losses.append(float(metrics.loss))
+    assert losses == sorted(losses, reverse=True) and losses[-1] < 0.7 * losses[0]
+
+
+def test_a_line_search_that_stores_the_gradient_takes_the_steps_of_optax():
+    search = optax.scale_by_backtracking_linesearch(max_backtracking_steps=5, store_grad=True)
+    optimizer = optax.chain(optax.sgd(0.1), search)
+    params, batch = jnp.ones(3), np.arange(24, dtype=np.float32).reshape(8, 3) / 10
+
+    def squares(params, batch):
+        return jnp.mean((batch @ params - 1) ** 2)
+
+    step = ab.train_step(squares, optimizer, microbatch_size=4)
+    state, _ = step(step.init(params), batch)
+    value, grad = jax.value_and_grad(squares)(params, batch)
+    of_optax = {"value": value, "grad": grad, "value_fn": lambda params: squares(params, batch)}
+    updates, _ = optimizer.update(grad, optimizer.init(params), params, **of_optax)
+    np.testing.assert_allclose(state.params, optax.apply_updates(params, updates), rtol=1e-6)
+
+
 def test_what_does_not_fit_names_the_memory_that_was_given():
     wide = {"a": jnp.ones((64, 512)), "b": jnp.ones(512)}
     batch = {"x": np.ones((256, 64), np.float32), "y": np.ones(256, np.float32)}
