@@ -161,7 +161,7 @@ def test_times_are_taken_in_turns():
     params, batch = problem(64)
     plan = ab.plan(network, params, batch, memory="1GiB")
     timed = [each for each in plan.candidates if each.seconds is not None]
-    assert len(timed) >= 3 and plan.chosen in timed
+    assert len(timed) >= 2 and plan.chosen in timed
     assert plan.chosen.seconds <= 1.5 * min(each.seconds for each in timed)
 
 
