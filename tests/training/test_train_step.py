@@ -3,6 +3,8 @@
 import functools
 import math
 import re
+import subprocess
+import sys
 
 import chex
 import jax
@@ -712,3 +714,33 @@ def test_an_nnx_optimizer_that_holds_its_model(model_defaults):
         return model.kernel[...]
 
     assert jnp.array_equal(trained(nnx.ModelAndOptimizer), trained(nnx.Optimizer))
+
+
+_COUNTED = """
+import jax, jax.monitoring, jax.numpy as jnp, numpy as np, optax
+import anybatch as ab
+
+compilations = []
+jax.monitoring.register_event_duration_secs_listener(
+    lambda event, seconds, **_: compilations.append(event) if "backend_compile" in event else None
+)
+batch = np.ones((8, 3), np.float32)
+jax.jit(jnp.sin)(batch)
+step = ab.train_step(lambda w, x: jnp.mean((x @ w) ** 2), optax.adam(1e-2), microbatch_size=4)
+state, counts = step.init(jnp.ones((3, 2))), []
+for _ in range(3):
+    before = len(compilations)
+    state, _ = step(state, batch)
+    jax.block_until_ready(state)
+    counts.append(len(compilations) - before)
+print(counts)
+"""
+
+
+@pytest.mark.full
+@pytest.mark.every_jax
+def test_the_first_step_of_a_process_is_compiled_once(tmp_path):
+    """With JAX 0.12, what anybatch imports while it traces would change the settings that JAX's caches depend on."""
+    (tmp_path / "script.py").write_text(_COUNTED)
+    ran = subprocess.run([sys.executable, tmp_path / "script.py"], capture_output=True, text=True, check=True)
+    assert ran.stdout.strip() == "[1, 0, 0]"
