@@ -184,12 +184,12 @@ def _order(inputs: Sequence[Any], equations: Sequence[Any]) -> list[int]:
         union = functools.reduce(operator.or_, (used.get(variable, 0) for variable in _variables(equation.invars)), 0)
         used |= dict.fromkeys(equation.outvars, union)
         together.add(union)
-    # The smallest sets first, in the order of the inputs.
-    sets = sorted(together, key=lambda union: (union.bit_count(), union))
-    numbers = [
-        number for union in sets if union.bit_count() > 1 for number in range(len(inputs)) if union >> number & 1
-    ]
-    return list(dict.fromkeys([*numbers, *range(len(inputs))]))
+    # The smallest sets are joined first: the two moments of a parameter, then its master, then all parameters.
+    groups = {number: [number] for number in range(len(inputs))}
+    for union in sorted(together, key=lambda union: (union.bit_count(), union)):
+        joined = dict.fromkeys(each for number in groups if union >> number & 1 for each in groups[number])
+        groups |= dict.fromkeys(joined, list(joined))
+    return list(dict.fromkeys(each for group in groups.values() for each in group))
 
 
 def _opened(jaxpr: Any, arguments: Sequence[Any]) -> list[Any]:
