@@ -132,6 +132,9 @@ def plot(
                         label=label,
                     )
                 axis.set_xscale("log", base=2)
+                low, high = axis.get_xlim()
+                if high < 4 * low:  # it has one or two powers of two: numbers between them, too
+                    axis.xaxis.set_major_locator(LogLocator(base=2, subs=(1, 1.25, 1.5)))
                 axis.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
                 axis.xaxis.set_minor_formatter(NullFormatter())
                 if log_y:
