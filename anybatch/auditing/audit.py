@@ -23,6 +23,7 @@ from anybatch.auditing.bench import (
     gap,
     given_bench,
     largest,
+    rounded_constants,
 )
 from anybatch.auditing.candidates import Candidate, Form, GradientForm, NnxForm, OptimizerForm, StateForm
 from anybatch.auditing.causes import Cause, Finding, diagnose, diagnose_rounding
@@ -345,6 +346,8 @@ def _audit(candidate: Candidate, trial: Trial, size: int | None) -> Audit:
         bench = given
     actual = first if bench is given else bench.observe()
     leaves = _leaves(bench, actual, notes)
+    if bench is not given and not all(leaf.ok for leaf in leaves):
+        bench, leaves = _allowing_rounded_constants(given, bench, first, leaves, notes)
     if _changes(given, first):
         notes.append("The candidate gives another result each time, for the same arguments.")
     findings: list[Finding] = []
@@ -452,6 +455,27 @@ def _leaves(bench: Bench, actual: Numbers, notes: list[str]) -> list[LeafAudit]:
         notes.append(f"In {worst.name} it agrees to {worst.difference:.1e} only, as with a constant in float32.")
         leaves = [dataclasses.replace(leaf, allowed=max(leaf.allowed, FLOAT32)) for leaf in leaves]
     return leaves
+
+
+def _allowing_rounded_constants(
+    given: Bench, bench: Bench, first: Numbers, leaves: list[LeafAudit], notes: list[str]
+) -> tuple[Bench, list[LeafAudit]]:
+    """The comparison with the rounding of the candidate's constants in bfloat16 or float16 allowed.
+
+    A constant such as 0.1 is rounded when it meets a bfloat16 array, also where the rest is computed in float64. This
+    is allowed if the candidate has such constants, the loss has not, and in its own dtypes the candidate is right.
+    """
+    constants = bench.program.constants - rounded_constants(given.trial.equations)
+    dtype = max((dtype for dtype, _ in constants), key=lambda dtype: float(jnp.finfo(dtype).eps), default=None)
+    rough = [leaf for leaf in leaves if not leaf.ok]
+    if dtype is None or not all(leaf.difference <= float(jnp.finfo(dtype).eps) for leaf in rough):
+        return bench, leaves
+    if not all(leaf.ok for leaf in _rounded(given, bench, first)):
+        return bench, leaves
+    eps, worst = float(jnp.finfo(dtype).eps), max(rough, key=lambda leaf: leaf.difference)
+    notes.append(f"In {worst.name} it agrees to {worst.difference:.1e} only, as with a constant in {dtype}.")
+    leaves = [dataclasses.replace(leaf, allowed=max(leaf.allowed, eps)) for leaf in leaves]
+    return dataclasses.replace(bench, constants_eps=eps), leaves
 
 
 def _changes(bench: Bench, first: Numbers) -> bool:

@@ -756,6 +756,41 @@ def test_a_model_in_bfloat16():
     assert ab.audit(loop(loss, 5, drop=True), loss, PARAMS, BATCH).kind is Cause.DROPPED_REMAINDER
 
 
+def narrow_loss(params, batch):
+    """It computes in bfloat16, whatever the dtypes of its arguments are."""
+    hidden = jnp.tanh(batch["x"].astype(jnp.bfloat16) @ params["w"].astype(jnp.bfloat16))
+    output = (hidden @ params["v"].astype(jnp.bfloat16)).astype(jnp.float32)
+    return jnp.mean((output - batch["y"].astype(jnp.float32)) ** 2)
+
+
+def third(params, batch, size=4):
+    """A mean of three microbatches, whose factor is rounded to bfloat16."""
+    sums = added([jax.grad(narrow_loss)(params, part) for part in parts_of(batch, size)[:3]])
+    return jax.tree.map(lambda leaf: (leaf.astype(jnp.bfloat16) * (1 / 3)).astype(leaf.dtype), sums)
+
+
+def test_a_constant_in_bfloat16_is_no_mistake():
+    result = ab.audit(third, narrow_loss, PARAMS, BATCH)
+    assert result.same and "as with a constant in bfloat16" in result.notes[0], result
+    # It allows no more than its rounding.
+    assert not ab.audit(lambda p, b: scaled(third(p, b), 1.02), narrow_loss, PARAMS, BATCH).same
+    assert not ab.audit(lambda p, b: third(p, b, 3), narrow_loss, PARAMS, BATCH).same
+
+
+def test_an_optimizer_in_bfloat16_is_no_mistake(standard):
+    """Its own constants are rounded, such as the 0.1 of Adam."""
+    optimizer = optax.adamw(1e-2)
+    params = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.bfloat16), PARAMS)
+
+    def step(params, opt_state, batch):
+        grads = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), loop(narrow_loss)(params, batch))
+        updates, opt_state = optimizer.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state
+
+    result = ab.audit(step, narrow_loss, params, BATCH, optimizer=optimizer)
+    assert result.same and "as with a constant in bfloat16" in result.notes[0], result
+
+
 def test_a_candidate_may_donate():
     params, batch = jax.tree.map(jnp.asarray, (PARAMS, BATCH))
     result = ab.audit(jax.jit(jax.grad(mean_loss), donate_argnums=0), mean_loss, params, batch)
