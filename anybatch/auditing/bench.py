@@ -210,6 +210,11 @@ class Bench:
         return max(ratios) if np.isfinite(ratios).all() else 0.0
 
     @property
+    def is_traced(self) -> bool:
+        """True if the operations of the candidate are known."""
+        return isinstance(self.call, _Compiled) or self.program.is_traced
+
+    @property
     def has_key(self) -> bool:
         return any(map(is_key, self.trial.arrays.rest))
 

@@ -791,6 +791,51 @@ def test_an_optimizer_in_bfloat16_is_no_mistake(standard):
     assert result.same and "as with a constant in bfloat16" in result.notes[0], result
 
 
+def opaque(candidate):
+    """The candidate, made so that it cannot be traced."""
+
+    def fun(params, batch):
+        result = candidate(params, batch)
+        assert all(np.isfinite(np.asarray(leaf, float)).all() for leaf in jax.tree.leaves(result))
+        return result
+
+    return fun
+
+
+@pytest.mark.parametrize(
+    "factor, pick, same",
+    [
+        (1.0, slice(None), True),
+        (1.05, slice(None), False),
+        (1.2, slice(None), False),
+        (4 / 3, slice(3), False),
+    ],
+)
+def test_narrow_operations_of_a_candidate_that_cannot_be_traced(factor, pick, same):
+    candidate = opaque(loop(narrow_loss, each=lambda grads: scaled(grads, factor), pick=pick))
+    result = ab.audit(candidate, narrow_loss, PARAMS, BATCH)
+    assert result.same is same, result
+    assert any("cannot be traced" in note for note in result.notes) is same
+
+
+@pytest.mark.parametrize("factor", [1.0, 1.001])
+def test_random_numbers_in_another_dtype(factor, monkeypatch):
+    """The loss draws in the default dtype, and the loop in float32."""
+    monkeypatch.setattr(causes, "MOST_KEYS", 32)
+
+    def part_loss(params, part, kept):
+        hidden = jnp.where(kept, jnp.tanh(part["x"] @ params["w"]), 0.0)
+        return factor * jnp.mean((hidden @ params["v"] - part["y"]) ** 2)
+
+    def candidate(params, batch, key):
+        kept = jax.random.uniform(key, (N, 5), jnp.float32) < 0.7
+        rows = zip(parts_of(batch), jnp.split(kept, N // SIZE), strict=True)
+        return mean_of([jax.grad(part_loss)(params, *pair) for pair in rows])
+
+    result = ab.audit(candidate, dropout_loss, PARAMS, BATCH, KEY)
+    assert result.same is (factor == 1.0), result
+
+
 def test_a_candidate_may_donate():
     params, batch = jax.tree.map(jnp.asarray, (PARAMS, BATCH))
     result = ab.audit(jax.jit(jax.grad(mean_loss), donate_argnums=0), mean_loss, params, batch)
