@@ -378,7 +378,7 @@ def _more(
     """What else is tested if the candidate is right for the given batch: rounding, and other batches."""
     if bench is not given:
         rounded = _rounded(given, bench, first)
-        if findings := diagnose_rounding(given, bench, first, rounded):
+        if findings := diagnose_rounding(given, bench, first, rounded, notes):
             return rounded, findings
     tolerances = bench.tolerances(bench.gradient_tolerances())
     random, number = np.random.default_rng(0), bench.trial.num_examples

@@ -299,6 +299,8 @@ def trace_program(candidate: Candidate, inputs: Inputs) -> Program:
     devices = [size for mesh in meshes for size in mesh.shape.values()]
     devices += [equation.params["axis_size"] for equation in equations if "pmap" in equation.primitive.name]
     shapes = set(candidate.form.shapes)
+    sizes = [math.prod(shape) for shape in shapes]
+    shapes |= {(size,) for size in (*sizes, sum(map(math.prod, candidate.form.shapes)))}  # in one vector
     sums = [
         str(variable.aval.dtype)
         for equation in equations

@@ -69,12 +69,20 @@ def diagnose(bench: Bench, actual: Numbers, leaves: Sequence[LeafAudit], size: i
     return [_unknown(case)]
 
 
-def diagnose_rounding(given: Bench, double: Bench, actual: Numbers, leaves: Sequence[LeafAudit]) -> list[Finding]:
+def diagnose_rounding(
+    given: Bench, double: Bench, actual: Numbers, leaves: Sequence[LeafAudit], notes: list[str]
+) -> list[Finding]:
     """The same for a candidate that agrees in float64 and may differ in the given dtypes."""
     wrong = [leaf for leaf in leaves if not leaf.ok]
     narrow = double.program.narrow_sums or _narrow_in(given)
     if not wrong:
-        return _narrow_sums(given, double, actual, narrow) if narrow else []
+        found = _narrow_sums(given, double, actual, narrow) if narrow else []
+        if found is None:
+            notes.append(
+                f"It adds arrays of the shape of a parameter in {' and '.join(narrow)}. How many digits that costs "
+                "could not be measured. Accumulators should be float32."
+            )
+        return found or []
     worst = max(wrong, key=lambda leaf: leaf.difference / leaf.allowed)
     sums = f" It adds up gradients in {' and '.join(narrow)}." if narrow else ""
     return [
@@ -91,19 +99,21 @@ def _narrow_in(bench: Bench) -> tuple[str, ...]:
     return trace_program(bench.candidate, bench.inputs).narrow_sums
 
 
-def _narrow_sums(given: Bench, double: Bench, actual: Numbers, narrow: Sequence[str]) -> list[Finding]:
-    """Tests whether narrow sums cost more digits than the gradients of the microbatches have.
+def _narrow_sums(given: Bench, double: Bench, actual: Numbers, narrow: Sequence[str]) -> list[Finding] | None:
+    """Tests whether narrow sums cost more digits than the gradients of the microbatches have. None if it cannot.
 
-    The errors of single entries do not show it, since the gradients themselves are narrow. Their mean square does.
+    The errors of single entries do not show it, since the gradients themselves are narrow. Their mean square does. Of a
+    step, the gradient that it used is compared, and all others as its optimizer would show them.
     """
-    if given.candidate.form.is_step or given.trial.is_random:
-        return []
+    case = Case(double, Numbers(double.expected, None, None), (), given.candidate.size)
+    if given.trial.is_random or not case.is_recovered:
+        return None
     examples = given.trial.num_examples
-    sizes = [math.ceil(examples / length) for length in double.program.lengths if 1 < length <= examples] or [1]
+    sizes = [math.ceil(examples / length) for length in double.program.lengths if 1 < length <= examples]
+    sizes = [*([given.candidate.size] if given.candidate.size else []), *sizes, *case.known_sizes, 1]
     layout = in_order(examples, sizes[0])
     parts = [given.trial.full_batch(given.rows(group))[: given.num_gradients] for group in layout.groups]
     wide = [double.trial.full_batch(double.rows(group))[: given.num_gradients] for group in layout.groups]
-    case = Case(double, Numbers(double.expected, None, None), (), None)
 
     def is_right(weights: np.ndarray) -> bool:
         pairs = zip(case.combined(wide, weights), double.gradient, strict=True)
@@ -113,17 +123,17 @@ def _narrow_sums(given: Bench, double: Bench, actual: Numbers, narrow: Sequence[
     weights = next(filter(is_right, _usual_weights(layout)), None)
     weights = case.solved(wide, double.gradient) if weights is None else weights
     if weights is None:
-        return []
+        return None
     careful = case.combined(parts, weights)  # narrow gradients, summed in float64
     types = [leaf.dtype for leaf in given.trial.arrays.wrt]
     careful = [np.asarray(leaf, dtype).astype(float) for leaf, dtype in zip(careful, types, strict=True)]
-    right, full = double.gradient, given.gradient
+    right, used = case.right, case.in_dtypes_of(given, actual)
 
     def error(gradient: Gradient) -> float:
         return math.sqrt(sum(float(np.sum(np.abs(a - b) ** 2)) for a, b in zip(gradient, right, strict=True)))
 
     entries = sum(leaf.size for leaf in right)
-    own, best = error(actual.leaves), max(error(careful), error(full))
+    own, best = error(used.actual), max(error(used.seen(careful)), error(used.right))
     if entries < 8 or own < (2 if entries >= 64 else 4) * best:  # the fewer entries, the more it varies by chance
         return []
     return [

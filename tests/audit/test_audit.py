@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.flatten_util import ravel_pytree
 
 import anybatch as ab
 from anybatch.auditing import causes
@@ -834,6 +835,50 @@ def test_random_numbers_in_another_dtype(factor, monkeypatch):
 
     result = ab.audit(candidate, dropout_loss, PARAMS, BATCH, KEY)
     assert result.same is (factor == 1.0), result
+
+
+def sums_in(dtype, ravelled=False):
+    """Gradients in bfloat16, added up in a dtype."""
+
+    def candidate(params, batch, *args):
+        narrow = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), params)
+        stacked = jax.tree.map(lambda leaf: leaf[:, None], batch)
+        zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, dtype), params)
+        flat, unravel = ravel_pytree(zeros) if ravelled else (zeros, lambda tree: tree)
+
+        def body(sums, part):
+            grads = jax.tree.map(lambda leaf: leaf.astype(dtype), jax.grad(narrow_loss)(narrow, part))
+            return jax.tree.map(jnp.add, sums, ravel_pytree(grads)[0] if ravelled else grads), None
+
+        sums = unravel(jax.lax.scan(body, flat, stacked)[0])
+        return jax.tree.map(lambda leaf, w: leaf.astype(w.dtype) / len(batch["x"]), sums, params)
+
+    return candidate
+
+
+@pytest.mark.parametrize(
+    "dtype, ravelled, same",
+    [(jnp.bfloat16, False, False), (jnp.bfloat16, True, False), (jnp.float32, False, True)],
+    ids=["bfloat16", "in one vector", "float32"],
+)
+def test_narrow_sums_in_a_step(dtype, ravelled, same, standard):
+    """Adam hides them in the parameters. The gradient that it used shows them."""
+    random, optimizer = np.random.default_rng(1), optax.adam(1e-2)
+    params = {name: np.float32(random.normal(size=size) / 4) for name, size in {"w": (8, 16), "v": 16}.items()}
+    batch = {name: np.float32(random.normal(size=size)) for name, size in {"x": (1024, 8), "y": 1024}.items()}
+    step = step_of(sums_in(dtype, ravelled), optimizer)
+    result = ab.audit(step, narrow_loss, params, batch, optimizer=optimizer)
+    assert result.same is same and result.kind is (None if same else Cause.NARROW_ACCUMULATOR), result
+
+
+def test_narrow_sums_that_are_not_measured_are_noted():
+    """Of a random loss no gradient of a microbatch is known."""
+
+    def loss(params, part, key):
+        return narrow_loss(params, part) + 0 * jax.random.normal(key)
+
+    result = ab.audit(sums_in(jnp.bfloat16), loss, PARAMS, BATCH, KEY)
+    assert result.same and any("could not be measured" in note for note in result.notes), result
 
 
 def test_a_candidate_may_donate():
