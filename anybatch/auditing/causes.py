@@ -461,13 +461,12 @@ def _clipped_entries_of_parts(case: Case) -> Finding | None:
         layout = in_order(case.examples, size)
         parts = case.parts(layout)
         number = len(parts)
-        index = case.failed[0]
-        stacked = np.stack([part[index].reshape(-1) for part in parts])
+        stacked = np.stack([_entries(case, part) for part in parts])
         agreeing = np.flatnonzero((np.sign(stacked) == np.sign(stacked[0])).all(axis=0))
         if not len(agreeing):
             continue
         entry = agreeing[np.abs(stacked[:, agreeing]).sum(axis=0).argmax()]
-        wanted = abs(float(case.actual[index].reshape(-1)[entry].real))
+        wanted = abs(float(_entries(case, case.actual)[entry].real))
         for share in (1 / number, 1.0):
             limit = _limit(np.abs(stacked[:, entry]), wanted / share)
             limited = [[np.clip(leaf, -limit, limit) for leaf in part] for part in parts]
@@ -482,6 +481,11 @@ def _clipped_entries_of_parts(case: Case) -> Finding | None:
                     size,
                 )
     return None
+
+
+def _entries(case: Case, gradient: Gradient) -> np.ndarray:
+    """The entries of all leaves that differ, in one vector."""
+    return np.concatenate([gradient[index].reshape(-1) for index in case.failed])
 
 
 def _limit(sizes: np.ndarray, total: float) -> float:

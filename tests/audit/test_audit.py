@@ -327,6 +327,20 @@ def test_a_loop_over_a_root_of_a_mean():
     assert result.kind is Cause.MEAN_OF_MEANS and "Apply the function once" in result.cause
 
 
+def test_limited_entries_of_leaves_with_other_signs():
+    """The gradient of the first leaf changes its sign between microbatches, so another leaf shows the limit."""
+
+    def loss(params, batch):
+        return jnp.mean((jnp.tanh(batch["x"] @ params["w"]) @ params["v"] + params["a"] - batch["y"]) ** 2)
+
+    def limited(grads):
+        return jax.tree.map(lambda leaf: jnp.clip(leaf, -0.1, 0.1), grads)
+
+    params = {**PARAMS, "a": np.float32(0)}
+    result = ab.audit(loop(loss, each=limited), loss, params, BATCH, microbatch_size=SIZE)
+    assert result.kind is Cause.CLIPPED and "limited to 0.1 in each microbatch of 3" in result.cause
+
+
 def test_what_does_not_come_from_the_arguments_is_noted():
     """Such a candidate is right here, and wrong for the next batch or the next step."""
     results = [
