@@ -26,7 +26,7 @@ from anybatch.auditing.bench import (
     rounded_constants,
 )
 from anybatch.auditing.candidates import Candidate, Form, GradientForm, NnxForm, OptimizerForm, StateForm
-from anybatch.auditing.causes import Cause, Finding, diagnose, diagnose_rounding
+from anybatch.auditing.causes import Cause, Finding, changing, diagnose, diagnose_rounding
 from anybatch.call.arguments import PartlyTrained, Roles
 from anybatch.call.checks import one_of, whole_number
 from anybatch.call.display import html_table, in_notebook, paragraph
@@ -350,13 +350,14 @@ def _audit(candidate: Candidate, trial: Trial, size: int | None) -> Audit:
         bench, leaves = _allowing_rounded_constants(given, bench, first, leaves, notes)
         if own := _own_dtypes(given, bench, first, notes):
             bench, actual, leaves = given, first, own
-    if _changes(given, first):
+    changes = _changes(given, first)
+    if changes:
         notes.append("The candidate gives another result each time, for the same arguments.")
     findings: list[Finding] = []
     if all(leaf.ok for leaf in leaves):
         leaves, findings = _more(given, bench, first, leaves, size, notes)
     else:
-        findings = diagnose(bench, actual, leaves, size)
+        findings = [changing()] if changes else diagnose(bench, actual, leaves, size)
     kinds = tuple(dict.fromkeys(finding.kind for finding in findings))
     found = [finding.microbatch_size for finding in findings if finding.microbatch_size is not None]
     return Audit(

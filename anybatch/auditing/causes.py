@@ -69,6 +69,16 @@ def diagnose(bench: Bench, actual: Numbers, leaves: Sequence[LeafAudit], size: i
     return [_unknown(case)]
 
 
+def changing() -> Finding:
+    """The finding for a candidate that gives another result each time."""
+    return Finding(
+        Cause.UNKNOWN,
+        "It differs, and not in the same way each time, so no cause can be computed.\n"
+        "Look for a random generator or a state outside its arguments, such as np.random, a counter, or a cache. Pass "
+        "it as an argument, and audit again.",
+    )
+
+
 def diagnose_rounding(
     given: Bench, double: Bench, actual: Numbers, leaves: Sequence[LeafAudit], notes: list[str]
 ) -> list[Finding]:

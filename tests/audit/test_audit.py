@@ -341,6 +341,17 @@ def test_limited_entries_of_leaves_with_other_signs():
     assert result.kind is Cause.CLIPPED and "limited to 0.1 in each microbatch of 3" in result.cause
 
 
+def test_a_candidate_that_changes_has_no_named_cause():
+    calls = []
+
+    def candidate(params, batch):
+        calls.append(0)
+        return scaled(jax.grad(mean_loss)(params, batch), float(len(calls) + 1))
+
+    result = ab.audit(candidate, mean_loss, PARAMS, BATCH)
+    assert result.kind is Cause.UNKNOWN and "not in the same way each time" in result.cause
+
+
 def test_what_does_not_come_from_the_arguments_is_noted():
     """Such a candidate is right here, and wrong for the next batch or the next step."""
     results = [
