@@ -259,8 +259,10 @@ def _optimizer_state(case: Case) -> Finding | None:
 
 def _right_gradient(case: Case) -> Finding | None:
     """Tests whether a step used the right gradient, and did something else wrong."""
-    if case.failed or not case.bench.candidate.form.is_step:
+    if case.failed:
         return None
+    if not case.bench.candidate.form.is_step:  # so small a difference that any cause would explain it
+        return _unknown(case)
     worst = max(case.step_leaves, key=lambda leaf: -1.0 if leaf.ok else leaf.difference)
     ratio = f", {worst.ratio:.6g} times the right one" if worst.ratio is not None else ""
     return Finding(
