@@ -764,17 +764,20 @@ def _unequal(case: Case, layout: Layout, weights: np.ndarray, right: np.ndarray 
         is_mean = is_mean or np.abs(weights / weights.sum() - shares).max() < EXACT
         if not is_mean:
             return Finding(Cause.MEAN_OF_MEANS, f"{text}{case.some}\nGive each microbatch its weight.", size)
-        why = (
-            "The loss divides by something other than the number of examples, such as the number of tokens."
-            f"{case.some}\nAdd up the total and the weight of each microbatch, and divide once."
-        )
+        is_ragged = np.abs(right - shares).max() < EXACT
+        if not is_ragged and case.reading is not None and case.reading.form.contains(LossKind.COUPLED):
+            return _looks_across(case, layout)
+        divides = "The loss divides by something other than the number of examples, such as the number of tokens."
+        if case.reading is None or not case.reading.form.contains(LossKind.RATIO):
+            divides = f"Perhaps: {divides}"
+        why = f"{divides}{case.some}\nAdd up the total and the weight of each microbatch, and divide once."
         if case.reading is not None and case.reading.form.contains(LossKind.FUNCTION):
             why = (
                 "The loss is a function of a mean, such as its root, and the mean of that function over microbatches "
                 f"is another loss.{case.some}\nApply the function once, to what is added up over all microbatches: its "
                 "derivative there scales every gradient."
             )
-        if np.abs(right - shares).max() < EXACT:
+        if is_ragged:
             why = f"They have different sizes.{case.some}\nWeight each by its number of examples."
         return Finding(Cause.MEAN_OF_MEANS, f"A mean of means. {text} {why} {case.replacement(size)}", size)
     if _is_counted_often(case, layout):
@@ -793,6 +796,13 @@ def _unequal(case: Case, layout: Layout, weights: np.ndarray, right: np.ndarray 
             f"{case.replacement(size)}",
             size,
         )
+    return _looks_across(case, layout)
+
+
+def _looks_across(case: Case, layout: Layout) -> Finding:
+    """The finding for a loss that looks across examples."""
+    number, size = len(layout.groups), layout.size
+    form = None if case.reading is None or case.reading.blame else case.reading.form
     lines = [] if case.reading is None else [f"    {each.place} ({each.primitive})" for each in case.reading.blame[:3]]
     lines += [] if form is None else [f"    it is a {form.words}"]
     looks = "The loss looks across examples, and a microbatch sees only its own:"
@@ -981,4 +991,4 @@ def _number(number: float) -> str:
 
 
 def _weights_in_words(weights: np.ndarray) -> str:
-    return listed([f"{weight:.3f}" for weight in weights])
+    return listed([f"{round(float(weight), 3) + 0.0:.3f}" for weight in weights])  # no "-0.000"

@@ -360,6 +360,15 @@ def test_a_small_difference_has_no_named_cause():
     assert result.kind is Cause.UNKNOWN and "No known mistake" in result.cause
 
 
+def test_a_maximum_over_the_batch_is_no_mean_of_means():
+    def loss(params, batch):
+        return jnp.max(losses_of(params, batch))
+
+    result = ab.audit(loop(loss), loss, PARAMS, BATCH)
+    assert result.kind is Cause.BATCH_STATISTICS and "looks across examples" in result.cause
+    assert causes._weights_in_words(np.array([-1e-9, 1.0])) == "0.000, 1.000"
+
+
 def test_what_does_not_come_from_the_arguments_is_noted():
     """Such a candidate is right here, and wrong for the next batch or the next step."""
     results = [
