@@ -369,7 +369,7 @@ def _named_factor(case: Case, factor: float) -> Finding | None:
             return Finding(
                 Cause.SCALE,
                 f"The gradient is {times}, and {name} is as large.{case.some}\n"
-                f"{'Divide' if large else 'Do not divide'} by it, as the loss does.",
+                f"Perhaps the loop {'does not divide by it, or multiplies' if large else 'divides'} by it.",
             )
     return None
 
@@ -394,15 +394,12 @@ def _counts(case: Case) -> dict[str, float]:
     for name, leaf in zip(names, case.bench.trial.arrays.batch, strict=True):
         array = as_float64(leaf)
         counts.setdefault(f"the sum of {name}", float(array.sum()))
-        counts.setdefault(f"the number of nonzero entries of {name}", float((array != 0).sum()))
-        counts.setdefault(f"the number of entries of {name} that are not negative", float((array >= 0).sum()))
+        if np.array_equal(array, np.round(array)):  # a mask, or labels of which some are negative to be left out
+            counts.setdefault(f"the number of nonzero entries of {name}", float((array != 0).sum()))
+            counts.setdefault(f"the number of entries of {name} that are not negative", float((array >= 0).sum()))
         counts.setdefault(f"the number of entries of {name}", float(array.size))
         for axis, length in enumerate(array.shape[1:], 1):
             counts.setdefault(f"the length of axis {axis} of {name}", float(length))
-    for name, shape in zip(case.bench.candidate.form.parameter_names, case.bench.candidate.form.shapes, strict=True):
-        for axis, length in enumerate(shape):
-            counts.setdefault(f"the length of axis {axis} of {name}", float(length))
-    counts |= {f"half of {name}": number / 2 for name, number in counts.items()}
     return {name: number for name, number in counts.items() if number > 1}
 
 
@@ -413,7 +410,7 @@ def _plain_factor(case: Case, factor: float) -> Finding:
     scale += " Its sign is wrong: is a loss or an update negated?" if factor < 0 else ""
     return Finding(
         Cause.SCALE,
-        f"The gradient is the right one times {_number(factor)}.{scale}{case.some}\n"
+        f"The gradient is the right one times {_factor(factor)}.{scale}{case.some}\n"
         "Look for a constant that the loop multiplies or divides by.",
     )
 
@@ -984,6 +981,12 @@ def _norm(gradient: Gradient) -> float:
 def _is_round(number: float) -> bool:
     """True for a number that a person would type: at most two digits."""
     return abs(float(f"{number:.1e}") - number) < EXACT * abs(number)
+
+
+def _factor(factor: float) -> str:
+    """A factor in words: one that is nearly 1 with its difference from 1."""
+    off = factor - 1
+    return f"1 {'-' if off < 0 else '+'} {abs(off):.1e}" if 0 < abs(off) < 1e-4 else _number(factor)
 
 
 def _number(number: float) -> str:

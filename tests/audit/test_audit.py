@@ -369,6 +369,19 @@ def test_a_maximum_over_the_batch_is_no_mean_of_means():
     assert causes._weights_in_words(np.array([-1e-9, 1.0])) == "0.000, 1.000"
 
 
+@pytest.mark.parametrize(
+    "factor, loss, words",
+    [
+        (5.0, mean_loss, "the right one times 5."),  # and not the length of an axis of a parameter
+        (1 / 9, masked_loss, "Perhaps the loop divides by it."),
+        (1 + 1e-6, mean_loss, "times 1 + 1.0e-06."),
+    ],
+)
+def test_words_about_a_factor(factor, loss, words):
+    result = ab.audit(lambda p, b: scaled(jax.grad(loss)(p, b), factor), loss, PARAMS, BATCH)
+    assert result.kind is Cause.SCALE and words in result.cause, result
+
+
 def test_what_does_not_come_from_the_arguments_is_noted():
     """Such a candidate is right here, and wrong for the next batch or the next step."""
     results = [
