@@ -340,6 +340,13 @@ def _named_factor(case: Case, factor: float) -> Finding | None:
         size = case.size or math.ceil(case.examples / whole)
         what = "a sum of means" if large else "a mean of sums"
         do = f"Divide the sum by {whole}" if large else f"Do not divide by {whole}"
+        if case.size is None and not case.known_sizes and whole not in case.bench.program.lengths:
+            return Finding(
+                Cause.NUMBER_OF_MICROBATCHES,
+                f"The gradient is {times}. If the loop has {whole} microbatches, that is {what}.{case.some}\n{do}. If "
+                "it has another number of them, pass microbatch_size=, and look for a constant that it multiplies or "
+                f"divides by. {case.replacement(None)}",
+            )
         return Finding(
             Cause.NUMBER_OF_MICROBATCHES,
             f"The gradient is {times}, for {whole} microbatches: {what}.{case.some}\n{do}. {case.replacement(size)}",

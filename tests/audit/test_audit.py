@@ -936,6 +936,12 @@ def test_narrow_sums_that_are_not_measured_are_noted():
     assert result.same and any("could not be measured" in note for note in result.notes), result
 
 
+def test_a_guessed_number_of_microbatches_is_a_guess():
+    """Nothing shows how many microbatches this candidate has."""
+    result = ab.audit(opaque(loop(mean_loss, weigh=lambda _, count: 2 / count)), mean_loss, PARAMS, BATCH)
+    assert "If the loop has 2 microbatches" in result.cause and result.microbatch_size is None
+
+
 def test_a_candidate_may_donate():
     params, batch = jax.tree.map(jnp.asarray, (PARAMS, BATCH))
     result = ab.audit(jax.jit(jax.grad(mean_loss), donate_argnums=0), mean_loss, params, batch)
