@@ -6,6 +6,7 @@ computed in float64: then only its structure is compared. In the given dtypes it
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -84,7 +85,7 @@ class Program:
 
     lengths: tuple[int, ...] = ()  # of its loops
     sizes: tuple[int, ...] = ()  # numbers of examples that it takes from the batch
-    devices: tuple[int, ...] = ()  # the sizes of its mesh axes
+    devices: tuple[int, ...] = ()  # the sizes of its mesh axes, and their products
     narrow_sums: tuple[str, ...] = ()  # the narrow dtypes in which it adds arrays of the shape of a parameter
     constants: frozenset[tuple[str, float]] = frozenset()  # its numbers in narrow dtypes that may have been rounded
     is_traced: bool = False  # False if nothing is known
@@ -296,7 +297,12 @@ def trace_program(candidate: Candidate, inputs: Inputs) -> Program:
     lengths = [equation.params["length"] for equation in equations if equation.primitive.name == "scan"]
     taken = [size for equation in equations for size in _taken(equation, len(inputs.batch[0]))]
     meshes = [equation.params["mesh"] for equation in equations if equation.primitive.name == "shard_map"]
-    devices = [size for mesh in meshes for size in mesh.shape.values()]
+    devices = [
+        math.prod(sizes)
+        for mesh in meshes
+        for number in range(1, len(mesh.shape) + 1)
+        for sizes in itertools.combinations(mesh.shape.values(), number)
+    ]
     devices += [equation.params["axis_size"] for equation in equations if "pmap" in equation.primitive.name]
     shapes = set(candidate.form.shapes)
     sizes = [math.prod(shape) for shape in shapes]
