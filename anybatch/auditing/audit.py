@@ -6,7 +6,7 @@ import functools
 import inspect
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -264,7 +264,8 @@ def _prepare(
         "accumulator_dtype": jnp.float32,
     }
     trial = Trial(call.fun, call.args, call.kwargs, options)
-    trace_loss(call.fun, trial.arguments, trial.num_examples, weighted=False, has_aux=call.has_aux)
+    with _own_advice():
+        trace_loss(call.fun, trial.arguments, trial.num_examples, weighted=False, has_aux=call.has_aux)
     first = call.args[0]
     trained = first.trained if isinstance(first, PartlyTrained) else first
     name = _first_name(loss)
@@ -285,6 +286,22 @@ def _prepare(
         subject = (params, optimizer.init(trainable(params)) if state is None else state)
         return OptimizerForm(candidate, trained, name, subject, optimizer, other), trial, subject
     return GradientForm(candidate, trained, name, has_aux=has_aux), trial, params
+
+
+@contextlib.contextmanager
+def _own_advice() -> Iterator[None]:
+    """Replaces advice about options that other functions have and `audit` has not."""
+    try:
+        yield
+    except InputError as error:
+        if not any(option in error.remedy for option in ("argnums=", "batch_argnums", "batch_argnames", "reduction=")):
+            raise
+        remedy = (
+            "Pass ab.audit(candidate, loss, params, batch, *args): every array of batch has a row for each example, "
+            "and *args are the other arguments of the loss. The loss returns a scalar, or with has_aux=True a pair "
+            "(loss, aux)."
+        )
+        raise InputError(error.must, given=error.given, remedy=remedy) from None
 
 
 def _parts(state: Any) -> Sequence[Any]:

@@ -382,6 +382,12 @@ def test_words_about_a_factor(factor, loss, words):
     assert result.kind is Cause.SCALE and words in result.cause, result
 
 
+def test_a_guessed_number_of_microbatches_is_a_guess():
+    """Nothing shows how many microbatches this candidate has."""
+    result = ab.audit(opaque(loop(mean_loss, weigh=lambda _, count: 2 / count)), mean_loss, PARAMS, BATCH)
+    assert "If the loop has 2 microbatches" in result.cause and result.microbatch_size is None
+
+
 def test_what_does_not_come_from_the_arguments_is_noted():
     """Such a candidate is right here, and wrong for the next batch or the next step."""
     results = [
@@ -757,6 +763,18 @@ def test_devices(reduce, kind):
     assert ab.audit(sharded(reduce), mean_loss, PARAMS, BATCH).kind is kind
 
 
+def test_a_sum_over_both_axes_of_a_mesh():
+    axes, P = ("a", "b"), jax.sharding.PartitionSpec
+    mesh = jax.make_mesh((2, 3), axes, devices=jax.devices()[:6], axis_types=(jax.sharding.AxisType.Auto,) * 2)
+
+    def on_device(params, batch):
+        return jax.lax.psum(jax.grad(mean_loss)(params, batch), axes)
+
+    candidate = jax.shard_map(on_device, mesh=mesh, in_specs=(P(), P(axes)), out_specs=P(), check_vma=False)
+    result = ab.audit(candidate, mean_loss, PARAMS, BATCH)
+    assert result.kind is Cause.PSUM_TWICE and "6 times too large" in result.cause
+
+
 # What is printed.
 
 
@@ -936,12 +954,6 @@ def test_narrow_sums_that_are_not_measured_are_noted():
     assert result.same and any("could not be measured" in note for note in result.notes), result
 
 
-def test_a_guessed_number_of_microbatches_is_a_guess():
-    """Nothing shows how many microbatches this candidate has."""
-    result = ab.audit(opaque(loop(mean_loss, weigh=lambda _, count: 2 / count)), mean_loss, PARAMS, BATCH)
-    assert "If the loop has 2 microbatches" in result.cause and result.microbatch_size is None
-
-
 def test_a_candidate_may_donate():
     params, batch = jax.tree.map(jnp.asarray, (PARAMS, BATCH))
     result = ab.audit(jax.jit(jax.grad(mean_loss), donate_argnums=0), mean_loss, params, batch)
@@ -1001,6 +1013,8 @@ def test_an_optimizer_that_hides_a_factor(standard):
         ({"candidate": lambda p, b: {"v": p["v"], "w": p["w"].T}}, "got float32[5,4] for params['w'] of shape (4, 5)"),
         ({"optimizer": "adam"}, "optimizer must be an optax optimizer"),
         ({"state": {"weights": 1}}, "A state must have params and opt_state"),
+        ({"batch": {**BATCH, "y": BATCH["y"][1:]}}, "every array of batch has a row for each example"),
+        ({"loss": lambda p, b: (mean_loss(p, b), 1.0)}, "with has_aux=True a pair (loss, aux)"),
         ({"loss": lambda p, b: jnp.log(-jnp.sum(b["x"] ** 2)) * p["v"][0]}, "must be finite"),
     ],
 )
