@@ -157,7 +157,8 @@ def audit(
 
     **Float64.** The comparison runs in double precision if the candidate can, where a right loop agrees to 1e-12. If
     the candidate casts to narrower dtypes, it is traced, and its operations are computed in float64. Then it runs in
-    the given dtypes too, which shows sums in bfloat16 or float16.
+    the given dtypes too, which shows sums in bfloat16 or float16. A candidate for which float64 says nothing is
+    compared in the given dtypes, and a note says so.
 
     **What a candidate returns.** Without `optimizer` and `state`, `candidate(params, batch, *args)` returns `grads`,
     `(value, grads)` or `((value, aux), grads)`.
