@@ -6,7 +6,7 @@ import functools
 import inspect
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -23,9 +23,10 @@ from anybatch.auditing.bench import (
     gap,
     given_bench,
     largest,
+    rounded_constants,
 )
 from anybatch.auditing.candidates import Candidate, Form, GradientForm, NnxForm, OptimizerForm, StateForm
-from anybatch.auditing.causes import Cause, Finding, diagnose, diagnose_rounding
+from anybatch.auditing.causes import Cause, Finding, changing, diagnose, diagnose_rounding
 from anybatch.call.arguments import PartlyTrained, Roles
 from anybatch.call.checks import one_of, whole_number
 from anybatch.call.display import html_table, in_notebook, paragraph
@@ -156,7 +157,8 @@ def audit(
 
     **Float64.** The comparison runs in double precision if the candidate can, where a right loop agrees to 1e-12. If
     the candidate casts to narrower dtypes, it is traced, and its operations are computed in float64. Then it runs in
-    the given dtypes too, which shows sums in bfloat16 or float16.
+    the given dtypes too, which shows sums in bfloat16 or float16. A candidate for which float64 says nothing is
+    compared in the given dtypes, and a note says so.
 
     **What a candidate returns.** Without `optimizer` and `state`, `candidate(params, batch, *args)` returns `grads`,
     `(value, grads)` or `((value, aux), grads)`.
@@ -263,7 +265,8 @@ def _prepare(
         "accumulator_dtype": jnp.float32,
     }
     trial = Trial(call.fun, call.args, call.kwargs, options)
-    trace_loss(call.fun, trial.arguments, trial.num_examples, weighted=False, has_aux=call.has_aux)
+    with _own_advice():
+        trace_loss(call.fun, trial.arguments, trial.num_examples, weighted=False, has_aux=call.has_aux)
     first = call.args[0]
     trained = first.trained if isinstance(first, PartlyTrained) else first
     name = _first_name(loss)
@@ -284,6 +287,22 @@ def _prepare(
         subject = (params, optimizer.init(trainable(params)) if state is None else state)
         return OptimizerForm(candidate, trained, name, subject, optimizer, other), trial, subject
     return GradientForm(candidate, trained, name, has_aux=has_aux), trial, params
+
+
+@contextlib.contextmanager
+def _own_advice() -> Iterator[None]:
+    """Replaces advice about options that other functions have and `audit` has not."""
+    try:
+        yield
+    except InputError as error:
+        if not any(option in error.remedy for option in ("argnums=", "batch_argnums", "batch_argnames", "reduction=")):
+            raise
+        remedy = (
+            "Pass ab.audit(candidate, loss, params, batch, *args): every array of batch has a row for each example, "
+            "and *args are the other arguments of the loss. The loss returns a scalar, or with has_aux=True a pair "
+            "(loss, aux)."
+        )
+        raise InputError(error.must, given=error.given, remedy=remedy) from None
 
 
 def _parts(state: Any) -> Sequence[Any]:
@@ -345,13 +364,18 @@ def _audit(candidate: Candidate, trial: Trial, size: int | None) -> Audit:
         bench = given
     actual = first if bench is given else bench.observe()
     leaves = _leaves(bench, actual, notes)
-    if _changes(given, first):
+    if bench is not given and not all(leaf.ok for leaf in leaves):
+        bench, leaves = _allowing_rounded_constants(given, bench, first, leaves, notes)
+        if own := _own_dtypes(given, bench, first, notes):
+            bench, actual, leaves = given, first, own
+    changes = _changes(given, first)
+    if changes:
         notes.append("The candidate gives another result each time, for the same arguments.")
     findings: list[Finding] = []
     if all(leaf.ok for leaf in leaves):
         leaves, findings = _more(given, bench, first, leaves, size, notes)
     else:
-        findings = diagnose(bench, actual, leaves, size)
+        findings = [changing()] if changes else diagnose(bench, actual, leaves, size)
     kinds = tuple(dict.fromkeys(finding.kind for finding in findings))
     found = [finding.microbatch_size for finding in findings if finding.microbatch_size is not None]
     return Audit(
@@ -373,7 +397,7 @@ def _more(
     """What else is tested if the candidate is right for the given batch: rounding, and other batches."""
     if bench is not given:
         rounded = _rounded(given, bench, first)
-        if findings := diagnose_rounding(given, bench, first, rounded):
+        if findings := diagnose_rounding(given, bench, first, rounded, notes):
             return rounded, findings
     tolerances = bench.tolerances(bench.gradient_tolerances())
     random, number = np.random.default_rng(0), bench.trial.num_examples
@@ -452,6 +476,68 @@ def _leaves(bench: Bench, actual: Numbers, notes: list[str]) -> list[LeafAudit]:
         notes.append(f"In {worst.name} it agrees to {worst.difference:.1e} only, as with a constant in float32.")
         leaves = [dataclasses.replace(leaf, allowed=max(leaf.allowed, FLOAT32)) for leaf in leaves]
     return leaves
+
+
+def _allowing_rounded_constants(
+    given: Bench, bench: Bench, first: Numbers, leaves: list[LeafAudit], notes: list[str]
+) -> tuple[Bench, list[LeafAudit]]:
+    """The comparison with the rounding of the candidate's constants in bfloat16 or float16 allowed.
+
+    A constant such as 0.1 is rounded when it meets a bfloat16 array, also where the rest is computed in float64. This
+    is allowed if the candidate has such constants, the loss has not, and in its own dtypes the candidate is right.
+    """
+    constants = bench.program.constants - rounded_constants(given.trial.equations)
+    dtype = max((dtype for dtype, _ in constants), key=lambda dtype: float(jnp.finfo(dtype).eps), default=None)
+    rough = [leaf for leaf in leaves if not leaf.ok]
+    if dtype is None or not all(leaf.difference <= float(jnp.finfo(dtype).eps) for leaf in rough):
+        return bench, leaves
+    if not all(leaf.ok for leaf in _rounded(given, bench, first)):
+        return bench, leaves
+    eps, worst = float(jnp.finfo(dtype).eps), max(rough, key=lambda leaf: leaf.difference)
+    notes.append(f"In {worst.name} it agrees to {worst.difference:.1e} only, as with a constant in {dtype}.")
+    leaves = [dataclasses.replace(leaf, allowed=max(leaf.allowed, eps)) for leaf in leaves]
+    return dataclasses.replace(bench, constants_eps=eps), leaves
+
+
+def _own_dtypes(given: Bench, bench: Bench, first: Numbers, notes: list[str]) -> list[LeafAudit] | None:
+    """The comparison in the given dtypes, if one in float64 says nothing and the candidate is right in the given ones.
+
+    That is so for a candidate that cannot be traced, which may cast to narrower dtypes inside. Then it may be as far
+    off as the full batch in the same dtypes is from float64. And a right loop that draws its random numbers in float32
+    draws others than a loss that draws them in float64.
+    """
+    if bench.trial.is_random:
+        if given.trial.eps > FLOAT32:
+            return None
+        allowed = given.gradient_tolerances()
+        note = "Compared in the given dtypes: in float64 the candidate draws other random numbers than the loss."
+    elif not bench.is_traced:
+        errors = [gap(a, b) for a, b in zip(given.gradient, bench.gradient, strict=True)]
+        allowed = [max(4 * e, 8 * given.trial.eps * s) for e, s in zip(errors, given.scales, strict=True)]
+        note = (
+            "Compared in the given dtypes: the candidate cannot be traced, so operations that it does in narrower "
+            "dtypes cannot be computed in float64."
+        )
+    else:
+        return None
+    leaves = compared(given, first, given.tolerances(allowed), _names(given))
+    if not all(leaf.ok for leaf in leaves) or not _has_small_error(given, bench, first):
+        return None
+    notes.append(note)
+    return leaves
+
+
+def _has_small_error(given: Bench, bench: Bench, first: Numbers) -> bool:
+    """True unless the root mean square error of a narrow gradient is large. It varies less than the largest error."""
+    if bench.trial.is_random or given.candidate.form.is_step or given.trial.eps <= FLOAT32:
+        return True
+
+    def norm(one: list[np.ndarray], other: list[np.ndarray]) -> float:
+        return math.sqrt(sum(float(np.sum(np.abs(a - b) ** 2)) for a, b in zip(one, other, strict=True)))
+
+    size = norm(bench.gradient, [0 * leaf for leaf in bench.gradient])
+    error = max(norm(given.gradient, bench.gradient), given.trial.eps * size)
+    return norm(first.leaves, bench.gradient) <= 4 * error
 
 
 def _changes(bench: Bench, first: Numbers) -> bool:

@@ -6,6 +6,8 @@ computed in float64: then only its structure is compared. In the given dtypes it
 
 import dataclasses
 import functools
+import itertools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -21,6 +23,7 @@ from anybatch.verification.comparison import NEGLIGIBLE, Trial, WideLoss, differ
 
 SLACK = 4  # a candidate may round in more places than one path through the loss does
 FLOAT32 = 2 * float(np.finfo(np.float32).eps)  # a candidate may have a factor such as 1 / n in float32
+NARROW = ("bfloat16", "float16")
 
 
 class Numbers(NamedTuple):
@@ -82,8 +85,10 @@ class Program:
 
     lengths: tuple[int, ...] = ()  # of its loops
     sizes: tuple[int, ...] = ()  # numbers of examples that it takes from the batch
-    devices: tuple[int, ...] = ()  # the sizes of its mesh axes
+    devices: tuple[int, ...] = ()  # the sizes of its mesh axes, and their products
     narrow_sums: tuple[str, ...] = ()  # the narrow dtypes in which it adds arrays of the shape of a parameter
+    constants: frozenset[tuple[str, float]] = frozenset()  # its numbers in narrow dtypes that may have been rounded
+    is_traced: bool = False  # False if nothing is known
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,6 +101,7 @@ class Bench:
     call: Callable[[Inputs], Observation]
     predicted: Callable[..., Observation]
     program: Program = Program()
+    constants_eps: float = FLOAT32  # the rounding of the candidate's constants
 
     def observe(self, inputs: Inputs | None = None) -> Numbers:
         """What the candidate gives, by default for the given batch."""
@@ -201,8 +207,13 @@ class Bench:
             actual = self.observe(self.inputs.rows(rows)).leaves
         gradient = self.trial.full_batch(self.rows(rows))[: self.num_gradients]
         pairs = zip(actual, self.predict(gradient), tolerances, self.expected, strict=True)
-        ratios = [gap(a, b) / (tol + FLOAT32 * max(largest(b), largest(c))) for a, b, tol, c in pairs]
+        ratios = [gap(a, b) / (tol + self.constants_eps * max(largest(b), largest(c))) for a, b, tol, c in pairs]
         return max(ratios) if np.isfinite(ratios).all() else 0.0
+
+    @property
+    def is_traced(self) -> bool:
+        """True if the operations of the candidate are known."""
+        return isinstance(self.call, _Compiled) or self.program.is_traced
 
     @property
     def has_key(self) -> bool:
@@ -286,21 +297,48 @@ def trace_program(candidate: Candidate, inputs: Inputs) -> Program:
     lengths = [equation.params["length"] for equation in equations if equation.primitive.name == "scan"]
     taken = [size for equation in equations for size in _taken(equation, len(inputs.batch[0]))]
     meshes = [equation.params["mesh"] for equation in equations if equation.primitive.name == "shard_map"]
-    devices = [size for mesh in meshes for size in mesh.shape.values()]
+    devices = [
+        math.prod(sizes)
+        for mesh in meshes
+        for number in range(1, len(mesh.shape) + 1)
+        for sizes in itertools.combinations(mesh.shape.values(), number)
+    ]
     devices += [equation.params["axis_size"] for equation in equations if "pmap" in equation.primitive.name]
     shapes = set(candidate.form.shapes)
+    sizes = [math.prod(shape) for shape in shapes]
+    shapes |= {(size,) for size in (*sizes, sum(map(math.prod, candidate.form.shapes)))}  # in one vector
     sums = [
         str(variable.aval.dtype)
         for equation in equations
         if equation.primitive.name in ("add", "add_any")
         for variable in equation.outvars
-        if str(variable.aval.dtype) in ("bfloat16", "float16") and variable.aval.shape in shapes
+        if str(variable.aval.dtype) in NARROW and variable.aval.shape in shapes
     ]
     return Program(
         tuple(dict.fromkeys(lengths)),
         tuple(dict.fromkeys(taken)),
         tuple(dict.fromkeys(devices)),
         tuple(dict.fromkeys(sums)),
+        rounded_constants(equations),
+        is_traced=True,
+    )
+
+
+def rounded_constants(equations: Sequence[Any]) -> frozenset[tuple[str, float]]:
+    """The dtypes and values of numbers in narrow dtypes that may have been rounded.
+
+    Integers and powers of two are exact.
+    """
+    found = {
+        (str(operand.aval.dtype), float(operand.val))
+        for equation in equations
+        for operand in equation.invars
+        if interpreter.is_literal(operand) and str(getattr(operand.aval, "dtype", "")) in NARROW
+    }
+    return frozenset(
+        (dtype, number)
+        for dtype, number in found
+        if math.isfinite(number) and number != round(number) and abs(math.frexp(number)[0]) != 0.5
     )
 
 

@@ -156,6 +156,12 @@ class Case:
                 return False
         return True
 
+    def in_dtypes_of(self, bench: Bench, actual: Numbers) -> "Case":
+        """The candidate in other dtypes. The gradient that it used is recovered from the same leaves."""
+        other = Case(bench, actual, (), self.size)
+        other._sources = self._sources
+        return other
+
     # Gradients of some examples.
 
     def gradient(self, rows: np.ndarray, keys: tuple[str, int, int, int] | None = None) -> Gradient:

@@ -69,12 +69,30 @@ def diagnose(bench: Bench, actual: Numbers, leaves: Sequence[LeafAudit], size: i
     return [_unknown(case)]
 
 
-def diagnose_rounding(given: Bench, double: Bench, actual: Numbers, leaves: Sequence[LeafAudit]) -> list[Finding]:
+def changing() -> Finding:
+    """The finding for a candidate that gives another result each time."""
+    return Finding(
+        Cause.UNKNOWN,
+        "It differs, and not in the same way each time, so no cause can be computed.\n"
+        "Look for a random generator or a state outside its arguments, such as np.random, a counter, or a cache. Pass "
+        "it as an argument, and audit again.",
+    )
+
+
+def diagnose_rounding(
+    given: Bench, double: Bench, actual: Numbers, leaves: Sequence[LeafAudit], notes: list[str]
+) -> list[Finding]:
     """The same for a candidate that agrees in float64 and may differ in the given dtypes."""
     wrong = [leaf for leaf in leaves if not leaf.ok]
     narrow = double.program.narrow_sums or _narrow_in(given)
     if not wrong:
-        return _narrow_sums(given, double, actual, narrow) if narrow else []
+        found = _narrow_sums(given, double, actual, narrow) if narrow else []
+        if found is None:
+            notes.append(
+                f"It adds arrays of the shape of a parameter in {' and '.join(narrow)}. How many digits that costs "
+                "could not be measured. Accumulators should be float32."
+            )
+        return found or []
     worst = max(wrong, key=lambda leaf: leaf.difference / leaf.allowed)
     sums = f" It adds up gradients in {' and '.join(narrow)}." if narrow else ""
     return [
@@ -91,19 +109,21 @@ def _narrow_in(bench: Bench) -> tuple[str, ...]:
     return trace_program(bench.candidate, bench.inputs).narrow_sums
 
 
-def _narrow_sums(given: Bench, double: Bench, actual: Numbers, narrow: Sequence[str]) -> list[Finding]:
-    """Tests whether narrow sums cost more digits than the gradients of the microbatches have.
+def _narrow_sums(given: Bench, double: Bench, actual: Numbers, narrow: Sequence[str]) -> list[Finding] | None:
+    """Tests whether narrow sums cost more digits than the gradients of the microbatches have. None if it cannot.
 
-    The errors of single entries do not show it, since the gradients themselves are narrow. Their mean square does.
+    The errors of single entries do not show it, since the gradients themselves are narrow. Their mean square does. Of a
+    step, the gradient that it used is compared, and all others as its optimizer would show them.
     """
-    if given.candidate.form.is_step or given.trial.is_random:
-        return []
+    case = Case(double, Numbers(double.expected, None, None), (), given.candidate.size)
+    if given.trial.is_random or not case.is_recovered:
+        return None
     examples = given.trial.num_examples
-    sizes = [math.ceil(examples / length) for length in double.program.lengths if 1 < length <= examples] or [1]
+    sizes = [math.ceil(examples / length) for length in double.program.lengths if 1 < length <= examples]
+    sizes = [*([given.candidate.size] if given.candidate.size else []), *sizes, *case.known_sizes, 1]
     layout = in_order(examples, sizes[0])
     parts = [given.trial.full_batch(given.rows(group))[: given.num_gradients] for group in layout.groups]
     wide = [double.trial.full_batch(double.rows(group))[: given.num_gradients] for group in layout.groups]
-    case = Case(double, Numbers(double.expected, None, None), (), None)
 
     def is_right(weights: np.ndarray) -> bool:
         pairs = zip(case.combined(wide, weights), double.gradient, strict=True)
@@ -113,17 +133,17 @@ def _narrow_sums(given: Bench, double: Bench, actual: Numbers, narrow: Sequence[
     weights = next(filter(is_right, _usual_weights(layout)), None)
     weights = case.solved(wide, double.gradient) if weights is None else weights
     if weights is None:
-        return []
+        return None
     careful = case.combined(parts, weights)  # narrow gradients, summed in float64
     types = [leaf.dtype for leaf in given.trial.arrays.wrt]
     careful = [np.asarray(leaf, dtype).astype(float) for leaf, dtype in zip(careful, types, strict=True)]
-    right, full = double.gradient, given.gradient
+    right, used = case.right, case.in_dtypes_of(given, actual)
 
     def error(gradient: Gradient) -> float:
         return math.sqrt(sum(float(np.sum(np.abs(a - b) ** 2)) for a, b in zip(gradient, right, strict=True)))
 
     entries = sum(leaf.size for leaf in right)
-    own, best = error(actual.leaves), max(error(careful), error(full))
+    own, best = error(used.actual), max(error(used.seen(careful)), error(used.right))
     if entries < 8 or own < (2 if entries >= 64 else 4) * best:  # the fewer entries, the more it varies by chance
         return []
     return [
@@ -239,8 +259,10 @@ def _optimizer_state(case: Case) -> Finding | None:
 
 def _right_gradient(case: Case) -> Finding | None:
     """Tests whether a step used the right gradient, and did something else wrong."""
-    if case.failed or not case.bench.candidate.form.is_step:
+    if case.failed:
         return None
+    if not case.bench.candidate.form.is_step:  # so small a difference that any cause would explain it
+        return _unknown(case)
     worst = max(case.step_leaves, key=lambda leaf: -1.0 if leaf.ok else leaf.difference)
     ratio = f", {worst.ratio:.6g} times the right one" if worst.ratio is not None else ""
     return Finding(
@@ -318,6 +340,13 @@ def _named_factor(case: Case, factor: float) -> Finding | None:
         size = case.size or math.ceil(case.examples / whole)
         what = "a sum of means" if large else "a mean of sums"
         do = f"Divide the sum by {whole}" if large else f"Do not divide by {whole}"
+        if case.size is None and not case.known_sizes and whole not in case.bench.program.lengths:
+            return Finding(
+                Cause.NUMBER_OF_MICROBATCHES,
+                f"The gradient is {times}. If the loop has {whole} microbatches, that is {what}.{case.some}\n{do}. If "
+                "it has another number of them, pass microbatch_size=, and look for a constant that it multiplies or "
+                f"divides by. {case.replacement(None)}",
+            )
         return Finding(
             Cause.NUMBER_OF_MICROBATCHES,
             f"The gradient is {times}, for {whole} microbatches: {what}.{case.some}\n{do}. {case.replacement(size)}",
@@ -347,7 +376,7 @@ def _named_factor(case: Case, factor: float) -> Finding | None:
             return Finding(
                 Cause.SCALE,
                 f"The gradient is {times}, and {name} is as large.{case.some}\n"
-                f"{'Divide' if large else 'Do not divide'} by it, as the loss does.",
+                f"Perhaps the loop {'does not divide by it, or multiplies' if large else 'divides'} by it.",
             )
     return None
 
@@ -372,15 +401,12 @@ def _counts(case: Case) -> dict[str, float]:
     for name, leaf in zip(names, case.bench.trial.arrays.batch, strict=True):
         array = as_float64(leaf)
         counts.setdefault(f"the sum of {name}", float(array.sum()))
-        counts.setdefault(f"the number of nonzero entries of {name}", float((array != 0).sum()))
-        counts.setdefault(f"the number of entries of {name} that are not negative", float((array >= 0).sum()))
+        if np.array_equal(array, np.round(array)):  # a mask, or labels of which some are negative to be left out
+            counts.setdefault(f"the number of nonzero entries of {name}", float((array != 0).sum()))
+            counts.setdefault(f"the number of entries of {name} that are not negative", float((array >= 0).sum()))
         counts.setdefault(f"the number of entries of {name}", float(array.size))
         for axis, length in enumerate(array.shape[1:], 1):
             counts.setdefault(f"the length of axis {axis} of {name}", float(length))
-    for name, shape in zip(case.bench.candidate.form.parameter_names, case.bench.candidate.form.shapes, strict=True):
-        for axis, length in enumerate(shape):
-            counts.setdefault(f"the length of axis {axis} of {name}", float(length))
-    counts |= {f"half of {name}": number / 2 for name, number in counts.items()}
     return {name: number for name, number in counts.items() if number > 1}
 
 
@@ -391,7 +417,7 @@ def _plain_factor(case: Case, factor: float) -> Finding:
     scale += " Its sign is wrong: is a loss or an update negated?" if factor < 0 else ""
     return Finding(
         Cause.SCALE,
-        f"The gradient is the right one times {_number(factor)}.{scale}{case.some}\n"
+        f"The gradient is the right one times {_factor(factor)}.{scale}{case.some}\n"
         "Look for a constant that the loop multiplies or divides by.",
     )
 
@@ -451,13 +477,12 @@ def _clipped_entries_of_parts(case: Case) -> Finding | None:
         layout = in_order(case.examples, size)
         parts = case.parts(layout)
         number = len(parts)
-        index = case.failed[0]
-        stacked = np.stack([part[index].reshape(-1) for part in parts])
+        stacked = np.stack([_entries(case, part) for part in parts])
         agreeing = np.flatnonzero((np.sign(stacked) == np.sign(stacked[0])).all(axis=0))
         if not len(agreeing):
             continue
         entry = agreeing[np.abs(stacked[:, agreeing]).sum(axis=0).argmax()]
-        wanted = abs(float(case.actual[index].reshape(-1)[entry].real))
+        wanted = abs(float(_entries(case, case.actual)[entry].real))
         for share in (1 / number, 1.0):
             limit = _limit(np.abs(stacked[:, entry]), wanted / share)
             limited = [[np.clip(leaf, -limit, limit) for leaf in part] for part in parts]
@@ -472,6 +497,11 @@ def _clipped_entries_of_parts(case: Case) -> Finding | None:
                     size,
                 )
     return None
+
+
+def _entries(case: Case, gradient: Gradient) -> np.ndarray:
+    """The entries of all leaves that differ, in one vector."""
+    return np.concatenate([gradient[index].reshape(-1) for index in case.failed])
 
 
 def _limit(sizes: np.ndarray, total: float) -> float:
@@ -738,17 +768,20 @@ def _unequal(case: Case, layout: Layout, weights: np.ndarray, right: np.ndarray 
         is_mean = is_mean or np.abs(weights / weights.sum() - shares).max() < EXACT
         if not is_mean:
             return Finding(Cause.MEAN_OF_MEANS, f"{text}{case.some}\nGive each microbatch its weight.", size)
-        why = (
-            "The loss divides by something other than the number of examples, such as the number of tokens."
-            f"{case.some}\nAdd up the total and the weight of each microbatch, and divide once."
-        )
+        is_ragged = np.abs(right - shares).max() < EXACT
+        if not is_ragged and case.reading is not None and case.reading.form.contains(LossKind.COUPLED):
+            return _looks_across(case, layout)
+        divides = "The loss divides by something other than the number of examples, such as the number of tokens."
+        if case.reading is None or not case.reading.form.contains(LossKind.RATIO):
+            divides = f"Perhaps: {divides}"
+        why = f"{divides}{case.some}\nAdd up the total and the weight of each microbatch, and divide once."
         if case.reading is not None and case.reading.form.contains(LossKind.FUNCTION):
             why = (
                 "The loss is a function of a mean, such as its root, and the mean of that function over microbatches "
                 f"is another loss.{case.some}\nApply the function once, to what is added up over all microbatches: its "
                 "derivative there scales every gradient."
             )
-        if np.abs(right - shares).max() < EXACT:
+        if is_ragged:
             why = f"They have different sizes.{case.some}\nWeight each by its number of examples."
         return Finding(Cause.MEAN_OF_MEANS, f"A mean of means. {text} {why} {case.replacement(size)}", size)
     if _is_counted_often(case, layout):
@@ -767,6 +800,13 @@ def _unequal(case: Case, layout: Layout, weights: np.ndarray, right: np.ndarray 
             f"{case.replacement(size)}",
             size,
         )
+    return _looks_across(case, layout)
+
+
+def _looks_across(case: Case, layout: Layout) -> Finding:
+    """The finding for a loss that looks across examples."""
+    number, size = len(layout.groups), layout.size
+    form = None if case.reading is None or case.reading.blame else case.reading.form
     lines = [] if case.reading is None else [f"    {each.place} ({each.primitive})" for each in case.reading.blame[:3]]
     lines += [] if form is None else [f"    it is a {form.words}"]
     looks = "The loss looks across examples, and a microbatch sees only its own:"
@@ -950,9 +990,15 @@ def _is_round(number: float) -> bool:
     return abs(float(f"{number:.1e}") - number) < EXACT * abs(number)
 
 
+def _factor(factor: float) -> str:
+    """A factor in words: one that is nearly 1 with its difference from 1."""
+    off = factor - 1
+    return f"1 {'-' if off < 0 else '+'} {abs(off):.1e}" if 0 < abs(off) < 1e-4 else _number(factor)
+
+
 def _number(number: float) -> str:
     return f"{number:.6g}"
 
 
 def _weights_in_words(weights: np.ndarray) -> str:
-    return listed([f"{weight:.3f}" for weight in weights])
+    return listed([f"{round(float(weight), 3) + 0.0:.3f}" for weight in weights])  # no "-0.000"

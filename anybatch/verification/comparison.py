@@ -415,7 +415,8 @@ class Trial:
         return self._program(self._gradient_by_jax)
 
     @functools.cached_property
-    def _equations(self) -> list[Any]:
+    def equations(self) -> list[Any]:
+        """The equations of the gradient of the full batch."""
         with self.precision():
             return list(interpreter.walk(jax.make_jaxpr(self._gradient_by_jax)(self.arrays)))
 
@@ -426,7 +427,7 @@ class Trial:
             return np.dtype(np.float64)
         computed = [
             variable.aval.dtype
-            for equation in self._equations
+            for equation in self.equations
             if not all(map(interpreter.is_literal, equation.invars))  # constants such as zeros are exact
             for variable in equation.outvars
             if jax.dtypes.issubdtype(getattr(variable.aval, "dtype", np.bool_), np.inexact)
@@ -444,7 +445,7 @@ class Trial:
     @property
     def is_random(self) -> bool:
         """True if the loss draws random numbers."""
-        return any(equation.primitive.name in RANDOM_PRIMITIVES for equation in self._equations)
+        return any(equation.primitive.name in RANDOM_PRIMITIVES for equation in self.equations)
 
     # The gradients.
 

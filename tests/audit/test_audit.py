@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.flatten_util import ravel_pytree
 
 import anybatch as ab
 from anybatch.auditing import causes
@@ -324,6 +325,67 @@ def test_a_loop_over_a_root_of_a_mean():
 
     result = ab.audit(loop(root), root, PARAMS, BATCH)
     assert result.kind is Cause.MEAN_OF_MEANS and "Apply the function once" in result.cause
+
+
+def test_limited_entries_of_leaves_with_other_signs():
+    """The gradient of the first leaf changes its sign between microbatches, so another leaf shows the limit."""
+
+    def loss(params, batch):
+        return jnp.mean((jnp.tanh(batch["x"] @ params["w"]) @ params["v"] + params["a"] - batch["y"]) ** 2)
+
+    def limited(grads):
+        return jax.tree.map(lambda leaf: jnp.clip(leaf, -0.1, 0.1), grads)
+
+    params = {**PARAMS, "a": np.float32(0)}
+    result = ab.audit(loop(loss, each=limited), loss, params, BATCH, microbatch_size=SIZE)
+    assert result.kind is Cause.CLIPPED and "limited to 0.1 in each microbatch of 3" in result.cause
+
+
+def test_a_candidate_that_changes_has_no_named_cause():
+    calls = []
+
+    def candidate(params, batch):
+        calls.append(0)
+        return scaled(jax.grad(mean_loss)(params, batch), float(len(calls) + 1))
+
+    result = ab.audit(candidate, mean_loss, PARAMS, BATCH)
+    assert result.kind is Cause.UNKNOWN and "not in the same way each time" in result.cause
+
+
+def test_a_small_difference_has_no_named_cause():
+    """Any cause would explain a difference of a few roundings."""
+    compiled = jax.jit(jax.grad(mean_loss)).lower(PARAMS, BATCH).compile()
+    allowed = max(leaf.allowed for leaf in ab.audit(compiled, mean_loss, PARAMS, BATCH).leaves)
+    result = ab.audit(lambda p, b: scaled(compiled(p, b), 1 + 2 * allowed), mean_loss, PARAMS, BATCH)
+    assert result.kind is Cause.UNKNOWN and "No known mistake" in result.cause
+
+
+def test_a_maximum_over_the_batch_is_no_mean_of_means():
+    def loss(params, batch):
+        return jnp.max(losses_of(params, batch))
+
+    result = ab.audit(loop(loss), loss, PARAMS, BATCH)
+    assert result.kind is Cause.BATCH_STATISTICS and "looks across examples" in result.cause
+    assert causes._weights_in_words(np.array([-1e-9, 1.0])) == "0.000, 1.000"
+
+
+@pytest.mark.parametrize(
+    "factor, loss, words",
+    [
+        (5.0, mean_loss, "the right one times 5."),  # and not the length of an axis of a parameter
+        (1 / 9, masked_loss, "Perhaps the loop divides by it."),
+        (1 + 1e-6, mean_loss, "times 1 + 1.0e-06."),
+    ],
+)
+def test_words_about_a_factor(factor, loss, words):
+    result = ab.audit(lambda p, b: scaled(jax.grad(loss)(p, b), factor), loss, PARAMS, BATCH)
+    assert result.kind is Cause.SCALE and words in result.cause, result
+
+
+def test_a_guessed_number_of_microbatches_is_a_guess():
+    """Nothing shows how many microbatches this candidate has."""
+    result = ab.audit(opaque(loop(mean_loss, weigh=lambda _, count: 2 / count)), mean_loss, PARAMS, BATCH)
+    assert "If the loop has 2 microbatches" in result.cause and result.microbatch_size is None
 
 
 def test_what_does_not_come_from_the_arguments_is_noted():
@@ -701,6 +763,18 @@ def test_devices(reduce, kind):
     assert ab.audit(sharded(reduce), mean_loss, PARAMS, BATCH).kind is kind
 
 
+def test_a_sum_over_both_axes_of_a_mesh():
+    axes, P = ("a", "b"), jax.sharding.PartitionSpec
+    mesh = jax.make_mesh((2, 3), axes, devices=jax.devices()[:6], axis_types=(jax.sharding.AxisType.Auto,) * 2)
+
+    def on_device(params, batch):
+        return jax.lax.psum(jax.grad(mean_loss)(params, batch), axes)
+
+    candidate = jax.shard_map(on_device, mesh=mesh, in_specs=(P(), P(axes)), out_specs=P(), check_vma=False)
+    result = ab.audit(candidate, mean_loss, PARAMS, BATCH)
+    assert result.kind is Cause.PSUM_TWICE and "6 times too large" in result.cause
+
+
 # What is printed.
 
 
@@ -754,6 +828,130 @@ def test_a_model_in_bfloat16():
 
     assert ab.audit(loop(loss), loss, PARAMS, BATCH).same
     assert ab.audit(loop(loss, 5, drop=True), loss, PARAMS, BATCH).kind is Cause.DROPPED_REMAINDER
+
+
+def narrow_loss(params, batch):
+    """It computes in bfloat16, whatever the dtypes of its arguments are."""
+    hidden = jnp.tanh(batch["x"].astype(jnp.bfloat16) @ params["w"].astype(jnp.bfloat16))
+    output = (hidden @ params["v"].astype(jnp.bfloat16)).astype(jnp.float32)
+    return jnp.mean((output - batch["y"].astype(jnp.float32)) ** 2)
+
+
+def third(params, batch, size=4):
+    """A mean of three microbatches, whose factor is rounded to bfloat16."""
+    sums = added([jax.grad(narrow_loss)(params, part) for part in parts_of(batch, size)[:3]])
+    return jax.tree.map(lambda leaf: (leaf.astype(jnp.bfloat16) * (1 / 3)).astype(leaf.dtype), sums)
+
+
+def test_a_constant_in_bfloat16_is_no_mistake():
+    result = ab.audit(third, narrow_loss, PARAMS, BATCH)
+    assert result.same and "as with a constant in bfloat16" in result.notes[0], result
+    # It allows no more than its rounding.
+    assert not ab.audit(lambda p, b: scaled(third(p, b), 1.02), narrow_loss, PARAMS, BATCH).same
+    assert not ab.audit(lambda p, b: third(p, b, 3), narrow_loss, PARAMS, BATCH).same
+
+
+def test_an_optimizer_in_bfloat16_is_no_mistake(standard):
+    """Its own constants are rounded, such as the 0.1 of Adam."""
+    optimizer = optax.adamw(1e-2)
+    params = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.bfloat16), PARAMS)
+
+    def step(params, opt_state, batch):
+        grads = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), loop(narrow_loss)(params, batch))
+        updates, opt_state = optimizer.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state
+
+    result = ab.audit(step, narrow_loss, params, BATCH, optimizer=optimizer)
+    assert result.same and "as with a constant in bfloat16" in result.notes[0], result
+
+
+def opaque(candidate):
+    """The candidate, made so that it cannot be traced."""
+
+    def fun(params, batch):
+        result = candidate(params, batch)
+        assert all(np.isfinite(np.asarray(leaf, float)).all() for leaf in jax.tree.leaves(result))
+        return result
+
+    return fun
+
+
+@pytest.mark.parametrize(
+    "factor, pick, same",
+    [
+        (1.0, slice(None), True),
+        (1.05, slice(None), False),
+        (1.2, slice(None), False),
+        (4 / 3, slice(3), False),
+    ],
+)
+def test_narrow_operations_of_a_candidate_that_cannot_be_traced(factor, pick, same):
+    candidate = opaque(loop(narrow_loss, each=lambda grads: scaled(grads, factor), pick=pick))
+    result = ab.audit(candidate, narrow_loss, PARAMS, BATCH)
+    assert result.same is same, result
+    assert any("cannot be traced" in note for note in result.notes) is same
+
+
+@pytest.mark.parametrize("factor", [1.0, 1.001])
+def test_random_numbers_in_another_dtype(factor, monkeypatch):
+    """The loss draws in the default dtype, and the loop in float32."""
+    monkeypatch.setattr(causes, "MOST_KEYS", 32)
+
+    def part_loss(params, part, kept):
+        hidden = jnp.where(kept, jnp.tanh(part["x"] @ params["w"]), 0.0)
+        return factor * jnp.mean((hidden @ params["v"] - part["y"]) ** 2)
+
+    def candidate(params, batch, key):
+        kept = jax.random.uniform(key, (N, 5), jnp.float32) < 0.7
+        rows = zip(parts_of(batch), jnp.split(kept, N // SIZE), strict=True)
+        return mean_of([jax.grad(part_loss)(params, *pair) for pair in rows])
+
+    result = ab.audit(candidate, dropout_loss, PARAMS, BATCH, KEY)
+    assert result.same is (factor == 1.0), result
+
+
+def sums_in(dtype, ravelled=False):
+    """Gradients in bfloat16, added up in a dtype."""
+
+    def candidate(params, batch, *args):
+        narrow = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), params)
+        stacked = jax.tree.map(lambda leaf: leaf[:, None], batch)
+        zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, dtype), params)
+        flat, unravel = ravel_pytree(zeros) if ravelled else (zeros, lambda tree: tree)
+
+        def body(sums, part):
+            grads = jax.tree.map(lambda leaf: leaf.astype(dtype), jax.grad(narrow_loss)(narrow, part))
+            return jax.tree.map(jnp.add, sums, ravel_pytree(grads)[0] if ravelled else grads), None
+
+        sums = unravel(jax.lax.scan(body, flat, stacked)[0])
+        return jax.tree.map(lambda leaf, w: leaf.astype(w.dtype) / len(batch["x"]), sums, params)
+
+    return candidate
+
+
+@pytest.mark.parametrize(
+    "dtype, ravelled, same",
+    [(jnp.bfloat16, False, False), (jnp.bfloat16, True, False), (jnp.float32, False, True)],
+    ids=["bfloat16", "in one vector", "float32"],
+)
+def test_narrow_sums_in_a_step(dtype, ravelled, same, standard):
+    """Adam hides them in the parameters. The gradient that it used shows them."""
+    random, optimizer = np.random.default_rng(1), optax.adam(1e-2)
+    params = {name: np.float32(random.normal(size=size) / 4) for name, size in {"w": (8, 16), "v": 16}.items()}
+    batch = {name: np.float32(random.normal(size=size)) for name, size in {"x": (1024, 8), "y": 1024}.items()}
+    step = step_of(sums_in(dtype, ravelled), optimizer)
+    result = ab.audit(step, narrow_loss, params, batch, optimizer=optimizer)
+    assert result.same is same and result.kind is (None if same else Cause.NARROW_ACCUMULATOR), result
+
+
+def test_narrow_sums_that_are_not_measured_are_noted():
+    """Of a random loss no gradient of a microbatch is known."""
+
+    def loss(params, part, key):
+        return narrow_loss(params, part) + 0 * jax.random.normal(key)
+
+    result = ab.audit(sums_in(jnp.bfloat16), loss, PARAMS, BATCH, KEY)
+    assert result.same and any("could not be measured" in note for note in result.notes), result
 
 
 def test_a_candidate_may_donate():
@@ -815,6 +1013,8 @@ def test_an_optimizer_that_hides_a_factor(standard):
         ({"candidate": lambda p, b: {"v": p["v"], "w": p["w"].T}}, "got float32[5,4] for params['w'] of shape (4, 5)"),
         ({"optimizer": "adam"}, "optimizer must be an optax optimizer"),
         ({"state": {"weights": 1}}, "A state must have params and opt_state"),
+        ({"batch": {**BATCH, "y": BATCH["y"][1:]}}, "every array of batch has a row for each example"),
+        ({"loss": lambda p, b: (mean_loss(p, b), 1.0)}, "with has_aux=True a pair (loss, aux)"),
         ({"loss": lambda p, b: jnp.log(-jnp.sum(b["x"] ** 2)) * p["v"][0]}, "must be finite"),
     ],
 )
