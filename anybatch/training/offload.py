@@ -188,7 +188,7 @@ def _order(inputs: Sequence[Any], equations: Sequence[Any]) -> list[int]:
     groups = {number: [number] for number in range(len(inputs))}
     for union in sorted(together, key=lambda union: (union.bit_count(), union)):
         joined = dict.fromkeys(each for number in groups if union >> number & 1 for each in groups[number])
-        groups |= dict.fromkeys(joined, list(joined))
+        groups |= {key: list(joined) for key in joined}
     return list(dict.fromkeys(each for group in groups.values() for each in group))
 
 
