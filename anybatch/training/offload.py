@@ -187,9 +187,11 @@ def _order(inputs: Sequence[Any], equations: Sequence[Any]) -> list[int]:
     # The smallest sets are joined first: the two moments of a parameter, then its master, then all parameters.
     groups = {number: [number] for number in range(len(inputs))}
     for union in sorted(together, key=lambda union: (union.bit_count(), union)):
-        joined = dict.fromkeys(each for number in groups if union >> number & 1 for each in groups[number])
-        groups |= {key: list(joined) for key in joined}
-    return list(dict.fromkeys(each for group in groups.values() for each in group))
+        distinct = {id(groups[number]): groups[number] for number in groups if union >> number & 1}
+        joined = [number for group in distinct.values() for number in group]
+        groups |= {number: joined for number in joined}
+    distinct = {id(group): group for group in groups.values()}
+    return [number for group in distinct.values() for number in group]
 
 
 def _opened(jaxpr: Any, arguments: Sequence[Any]) -> list[Any]:
