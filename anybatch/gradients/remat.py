@@ -25,7 +25,7 @@ from anybatch.call import placement
 from anybatch.call.options import OFFLOAD
 from anybatch.jaxprs import avals, interpreter, tracing
 from anybatch.jaxprs.graph import num_bytes
-from anybatch.jaxprs.primitives import CALLS, ELEMENTWISE, FUSED, MOVES, called_jaxpr
+from anybatch.jaxprs.primitives import CALLS, CUSTOM_JVP, ELEMENTWISE, FUSED, MOVES, called_jaxpr
 from anybatch.planning.prediction import seconds_alone
 from anybatch.reading.block_loop import is_region
 
@@ -35,8 +35,13 @@ KEPT = "anybatch.kept"  # the name of values that are kept
 ON_HOST = "anybatch.on_host"  # the name of values that are kept in the host's memory
 
 # Of the values that XLA computes inside the kernels that read them, about this share is in memory for the backward pass
-# if nothing is computed again. To compute them again takes about this share of the time of a kernel for each.
+# if nothing is computed again. To compute them again takes about as long as to write and read them.
 FUSED_SHARE = 0.25
+
+# What takes the most time for each byte, such as the sums of a normalisation, is kept: less than 1% of the bytes.
+ALL = 0.99
+
+_FUSED = ELEMENTWISE | MOVES | {"split"}
 
 # Derivatives of these do not need the operands. Derivatives of others in `ELEMENTWISE` do.
 _NEEDS_NO_OPERAND = MOVES | frozenset(
@@ -110,7 +115,7 @@ def rematerialised(traced: tracing.Traced, const_types: Sequence[Any], policy: s
         inner = [avals.abstract(jax.typeof(array)) for array in traced.inner]
         jaxpr = _inlined(jaxpr, [*inner, *const_types, *types])
         names = jax.checkpoint_policies.save_only_these_names(KEPT)
-        chosen = _Policy(names, *_kept(_values_of(jaxpr, _written(jaxpr)), policy))
+        chosen = _Policy(names, *_kept(_steps(jaxpr, _written(jaxpr)), policy))
 
     def in_blocks(*flat: Any) -> list[Any]:
         return _run(jaxpr, (*traced.inner, *flat), chosen, _written(jaxpr))
@@ -137,37 +142,65 @@ def _evaluate_inlined(equation: Any, operands: Sequence[Any]) -> list[Any]:
     return interpreter.evaluate(equation, operands)
 
 
-@dataclasses.dataclass
-class _Values:
-    """Values of a block that the backward pass is likely to need: of one equation, or all that XLA fuses."""
+@dataclasses.dataclass(frozen=True)
+class _Step:
+    """Values of one block that are computed again together.
+
+    The first step of a block gives it a `jax.checkpoint`: all values that XLA fuses are computed again then, and those
+    that this needs are kept, even if they were not. Later steps keep fewer of them.
+    """
 
     first: Any  # the first equation of the block
-    equation: Any  # None for the values that XLA fuses
-    num_bytes: float = 0.0
-    seconds: float = 0.0  # to compute them again
+    equations: tuple[Any, ...]  # their results are no longer kept
+    is_first: bool
+    num_bytes: float  # what is no longer kept
+    seconds: float  # to compute it again
 
     @property
     def seconds_per_byte(self) -> float:
-        return self.seconds / self.num_bytes if self.num_bytes else 0.0
+        if self.num_bytes > 0:
+            return self.seconds / self.num_bytes
+        return math.inf if self.seconds or self.num_bytes else 0.0
+
+    @property
+    def order(self) -> tuple[float, bool, float]:
+        """Cheap ones come first; of those about as cheap, small ones, so that there are more sizes to choose from."""
+        ratio = self.seconds_per_byte
+        about = round(4 * math.log2(ratio)) if 0 < ratio < math.inf else ratio or -math.inf
+        return about, not self.is_first, self.num_bytes
+
+    def joined(self, later: "_Step") -> "_Step":
+        return dataclasses.replace(
+            self,
+            equations=(*self.equations, *later.equations),
+            num_bytes=self.num_bytes + later.num_bytes,
+            seconds=self.seconds + later.seconds,
+        )
+
+    def times(self, number: int) -> "_Step":
+        return dataclasses.replace(self, num_bytes=number * self.num_bytes, seconds=number * self.seconds)
 
 
-def _values_of(jaxpr: Any, all_written: int) -> list[_Values]:
-    """The values inside the blocks of a program that the backward pass is likely to need, in its order."""
+def _steps(jaxpr: Any, all_written: int) -> list[_Step]:
+    """The steps of all blocks of a program, for each block those first that take the least time for each byte."""
     equations, found = interpreter.equations_of(jaxpr), []
-    for segment in _segments(equations, interpreter.outputs_of(jaxpr), all_written):
+    segments = _segments(equations, interpreter.outputs_of(jaxpr), all_written)
+    for segment in segments:
         first = segment.equations[0]
         if not segment.has_blocks_inside:
-            found += _values_of_block(first, segment.equations)
+            steps = _steps_of_block(first, segment.equations)
+            if segment is segments[-1]:
+                # The backward pass begins with it, while all other blocks are still kept: to compute more of it again
+                # than what XLA fuses would save nothing.
+                steps[1:] = [dataclasses.replace(each, num_bytes=0.0, seconds=math.inf) for each in steps[1:]]
+            found += steps
         elif first.primitive.name == "scan" and not is_region(first):
-            inside = _values_of_block(first, interpreter.equations_of(first.params["jaxpr"]))
-            for each in inside:
-                each.num_bytes *= first.params["length"]
-                each.seconds *= first.params["length"]
-            found += inside
+            inside = _steps_of_block(first, interpreter.equations_of(first.params["jaxpr"]))
+            found += [each.times(first.params["length"]) for each in inside]
     return found
 
 
-def _values_of_block(first: Any, equations: Sequence[Any]) -> list[_Values]:
+def _steps_of_block(first: Any, equations: Sequence[Any]) -> list[_Step]:
     needed = {
         operand
         for equation in equations
@@ -176,40 +209,69 @@ def _values_of_block(first: Any, equations: Sequence[Any]) -> list[_Values]:
     }
     # JAX cannot keep what only a print or a callback reads.
     told = {operand for equation in equations if equation.effects for operand in _variables(equation.invars)}
-    fused = _Values(first, None)
-    found = [fused]
+    again = _again_with_fused(equations, needed)
+    num_bytes_fused = seconds_inside = 0.0
+    later = []
     for equation in equations:
         name = equation.primitive.name
-        results = [each for each in equation.outvars if each in needed or name in _NEEDS_RESULT]
-        results = [each for each in results if each not in told and not _is_complex(each.aval)]
+        can_be_kept = [each for each in equation.outvars if each not in told and not _is_complex(each.aval)]
+        results = [each for each in can_be_kept if each in needed or name in _NEEDS_RESULT]
         size = sum(num_bytes(each.aval) for each in results)
-        if is_region(equation) or _has_refs(equation) or not size:
+        if is_region(equation) or _has_refs(equation):
             continue
-        if name in ELEMENTWISE or name in MOVES:
-            fused.num_bytes += FUSED_SHARE * size
-            fused.seconds += FUSED_SHARE * seconds_alone(equation)
+        if name in _FUSED:
+            num_bytes_fused += FUSED_SHARE * size
+        elif _keeps_more_than_results(equation):
+            num_bytes_fused += size
+            seconds_inside += seconds_alone(equation)
         else:
-            found.append(_Values(first, equation, size, seconds_alone(equation)))
-    return found
+            read_again = [each for each in can_be_kept if each in results or each in again]
+            kept = sum(num_bytes(each.aval) for each in read_again)
+            if kept:
+                num_bytes_fused -= kept - size
+                later.append(_Step(first, (equation,), False, kept, seconds_alone(equation)))
+    steps = [_Step(first, (), True, num_bytes_fused, seconds_inside)]
+    for step in sorted(later, key=lambda each: each.order):
+        if len(steps) == 1 and step.order < steps[0].order:
+            steps[0] = steps[0].joined(step)
+        else:
+            steps.append(step)
+    return steps
 
 
-def _kept(values: Sequence[_Values], share: float) -> tuple[frozenset[int], frozenset[int]]:
-    """`_Policy.kept` and `_Policy.as_is` if this share of all bytes is computed again."""
-    least = {id(each.first): each.seconds_per_byte for each in values if each.equation is None}
+def _again_with_fused(equations: Sequence[Any], needed: set[Any]) -> set[Any]:
+    """The operands of what is computed again in a block if all results that XLA does not fuse are kept."""
+    again: set[Any] = set()
+    for equation in reversed(equations):
+        name = equation.primitive.name
+        is_read = any(each in needed or each in again for each in equation.outvars) or name in _NEEDS_RESULT
+        if (name in _FUSED and is_read) or _keeps_more_than_results(equation):
+            again.update(_variables(equation.invars))
+    return again
 
-    def order(each: _Values) -> tuple[float, bool]:
-        # The values that XLA fuses are always computed again where others of the same block are.
-        return max(each.seconds_per_byte, least[id(each.first)]), each.equation is not None
 
-    left = share * sum(each.num_bytes for each in values)
-    kept, as_is = set(), set()
-    for each in sorted(values, key=order):
-        if left <= 0:
-            if each.equation is None:
-                as_is.add(id(each.first))
-            else:
-                kept.add(id(each.equation))
-        left -= each.num_bytes
+def _keeps_more_than_results(equation: Any) -> bool:
+    """True if the backward pass needs values from inside an equation, so that it must be computed again in any case."""
+    name = equation.primitive.name
+    if name in CUSTOM_JVP or name.startswith(("scatter", "reduce", "select_and_")):  # functions of numbers
+        return False
+    return bool(interpreter.jaxprs_in(equation))
+
+
+def _kept(steps: Sequence[_Step], share: float) -> tuple[frozenset[int], frozenset[int]]:
+    """`_Policy.kept` and `_Policy.as_is` if this share of all bytes is computed again.
+
+    Steps that take forever are never taken.
+    """
+    left = min(share, ALL) * sum(each.num_bytes for each in steps)
+    kept: set[int] = set()
+    as_is: set[int] = set()
+    for step in sorted(steps, key=lambda each: each.order):
+        if step.seconds == math.inf or (left <= 0 and step.num_bytes):
+            if step.is_first:
+                as_is.add(id(step.first))
+            kept.update(map(id, step.equations))
+        left -= step.num_bytes
     return frozenset(kept), frozenset(as_is)
 
 

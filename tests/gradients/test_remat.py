@@ -50,13 +50,35 @@ def test_what_takes_the_least_time_for_each_byte_is_computed_again_first():
     def layer(x, w):
         return jnp.sin(x @ w) * jnp.sin(jax.lax.cumsum(x, axis=1))
 
-    jaxpr = jax.make_jaxpr(layer)(jnp.ones((8, 64)), jnp.ones((64, 64)))
-    values = remat._values_of_block(None, interpreter.equations_of(jaxpr))
-    names = {id(each.equation): each.equation.primitive.name for each in values if each.equation is not None}
-    assert sorted(names.values()) == ["cumsum", "dot_general"]
-    share = sum(each.num_bytes for each in values if each.equation is None) / sum(each.num_bytes for each in values)
-    kept, _ = remat._kept(values, share + 0.01)
-    assert [names[each] for each in kept] == ["dot_general"]
+    steps = remat._steps_of_block(None, _equations(layer))
+    assert [name for step in steps for name in _names(step)] == ["cumsum", "dot_general"]
+    *_, last = steps
+    kept, _ = remat._kept(steps, 1 - 1.01 * last.num_bytes / sum(each.num_bytes for each in steps))
+    assert kept == set(map(id, last.equations))
+
+
+def test_what_a_later_value_is_computed_from_is_kept_with_it():
+    """The backward pass needs a sum with a product, and not the product, without which the sum is slow to compute."""
+
+    def layer(x, w):
+        return jnp.sin(x + x @ w)
+
+    first, *others = remat._steps_of_block(None, _equations(layer))
+    sizes = [each.num_bytes for each in (first, *others)]
+    assert sum(sizes) == remat.FUSED_SHARE * WIDTH * WIDTH * 4  # if nothing is computed again, only the sum is kept
+    assert ["dot_general"] in map(_names, (first, *others))
+
+
+WIDTH = 4096
+
+
+def _equations(layer):
+    square = jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32)
+    return interpreter.equations_of(jax.make_jaxpr(layer)(square, square))
+
+
+def _names(step):
+    return [equation.primitive.name for equation in step.equations]
 
 
 def _call_back(x, *, ordered, of):

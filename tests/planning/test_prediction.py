@@ -11,7 +11,7 @@ from cases.zoo import ZOO
 
 import anybatch as ab
 from anybatch.call.models import partition_models
-from anybatch.call.options import Options
+from anybatch.call.options import POLICIES, SHARES, Options
 from anybatch.gradients.computation import Gradient
 from anybatch.planning import prediction
 from anybatch.planning.measure import Measurements
@@ -73,6 +73,41 @@ def test_what_is_computed_again_takes_less_memory_and_products_more_time():
     order = [everything, without_products, plain]
     assert sorted(order, key=lambda each: predictions.total(each, {})) == order
     assert predictions.seconds(without_products) < predictions.seconds(everything)
+
+
+@pytest.mark.parametrize("scanned", [False, True])
+def test_a_share_takes_no_more_time_than_a_policy_of_jax_in_the_same_memory(scanned):
+    """As predicted for an accelerator."""
+    generator = np.random.default_rng(0)
+    shapes = {"in": (8, 256, 1024), "out": (8, 1024, 256), "words": (1000, 256)}
+    params = {name: jnp.asarray(generator.normal(size=shape), jnp.bfloat16) for name, shape in shapes.items()}
+    batch = {"x": jnp.ones((64, 128, 256), jnp.bfloat16), "y": jnp.zeros((64, 128), jnp.int32)}
+
+    def layer(x, weights):
+        inside = jax.nn.gelu(jax.nn.standardize(x, epsilon=1e-3) @ weights["in"])
+        return x + inside @ weights["out"], None
+
+    def loss(params, batch):
+        layers, x = {name: params[name] for name in ("in", "out")}, batch["x"]
+        if scanned:
+            x, _ = jax.lax.scan(layer, x, layers)
+        else:
+            for index in range(8):
+                x, _ = layer(x, jax.tree.map(lambda leaf, index=index: leaf[index], layers))
+        words = jax.nn.log_softmax((jax.nn.standardize(x) @ params["words"].T).astype(jnp.float32))
+        return -jnp.mean(jnp.take_along_axis(words, batch["y"][..., None], axis=-1))
+
+    _, predictions = measured(loss, params, batch)
+    predictions.on_cpu, predictions.speed = False, prediction.ACCELERATOR
+    saved = []
+    for policy in POLICIES:
+        of_jax = Strategy(16, policy)
+        shares = [Strategy(16, share) for share in SHARES]
+        as_lean = [each for each in shares if predictions.total(each, {}) <= 1.01 * predictions.total(of_jax, {})]
+        seconds = min(map(predictions.seconds, as_lean))
+        assert seconds <= predictions.seconds(of_jax)
+        saved.append(1 - seconds / predictions.seconds(of_jax))
+    assert max(saved) > 0.05
 
 
 def test_a_size_that_cannot_be_traced_leaves_predictions_above_zero(monkeypatch):
