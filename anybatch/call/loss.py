@@ -31,6 +31,7 @@ class TracedLoss:
     aux_tree: Any
     aux_names: list[str]
     maps: bool = False  # no loss, but any function of the batch, whose result is aux. Its loss is 0.
+    on_mesh: bool = False  # whether its examples are spread over the devices of a mesh
 
     def __call__(self, consts: Sequence[Any], arrays: Arrays) -> list[Any]:
         return self.traced(consts, *jax.tree.leaves(arrays))
@@ -130,7 +131,9 @@ def trace_loss(
     if on_mesh is not None:
         traced = sharding_constraints.without_mesh(traced, const_types, leaves, *on_mesh)
     number = 1 if num_examples is None else num_examples
-    return TracedLoss(traced, const_types, types, number, 2 if weighted else 1, aux_tree, aux_names, maps), consts
+    heads = 2 if weighted else 1
+    is_spread = on_mesh is not None
+    return TracedLoss(traced, const_types, types, number, heads, aux_tree, aux_names, maps, is_spread), consts
 
 
 def _trace_anywhere(fun: Callable[..., Any], *types: Any) -> tuple[tracing.Traced, tuple[Any, ...]]:
