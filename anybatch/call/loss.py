@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from anybatch.call.arguments import Arguments, Arrays
-from anybatch.call.checks import describe, is_array, named_leaves
+from anybatch.call.checks import describe, has_jax_type, is_array, named_leaves
 from anybatch.errors import InputError
 from anybatch.jaxprs import avals, sharding_constraints, tracing
 
@@ -201,7 +201,7 @@ def is_pair(value: Any) -> bool:
 def _check_aux(named: Sequence[tuple[str, Any]], maps: bool) -> None:
     whole, maker = ("the result", "the function") if maps else ("aux", "the loss")
     for name, leaf in named:
-        if not is_array(leaf) and not isinstance(leaf, (int, float, complex)):
+        if not (has_jax_type(leaf) if is_array(leaf) else isinstance(leaf, (int, float, complex))):
             raise InputError(
                 f"Every leaf of {whole} must be an array or a number",
                 given=f"{name} = {leaf!r}",
