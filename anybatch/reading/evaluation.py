@@ -15,8 +15,7 @@ from jax import lax
 
 from anybatch.errors import AnybatchError
 from anybatch.jaxprs.graph import Node, Value, sources
-from anybatch.jaxprs.primitives import ELEMENTWISE, MOVES, PADDED
-from anybatch.jaxprs.versions import PADS_WITH_ONE_NUMBER
+from anybatch.jaxprs.primitives import ELEMENTWISE, MOVES
 from anybatch.reading import positions
 from anybatch.reading.reader import Reader, RuleResult
 from anybatch.reading.states import INVARIANT, SUMMED, Batched, RuleFailed, State, failure_of, replaced, take_rows
@@ -72,9 +71,6 @@ class FullBatch:
 
 def _divided(node: Node, operands: list[Any], rows_of: Callable[[Value], int | None]) -> list[Any]:
     """The results of a node that XLA divides among devices, where it would give others than on one device."""
-    if node.name in PADDED and PADS_WITH_ONE_NUMBER:
-        # XLA sees another array in each of these operations.
-        return node([lax.optimization_barrier(each) if np.ndim(each) else each for each in operands])
     results = node(operands)
     name = node.name.replace("-", "_")
     is_over_rows = rows_of(node.inputs[0]) in node.params["axes"] if name in ("reduce_max", "reduce_min") else None

@@ -394,6 +394,53 @@ def test_operations_that_pad_one_array_with_several_numbers(devices):
     assert worst(mapped(parameters(), examples(32)), windows(parameters(), examples(32))) < EXACT
 
 
+def sums_and_products(rows):
+    return jnp.cumsum(rows, axis=0), jnp.cumprod(rows, axis=0)
+
+
+@jax.custom_jvp
+def with_jvp(rows):
+    return sums_and_products(rows)
+
+
+@with_jvp.defjvp
+def _(primals, tangents):
+    return sums_and_products(*primals), (jnp.cumsum(*tangents, axis=0),) * 2
+
+
+@jax.custom_vjp
+def with_vjp(rows):
+    return sums_and_products(rows)
+
+
+with_vjp.defvjp(lambda rows: (sums_and_products(rows), None), lambda _, cotangents: (jnp.add(*cotangents),))
+
+NESTED = {
+    "jit": jax.jit(sums_and_products),
+    "checkpoint": jax.checkpoint(sums_and_products),
+    "scan": lambda rows: lax.scan(lambda carry, _: (carry, sums_and_products(rows)), None, jnp.arange(2))[1],
+    "cond": lambda rows: lax.cond(rows[0, 0] < 9, sums_and_products, lambda rows: (rows, rows), rows),
+    "while": lambda rows: lax.fori_loop(0, 2, lambda _, both: sums_and_products(jnp.sin(both[1])), (rows, rows)),
+    "custom_jvp": with_jvp,
+    "custom_vjp": with_vjp,
+}
+
+
+@pytest.mark.parametrize("nested", NESTED.values(), ids=NESTED)
+def test_operations_that_pad_in_nested_functions(nested):
+    def fun(params, batch):
+        return nested(jnp.tanh(outputs_of(params, batch)))
+
+    def loss(params, batch):
+        return sum(jnp.sum(jnp.sin(leaf / 100)) for leaf in fun(params, batch))
+
+    given, mesh = (parameters(), examples(32)), mesh_of(2)
+    assert worst(ab.map_batch(fun, microbatch_size=8, mesh=mesh)(*given), fun(*given)) < EXACT
+    expected = jax.value_and_grad(loss)(*given)
+    assert worst(ab.value_and_grad(loss, microbatch_size=8, mesh=mesh)(*given), expected) < EXACT
+    assert worst(jax.grad(ab.map_batch(loss, microbatch_size=8, mesh=mesh))(*given), expected[1]) < EXACT
+
+
 def test_the_padding_goes_wrong_without_a_barrier():
     """The control, until XLA is right."""
     if jax.__version_info__ >= (0, 12):
