@@ -323,6 +323,8 @@ def assert_collectives(
         if number is not None
     }
     expected = named if others == "any" else dict.fromkeys(KINDS, 0) | named
+    if axis is not None and mesh is not None:
+        one_of("axis", axis, tuple(mesh.axis_names))
     shardings = {"in_shardings": in_shardings, "out_shardings": out_shardings}
     compiled = _compiled(fun, args, kwargs, {name: each for name, each in shardings.items() if each is not None})
     if Program(compiled.as_text()).devices == 1:

@@ -245,6 +245,8 @@ def sharded(fun):
 @pytest.mark.parametrize("wrap", [lambda fun: fun, jax.jit], ids=["plain", "jit"])
 def test_a_reduction_after_the_loop_is_executed_once(wrap):
     traffic = assert_collectives(wrap(sharded(reduced_once)), (W, X), mesh=mesh(), axis="data", all_reduce=1)
+    with pytest.raises(InputError, match=r"axis must be one of 'data'.*got axis='date'"):  # nothing runs along it
+        assert_collectives(wrap(sharded(reduced_once)), (W, X), mesh=mesh(), axis="date")
     assert isinstance(traffic, Traffic) and traffic.by_kind == {"all-reduce": 1}
 
 

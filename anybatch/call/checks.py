@@ -32,6 +32,15 @@ def is_array(leaf: Any) -> bool:
     return hasattr(leaf, "__jax_array__") and hasattr(leaf, "shape") and hasattr(leaf, "dtype")
 
 
+def has_jax_type(array: Any) -> bool:
+    """True if JAX has arrays of this dtype: not for text, dates, records, or numbers in another byte order."""
+    try:
+        jax.typeof(array)
+    except TypeError:
+        return False
+    return True
+
+
 def is_key(leaf: Any) -> bool:
     """True for a single PRNG key: `jax.random.key(0)`, or the older `jax.random.PRNGKey(0)`."""
     if not is_array(leaf):

@@ -3,13 +3,13 @@
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
-from anybatch.call.checks import describe, named_leaves, whole_number
+from anybatch.call.checks import describe, has_jax_type, named_leaves, whole_number
 from anybatch.errors import InputError
 
 
@@ -45,11 +45,13 @@ class HostBatch:
         self.num_examples = whole_number("num_examples", num_examples, 1)
         self.is_once = isinstance(pieces, Iterator)  # it cannot be read a second time
         self._make = pieces if callable(pieces) else lambda: pieces
-        if not callable(pieces) and not isinstance(pieces, Iterable):
+        is_piece = isinstance(pieces, (str, Mapping)) or hasattr(pieces, "shape")
+        if is_piece or not (callable(pieces) or isinstance(pieces, Iterable)):
             raise InputError(
                 "The pieces of a HostBatch must be a function that returns an iterator, or a list",
                 given=f"pieces={describe(pieces)}",
-                remedy="For example ab.HostBatch(lambda: iter(loader), num_examples=1024).",
+                remedy="For example ab.HostBatch(lambda: iter(loader), num_examples=1024). Arrays need no HostBatch: "
+                "pass them as they are.",
             )
         self._opened: Iterator[Any] | None = None  # an iterator whose first piece was looked at, put back
         self._num_opened = 0
@@ -66,12 +68,12 @@ class HostBatch:
                 remedy="Pass a function that returns a new iterator: ab.HostBatch(lambda: iter(loader), ...).",
             )
         self._opened = itertools.chain([first], pieces)
-        for name, leaf in named_leaves("piece", first):
-            if not _is_plain(leaf) or leaf.ndim == 0:
+        for name, leaf in named_leaves("piece", first) or [("piece", first)]:
+            if not _is_plain(leaf) or leaf.ndim == 0 or not has_jax_type(leaf):
                 raise InputError(
-                    "Every leaf of a piece must be a NumPy array with examples along axis 0",
+                    "Every leaf of a piece must be a NumPy array of numbers with examples along axis 0",
                     given=f"{name} = {describe(leaf)}",
-                    remedy=FILL if isinstance(leaf, np.ma.MaskedArray) else "Convert it, e.g. np.asarray(x).",
+                    remedy=FILL if isinstance(leaf, np.ma.MaskedArray) else "Convert it, e.g. x.astype(np.float32).",
                 )
         return first
 
@@ -180,6 +182,16 @@ def no_tracers(rows: HostRows) -> InputError:
         given=f"a HostBatch with {rows.dtype}[{','.join(map(str, rows.shape))}]",
         remedy="Call the function outside of jit and grad, or pass arrays.",
     )
+
+
+def refuse_rows(name: str, leaf: Any) -> None:
+    """Raises an error if a leaf of an argument that is not the batch is on the host."""
+    if isinstance(leaf, HostRows):
+        raise InputError(
+            "A HostBatch must be named as the batch, or as a part of it",
+            given=f"{name}, which is a HostBatch, and is not among batch_argnums and batch_argnames",
+            remedy="Name it, e.g. batch_argnums=(1, 2), or pass arrays.",
+        )
 
 
 def with_rows(

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from anybatch.call.arguments import Arguments, Arrays
-from anybatch.call.checks import describe, is_array, named_leaves
+from anybatch.call.checks import describe, has_jax_type, is_array, named_leaves
 from anybatch.errors import InputError
 from anybatch.jaxprs import avals, sharding_constraints, tracing
 
@@ -31,6 +31,7 @@ class TracedLoss:
     aux_tree: Any
     aux_names: list[str]
     maps: bool = False  # no loss, but any function of the batch, whose result is aux. Its loss is 0.
+    on_mesh: bool = False  # whether its examples are spread over the devices of a mesh
 
     def __call__(self, consts: Sequence[Any], arrays: Arrays) -> list[Any]:
         return self.traced(consts, *jax.tree.leaves(arrays))
@@ -130,7 +131,9 @@ def trace_loss(
     if on_mesh is not None:
         traced = sharding_constraints.without_mesh(traced, const_types, leaves, *on_mesh)
     number = 1 if num_examples is None else num_examples
-    return TracedLoss(traced, const_types, types, number, 2 if weighted else 1, aux_tree, aux_names, maps), consts
+    heads = 2 if weighted else 1
+    is_spread = on_mesh is not None
+    return TracedLoss(traced, const_types, types, number, heads, aux_tree, aux_names, maps, is_spread), consts
 
 
 def _trace_anywhere(fun: Callable[..., Any], *types: Any) -> tuple[tracing.Traced, tuple[Any, ...]]:
@@ -198,7 +201,7 @@ def is_pair(value: Any) -> bool:
 def _check_aux(named: Sequence[tuple[str, Any]], maps: bool) -> None:
     whole, maker = ("the result", "the function") if maps else ("aux", "the loss")
     for name, leaf in named:
-        if not is_array(leaf) and not isinstance(leaf, (int, float, complex)):
+        if not (has_jax_type(leaf) if is_array(leaf) else isinstance(leaf, (int, float, complex))):
             raise InputError(
                 f"Every leaf of {whole} must be an array or a number",
                 given=f"{name} = {leaf!r}",

@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec
 from anybatch.call import aux_outputs
 from anybatch.call.arguments import Arguments, Arrays
 from anybatch.call.caches import can_run
-from anybatch.call.host_batch import HostRows
+from anybatch.call.host_batch import HostRows, refuse_rows
 from anybatch.call.loss import TracedLoss
 from anybatch.call.microbatches import Microbatches
 from anybatch.call.options import Options
@@ -50,6 +50,8 @@ class Gradient(Problem):
             arguments.refuse_unnamed_rows("microbatch")
         if any(isinstance(leaf, HostRows) for leaf in arguments.arrays.batch):
             _check_host_batch(options)
+        for leaf in (each for each in arguments.leaves if each.role != "batch"):
+            refuse_rows(leaf.name, leaf.value)
         super().__init__(fun, options, arguments)
         self._may_stream = may_stream
         self._failed: dict[str, str] = {}  # primitives whose rule failed when it was run, and why
@@ -156,7 +158,7 @@ class Gradient(Problem):
         compute, consts = make(strategy)
         arrays = self.arguments.arrays
         if self.is_streamed:
-            arrays = arrays._replace(batch=[HostRows.of_array(leaf) for leaf in arrays.batch])
+            arrays = arrays._replace(batch=list(map(streaming.on_host, arrays.batch)))
         leaves, tree = jax.tree.flatten((consts, arrays))
         # Of a microbatch, if the reduction is declared: the loss may fail for the full batch.
         loss = self._first_loss(strategy)

@@ -20,7 +20,7 @@ from anybatch.call.microbatches import Microbatches
 from anybatch.gradients import remat, squared_norms
 from anybatch.gradients.accumulate import Accumulation, Kind, MicrobatchProgram, Output
 from anybatch.gradients.declared import DeclaredPrefix, DeclaredSplit
-from anybatch.jaxprs import avals, in_place, tracing
+from anybatch.jaxprs import avals, in_place, paddings, tracing
 from anybatch.jaxprs.graph import Value
 from anybatch.mesh.executor import BatchPass, Executor, OutputLayout, Shard
 from anybatch.reading import blocks
@@ -432,7 +432,7 @@ class _Call:
 
     def __init__(self, passes: Passes, consts: Any, arrays: Arrays) -> None:
         split = self.split = passes.split
-        self.passes, self.run_once = passes, passes.executor.run_once
+        self.passes = passes
         self.inputs = [_as_array(leaf) for leaf in split.inputs(consts, arrays)]
         self._first = split.num_consts
         self.wrt = self.inputs[self._first : self._first + len(split.loss.types.wrt)]
@@ -445,6 +445,13 @@ class _Call:
         if split.hoisted:
             self._hoisted, self._pull_hoisted = jax.vjp(self._compute_hoisted, self.wrt)
         self.variables = [*self.wrt, *self._hoisted]
+
+    def run_once(self, fun: Callable[..., Any], *arguments: Any) -> Any:
+        """Calls a function of full arrays. On a mesh, XLA divides the work among the devices."""
+        loss = self.split.loss
+        if loss.on_mesh and paddings.may_mix_up(loss.traced.jaxpr):
+            fun = paddings.kept_apart(fun)
+        return self.passes.executor.run_once(fun, *arguments)
 
     def _with_wrt(self, inputs: Sequence[Any], wrt: Sequence[Any]) -> list[Any]:
         return [*inputs[: self._first], *wrt, *inputs[self._first + len(self.wrt) :]]

@@ -49,13 +49,14 @@ GOOD_CHUNK = 32 * 2**20
 def compute_streamed(gradient: Any) -> tuple[Strategy, list[Any]]:
     """Computes a gradient whose batch is on the host. Returns the strategy and the outputs."""
     options, arrays = gradient.options, gradient.arguments.arrays
-    if not can_run(*jax.tree.leaves(arrays._replace(batch=[]))):
-        raise no_tracers(arrays.batch[0])
+    host = _rows_on_host(gradient)
+    if not can_run(*(leaf for leaf in jax.tree.leaves(arrays) if not isinstance(leaf, HostRows))):
+        raise no_tracers(host[0])
     if isinstance(options.microbatch_size, int):
         strategy = Strategy.of_options(options)
         return strategy, _run(gradient, strategy)
     # None, too: the full batch is not on the device.
-    sources = [leaf.source for leaf in map(HostRows.of_array, arrays.batch)]
+    sources = [leaf.source for leaf in host]
     may_repeat = not any(isinstance(source, HostBatch) and source.is_once for source in sources)
     choices = options.fixed_remat, options.fixed_block_size
     key = store.key_of(identity_of(gradient)), str(options.memory), choices  # the free memory differs from call to call
@@ -80,10 +81,20 @@ def _chosen(gradient: Any) -> Strategy:
     return plan.chosen.strategy
 
 
+def on_host(leaf: Any) -> Any:
+    """A leaf of the batch, as `HostRows` unless it is on the device already."""
+    return leaf if isinstance(leaf, jax.Array) else HostRows.of_array(leaf)
+
+
+def _rows_on_host(gradient: Any) -> list[HostRows]:
+    """The arrays of the batch that are on the host."""
+    return [leaf for leaf in map(on_host, gradient.arguments.arrays.batch) if isinstance(leaf, HostRows)]
+
+
 def plan_streamed(gradient: Any) -> Plan:
     """The plan of a gradient whose batch is on the host: the largest microbatch, a power of two, that fits."""
     began, budget = time.perf_counter(), budget_of(gradient)
-    row = max(1, sum(map(_row_bytes, gradient.arguments.arrays.batch)))
+    row = max(1, sum(map(_row_bytes, _rows_on_host(gradient))))
     size = min(gradient.examples, max(1, _chunk_bytes(gradient) // row))
     size = 1 << (size.bit_length() - 1)
     how = (gradient.options.fixed_remat, gradient.reduce_modes[0], None, gradient.options.fixed_block_size)
@@ -146,7 +157,7 @@ def _run(gradient: Any, strategy: Strategy) -> list[Any]:
 def executor_of(gradient: Any, strategy: Strategy) -> "StreamingExecutor":
     """The executor for chunks of one or more microbatches."""
     size, examples = gradient.size(strategy), gradient.examples
-    row = max(1, sum(map(_row_bytes, gradient.arguments.arrays.batch)))
+    row = max(1, sum(map(_row_bytes, _rows_on_host(gradient))))
     most = _chunk_bytes(gradient) // row
     several = max(1, min(GOOD_CHUNK // (row * size), most // size, -(-examples // size)))
     # Rows that the loss needs from all examples at once may take what is left for the head.
@@ -354,7 +365,7 @@ def _transferred(
     is copied, since the owner of the arrays may write over them. `stop` is set in the end, also by an error or Ctrl-C.
     """
     config: Any = jax.config
-    has_x64 = bool(config.jax_enable_x64)
+    has_x64, default = bool(config.jax_enable_x64), config.jax_default_device
 
     def transfer() -> tuple[int, list[Any]] | None:
         chunk = next(chunks, None)
@@ -365,7 +376,7 @@ def _transferred(
         for leaf, each in zip(chunk, row_bytes, strict=True):
             borders = _slice_borders(number, each)
             slices += [leaf[begin:end] for begin, end in itertools.pairwise(borders)]
-        with jax.enable_x64(has_x64):  # a thread has its own
+        with jax.enable_x64(has_x64), jax.default_device(default):  # a thread has its own
             return number, _put(slices, device)
 
     thread = concurrent.futures.ThreadPoolExecutor(1, "anybatch-stream")

@@ -42,6 +42,12 @@ STEPS = frozenset("ceil floor round sign rem sort top_k".split())
 # Each element of the result is an element of an operand, or a constant.
 MOVES = frozenset("broadcast_in_dim reshape transpose squeeze concatenate slice rev pad iota".split())
 
+# XLA pads their operands where they are divided among devices.
+PADDED = frozenset(
+    """conv_general_dilated cumlogsumexp cummax cummin cumprod cumsum pad reduce_window reduce_window_max
+    reduce_window_min reduce_window_sum select_and_gather_add select_and_scatter select_and_scatter_add""".split()
+)
+
 # XLA computes these together with the equation that uses them, so that their results take no memory.
 FUSED = ELEMENTWISE | (MOVES - {"rev"})
 

@@ -27,6 +27,11 @@ if jax.__version_info__ >= (0, 12):
 TRANSPOSES_MIXED_SCANS = jax.__version_info__ >= (0, 11)
 
 
+# Whether XLA, where it divides a program among devices, pads an array with one number for all operations that pad it:
+# `cumsum` and `cumprod` of one array then both pad it with 0.
+PADS_WITH_ONE_NUMBER = jax.__version_info__ < (0, 12)
+
+
 def versions() -> list[str]:
     """The versions of JAX, and of the compiler and runtime underneath it."""
     return [str(jax.__version__), str(jaxlib.__version__)]

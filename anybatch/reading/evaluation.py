@@ -5,7 +5,7 @@ of data that a loss selects from its batch, as `x[::2]` and `jnp.roll(x, 1, 0)` 
 `constant_value` computes values that depend on neither the batch nor the parameters, while the loss is read.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -28,10 +28,19 @@ _MAX_CONSTANT_DEPTH = 60  # operations that such a constant is computed by
 
 
 class FullBatch:
-    """Computes values for the full batch from known ones, each when it is first asked for. Notes what is drawn."""
+    """Computes values for the full batch from known ones, each when it is first asked for. Notes what is drawn.
 
-    def __init__(self, known: Mapping[Value, Any], draw: positions.Draw | None = None) -> None:
-        self.known, self.draw = dict(known), draw
+    On a mesh, XLA divides the work among the devices. Then `rows_of` tells the axis of a value that has the rows of the
+    examples, or None.
+    """
+
+    def __init__(
+        self,
+        known: Mapping[Value, Any],
+        draw: positions.Draw | None = None,
+        rows_of: Callable[[Value], int | None] | None = None,
+    ) -> None:
+        self.known, self.draw, self.rows_of = dict(known), draw, rows_of
 
     def __getitem__(self, value: Value) -> Any:
         if value.is_constant:
@@ -54,8 +63,29 @@ class FullBatch:
         """Computes one node."""
         if self.draw is not None and node.name == "random_bits":
             self.draw.note(node, self.draw.for_full_batch)
-        for output, result in zip(node.outputs, node([self[value] for value in node.inputs]), strict=True):
+        operands = [self[value] for value in node.inputs]
+        results = node(operands) if self.rows_of is None else _divided(node, operands, self.rows_of)
+        for output, result in zip(node.outputs, results, strict=True):
             self.known.setdefault(output, result)
+
+
+def _divided(node: Node, operands: list[Any], rows_of: Callable[[Value], int | None]) -> list[Any]:
+    """The results of a node that XLA divides among devices, where it would give others than on one device."""
+    results = node(operands)
+    name = node.name.replace("-", "_")
+    is_over_rows = rows_of(node.inputs[0]) in node.params["axes"] if name in ("reduce_max", "reduce_min") else None
+    if name in ("scatter_max", "scatter_min"):
+        is_over_rows = any(rows_of(value) is not None for value in node.inputs)
+    if not is_over_rows or not jax.dtypes.issubdtype(results[0].dtype, np.floating):
+        return results
+    # The largest or smallest number over devices leaves out NaN. Its gradient is multiplied by NaN, too.
+    largest = 1 if name.endswith("max") else -1
+    flags = [
+        largest * jnp.isnan(each).astype(each.dtype) if jax.dtypes.issubdtype(each.dtype, np.floating) else each
+        for each in operands
+    ]
+    (has_nan,) = node(flags)
+    return [jnp.where(has_nan == largest, np.nan, 1).astype(results[0].dtype) * results[0]]
 
 
 class Examples(NamedTuple):

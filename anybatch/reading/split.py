@@ -298,14 +298,21 @@ class Split:
     def compute_first(self, inputs: Sequence[Any], gathered: Sequence[Any]) -> list[Any]:
         """The values known first."""
         given = dict(zip([*self.graph.inputs, *self.gathered_first], [*inputs, *gathered], strict=True))
-        full = FullBatch(given, self.draw)
+        full = self._full_batch(given)
         return [full[value] for value in self.known_first]
 
     def compute_hoisted(self, inputs: Sequence[Any], known: Sequence[Any]) -> list[Any]:
         """The hoisted values."""
         given = dict(zip([*self.graph.inputs, *self.known_first], [*inputs, *known], strict=True))
-        full = FullBatch(given, self.draw)
+        full = self._full_batch(given)
         return [full[value] for value in self.hoisted]
+
+    def _full_batch(self, given: Mapping[Value, Any]) -> FullBatch:
+        def rows_of(value: Value) -> int | None:
+            state = None if value.is_constant else self.reader.state(value)
+            return state.axis if isinstance(state, Batched) else None
+
+        return FullBatch(given, self.draw, rows_of if self.loss.on_mesh else None)
 
     def _known(self, known: Sequence[Any] | None, hoisted: Sequence[Any]) -> dict[Value, Any]:
         """The values known first, unless they are None, and the hoisted ones, unless there are none."""
@@ -344,7 +351,7 @@ class Split:
     ) -> list[Any]:
         """The outputs of the loss, from the frontier of the full batch. `known` is None before it is computed."""
         given = dict(zip(self.graph.inputs, inputs, strict=True)) | self._known(known, hoisted)
-        full = FullBatch(given | dict(zip(self.frontier, frontier, strict=True)), self.draw)
+        full = self._full_batch(given | dict(zip(self.frontier, frontier, strict=True)))
         outputs = [jnp.asarray(full[value]) for value in self.graph.outputs[:num_outputs]]
         if num_outputs is None:
             for node in self.head_nodes:

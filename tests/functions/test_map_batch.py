@@ -299,6 +299,9 @@ def test_verify_notices_a_function_that_changes(monkeypatch):
 def test_a_result_that_is_no_array_is_refused():
     with pytest.raises(ab.InputError, match=r"result\['name'\] = 'model'"):
         ab.map_batch(lambda p, b: {"name": "model"}, microbatch_size=4)(parameters(), examples())
+    for array in (np.array(["model"]), np.array([None]), np.zeros(1, "M8[s]"), np.zeros(1, ">f8")):
+        with pytest.raises(ab.InputError, match=r"(?s)result\['name'\] = .*Leave it out"):
+            ab.map_batch(lambda p, b, array=array: {"name": array}, microbatch_size=4)(parameters(), examples())
 
 
 @pytest.mark.every_jax

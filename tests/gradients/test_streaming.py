@@ -342,6 +342,57 @@ def test_a_loss_that_needs_all_rows_of_a_large_array_is_refused():
         ab.grad(loss, microbatch_size=8, memory="200KiB")(parameters(), examples(4096))
 
 
+def random_rows(params, batch, keys):
+    return jax.vmap(lambda x, key: x + jax.random.normal(key, x.shape))(batch["x"], keys)
+
+
+def beside(params, batch, more):
+    made = predict(params, batch)
+    return {"both": made * more["x"][:, :3], "median": jnp.median(more["x"], axis=0), "last": more["label"][::-1]}
+
+
+@pytest.mark.parametrize("size", [1, 8, "auto"])
+def test_part_of_the_batch_may_be_on_the_device(size):
+    """Keys, too, of which NumPy has no arrays."""
+    keys, more = jax.random.split(jax.random.key(0), EXAMPLES), jax.tree.map(jnp.asarray, examples())
+    for fun, other in ((random_rows, keys), (beside, more)):
+        mapped = ab.map_batch(fun, batch_argnums=(1, 2), microbatch_size=size)
+        actual = mapped(parameters(), in_pieces(examples(), 20), other)
+        assert_same(actual, fun(parameters(), examples(), other))
+
+
+def test_chunks_are_on_the_default_device():
+    with jax.default_device(jax.devices()[1]):
+        mapped = ab.map_batch(lambda params, batch: (2 * batch["x"], jnp.sum(batch["x"])), microbatch_size=8)
+        rows, total = mapped(parameters(), in_pieces(examples(), 20))
+    assert rows.devices() == total.devices() == {jax.devices()[1]}
+    assert_same(rows, jnp.asarray(2 * examples()["x"]))
+
+
+def test_a_host_batch_that_is_not_the_batch_is_refused():
+    def loss(params, batch, more):
+        return mean(params, batch) * jnp.sum(more["x"])
+
+    with pytest.raises(ab.InputError, match=r"more\['label'\], which is a HostBatch.*\n.*batch_argnums=\(1, 2\)"):
+        ab.grad(loss, microbatch_size=8)(parameters(), examples(), in_pieces(examples(), 20))
+
+
+@pytest.mark.parametrize("dtype", [object, "U1", "M8[s]", ">f8", [("a", "f4")]])
+def test_pieces_without_numbers_are_refused(dtype):
+    piece = examples() | {"more": np.zeros(EXAMPLES, dtype)}
+    with pytest.raises(ab.InputError, match=r"NumPy array of numbers.*\n?.*piece\['more'\] = .*\[53\]"):
+        ab.map_batch(predict, microbatch_size=8)(parameters(), ab.HostBatch([piece], EXAMPLES))
+
+
+@pytest.mark.parametrize("pieces", [np.ones((3, 1)), {"x": np.ones((3, 1))}, "abc"], ids=["array", "dict", "text"])
+def test_a_batch_in_place_of_its_pieces_is_refused(pieces):
+    """The rows of an array would be taken for pieces, each with as many examples as it has columns."""
+    with pytest.raises(ab.InputError, match="a function that returns an iterator, or a list"):
+        ab.HostBatch(pieces, 3)
+    with pytest.raises(ab.InputError, match=r"piece = \{\}"):
+        ab.grad(mean)(parameters(), ab.HostBatch([{}], 3))
+
+
 def test_types_for_reading_and_planning():
     batch = in_pieces(examples(), 20)
     assert batch.types["x"] == jax.ShapeDtypeStruct((EXAMPLES, 5), np.float64)

@@ -373,3 +373,100 @@ def test_narrow_and_wide_sums_in_one_collective():
     assert (gradient["narrow"].dtype, gradient["wide"].dtype) == (jnp.bfloat16, jnp.float32)
     np.testing.assert_allclose(gradient["wide"], expected["wide"], rtol=1e-6)
     np.testing.assert_allclose(np.float32(gradient["narrow"]), np.float32(expected["narrow"]), rtol=2**-6)
+
+
+def windows(params, batch):
+    """Operations that pad one array of all examples, each with another number."""
+    rows = outputs_of(params, batch)
+    return {
+        "sum": jnp.cumsum(rows, axis=0),
+        "product": jnp.cumprod(rows, axis=0),
+        "largest": lax.cummax(rows, axis=0),
+        "padded": jnp.pad(rows, ((1, 1), (0, 0)), constant_values=5.0),
+        "window": lax.reduce_window(rows, jnp.inf, lax.min, (3, 1), (1, 1), "SAME"),
+    }
+
+
+@pytest.mark.parametrize("devices", [2, 8])
+def test_operations_that_pad_one_array_with_several_numbers(devices):
+    """XLA of JAX 0.10 and 0.11 divides such an array among devices, and pads it with the first of the numbers."""
+    mapped = ab.map_batch(windows, microbatch_size=3, mesh=mesh_of(devices))
+    assert worst(mapped(parameters(), examples(32)), windows(parameters(), examples(32))) < EXACT
+
+
+def sums_and_products(rows):
+    return jnp.cumsum(rows, axis=0), jnp.cumprod(rows, axis=0)
+
+
+@jax.custom_jvp
+def with_jvp(rows):
+    return sums_and_products(rows)
+
+
+@with_jvp.defjvp
+def _(primals, tangents):
+    return sums_and_products(*primals), (jnp.cumsum(*tangents, axis=0),) * 2
+
+
+@jax.custom_vjp
+def with_vjp(rows):
+    return sums_and_products(rows)
+
+
+with_vjp.defvjp(lambda rows: (sums_and_products(rows), None), lambda _, cotangents: (jnp.add(*cotangents),))
+
+NESTED = {
+    "jit": jax.jit(sums_and_products),
+    "checkpoint": jax.checkpoint(sums_and_products),
+    "scan": lambda rows: lax.scan(lambda carry, _: (carry, sums_and_products(rows)), None, jnp.arange(2))[1],
+    "cond": lambda rows: lax.cond(rows[0, 0] < 9, sums_and_products, lambda rows: (rows, rows), rows),
+    "while": lambda rows: lax.fori_loop(0, 2, lambda _, both: sums_and_products(jnp.sin(both[1])), (rows, rows)),
+    "custom_jvp": with_jvp,
+    "custom_vjp": with_vjp,
+}
+
+
+@pytest.mark.parametrize("nested", NESTED.values(), ids=NESTED)
+def test_operations_that_pad_in_nested_functions(nested):
+    def fun(params, batch):
+        return nested(jnp.tanh(outputs_of(params, batch)))
+
+    def loss(params, batch):
+        return sum(jnp.sum(jnp.sin(leaf / 100)) for leaf in fun(params, batch))
+
+    given, mesh = (parameters(), examples(32)), mesh_of(2)
+    assert worst(ab.map_batch(fun, microbatch_size=8, mesh=mesh)(*given), fun(*given)) < EXACT
+    expected = jax.value_and_grad(loss)(*given)
+    assert worst(ab.value_and_grad(loss, microbatch_size=8, mesh=mesh)(*given), expected) < EXACT
+    assert worst(jax.grad(ab.map_batch(loss, microbatch_size=8, mesh=mesh))(*given), expected[1]) < EXACT
+
+
+def test_the_padding_goes_wrong_without_a_barrier():
+    """The control, until XLA is right."""
+    if jax.__version_info__ >= (0, 12):
+        pytest.skip("XLA is right")
+    batch = spread(examples(32), mesh_of(2), "data")
+    assert worst(jax.jit(windows)(parameters(), batch), windows(parameters(), examples(32))) > 0.5
+
+
+def extremes(params, batch):
+    rows = outputs_of(params, batch)
+    return {
+        "largest": jnp.max(rows),
+        "smallest": jnp.min(rows, axis=0),
+        "scaled": rows / rows.max(axis=0, keepdims=True),
+        "by_label": jax.ops.segment_max(rows, batch["label"], 4),
+        "gradient": jax.grad(lambda v: jnp.max(jnp.tanh(batch["x"] @ params["w"]) @ v))(params["v"]),
+    }
+
+
+@pytest.mark.parametrize("devices", [2, 8])
+@pytest.mark.parametrize("row", [None, 0, 31])
+def test_nan_in_one_row_reaches_the_largest_value_of_all_devices(devices, row):
+    batch = examples(32)
+    if row is not None:
+        batch["x"][row, 1] = np.nan
+    actual = ab.map_batch(extremes, microbatch_size=3, mesh=mesh_of(devices))(parameters(), batch)
+    expected = jax.jit(extremes)(parameters(), batch)
+    chex.assert_trees_all_close(actual, expected, rtol=EXACT)
+    assert bool(jnp.isnan(actual["largest"])) == (row is not None)
