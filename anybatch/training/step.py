@@ -588,7 +588,8 @@ class TrainStep:
         kept = self._update.kept_bytes(inputs)
 
         def around(strategy: Strategy, total: int) -> int:
-            return max(kept, self._bytes_of_step(inputs, gradient, strategy) - total)
+            # The plan may take another strategy, whose gradient takes less and whose step a little more.
+            return max(kept, int(1.01 * self._bytes_of_step(inputs, gradient, strategy)) - total)
 
         source = f"memory={memory!r}, less {readable(kept)} that the optimizer keeps"
         return Planner(gradient, parameter_copies=copies, source=source, around=around, notify=notify)
