@@ -1,7 +1,7 @@
 """The memory budget of a gradient: how many bytes its program may take, with its arguments."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -31,6 +31,8 @@ class Budget:
     limit: int | None  # all memory of the device
     taken: int | None  # the part of `limit` that other arrays use
     source: str  # where `allowed` comes from, in words
+    # Of a budget that the user named for a training step, what the step needs around the program of a strategy.
+    around: Callable[[Any, int], int] = lambda strategy, total: 0
 
     def __str__(self) -> str:
         return "unknown" if self.allowed is None else f"{readable(self.allowed)} ({self.source})"

@@ -27,7 +27,7 @@ from anybatch.jaxprs import versions
 from anybatch.jaxprs.graph import uses
 from anybatch.jaxprs.primitives import REMAT
 from anybatch.planning import store
-from anybatch.planning.budget import Budget, agreed, budget_of
+from anybatch.planning.budget import Budget, agreed, budget_of, is_explicit
 from anybatch.planning.candidates import AS_FAST, StrategySearch
 from anybatch.planning.measure import Bytes, Measurements, generous_bytes
 from anybatch.planning.plan import Candidate, Devices, Plan
@@ -265,7 +265,7 @@ def _advice(
             helps.append("leave remat out, so that activations are computed again instead of being kept: that fits")
         if gradient.options.block_size is None:
             helps.append("leave block_size out, so that big values may be computed in blocks")
-        helps.append("allow more memory with memory=")
+        helps.append(_more_memory(gradient, budget, *leanest))
     purpose = "What would help" if strategy is None else "For larger microbatches"
     text = f"{purpose}: {'; '.join(helps)}." if helps else ""
     return " ".join(filter(None, [text, gradient.checked_reading.remedy if has_large_head else ""]))
@@ -295,6 +295,13 @@ def _fits_with_remat(search: StrategySearch, leanest: Strategy, allowed: int) ->
     if gradient.options.maps:
         return False
     return search.fits(dataclasses.replace(leanest, remat=SHARES[-1]), allowed)
+
+
+def _more_memory(gradient: Problem, budget: Budget, leanest: Strategy, found: Bytes) -> str:
+    if not is_explicit(gradient.options.memory):
+        return "allow more memory with memory="
+    enough = found.total + budget.around(leanest, found.total)
+    return f'pass memory="{readable(enough, at_least=True)}" or more'
 
 
 def _shard_further(gradient: Problem) -> str:
@@ -334,6 +341,7 @@ class Planner:
         arrays_exist: bool = True,
         parameter_copies: int = 0,
         source: str | None = None,
+        around: Callable[[Strategy, int], int] = lambda strategy, total: 0,
         notify: Callable[[str], None] = lambda text: None,
     ) -> None:
         """Makes the planner of a gradient.
@@ -343,9 +351,12 @@ class Planner:
           arrays_exist: False if it is planned from shapes alone, so that its arrays take no memory yet.
           parameter_copies: how many copies of the differentiated arguments the training step around it needs besides.
           source: where the budget comes from, in words, if not from the `memory=` of the user.
+          around: of a budget from `source`, the bytes that the training step needs around the program of a strategy,
+            which takes so many bytes in total.
           notify: called with a text before each step that takes long.
         """
-        self.gradient, self.notify, self.parameter_copies, self.source = gradient, notify, parameter_copies, source
+        self.gradient, self.notify, self.parameter_copies = gradient, notify, parameter_copies
+        self.source, self.around = source, around
         self.options = gradient.options
         # Processes that run one program together must make the same decision. So they decide by bytes alone, and not by
         # times or records, which may differ between them.
@@ -359,7 +370,7 @@ class Planner:
     def budget(self) -> Budget:
         budget = budget_of(self.gradient, arrays_exist=self.arrays_exist)
         if self.source is not None:
-            budget = dataclasses.replace(budget, source=self.source)
+            budget = dataclasses.replace(budget, source=self.source, around=self.around)
         if self.parameter_copies and budget.allowed is not None and self.options.memory is None:
             less = self.parameter_copies * self.gradient.local_bytes("wrt")
             source = f"{budget.source}, less {readable(less)} to update"

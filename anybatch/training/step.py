@@ -21,7 +21,7 @@ import numpy as np
 
 from anybatch.call.arguments import takes_batch
 from anybatch.call.caches import Cache
-from anybatch.call.memory import default_device, memory_budget, readable
+from anybatch.call.memory import default_device, readable
 from anybatch.call.models import has_nnx, without_objects
 from anybatch.call.options import Options
 from anybatch.errors import InputError, NothingFitsError, TightMemoryWarning, warn
@@ -550,7 +550,7 @@ class TrainStep:
         if strategy is None:
             with gradient.context():
                 try:
-                    strategy = self._planner(gradient).decide().strategy
+                    strategy = self._planner(inputs, gradient).decide().strategy
                 except NothingFitsError as error:
                     raise self._with_offload(error, inputs) from None
         return self._with_noise(strategy, gradient)
@@ -562,7 +562,7 @@ class TrainStep:
             return error
         gradient = self._update.gradient(saved)
         with gradient.context():
-            if self._planner(gradient).plan(timed=False).chosen is None:
+            if self._planner(saved, gradient).plan(timed=False).chosen is None:
                 return error
         return NothingFitsError(f"{error}\nWith {OFFLOAD}, it may fit.")
 
@@ -578,13 +578,32 @@ class TrainStep:
         )
         return Strategy(min(size, max(unit, gradient.max_microbatch_size // count // unit * unit)), *strategy.variant)
 
-    def _planner(self, gradient: Gradient, notify: Callable[[str], None] = lambda text: None) -> Planner:
+    def _planner(
+        self, inputs: StepInputs, gradient: Gradient, notify: Callable[[str], None] = lambda text: None
+    ) -> Planner:
         copies = COPIES if self._donate else COPIES_WITHOUT_DONATION
-        memory, source = self._update.options.memory, None
-        if gradient.options.memory != memory:
-            kept = (memory_budget(memory) or 0) - (memory_budget(gradient.options.memory) or 0)
-            source = f"memory={memory!r}, less {readable(kept)} that the optimizer keeps"
-        return Planner(gradient, parameter_copies=copies, source=source, notify=notify)
+        memory = self._update.options.memory
+        if gradient.options.memory == memory:
+            return Planner(gradient, parameter_copies=copies, notify=notify)
+        kept = self._update.kept_bytes(inputs)
+
+        def around(strategy: Strategy, total: int) -> int:
+            # The plan may take another strategy, whose gradient takes less and whose step a little more.
+            return max(kept, int(1.01 * self._bytes_of_step(inputs, gradient, strategy)) - total)
+
+        source = f"memory={memory!r}, less {readable(kept)} that the optimizer keeps"
+        return Planner(gradient, parameter_copies=copies, source=source, around=around, notify=notify)
+
+    def _bytes_of_step(self, inputs: StepInputs, gradient: Gradient, strategy: Strategy) -> int:
+        """The bytes of the complete step with a strategy, as XLA counts them; 0 if XLA cannot compile it."""
+        if any(map(_is_traced, inputs.state_arrays + inputs.batch_arrays)):
+            inputs = inputs.with_arrays(*map(_types_of, (inputs.state_arrays, inputs.batch_arrays)))
+        make = functools.partial(self._jitted, inputs, gradient.options)
+        program = FittingProgram(make, strategy, gradient, self._update.options.memory, lambda _: None, (0, 0))
+        try:
+            return program.bytes_of(strategy, inputs.state_arrays, inputs.batch_arrays)
+        except jax.errors.JaxRuntimeError:
+            return 0
 
     def _planned(
         self, state: Any, batch: Any, kwargs: Any, *, timed: bool, thorough: bool = False, progress: Any = False
@@ -592,7 +611,7 @@ class TrainStep:
         inputs = self._placed(self._inputs(state, batch, kwargs)[0])
         gradient = self._update.gradient(inputs)
         with gradient.context(), shown(progress) as notify:
-            plan = self._planner(gradient, notify).plan(timed=timed, thorough=thorough)
+            plan = self._planner(inputs, gradient, notify).plan(timed=timed, thorough=thorough)
         if plan.chosen is not None and self._is_planned:
             strategy, before = self._with_noise(plan.chosen.strategy, gradient), self._strategies.get(inputs.name)
             self._strategies[inputs.name] = strategy
@@ -753,6 +772,12 @@ class FittingProgram:
                 )
             self.strategy = smaller
         self._record(self.strategy)
+
+    def bytes_of(self, strategy: Strategy, state_arrays: list[Any], batch_arrays: list[Any]) -> int:
+        """The bytes that the step takes with a strategy. Compiles it."""
+        self._on_host = host_bytes(state_arrays)
+        stats = self._make(strategy).lower(state_arrays, batch_arrays).compile().memory_analysis()
+        return 0 if stats is None else self._needed(stats)
 
     def _remedies(self, state_arrays: list[Any], batch_arrays: list[Any], stats: Any) -> str:
         """What would make the step fit. Rematerialization is tried before it is recommended."""

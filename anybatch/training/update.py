@@ -140,16 +140,18 @@ class Update:
         changes: dict[str, Any] = {}
         memory = self.options.memory
         if memory is not None and not (isinstance(memory, str) and "%" in memory):
-            # Less the bytes on one device of arrays that the loss is not called with: the optimizer state.
-            seen = {id(leaf) for leaf in jax.tree.leaves((call.args[0], call.args[2:], call.kwargs))}
-            kept = sum(local_bytes(array) for array in inputs.state_arrays if id(array) not in seen)
-            if inputs.on_host:
-                kept -= offload.saved_bytes(inputs.state_arrays, inputs.on_host)[0]
-            changes["memory"] = max(1, (memory_budget(memory) or 0) - kept)
+            changes["memory"] = max(1, (memory_budget(memory) or 0) - self.kept_bytes(inputs))
         if self.options.mesh is not None and self.options.param_specs is None:
             changes["param_specs"] = jax.tree.map(_spec, call.args[0].trained)
         options = self.options_of(call, **changes)
         return Gradient(call.fun, options, sorted_arguments(call, options), may_stream=False)
+
+    def kept_bytes(self, inputs: StepInputs) -> int:
+        """The bytes on one device of arrays that the loss is not called with: the optimizer state."""
+        _, call = self.call(inputs)
+        seen = {id(leaf) for leaf in jax.tree.leaves((call.args[0], call.args[2:], call.kwargs))}
+        kept = sum(local_bytes(array) for array in inputs.state_arrays if id(array) not in seen)
+        return kept - offload.saved_bytes(inputs.state_arrays, inputs.on_host)[0] if inputs.on_host else kept
 
     def results(self, inputs: StepInputs, options: Options) -> tuple[list[Any], dict[str, Any]]:
         """The arrays of the state after the step, and the fields of its `Metrics`. This is what is compiled."""

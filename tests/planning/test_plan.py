@@ -134,6 +134,8 @@ def test_nothing_fits_is_one_error_with_the_table_and_the_ways_out():
         in text
     )
     assert "What would help: " in text and "shard the parameters over a mesh" in text
+    enough = re.search(r'pass memory="(\d+\.\d KiB)" or more', text)[1]
+    assert ab.plan(network, params, batch, memory=enough, timed=False).chosen.fits
     with pytest.raises(ab.NothingFitsError):
         ab.value_and_grad(network, memory=100 * KIB)(params, batch)
 

@@ -316,6 +316,26 @@ def test_what_does_not_fit_names_the_memory_that_was_given():
     assert set(re.findall(r"memory='([^']*)'", text)) == {"300KiB"}
 
 
+@pytest.mark.parametrize("memory", ["1KiB", "300KiB"])
+def test_the_memory_that_an_error_names_is_enough_for_the_step(memory):
+    """It counts the state of the optimizer, whether or not the budget is larger than that state."""
+    wide = {"a": jnp.ones((64, 512)), "b": jnp.ones(512)}
+    batch = {"x": np.ones((256, 64), np.float32), "y": np.ones(256, np.float32)}
+    step = ab.train_step(loss, optax.adam(0.01), memory=memory)
+    with pytest.raises(ab.NothingFitsError) as caught:
+        step(step.init(wide), batch)
+    text = " ".join(str(caught.value).split())
+    assert f"(memory='{memory}', less 260.0 KiB that the optimizer keeps)" in text
+    alone = re.search(r"needs (\d+\.\d KiB)", text)[1]
+    enough = re.search(r'pass memory="(\d+\.\d KiB)" or more', text)[1]
+    step = ab.train_step(loss, optax.adam(0.01), memory=enough)
+    step(step.init(wide), batch)
+    # The control: what the gradient needs by itself is not enough.
+    step = ab.train_step(loss, optax.adam(0.01), memory=alone)
+    with pytest.raises(ab.NothingFitsError):
+        step(step.init(wide), batch)
+
+
 @pytest.mark.full
 def test_a_step_that_does_not_fit_says_how_much_does():
     """The gradient fits by itself; with the update, the step does not."""
