@@ -444,7 +444,8 @@ def _more(
                 "it is given."
             )
     with contextlib.suppress(Exception):  # it may need a certain number of examples
-        if follows_batch and number > 1 and bench.off(np.arange(number - 1), tolerances) > 10:
+        has_as_many = bench.candidate.size != 1  # microbatches; if called with single examples, one fewer
+        if follows_batch and has_as_many and number > 1 and bench.off(np.arange(number - 1), tolerances) > 10:
             notes.append(
                 f"With only {number - 1} of the {number} examples the candidate differs from the full batch: it is "
                 "right for batches that its microbatches divide evenly."

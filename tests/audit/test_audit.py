@@ -696,6 +696,15 @@ def test_multi_steps(every, same, standard):
         assert result.kind is (Cause.OPTIMIZER_PER_MICROBATCH if every == 2 else Cause.NOT_TRAINED)
 
 
+def test_calls_with_single_examples(standard):
+    """With one example fewer there is one microbatch fewer, for which MultiSteps waits. That is no remainder."""
+    optimizer = optax.MultiSteps(optax.sgd(0.1), N)
+    step = step_of(jax.grad(mean_loss), optimizer)
+    calls = {"optimizer": optimizer, "microbatch_size": 1, "calls": "microbatches"}
+    result = ab.audit(step, mean_loss, PARAMS, BATCH, **calls)
+    assert result.same and not any("divide evenly" in note for note in result.notes)
+
+
 @pytest.mark.full
 def test_multi_steps_as_a_transformation(standard):
     optimizer = optax.MultiSteps(optax.sgd(0.1), 4).gradient_transformation()
