@@ -18,6 +18,7 @@ from anybatch.auditing.bench import (
     Bench,
     LeafAudit,
     Numbers,
+    as_float64,
     compared,
     float64_bench,
     gap,
@@ -358,24 +359,11 @@ def _audit(candidate: Candidate, trial: Trial, size: int | None) -> Audit:
     first = given.observe()  # in the dtypes of the user, whose errors are raised as they are
     _check_finite(given)
     notes = list(candidate.form.notes)
-    bench, reason = float64_bench(candidate, trial)
-    if bench is None:
-        notes.append(f"Not compared in float64: {reason}.")
-        bench = given
-    actual = first if bench is given else bench.observe()
-    leaves = _leaves(bench, actual, notes)
-    if bench is not given and not all(leaf.ok for leaf in leaves):
-        bench, leaves = _allowing_rounded_constants(given, bench, first, leaves, notes)
-        if own := _own_dtypes(given, bench, first, notes):
-            bench, actual, leaves = given, first, own
-    changes = _changes(given, first)
-    if changes:
-        notes.append("The candidate gives another result each time, for the same arguments.")
-    findings: list[Finding] = []
-    if all(leaf.ok for leaf in leaves):
-        leaves, findings = _more(given, bench, first, leaves, size, notes)
+    again = given.observe()
+    if _changes(first, again):
+        bench, leaves, findings = given, *_changing(given, first, again, notes)
     else:
-        findings = [changing()] if changes else diagnose(bench, actual, leaves, size)
+        bench, leaves, findings = _compared(given, first, size, notes)
     kinds = tuple(dict.fromkeys(finding.kind for finding in findings))
     found = [finding.microbatch_size for finding in findings if finding.microbatch_size is not None]
     return Audit(
@@ -389,6 +377,36 @@ def _audit(candidate: Candidate, trial: Trial, size: int | None) -> Audit:
         notes=tuple(notes),
         kinds=kinds,
     )
+
+
+def _changing(given: Bench, first: Numbers, again: Numbers, notes: list[str]) -> tuple[list[LeafAudit], list[Finding]]:
+    """The audit of a candidate with a state of its own. It is not traced: it would keep what JAX traces with."""
+    notes.append("The candidate gives another result each time, for the same arguments.")
+    notes.append(f"Compared in {given.trial.dtype.name}: a candidate that changes is not computed in float64.")
+    leaves = _leaves(given, first, notes)
+    if not all(leaf.ok for leaf in leaves):
+        return leaves, [changing()]
+    leaves = _leaves(given, again, notes)
+    return leaves, [changing(is_right_at_first=True)] if not all(leaf.ok for leaf in leaves) else []
+
+
+def _compared(
+    given: Bench, first: Numbers, size: int | None, notes: list[str]
+) -> tuple[Bench, list[LeafAudit], list[Finding]]:
+    """The comparison of a candidate in float64 and in its own dtypes, and what is wrong."""
+    bench, reason = float64_bench(given.candidate, given.trial)
+    if bench is None:
+        notes.append(f"Not compared in float64: {reason}.")
+        bench = given
+    actual = first if bench is given else bench.observe()
+    leaves = _leaves(bench, actual, notes)
+    if bench is not given and not all(leaf.ok for leaf in leaves):
+        bench, leaves = _allowing_rounded_constants(given, bench, first, leaves, notes)
+        if own := _own_dtypes(given, bench, first, notes):
+            bench, actual, leaves = given, first, own
+    if all(leaf.ok for leaf in leaves):
+        return bench, *_more(given, bench, first, leaves, size, notes)
+    return bench, leaves, diagnose(bench, actual, leaves, size)
 
 
 def _more(
@@ -426,7 +444,8 @@ def _more(
                 "it is given."
             )
     with contextlib.suppress(Exception):  # it may need a certain number of examples
-        if follows_batch and number > 1 and bench.off(np.arange(number - 1), tolerances) > 10:
+        has_as_many = bench.candidate.size != 1  # microbatches; if called with single examples, one fewer
+        if follows_batch and has_as_many and number > 1 and bench.off(np.arange(number - 1), tolerances) > 10:
             notes.append(
                 f"With only {number - 1} of the {number} examples the candidate differs from the full batch: it is "
                 "right for batches that its microbatches divide evenly."
@@ -447,7 +466,7 @@ def _blind_spots(bench: Bench, tolerances: Sequence[float]) -> list[str]:
         if all(gap(*pair) <= tol for *pair, tol in zip(twice, bench.expected, tolerances, strict=True)):
             found.append("The optimizer makes the same of twice the gradient, so a wrong factor would not show.")
     leaves = zip(bench.trial.arguments.arrays_of("batch"), bench.trial.arrays.batch, strict=True)
-    ones = [leaf.name for leaf, array in leaves if np.ndim(array) and np.all(np.asarray(array) == 1)]
+    ones = [leaf.name for leaf, array in leaves if np.ndim(array) and np.all(as_float64(array) == 1)]
     if ones:
         found.append(f"{ones[0]} is 1 everywhere. If it is a mask, a mean of means would not show: pass unequal masks.")
     return found
@@ -540,9 +559,8 @@ def _has_small_error(given: Bench, bench: Bench, first: Numbers) -> bool:
     return norm(first.leaves, bench.gradient) <= 4 * error
 
 
-def _changes(bench: Bench, first: Numbers) -> bool:
-    """True if the candidate gives something else when it is called again with the same arguments."""
-    again = bench.observe()
+def _changes(first: Numbers, again: Numbers) -> bool:
+    """True if the candidate gave something else when it was called again with the same arguments."""
     pairs = zip(first.leaves, again.leaves, strict=True)
     pairs_of_numbers = ((np.nan_to_num(a), np.nan_to_num(b)) for a, b in pairs)
     return any(gap(a, b) > 1e-2 * max(largest(a), largest(b)) for a, b in pairs_of_numbers)

@@ -191,12 +191,13 @@ class Bench:
         args = (trial.args[0], batch, *trial.args[2:])
         return dataclasses.replace(self, trial=dataclasses.replace(trial, args=args), inputs=inputs)
 
-    def scaled(self) -> "Bench":
-        """The same bench with slightly larger parameters."""
+    def scaled(self, factor: float = 1.0625) -> "Bench":
+        """The same bench with other parameters, by default slightly larger ones."""
         trial = self.trial
         with trial.precision():
-            params = jax.tree.map(_scaled, trial.args[0])
-            inputs = self.inputs._replace(subject=list(map(_scaled, self.inputs.subject)))
+            scaled = functools.partial(_scaled, factor=factor)
+            params = jax.tree.map(scaled, trial.args[0])
+            inputs = self.inputs._replace(subject=list(map(scaled, self.inputs.subject)))
         return dataclasses.replace(
             self, trial=dataclasses.replace(trial, args=(params, *trial.args[1:])), inputs=inputs
         )
@@ -220,10 +221,10 @@ class Bench:
         return any(map(is_key, self.trial.arrays.rest))
 
 
-def _scaled(leaf: Any) -> Any:
+def _scaled(leaf: Any, factor: float) -> Any:
     """A floating-point array times a number that every dtype has."""
     is_float = is_array(leaf) and jnp.issubdtype(jnp.result_type(leaf), jnp.inexact)
-    return leaf * jnp.asarray(1.0625, jnp.result_type(leaf)) if is_float else leaf
+    return leaf * jnp.asarray(factor, jnp.result_type(leaf)) if is_float else leaf
 
 
 def given_bench(candidate: Candidate, trial: Trial) -> Bench:

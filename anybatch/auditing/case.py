@@ -14,7 +14,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from anybatch.auditing.bench import Bench, LeafAudit, Numbers, gap, largest
+from anybatch.auditing.bench import Bench, LeafAudit, Numbers, as_float64, gap, largest
+from anybatch.jaxprs import interpreter
+from anybatch.jaxprs.primitives import CALLS, called_jaxpr
 from anybatch.reading.read import read
 from anybatch.reading.report import Reading
 
@@ -34,6 +36,7 @@ class Layout:
 
 Gradient = list[np.ndarray]
 
+TERMS = frozenset(("add", "sub", "neg", "convert_element_type"))  # that a loss ends with, and mul and div
 EXACT = 1e-6  # weights agree to this
 MANY = 24  # microbatch sizes that are tried, if none is known
 
@@ -156,8 +159,17 @@ class Case:
                 return False
         return True
 
-    def in_dtypes_of(self, bench: Bench, actual: Numbers) -> "Case":
-        """The candidate in other dtypes. The gradient that it used is recovered from the same leaves."""
+    @functools.cached_property
+    def is_one_update(self) -> bool:
+        """True unless one update with the gradient that was recovered gives something else than the step gave."""
+        if not self.bench.candidate.form.is_step or not self.bench.trial.in_float64:
+            return True
+        close = self.bench.tolerances(self.tolerances)  # a sign may change with the rounding of a gradient
+        each = zip(self.observed.leaves, self.bench.predict(self.actual), self.bench.expected, close, strict=True)
+        return all(gap(a, b) <= max(EXACT * gap(a, c), 1e-9 * largest(a), tol) for a, b, c, tol in each)
+
+    def on(self, bench: Bench, actual: Numbers) -> "Case":
+        """The candidate in other dtypes or with other parameters. Its gradient is recovered from the same leaves."""
         other = Case(bench, actual, (), self.size)
         other._sources = self._sources
         return other
@@ -229,6 +241,24 @@ class Case:
             return read(loss, *trial.args, has_aux=trial.options["has_aux"], argnums=trial.options["argnums"])
         return None
 
+    @functools.cached_property
+    def penalty(self) -> Gradient:
+        """The gradient of the terms that the loss adds and that use no example."""
+        trial = self.bench.trial
+        arrays, has_aux = trial.arrays, trial.options["has_aux"]
+
+        def value(wrt: list[Any], batch: list[Any]) -> Any:
+            result = trial.arguments.call(trial.fun, arrays._replace(wrt=wrt, batch=batch))
+            return result[0] if has_aux else result
+
+        def terms(wrt: list[Any]) -> Any:
+            operands = [*((leaf, False) for leaf in wrt), *((leaf, True) for leaf in arrays.batch)]
+            return interpreter.interpret(jaxpr, operands, _of_parameters, _independent)[0][0]
+
+        with trial.precision():
+            jaxpr = jax.make_jaxpr(value)(arrays.wrt, arrays.batch)
+            return list(map(as_float64, jax.grad(terms)(arrays.wrt)))
+
     @property
     def is_random(self) -> bool:
         return self.bench.trial.is_random
@@ -277,6 +307,29 @@ class Case:
         size_words = f"microbatch_size={size}" if size else "microbatch_size=..."
         aux = ", has_aux=True" if self.observed.aux is not None else ""
         return f"Or let anybatch accumulate: ab.value_and_grad(loss, {size_words}{aux})."
+
+
+def _of_parameters(equation: Any, operands: list[Any]) -> list[Any]:
+    """The results of an equation, and whether they use examples. Operands are such pairs.
+
+    Where examples come in, no gradient goes back, but through the sums and factors that the loss ends with.
+    """
+    if equation.primitive.name in CALLS:
+        return interpreter.interpret(called_jaxpr(equation), operands, _of_parameters, _independent)
+    uses = [uses for _, uses in operands]
+    results = interpreter.evaluate(equation, [value for value, _ in operands])
+    factor = all(one or interpreter.is_literal(each) for one, each in zip(uses, equation.invars, strict=True))
+    is_last = all(np.shape(result) == () for result in results) and (
+        equation.primitive.name in TERMS or (equation.primitive.name in ("mul", "div") and factor and sum(uses) == 1)
+    )
+    if any(uses) and not is_last:
+        results = list(map(jax.lax.stop_gradient, results))
+    return [(result, any(uses)) for result in results]
+
+
+def _independent(value: Any, _: Any) -> tuple[Any, bool]:
+    """A constant, and that it uses no example."""
+    return value, False
 
 
 def _derived(key: Any, how: tuple[str, int, int, int]) -> Any:

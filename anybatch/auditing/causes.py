@@ -69,13 +69,20 @@ def diagnose(bench: Bench, actual: Numbers, leaves: Sequence[LeafAudit], size: i
     return [_unknown(case)]
 
 
-def changing() -> Finding:
+def changing(*, is_right_at_first: bool = False) -> Finding:
     """The finding for a candidate that gives another result each time."""
+    if is_right_at_first:
+        return Finding(
+            Cause.UNKNOWN,
+            "The first call is right. The second one, with the same arguments, gives something else, as in the table.\n"
+            "Look for an accumulator that still holds the gradients of the call before. Set it to zero before the "
+            "first microbatch of each step.",
+        )
     return Finding(
         Cause.UNKNOWN,
         "It differs, and not in the same way each time, so no cause can be computed.\n"
-        "Look for a random generator or a state outside its arguments, such as np.random, a counter, or a cache. Pass "
-        "it as an argument, and audit again.",
+        "Look for a random generator or a state outside its arguments, such as np.random, a counter, a cache, or an "
+        "accumulator that is not set to zero. Pass it as an argument, and audit again.",
     )
 
 
@@ -137,7 +144,7 @@ def _narrow_sums(given: Bench, double: Bench, actual: Numbers, narrow: Sequence[
     careful = case.combined(parts, weights)  # narrow gradients, summed in float64
     types = [leaf.dtype for leaf in given.trial.arrays.wrt]
     careful = [np.asarray(leaf, dtype).astype(float) for leaf, dtype in zip(careful, types, strict=True)]
-    right, used = case.right, case.in_dtypes_of(given, actual)
+    right, used = case.right, case.on(given, actual)
 
     def error(gradient: Gradient) -> float:
         return math.sqrt(sum(float(np.sum(np.abs(a - b) ** 2)) for a, b in zip(gradient, right, strict=True)))
@@ -297,6 +304,8 @@ def _constant_factor(case: Case) -> Finding | None:
         right, actual = case.flat(case.right), case.flat(case.actual)
         factors.insert(0, float(np.vdot(right, actual).real / np.vdot(right, right).real))
     factor = next((each for each in factors if case.fits([each * leaf for leaf in case.expected])), None)
+    if factor is None and case.is_recovered and _is_multiple(case, factors[0]):
+        factor = factors[0]
     if factor is None:
         return None
     named = _named_factor(case, factor)
@@ -304,7 +313,15 @@ def _constant_factor(case: Case) -> Finding | None:
         return named
     if clipped := _clipped_at_all(case, factor):
         return clipped
-    return (named or _plain_factor(case, factor)) if _is_constant(case, factor) else None
+    if not case.is_one_update or not _is_constant(case, factor):
+        return None
+    return named or _plain_factor(case, factor)
+
+
+def _is_multiple(case: Case, factor: float) -> bool:
+    """True if what an optimizer that clips made of the gradient is a multiple of what it should have made."""
+    pairs = [(case.actual[index], factor * case.right[index]) for index in case.failed]
+    return all(gap(actual, right) <= EXACT * largest(actual) for actual, right in pairs)
 
 
 def _is_constant(case: Case, factor: float) -> bool:
@@ -530,18 +547,56 @@ def _term_of_parameters(case: Case) -> Finding | None:
             close = max(8 * case.tolerances[index], EXACT * largest(first[index]))
             if not gap(found[index] - right[index], first[index]) <= close:
                 return None
-    reading = case.reading
-    in_loss = reading is not None and reading.form.adds_parameters
-    term = "The loss has a term of the parameters alone, such as a penalty" if in_loss else "A term of the parameters"
-    again = "and the candidate counts it once for every microbatch" if in_loss else "such as weight decay, is added"
+    if counted := _counted_penalty(case, first):
+        return counted
+    if _is_constant_sum(case, first):
+        return Finding(
+            Cause.UNKNOWN,
+            f"Something is added that stays the same for other examples and for other parameters.{case.some}\n"
+            "Look for an accumulator that still holds the gradients of an earlier step. Set it to zero before the "
+            "first microbatch of each step.",
+        )
     return Finding(
         Cause.NUMBER_OF_MICROBATCHES,
-        f"{term}, {again}: the difference is the same for other examples.{case.some}\n"
-        "Add such a term once, after the microbatches: "
-        "grads = jax.tree.map(jnp.add, grads, jax.grad(penalty)(params)). "
-        + (case.replacement(case.size) if in_loss else "Or let the optimizer decay the weights, in its one update."),
+        "A term of the parameters, such as weight decay, is added: the difference is the same for other examples."
+        f"{case.some}\nAdd such a term once, after the microbatches: grads = jax.tree.map(jnp.add, grads, "
+        "jax.grad(penalty)(params)). Or let the optimizer decay the weights, in its one update.",
         case.size,
     )
+
+
+def _counted_penalty(case: Case, off: Gradient) -> Finding | None:
+    """Tests whether the gradient is off by a multiple of that of a penalty in the loss."""
+    penalty = None if case.reading is None or not case.reading.form.adds_parameters else case.penalty
+    if penalty is None or not largest(case.flat(penalty)):
+        return None
+    one = case.flat(penalty)
+    count = 1 + float(np.vdot(one, case.flat(off)).real / np.vdot(one, one).real)
+    if not case.fits([a + (count - 1) * b for a, b in zip(case.expected, penalty, strict=True)]):
+        return None
+    term = "The loss has a term of the parameters alone, such as a penalty, and the candidate"
+    add = (
+        "Add such a term once, after the microbatches: grads = jax.tree.map(jnp.add, grads, "
+        f"jax.grad(penalty)(params)). {case.replacement(case.size)}"
+    )
+    if abs(count) < EXACT:
+        return Finding(Cause.UNKNOWN, f"{term} leaves it out.{case.some}\n{add}")
+    is_whole = any(abs(each - round(each)) < EXACT * each and round(each) > 1 for each in (count, 1 / count))
+    return Finding(
+        Cause.NUMBER_OF_MICROBATCHES if is_whole else Cause.SCALE,
+        f"{term} counts it {_number(count)} times: the difference is the same for other examples.{case.some}\n{add}",
+        case.size,
+    )
+
+
+def _is_constant_sum(case: Case, off: Gradient) -> bool:
+    """Tests whether the difference is the same for the negative parameters, for which that of a penalty is not."""
+    with contextlib.suppress(Exception):  # the loss may need positive parameters
+        bench = case.bench.scaled(-1.0)
+        other = case.on(bench, bench.observe())
+        pairs = [(other.actual[index] - other.right[index], off[index]) for index in case.failed]
+        return all(gap(here, there) <= EXACT * largest(there) for here, there in pairs)
+    return False
 
 
 def _weighted(case: Case) -> list[Finding] | None:
@@ -582,7 +637,9 @@ def _weights(case: Case, parts: Sequence[Gradient], layout: Layout) -> tuple[np.
         if case.fits(case.combined(parts, weights)):
             return weights, True
     found = case.solved(parts, case.actual) if case.is_recovered else None
-    return found if found is not None and case.fits(case.combined(parts, found)) else None, False
+    if found is None or not case.fits(case.combined(parts, found)) or not case.is_one_update:
+        return None, False
+    return found, False
 
 
 def _usual_weights(layout: Layout) -> list[np.ndarray]:
@@ -622,6 +679,8 @@ def _read_weights(
             )
         )
         return findings
+    if right is not None and np.abs(weights / total - right / right.sum()).max() < EXACT:
+        return findings or [_plain_factor(case, total / float(right.sum()))]
     findings.append(_unequal(case, layout, weights, right))
     return findings
 
@@ -919,6 +978,17 @@ def _read_random(case: Case, layout: Layout, weights: np.ndarray, scheme: str) -
     return findings
 
 
+def _several_updates(case: Case) -> Finding | None:
+    """Tests whether no gradient explains both the parameters and the state of the optimizer."""
+    if case.is_random or not case.is_recovered or case.is_one_update:
+        return None
+    return Finding(
+        Cause.UNKNOWN,
+        "No single gradient explains both the parameters and the state of the optimizer that the step gave.\n"
+        "Look how often the step calls optimizer.update, and whether the parameters get all of its updates.",
+    )
+
+
 def _agreement_on_average(case: Case) -> tuple[bool, float]:
     """Whether candidate and full batch agree over many keys, in every one of some random projections.
 
@@ -966,6 +1036,7 @@ TESTS: tuple[Callable[[Case], Finding | list[Finding] | None], ...] = (
     _term_of_parameters,
     _weighted,
     _random,
+    _several_updates,
 )
 
 

@@ -1,6 +1,7 @@
 """`audit`: every mistake is found on a loop that makes it, and a right loop is never accused."""
 
 import dataclasses
+import functools
 import json
 import re
 from typing import Any
@@ -352,6 +353,66 @@ def test_a_candidate_that_changes_has_no_named_cause():
     assert result.kind is Cause.UNKNOWN and "not in the same way each time" in result.cause
 
 
+@pytest.mark.parametrize("traced", [True, False])
+def test_an_accumulator_that_is_kept_between_calls(traced):
+    """Its first call is right. It is not traced, since it would keep the tracers."""
+    kept = []
+
+    def candidate(params, batch):
+        kept.append(loop(mean_loss)(params, batch))
+        return added(kept if traced else jax.tree.map(np.asarray, kept))
+
+    result = ab.audit(candidate, mean_loss, PARAMS, BATCH)
+    assert result.kind is Cause.UNKNOWN and "The first call is right. The second one" in result.cause
+    assert "Set it to zero before the first microbatch" in result.cause and result.leaves[0].ratio == pytest.approx(2)
+
+
+@pytest.mark.parametrize("optimizer", [None, optax.adam(1e-3)])
+def test_an_accumulator_that_holds_gradients_of_an_earlier_step(optimizer, standard):
+    """The difference is the same for other parameters, where that of a penalty is not."""
+    kept = jax.tree.map(np.asarray, jax.grad(mean_loss)(PARAMS, rows_of(BATCH, 0, SIZE)))
+
+    def audited(extra):
+        def grads_of(params, batch):
+            return added([extra(params), loop(mean_loss)(params, batch)])
+
+        candidate = grads_of if optimizer is None else step_of(grads_of, optimizer)
+        return ab.audit(candidate, mean_loss, PARAMS, BATCH, optimizer=optimizer)
+
+    result = audited(lambda _: kept)
+    assert result.kind is Cause.UNKNOWN and "Set it to zero before the first microbatch" in result.cause
+    for penalty in (jnp.sign, lambda leaf: 0.1 * leaf):  # the control
+        decayed = audited(functools.partial(jax.tree.map, penalty))
+        assert "A term of the parameters, such as weight decay, is added" in decayed.cause
+
+
+@pytest.mark.parametrize(
+    "times, kind, words",
+    [
+        (0, Cause.UNKNOWN, "leaves it out"),
+        (4, Cause.NUMBER_OF_MICROBATCHES, "counts it 4 times"),
+        (0.25, Cause.NUMBER_OF_MICROBATCHES, "counts it 0.25 times"),
+        (1.3, Cause.SCALE, "counts it 1.3 times"),
+        (1, None, ""),
+    ],
+)
+@pytest.mark.parametrize("optimizer", [None, optax.adam(1e-3)])
+def test_a_penalty_that_does_not_count_once(times, kind, words, optimizer, standard):
+    @jax.jit
+    def loss(params, batch):
+        return (penalised(params, batch) + 0.1 * jnp.sum(jnp.abs(params["v"]))) / 2
+
+    def penalty(params):
+        return loss(params, BATCH) - mean_loss(params, BATCH) / 2
+
+    def grads_of(params, batch):
+        return added([scaled(loop(mean_loss)(params, batch), 0.5), scaled(jax.grad(penalty)(params), times)])
+
+    candidate = grads_of if optimizer is None else step_of(grads_of, optimizer)
+    result = ab.audit(candidate, loss, PARAMS, BATCH, optimizer=optimizer)
+    assert result.kind is kind and words in (result.cause or ""), result
+
+
 def test_a_small_difference_has_no_named_cause():
     """Any cause would explain a difference of a few roundings."""
     compiled = jax.jit(jax.grad(mean_loss)).lower(PARAMS, BATCH).compile()
@@ -547,6 +608,44 @@ def test_steps_with_mistakes(name, standard):
         assert result.kind is Cause.NUMBER_OF_MICROBATCHES
 
 
+def test_weights_that_explain_the_state_alone_are_not_named(standard):
+    """Momentum decays between updates. So its state is a multiple or a weighting, and the parameters are not."""
+    optimizer = optax.sgd(0.1, momentum=0.9)
+
+    def step(params, opt_state, batch):
+        changes = []
+        for part in parts_of(batch):
+            updates, opt_state = optimizer.update(jax.grad(mean_loss)(params, part), opt_state, params)
+            changes.append(updates)
+        return optax.apply_updates(params, added(changes)), opt_state
+
+    def twice(params, opt_state, batch):
+        for _ in range(2):
+            updates, opt_state = optimizer.update(jax.grad(mean_loss)(PARAMS, batch), opt_state, params)
+            params = optax.apply_updates(params, updates)
+        return params, opt_state
+
+    for candidate in (step, twice):
+        result = ab.audit(candidate, mean_loss, PARAMS, BATCH, optimizer=optimizer)
+        assert result.kind is Cause.UNKNOWN and "No single gradient explains both" in result.cause
+    weighted = step_of(lambda p, b: loop(mean_loss, weigh=lambda part, _: jnp.sum(part["mask"]))(p, b), optimizer)
+    assert ab.audit(weighted, mean_loss, PARAMS, BATCH, optimizer=optimizer).kind is Cause.MEAN_OF_MEANS  # the control
+
+
+@pytest.mark.parametrize("times, kind", [(1 / 4, Cause.NUMBER_OF_MICROBATCHES), (0.3, None), (1.0, None)])
+def test_a_factor_after_an_optimizer_that_clips(times, kind, standard):
+    """The sum is clipped, and the update is divided. So no multiple of the gradient gives the step."""
+    optimizer = optax.chain(optax.clip_by_global_norm(0.05), optax.sgd(0.1))
+
+    def step(params, opt_state, batch):
+        updates, opt_state = optimizer.update(jax.grad(mean_loss)(params, batch), opt_state, params)
+        return optax.apply_updates(params, scaled(updates, times)), opt_state
+
+    result = ab.audit(step, mean_loss, PARAMS, BATCH, optimizer=optimizer)
+    assert result.same is (times == 1) and result.kind is not Cause.MEAN_OF_MEANS, result
+    assert kind is None or result.kind is kind, result
+
+
 def test_an_old_state_of_the_optimizer_is_named(standard):
     """Although the moments in it are zero, as for a gradient of zero."""
     optimizer = optax.adam(1e-2)
@@ -595,6 +694,15 @@ def test_multi_steps(every, same, standard):
     assert result.same is same, result
     if not same:
         assert result.kind is (Cause.OPTIMIZER_PER_MICROBATCH if every == 2 else Cause.NOT_TRAINED)
+
+
+def test_calls_with_single_examples(standard):
+    """With one example fewer there is one microbatch fewer, for which MultiSteps waits. That is no remainder."""
+    optimizer = optax.MultiSteps(optax.sgd(0.1), N)
+    step = step_of(jax.grad(mean_loss), optimizer)
+    calls = {"optimizer": optimizer, "microbatch_size": 1, "calls": "microbatches"}
+    result = ab.audit(step, mean_loss, PARAMS, BATCH, **calls)
+    assert result.same and not any("divide evenly" in note for note in result.notes)
 
 
 @pytest.mark.full
@@ -977,6 +1085,18 @@ def test_aux():
 
 
 @pytest.mark.full
+def test_keys_in_the_batch():
+    """Each example has its own key, so that a loop is right."""
+
+    def loss(params, batch):
+        kept = jax.vmap(lambda key: jax.random.bernoulli(key, 0.7, (5,)))(batch["key"])
+        return jnp.mean((jnp.where(kept, jnp.tanh(batch["x"] @ params["w"]), 0.0) @ params["v"] - batch["y"]) ** 2)
+
+    batch = {**BATCH, "key": jax.random.split(KEY, N)}
+    assert ab.audit(loop(loss), loss, PARAMS, batch).same
+    assert ab.audit(loop(loss, pick=slice(3)), loss, PARAMS, batch).kind is Cause.DROPPED_REMAINDER  # the control
+
+
 def test_a_batch_that_hides_a_mistake():
     """Microbatches with equally many tokens in the given order, and a remainder that is empty."""
     hidden = {**BATCH, "mask": np.array([1, 1, 0] * 4, np.float32)}
