@@ -18,8 +18,8 @@ offload 768 MiB of arguments (parameters and gradients) and 96 of temporaries (6
 XLA has all moments there at once: 800 MiB of temporaries. The complete step takes 9,661 and 5,787 MiB: what is saved
 are the 3,874 MiB of moments, and the temporaries are the same, since those of the gradient are larger than the window.
 Found with `--least` for GPT 1.3B in float32, 16 sequences of 1,024 tokens one at a time: the complete step takes
-24.2 GiB on the device as it is, 22.4 GiB with remat=1.0, and 12.7 GiB with offload="optimizer" as well, with 9.8 GiB on
-the host: a factor of 1.9. With bfloat16 parameters and float32 masters on the host it takes 9.8 GiB, a factor of 2.5.
+24.2 GiB on the device as it is, 22.4 GiB with remat=1.0, and 12.6 GiB with offload="optimizer" as well, with 9.8 GiB on
+the host: a factor of 1.9. With bfloat16 parameters and float32 masters on the host it takes 9.4 GiB, a factor of 2.6.
 """
 
 import argparse
