@@ -7,7 +7,7 @@ passed on, as between the layers of a network. The body of a `lax.scan` over lay
 Inside the blocks, a policy says which values are kept for the backward pass: one of JAX's by its name, or a share of
 the bytes that are not kept. By a share, those values are computed again that take the least time for each byte.
 
-With the policy "offload", all values inside the blocks are computed again, and what one iteration of a loop over layers
+With the policy "offload", as much is computed again as by a share of 1, and what one iteration of a loop over layers
 passes to the next is kept in the host's memory.
 """
 
@@ -100,22 +100,14 @@ def rematerialised(traced: tracing.Traced, const_types: Sequence[Any], policy: s
     """
     types = [avals.abstract(variable.aval) for variable in traced.arguments]
     jaxpr = traced.jaxpr
-    if policy == OFFLOAD:
-        saveable = jax.checkpoint_policies.save_and_offload_only_these_names(
-            names_which_can_be_saved=[],
-            names_which_can_be_offloaded=[ON_HOST],
-            offload_src=placement.DEVICE,
-            offload_dst=placement.HOST,
-        )
-        chosen = _Policy(saveable, offloads=True)
-    elif isinstance(policy, str):
+    if isinstance(policy, str) and policy != OFFLOAD:
         of_jax = getattr(jax.checkpoint_policies, policy)
         chosen = _Policy(lambda *types, **params: not any(map(_is_complex, types[1:])) and of_jax(*types, **params))
     else:
         inner = [avals.abstract(jax.typeof(array)) for array in traced.inner]
         jaxpr = _inlined(jaxpr, [*inner, *const_types, *types])
-        names = jax.checkpoint_policies.save_only_these_names(KEPT)
-        chosen = _Policy(names, *_kept(_steps(jaxpr, _written(jaxpr)), policy))
+        kept, as_is = _kept(_steps(jaxpr, _written(jaxpr)), 1.0 if isinstance(policy, str) else policy)
+        chosen = _Policy(_saved_by_name(policy == OFFLOAD), kept, as_is, offloads=policy == OFFLOAD)
 
     def in_blocks(*flat: Any) -> list[Any]:
         return _run(jaxpr, (*traced.inner, *flat), chosen, _written(jaxpr))
@@ -124,6 +116,17 @@ def rematerialised(traced: tracing.Traced, const_types: Sequence[Any], policy: s
 
 
 # Which values are kept, if the policy is a share.
+
+
+def _saved_by_name(offloads: bool) -> Callable[..., Any]:
+    if not offloads:
+        return jax.checkpoint_policies.save_only_these_names(KEPT)
+    return jax.checkpoint_policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=[KEPT],
+        names_which_can_be_offloaded=[ON_HOST],
+        offload_src=placement.DEVICE,
+        offload_dst=placement.HOST,
+    )
 
 
 def _inlined(jaxpr: Any, types: Sequence[Any]) -> Any:
