@@ -69,6 +69,27 @@ def test_what_a_later_value_is_computed_from_is_kept_with_it():
     assert ["dot_general"] in map(_names, (first, *others))
 
 
+def test_all_is_computed_again_but_the_products_of_the_last_block_and_small_sums():
+    """The backward pass begins with the last block. Small sums are slow to compute again for what they take."""
+
+    def loss(params, x):
+        for index in range(6):
+            x = x + jnp.tanh(jax.nn.standardize(x) @ params["in"][index]) @ params["out"][index]
+        return jnp.mean(jax.nn.logsumexp(x @ params["words"], axis=-1))
+
+    shapes = {"in": (6, 256, 1024), "out": (6, 1024, 256), "words": (256, 8192)}
+    params = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}
+    traced = jax.make_jaxpr(loss)(params, jax.ShapeDtypeStruct((2048, 256), jnp.float32))
+    jaxpr = remat._inlined(traced, [each.aval for each in traced.jaxpr.invars])
+    steps = remat._steps(jaxpr, remat._written(jaxpr))
+    kept, as_is = remat._kept(steps, 1.0)
+    values = [each for step in steps for each in step.equations]
+    products = [each for each in values if each.primitive.name == "dot_general"]
+    sums = [each for each in values if each.primitive.name == "reduce_sum"]
+    assert not as_is and [each.outvars[0].aval.shape for each in products if id(each) in kept] == [(2048, 8192)]
+    assert len(products) > 1 and len(sums) >= 12 and all(id(each) in kept for each in sums)
+
+
 WIDTH = 4096
 
 
