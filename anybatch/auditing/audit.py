@@ -38,7 +38,7 @@ from anybatch.errors import InputError
 from anybatch.verification.comparison import Trial
 from anybatch.verification.verify import DifferentGradientError
 
-MAX_ROWS = 12  # leaves that the table shows: all that differ, and the worst of the others
+MAX_ROWS = 12  # leaves that the table shows: those that differ most
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -94,9 +94,8 @@ class Audit:
           width: the most characters of a line. None: all columns, and no line breaks in sentences.
         """
         lines, _ = text_table(self.columns(), width)
-        hidden = len(self.leaves) - len(self._rows)
-        more = [f"{hidden} more leaves are the same." if hidden > 1 else "1 more leaf is the same."] if hidden else []
-        title, *remarks = [wrapped(text, width) for text in (self._title, *more, *self.notes, self._verdict)]
+        remarks = [text for text in (self._hidden, *self.notes, self._verdict) if text]
+        title, *remarks = [wrapped(text, width) for text in (self._title, *remarks)]
         return "\n".join([title, "", *lines, "", *remarks])
 
     def __str__(self) -> str:
@@ -109,7 +108,8 @@ class Audit:
         lead = "lead good" if self.same else "lead wrong"
         first, _, rest = self._verdict.partition("\n")
         parts = [paragraph(first, lead), paragraph(rest), paragraph(self._title, "about")]
-        return in_notebook(*parts, html_table(self.columns(), styles), *map(paragraph, self.notes))
+        notes = [text for text in (self._hidden, *self.notes) if text]
+        return in_notebook(*parts, html_table(self.columns(), styles), *map(paragraph, notes))
 
     def to_json(self) -> str:
         """The audit as JSON text."""
@@ -120,10 +120,19 @@ class Audit:
 
     @property
     def _rows(self) -> list[LeafAudit]:
-        """All leaves that differ, up to a number, and the worst of the others."""
+        """The leaves that differ most, up to a number."""
         by_size = sorted(self.leaves, key=lambda leaf: (leaf.ok, -leaf.difference / (leaf.allowed or 1e-300)))
         kept = {id(leaf) for leaf in by_size[:MAX_ROWS]}
         return [leaf for leaf in self.leaves if id(leaf) in kept]
+
+    @property
+    def _hidden(self) -> str:
+        """A sentence about the leaves that the table leaves out, or an empty one."""
+        shown = {id(leaf) for leaf in self._rows}
+        same = [leaf.ok for leaf in self.leaves if id(leaf) not in shown]
+        counts = [(same.count(False), "differs", "differ"), (same.count(True), "is the same", "are the same")]
+        parts = [f"{number} {one if number == 1 else many}" for number, one, many in counts if number]
+        return f"Of the leaves that are not shown, {' and '.join(parts)}: see .leaves." if parts else ""
 
     @property
     def _title(self) -> str:

@@ -805,6 +805,23 @@ def _clipped_sums(case: Case, layout: Layout, parts: Sequence[Gradient], weights
     return None
 
 
+def _repeated(layout: Layout, ratios: np.ndarray) -> str:
+    """Sentences that name the rows of microbatches that are added more often than the others; empty if none are."""
+    times = ratios / np.nanmin(ratios) if np.nanmin(ratios) > 0 else ratios
+    rounded = np.round(times)
+    again = np.flatnonzero(rounded > 1)
+    # Most microbatches are added once.
+    if np.nanmax(np.abs(times - rounded)) > EXACT or not 0 < len(again) < len(times) / 2 or np.isnan(times).any():
+        return ""
+    rows = listed(str(row) for place in again for row in layout.groups[place])
+    several = {int(rounded[place]) for place in again}
+    often = "twice" if several == {2} else f"{several.pop()} times" if len(several) == 1 else "more than once"
+    return (
+        f"The examples of rows {rows} count {often}. Add each microbatch once: leave it out of the "
+        "loop if the accumulator starts with its gradient."
+    )
+
+
 def _with_clipped_sums(parts: Sequence[Gradient], share: float, limit: float) -> Gradient:
     total = [0 * leaf for leaf in parts[0]]
     for part in parts:
@@ -826,7 +843,9 @@ def _unequal(case: Case, layout: Layout, weights: np.ndarray, right: np.ndarray 
         shares = layout.lengths / layout.lengths.sum()
         is_mean = is_mean or np.abs(weights / weights.sum() - shares).max() < EXACT
         if not is_mean:
-            return Finding(Cause.MEAN_OF_MEANS, f"{text}{case.some}\nGive each microbatch its weight.", size)
+            again = _repeated(layout, weights / np.where(right == 0, np.nan, right))
+            advice = again or "Give each microbatch its weight."
+            return Finding(Cause.MEAN_OF_MEANS, f"{text}{case.some}\n{advice}", size)
         is_ragged = np.abs(right - shares).max() < EXACT
         if not is_ragged and case.reading is not None and case.reading.form.contains(LossKind.COUPLED):
             return _looks_across(case, layout)

@@ -3,6 +3,8 @@
 import dataclasses
 import functools
 import itertools
+import math
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -37,7 +39,8 @@ class HostBatch:
     Args:
       pieces: a function that returns an iterator of pieces, or a list of them. A piece is a tree of NumPy arrays with
         examples along axis 0; pieces may have different numbers of examples. An iterator or a generator will do where
-        one pass over the batch is enough: it cannot be read a second time.
+        one pass over the batch is enough: it cannot be read a second time. A function is called for each pass of a
+        computation, and must give the same pieces in the same order each time.
       num_examples: the number of examples of all pieces. The loss may divide by it, so that it must be known first.
     """
 
@@ -90,20 +93,36 @@ class HostBatch:
         rows = [HostRows(self, index, leaf.shape, leaf.dtype) for index, leaf in enumerate(leaves)]
         return jax.tree.unflatten(tree, rows)
 
-    def open(self) -> Iterator[list[np.ndarray]]:
-        """The leaves of each piece, checked."""
+    def open(self, checksums: list[int]) -> Iterator[list[np.ndarray]]:
+        """The leaves of each piece, checked.
+
+        All passes of a computation must read the same pieces, since rows of one are combined with those of another.
+        `checksums` has those of the pieces that were read before, and gets those of new ones.
+        """
         like = self._first
         self._num_opened += 1
         if self.is_once and self._num_opened > 1:
             raise InputError(
                 "This computation reads the batch more than once, and an iterator can be read only once",
                 given=f"ab.HostBatch({type(self._make()).__name__}, ...)",
-                remedy="Pass a function that returns a new iterator: ab.HostBatch(lambda: iter(loader), ...).",
+                remedy="Pass a function that returns a new iterator over the same pieces in the same order: "
+                "ab.HostBatch(lambda: iter(loader), ...).",
             )
         pieces, self._opened = self._opened or iter(self._make()), None
         number = 0
         for index, piece in enumerate(pieces):
             leaves = _checked(index, piece, like)
+            checksum = _checksum(leaves)
+            if index == len(checksums):
+                checksums.append(checksum)
+            elif checksum != checksums[index]:
+                raise InputError(
+                    "All passes over a HostBatch must read the same pieces in the same order. This computation reads "
+                    "the batch more than once",
+                    given=f"other numbers in piece {index} than the first time",
+                    remedy="Fix the order and the random numbers of the pieces, e.g. by one seed for each HostBatch: "
+                    "ab.HostBatch(lambda: shuffled(data, seed=epoch), ...). Or read the pieces into arrays first.",
+                )
             number += leaves[0].shape[0]
             if number > self.num_examples:
                 break
@@ -120,6 +139,22 @@ class HostBatch:
 def _is_plain(leaf: Any) -> bool:
     """Whether a leaf is an array of NumPy all of whose elements count."""
     return isinstance(leaf, np.ndarray) and not isinstance(leaf, np.ma.MaskedArray)
+
+
+# So many elements of an array, spread evenly, tell whether a later pass reads the same ones.
+CHECKED_ELEMENTS = 2**16
+
+
+def _checksum(leaves: Sequence[np.ndarray]) -> int:
+    """A checksum of some arrays: of all elements of a small one, and of some of a large one."""
+    checksum = 0
+    for leaf in leaves:
+        step = max(1, leaf.size // CHECKED_ELEMENTS)
+        # From every column of the rows, not from some: these may be the same in all rows.
+        while math.gcd(step, math.prod(leaf.shape[1:])) > 1:
+            step += 1
+        checksum = zlib.crc32(np.ascontiguousarray(leaf.flat[::step]).view(np.uint8), checksum)
+    return checksum
 
 
 FILL = "Pass x.filled(0), and its mask as an array of its own, which the loss multiplies with."
@@ -210,15 +245,21 @@ def with_rows(
 
 
 def in_chunks(
-    rows: Sequence[HostRows], size: int, is_stopped: Callable[[], bool] = lambda: False
+    rows: Sequence[HostRows],
+    size: int,
+    checksums: dict[int, list[int]],
+    is_stopped: Callable[[], bool] = lambda: False,
 ) -> Iterator[list[np.ndarray]]:
     """The arrays on the host, `size` examples at a time; the last time perhaps fewer.
 
-    It ends early, after the current piece, once `is_stopped()` is true.
+    `checksums` are those of each `HostBatch`, by its id (see `HostBatch.open`). It ends early, after the current piece,
+    once `is_stopped()` is true.
     """
     examples = rows[0].shape[0]
     batches = {id(each.source): each.source for each in rows if isinstance(each.source, HostBatch)}
-    pieces = {key: _rechunked(batch.open(), size, is_stopped) for key, batch in batches.items()}
+    pieces = {
+        key: _rechunked(batch.open(checksums.setdefault(key, [])), size, is_stopped) for key, batch in batches.items()
+    }
     for start in range(0, examples, size):
         now = {key: piece for key, iterator in pieces.items() if (piece := next(iterator, None)) is not None}
         if len(now) < len(pieces):  # stopped: an iterator that ends too early is an error

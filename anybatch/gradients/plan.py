@@ -30,8 +30,8 @@ def plan(
 
     The bytes and the time of a strategy are predicted from its jaxpr. The one that is predicted to be the fastest is
     compiled, and timed on the device; then others that may be faster. Once a program that fits was timed, at most four
-    are compiled in all, and none is started after 30 s. `value_and_grad` with `microbatch_size="auto"` follows the
-    plan, in this process and later ones.
+    are compiled in all, and none that would likely be compiled after more than 30 s. `value_and_grad` with
+    `microbatch_size="auto"` follows the plan, in this process and later ones.
 
     **Memory.** The chosen program takes no more than the budget, as XLA counts its bytes. Predictions only decide which
     programs are compiled.

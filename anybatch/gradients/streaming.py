@@ -195,6 +195,11 @@ class StreamingExecutor(Executor):
         """Arrays of the host that were copied to the device in full, by the id of their `HostRows`."""
         return {}
 
+    @functools.cached_property
+    def checksums(self) -> dict[int, list[int]]:
+        """Those of the pieces that were read, by the id of their `HostBatch`: each pass must read the same ones."""
+        return {}
+
     def run_once(self, fun: Callable[..., Any], *arguments: Any) -> Any:
         """As in `Executor`. Arrays on the host are copied in full if the function reads them, and otherwise not."""
         leaves, tree = jax.tree.flatten(arguments)
@@ -246,7 +251,8 @@ class StreamingExecutor(Executor):
             if isinstance(rows.source, np.ndarray):
                 array = rows.source
             else:
-                array = np.concatenate([np.array(piece[rows.index]) for piece in rows.source.open()])
+                pieces = rows.source.open(self.checksums.setdefault(id(rows.source), []))
+                array = np.concatenate([np.array(piece[rows.index]) for piece in pieces])
             (self._in_full[id(rows)],) = _put([array], self.device)
         return self._in_full[id(rows)]
 
@@ -324,7 +330,7 @@ class _ChunkPass:
         totals, parts, ended = self._zeros(), [], collections.deque[Any]()
         programs: dict[int, CompiledProgram] = {}
         stop = threading.Event()
-        chunks = in_chunks(self.host, self.size, stop.is_set)
+        chunks = in_chunks(self.host, self.size, self.executor.checksums, stop.is_set)
         for number, chunk in _transferred(chunks, list(map(_row_bytes, self.host)), self.executor.device, stop):
             if number not in programs:
                 programs[number] = self._program(number)

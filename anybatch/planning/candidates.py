@@ -159,7 +159,7 @@ def _scaled(seconds: float, change: float) -> float:
 class StrategySearch:
     """Searches the strategies of one gradient, within one memory budget."""
 
-    # After so long, no further strategies are compiled in search of a faster one.
+    # No further strategies are compiled in search of a faster one if planning would then take longer.
     ENOUGH_SECONDS = 30.0
 
     def __init__(
@@ -182,7 +182,7 @@ class StrategySearch:
         # What was predicted before a strategy was compiled: bytes, and seconds if others had been timed.
         self.predicted: dict[Strategy, int] = {}
         self.predicted_seconds: dict[Strategy, float] = {}
-        self.skipped: Strategy | None = None  # was not compiled, since planning had taken long
+        self.skipped: Strategy | None = None  # was not compiled, since planning would have taken long
         self.most = 0  # programs that will be compiled, at most; more if predictions were wrong
 
     @property
@@ -277,7 +277,8 @@ class StrategySearch:
         """The largest microbatch of the first variant for which one fits, with `reserve` bytes to spare; or None.
 
         The variant with the least predicted time is tried first. The first one is tried even if it is not predicted to
-        fit. Others that are not are tried last, and blocks only where nothing else fits.
+        fit, unless it is predicted to take far more. Others that are not are tried last, and blocks only where nothing
+        else fits.
         """
         allowed = None if self.allowed is None else self.allowed - reserve
         self.most = self.measurements.compilations + SIZE_TRIALS
@@ -316,7 +317,8 @@ class StrategySearch:
                 return found
         # The others, and the first one if it is not known yet to fit, by their predicted time. Extremes are tried last.
         seconds = {each: self._likely_seconds(each, allowed) for each in others}
-        seconds[first] = self.predictions.seconds(likely[0]) if likely else 0.0
+        unlikely = math.inf if self._is_hopeless([first], allowed) else 0.0
+        seconds[first] = self.predictions.seconds(likely[0]) if likely else unlikely
         extremes = self._extremes(variants)
         for variant in sorted(seconds, key=lambda each: (seconds[each], variants.index(each))):
             # What was compiled meanwhile has corrected the predictions.
@@ -373,7 +375,9 @@ class StrategySearch:
         self.most = before + MOST_COMPILATIONS
         tried: set[Strategy] = set()
         while (strategy := self._next_to_time(self.measurements.compilations - before, tried)) is not None:
-            if time.perf_counter() - start > self.ENOUGH_SECONDS and self.timed_and_fitting():
+            # It should take about as long to compile as the last one.
+            expected = time.perf_counter() - start + self.measurements.compile_seconds
+            if expected > self.ENOUGH_SECONDS and self.timed_and_fitting():
                 self.skipped = strategy
                 break
             tried.add(strategy)

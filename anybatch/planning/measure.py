@@ -71,6 +71,7 @@ class Measurements:
         self.gradient = gradient
         self.can_run = can_run(*jax.tree.leaves(gradient.arguments.arrays))
         self.compilations = 0
+        self.compile_seconds = 0.0  # of the last compilation
         self.bytes: dict[Strategy, Bytes | None] = {}  # None where it cannot be compiled
         self.seconds: dict[Strategy, float] = {}
         self.computations: dict[Strategy, Computation] = {}  # those that were compiled
@@ -159,7 +160,7 @@ class Measurements:
                 error.add_note(f'microbatch_size="auto" has tried {strategy}. Pass a size that the loss takes.')
             raise
         self.compilations += 1
-        before = bytes_in_use(self.gradient.devices)
+        start, before = time.perf_counter(), bytes_in_use(self.gradient.devices)
         try:
             if self.can_run:
                 compiled = computation.compile().executable
@@ -174,6 +175,7 @@ class Measurements:
                 self.failures[strategy] = error
             return
         finally:
+            self.compile_seconds = time.perf_counter() - start
             after = bytes_in_use(self.gradient.devices)
             if before is not None and after is not None and after[1] > before[1]:
                 self.tuning[strategy] = after[1] - before[0]

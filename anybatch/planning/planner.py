@@ -232,10 +232,10 @@ def _tuning(search: StrategySearch, budget: Budget) -> str:
 
 
 def _not_tried(search: StrategySearch) -> str:
-    """A sentence that names the strategy that was not compiled any more, since planning had taken long; or empty."""
+    """A sentence that names the strategy that was not compiled, since planning would have taken long; or empty."""
     if search.skipped is None:
         return ""
-    return f"Not tried, since planning had taken {search.ENOUGH_SECONDS:.0f} s: {search.skipped}."
+    return f"Not tried, since planning would have taken more than {search.ENOUGH_SECONDS:.0f} s: {search.skipped}."
 
 
 def _advice(

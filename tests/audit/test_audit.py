@@ -1153,3 +1153,40 @@ def test_two_readings_of_a_result_are_refused():
 
     assert ab.audit(jax.grad(loss), loss, params, BATCH).same
     assert ab.audit(jax.value_and_grad(loss), loss, params, BATCH).same
+
+
+def test_a_microbatch_that_is_added_twice_is_named():
+    """The accumulator starts with the gradient of the first one, and the loop adds it again."""
+
+    def loop(params, batch):
+        parts = [jax.tree.map(lambda leaf, i=i: leaf[i : i + SIZE], batch) for i in range(0, N, SIZE)]
+        grads = [jax.grad(mean_loss)(params, part) for part in parts]
+        return jax.tree.map(lambda *leaves: sum(leaves) / len(parts), grads[0], *grads)
+
+    result = ab.audit(loop, mean_loss, PARAMS, BATCH)
+    assert result.kind == Cause.MEAN_OF_MEANS
+    assert "The examples of rows 0, 1, 2 count twice." in result.cause
+    weighted = ab.audit(lambda *args: jax.grad(_weighted_loss)(*args), mean_loss, PARAMS, BATCH)
+    assert "twice" not in weighted.cause  # the control
+
+
+def _weighted_loss(params, batch):
+    return jnp.mean(losses_of(params, batch) * jnp.linspace(0.5, 1.5, N, dtype=batch["y"].dtype))
+
+
+def test_leaves_that_the_table_leaves_out_are_counted_as_they_are():
+    def loss(params, batch):
+        return sum(jnp.mean((batch["y"] * leaf) ** 2) for leaf in params)
+
+    params = [jnp.float32(number + 1) for number in range(20)]
+
+    def wrong(params, batch):
+        return [(2 if number < 15 else 1) * leaf for number, leaf in enumerate(jax.grad(loss)(params, batch))]
+
+    result = ab.audit(wrong, loss, params, BATCH)
+    assert sum(not leaf.ok for leaf in result.leaves) == 15
+    text = "Of the leaves that are not shown, 3 differ and 5 are the same: see .leaves."
+    assert text in result.text(width=None) and text in result._repr_html_()
+    right = ab.audit(jax.grad(loss), loss, params, BATCH)
+    assert "Of the leaves that are not shown, 8 are the same: see .leaves." in right.text(width=None)
+    assert "not shown" not in ab.audit(jax.grad(loss), loss, params[:12], BATCH).text(width=None)

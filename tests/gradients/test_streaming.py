@@ -11,6 +11,7 @@ from cases.compilations import counted_compilations
 from cases.meshes import mesh_of
 
 import anybatch as ab
+from anybatch.call import host_batch
 from anybatch.gradients import streaming
 
 pytestmark = pytest.mark.usefixtures("model_defaults")
@@ -318,12 +319,62 @@ def test_an_interrupted_call_takes_no_more_pieces():
                 stop.wait(10)
             yield np.ones((1, 2), np.float32)
 
-    chunks = streaming.in_chunks([ab.HostBatch(pieces, 1000).rows()], 10, stop.is_set)
+    chunks = streaming.in_chunks([ab.HostBatch(pieces, 1000).rows()], 10, {}, stop.is_set)
     on_device = streaming._transferred(chunks, [8], None, stop)
     assert next(on_device)[0] == 10
     on_device.close()  # as an error in the loop over it does
     assert len(taken) <= 36
     assert next(chunks, None) is None
+
+
+def spread_of_sizes(params, batch):
+    return jnp.std(jnp.sum(predict(params, batch) ** 2, axis=1))  # two passes
+
+
+def sorted_scores(params, batch):
+    """Labels in the order of scores: the labels are read in full, and then the batch in a pass."""
+    scores = jnp.sum(predict(params, batch), axis=1)
+    return jnp.cumsum(batch["mask"][jnp.argsort(scores)])
+
+
+@pytest.mark.parametrize("change", ["order of rows", "order of pieces", "numbers"])
+@pytest.mark.parametrize("use", ["gradient", "map_batch"])
+def test_passes_that_would_read_different_pieces_are_refused(use, change):
+    """As with a loader that shuffles, or draws other noise, whenever it is iterated over."""
+    batch, generator = examples(60), np.random.default_rng(0)
+
+    def pieces():
+        rows = np.arange(60).reshape(3, 20)
+        rows = generator.permutation(60).reshape(3, 20) if change == "order of rows" else rows
+        rows = rows[generator.permutation(3)] if change == "order of pieces" else rows
+        for part in rows:
+            piece = jax.tree.map(lambda leaf, part=part: leaf[part], batch)
+            yield piece | ({"x": piece["x"] + generator.normal()} if change == "numbers" else {})
+
+    fun = (ab.value_and_grad if use == "gradient" else ab.map_batch)
+    fun = fun(spread_of_sizes if use == "gradient" else sorted_scores, microbatch_size=8)
+    with pytest.raises(ab.InputError, match="same pieces in the same order") as caught:
+        for _ in range(3):  # pieces may be in the same order by chance
+            fun(parameters(), ab.HostBatch(pieces, 60))
+    assert "piece" in caught.value.given and "seed=epoch" in caught.value.remedy
+    # One pass, or one order for all passes of a call, is right. Another call may have another one.
+    if change != "numbers":
+        one_pass = ab.value_and_grad(mean, microbatch_size=8)(parameters(), ab.HostBatch(pieces, 60))
+        assert_same(one_pass, jax.value_and_grad(mean)(parameters(), batch))
+    for _ in range(2):
+        kept = list(pieces())
+        fun(parameters(), ab.HostBatch(lambda kept=kept: iter(kept), 60))
+
+
+def test_rows_of_large_pieces_that_change_places_are_noticed():
+    """A checksum of some elements sees each column, however the number of columns divides their distance."""
+    for columns in (1, 4, 27, 96, 1024):
+        rows = 16 * 2**16 // columns
+        piece = np.zeros((rows, columns), np.uint8)
+        piece[:, -1] = np.random.default_rng(0).integers(0, 255, rows)
+        assert host_batch._checksum([piece]) == host_batch._checksum([piece.copy()])
+        assert host_batch._checksum([piece]) != host_batch._checksum([piece[::-1]])
+        assert host_batch._checksum([piece]) != host_batch._checksum([np.roll(piece, 1, axis=0)])
 
 
 def test_where_it_cannot_be_streamed():

@@ -201,4 +201,20 @@ def test_planning_does_not_go_on_for_long(monkeypatch):
     monkeypatch.setattr("anybatch.planning.candidates.StrategySearch.ENOUGH_SECONDS", 0.0)
     plan = ab.plan(network, *problem(512), memory="900KiB")
     assert plan.compilations == 1 and plan.chosen.seconds > 0
-    assert "Not tried, since planning had taken 0 s: microbatch_size=" in plan.limits
+    assert "Not tried, since planning would have taken more than 0 s: microbatch_size=" in plan.limits
+
+
+def test_no_program_is_compiled_that_would_take_planning_beyond_30_seconds(monkeypatch):
+    """Another program should take as long to compile as the last one."""
+    compile_quickly = Measurements._compile
+
+    def compile_slowly(measurements, strategy):
+        compile_quickly(measurements, strategy)
+        measurements.compile_seconds = seconds
+
+    monkeypatch.setattr(Measurements, "_compile", compile_slowly)
+    params, batch = problem(512)
+    seconds = 29.9
+    assert ab.plan(network, params, batch, memory="900KiB").compilations == 1
+    seconds = 0.1
+    assert ab.plan(network, params, batch, memory="900KiB").compilations > 1  # the control
