@@ -68,7 +68,8 @@ def count_examples(named_leaves: Sequence[tuple[str, Any]], where: str) -> int:
         raise InputError(
             "A HostBatch is for functions of value_and_grad, grad, map_batch, hvp and ggn_product, read and plan",
             given="a HostBatch, or a tree with one inside",
-            remedy="Pass arrays here. A HostBatch is a whole argument: its pieces are trees.",
+            remedy="Pass arrays here, or the HostBatch as a whole argument: its pieces are trees. For a training step, "
+            "take ab.value_and_grad(loss)(params, host_batch), and update the parameters in a function of your own.",
         )
     if not all(_has_rows(leaf) for _, leaf in named_leaves):
         raise InputError(

@@ -23,7 +23,7 @@ V = TypeVar("V")
 # How many sizes above and below a given one are considered.
 NEIGHBOURS = 1000
 
-# Compilations in search of a larger size that fits. After these, a size must be twice as large to be worth another.
+# Compilations in search of a larger size that fits. After these, a size must be twice as large, and more.
 SIZE_TRIALS = 2
 
 # Strategies within this share of the fastest count as equally fast; the leanest of them is chosen.
@@ -101,16 +101,18 @@ class Sizes:
     def is_worthwhile(self, size: int, instead_of: int, trials_left: int = 1) -> bool:
         """True if a larger size is worth a compilation: it saves a fifth of the microbatches, or a ragged one.
 
-        Once no trials are left, it must save half of the microbatches.
+        Once no trials are left, it must save half of the microbatches, then three quarters, and so on.
 
         >>> Sizes(60).is_worthwhile(11, 10), Sizes(60).is_worthwhile(12, 11), Sizes(60).is_worthwhile(15, 10)
         (False, True, True)
+        >>> [Sizes(60).is_worthwhile(size, 10, trials_left=-1) for size in (20, 30, 60)]
+        [False, False, True]
         """
         if size <= instead_of:
             return False
         number, current = math.ceil(self.examples / size), math.ceil(self.examples / instead_of)
         if trials_left <= 0:
-            return number <= 0.5 * current
+            return number <= 0.5 ** (1 - trials_left) * current
         return number <= 0.8 * current or (self.examples % size == 0 and self.examples % instead_of != 0)
 
     def steps_down(self, size: int) -> list[int]:

@@ -351,7 +351,7 @@ def test_passes_that_would_read_different_pieces_are_refused(use, change):
             piece = jax.tree.map(lambda leaf, part=part: leaf[part], batch)
             yield piece | ({"x": piece["x"] + generator.normal()} if change == "numbers" else {})
 
-    fun = (ab.value_and_grad if use == "gradient" else ab.map_batch)
+    fun = ab.value_and_grad if use == "gradient" else ab.map_batch
     fun = fun(spread_of_sizes if use == "gradient" else sorted_scores, microbatch_size=8)
     with pytest.raises(ab.InputError, match="same pieces in the same order") as caught:
         for _ in range(3):  # pieces may be in the same order by chance
