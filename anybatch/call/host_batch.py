@@ -153,7 +153,7 @@ def _checksum(leaves: Sequence[np.ndarray]) -> int:
         # From every column of the rows, not from some: these may be the same in all rows.
         while math.gcd(step, math.prod(leaf.shape[1:])) > 1:
             step += 1
-        checksum = zlib.crc32(np.ascontiguousarray(leaf.flat[::step]).view(np.uint8), checksum)
+        checksum = zlib.crc32(leaf.flat[::step].tobytes(), checksum)
     return checksum
 
 
