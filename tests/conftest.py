@@ -11,6 +11,8 @@ os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_p
 # On two busy cores, eight devices may keep each other waiting for longer than XLA thinks right.
 os.environ["XLA_FLAGS"] += " --xla_cpu_collective_call_terminate_timeout_seconds=600"
 jax.config.update("jax_platforms", os.environ.setdefault("JAX_PLATFORMS", "cpu"))
+# Small programs compile faster in one piece than in pieces for several threads.
+os.environ["XLA_FLAGS"] += " --xla_cpu_parallel_codegen_split_count=1"
 # Compiling is most of what the tests do, and for JAX 0.10 half of it is making kernels of fusions in a new way, for
 # which XLA still has the old one. ANYBATCH_TESTS_COMPILE=fully has programs compiled as users have them.
 if jax.__version_info__ < (0, 11) and os.environ.get("ANYBATCH_TESTS_COMPILE") != "fully":

@@ -54,6 +54,7 @@ def test_a_wrong_loop(run, tmp_path):
     assert run(WRONG, "--json", "audit.json").exit_code == 1  # it replaces its own file
 
 
+@pytest.mark.full
 def test_a_step_as_a_dict(run):
     assert run(STEP).exit_code == 0
     assert run(STEP.replace("w + updates", "w + 2 * updates")).exit_code == 1

@@ -249,6 +249,7 @@ def typed(error, **names):
     return names
 
 
+@pytest.mark.full
 def test_what_a_model_of_nnx_keeps_with_a_declared_reduction():
     """A count of calls is the same after each microbatch; a running average is not, and is refused."""
     options = {"batch_argnums": (1, 2), "microbatch_size": 6, "reduction": "mean"}

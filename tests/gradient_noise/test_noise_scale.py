@@ -390,6 +390,7 @@ def test_exact_is_the_statistics_of_examples(float64, loss, size):
     assert meshes.worst((value, grad), ab.value_and_grad(loss, microbatch_size=size)(params, batch)) == 0
 
 
+@pytest.mark.full
 def test_exact_of_sums_and_weights(float64):
     params, batch = meshes.parameters(), batch_of()
     for loss, reduction in ((meshes.total, "infer"), (masked_pair, "weighted")):
@@ -423,6 +424,7 @@ def test_exact_with_aux_and_keys():
     np.testing.assert_allclose(noise.trace, drawn.trace, rtol=0.5)
 
 
+@pytest.mark.full
 def test_exact_on_a_mesh():
     params, batch = meshes.parameters(dtype=np.float32), meshes.examples(24, np.float32)
     here = noise_of(meshes.mean, params, batch, microbatch_size=3, exact=True)

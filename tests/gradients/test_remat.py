@@ -179,6 +179,7 @@ def passes_on(params, batch):
     return jnp.mean((hidden - batch["y"]) ** 2) + 0.1 * jnp.sum(sizes)
 
 
+@pytest.mark.full
 @pytest.mark.every_jax
 @pytest.mark.parametrize("where", ["eager", "jit", "full batch", "two devices", "vmap"])
 def test_layers_that_pass_on_activations_by_the_host_have_the_same_gradient(float64, where):

@@ -71,6 +71,7 @@ def test_most_exercises_have_other_ways():
     assert sum(bool(exercise.other_ways) for exercise in COURSE.exercises) >= 10
 
 
+@pytest.mark.full
 def test_a_way_that_is_wrong_is_found(tmp_path, runner):
     """The control: one that takes the first microbatch every time, beside one that is right."""
     folder = shutil.copytree(COURSE.folder, tmp_path / "course")

@@ -244,6 +244,7 @@ def test_no_more_collectives_than_without_blocks(loss):
     assert executed(loss, 5) <= executed(loss, None)
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("float64")
 @pytest.mark.parametrize("loss", [*PAIRS, barlow_twins], ids=lambda loss: loss.__name__)
 def test_no_more_collectives_for_an_uneven_batch(loss):

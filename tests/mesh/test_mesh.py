@@ -284,6 +284,7 @@ def test_the_batch_is_not_copied_to_every_device():
     assert compiled.memory_analysis().temp_size_in_bytes < batch["x"].nbytes / 8
 
 
+@pytest.mark.full
 def test_second_derivatives_and_vmap():
     mesh, params, batch = mesh_of(4), parameters(), examples(16)
 
@@ -426,6 +427,7 @@ NESTED = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("nested", NESTED.values(), ids=NESTED)
 def test_operations_that_pad_in_nested_functions(nested):
     def fun(params, batch):

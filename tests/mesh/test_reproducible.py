@@ -68,6 +68,7 @@ def test_the_same_bits_on_one_device_too():
     assert len({bits(over(devices, softmaxed, compiler_options=as_written)) for devices in (None, 1, 2, 8)}) == 1
 
 
+@pytest.mark.full
 def test_the_same_bits_for_parameters_that_are_spread():
     def grads(devices, spec):
         mesh = mesh_of(devices)

@@ -202,6 +202,7 @@ def test_narrow_parameters(method):
     assert errors(7) <= 1.1 * errors(None) + 1e-3
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("method", METHODS)
 def test_examples_that_are_not_finite_and_padding_count_for_nothing(float64, method):
     params, batch, grads, clip_norm = oracle(tied)
@@ -218,6 +219,7 @@ def test_examples_that_are_not_finite_and_padding_count_for_nothing(float64, met
     assert list(np.isfinite(norms)) == [True, False, True, True, True]
 
 
+@pytest.mark.full
 @pytest.mark.every_jax
 @pytest.mark.parametrize("method", METHODS)
 def test_on_a_mesh_and_inside_shard_map(float64, method):

@@ -193,6 +193,7 @@ def test_an_example_that_is_not_finite_counts_for_nothing(float64, method, bad):
         np.testing.assert_array_equal(leaf, 0)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("method", ["vmap", "factored"])
 def test_convolutions_keep_what_is_not_finite_to_its_example(float64, method):
     """XLA multiplies examples by zero, to compute their convolutions as one."""

@@ -230,6 +230,7 @@ def test_aux_of_the_microbatches_needs_a_size():
         ab.value_and_grad(network, has_aux=True, reduction="mean", aux_reduction="stack")
 
 
+@pytest.mark.full
 def test_a_batch_of_one_is_planned_too():
     """It has one microbatch size, but activations may be computed again."""
     params, batch = problem(1, width=64, depth=24)

@@ -82,6 +82,7 @@ def test_vmap_counts_for_all_its_copies():
     assert total(memory=2_000_000) <= 2_000_000 < total(microbatch_size=None)
 
 
+@pytest.mark.full
 def test_vmaps_in_each_other_count_for_all_pairs():
     """Eight models and eight batches are 64 gradients."""
     params, batch = problem(64, width=32, depth=1)

@@ -75,6 +75,7 @@ def test_what_is_computed_again_takes_less_memory_and_products_more_time():
     assert predictions.seconds(without_products) < predictions.seconds(everything)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("scanned", [False, True])
 def test_a_share_takes_no_more_time_than_a_policy_of_jax_in_the_same_memory(scanned):
     """As predicted for an accelerator."""

@@ -292,6 +292,7 @@ def mutual_neighbours(params, batch):
     return jnp.sum(jnp.where(best, pairs, 0))
 
 
+@pytest.mark.full
 @pytest.mark.every_jax
 @pytest.mark.parametrize("compares", [False, True])
 def test_values_are_not_compared_with_themselves_across_loops(compares, x64, monkeypatch):

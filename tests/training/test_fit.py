@@ -114,6 +114,7 @@ def test_data_in_another_order_would_be_noticed(tmp_path):
             chex.assert_trees_all_equal(other.params, expected.params)
 
 
+@pytest.mark.full
 def test_the_way_of_the_gradient_is_resumed_too(tmp_path):
     """Another microbatch size, as more or less memory would lead to, gives other bits."""
 

@@ -316,6 +316,7 @@ def test_what_does_not_fit_names_the_memory_that_was_given():
     assert set(re.findall(r"memory='([^']*)'", text)) == {"300KiB"}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("memory", ["1KiB", "300KiB"])
 def test_the_memory_that_an_error_names_is_enough_for_the_step(memory):
     """It counts the state of the optimizer, whether or not the budget is larger than that state."""

@@ -627,6 +627,7 @@ def test_running_averages_are_those_of_the_loop_that_flax_documents(kind, option
     chex.assert_trees_all_equal((state.params, state.model_state if own else state.batch_stats), before)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("devices", [1, 2, 8])
 def test_running_averages_on_a_mesh(devices):
     expected, state = flax_state(), flax_state()
@@ -638,6 +639,7 @@ def test_running_averages_on_a_mesh(devices):
     chex.assert_trees_all_close(actual, (expected.params, expected.batch_stats), rtol=1e-8)
 
 
+@pytest.mark.full
 def test_a_step_with_running_averages_is_planned_and_lowered():
     step, state = ab.train_step(normed_loss, has_state=True), flax_state()
     assert step.plan(state, batches()[0]).chosen is not None

@@ -226,6 +226,7 @@ def doubled(x, ids):
 doubled.defvjp(lambda x, ids: (doubled(x, ids), ids), lambda ids, g: (2 * g * ids.astype(g.dtype), None))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("traces_given", [False, True])
 def test_a_loss_that_insists_on_bfloat16_becomes_the_one_that_insists_on_float64(traces_given):
     problem = jnp.float32(1.5), {"x": X, "ids": jnp.asarray([0, 1, 3, 1, 2, 0])}

@@ -168,6 +168,7 @@ def test_the_comparison_of_marks_can_fail(analyse):
             check_marks(source, marks, wrong)
 
 
+@pytest.mark.full
 def test_a_mean_of_means_is_shown_to_be_wrong(analyse):
     naive = analyse(named("masked").source)["verification"]["naive"]
     assert not naive["same"] and naive["difference"] > 1e-3
@@ -176,6 +177,7 @@ def test_a_mean_of_means_is_shown_to_be_wrong(analyse):
     assert table.count("✓ same") == 4 and table.count("✗ different") == 1
 
 
+@pytest.mark.full
 def test_the_plan_has_the_bytes_of_xla_and_the_choice_of_anybatch(analyse):
     """The file itself asks XLA for the bytes of the full batch and of two sizes, and `anybatch.plan` for its choice."""
     ask = """
@@ -281,6 +283,7 @@ def test_an_error_of_anybatch_is_shown_as_it_is(analyse):
     assert "same number of examples along axis 0" in error["message"]
 
 
+@pytest.mark.full
 def test_a_part_that_fails_leaves_the_others(analyse):
     """A loss for 16 examples only can be read, planned and verified, and not be shown with 12 of them."""
     parts = analyse(
@@ -299,6 +302,7 @@ def test_what_is_shown_is_escaped():
     assert "<b>" not in playground.line_table([mark])
 
 
+@pytest.mark.full
 def test_params_and_batch_of_the_file_are_taken(analyse):
     parts = analyse(
         "import jax.numpy as jnp\nparams, batch = jnp.ones(2), jnp.ones((8, 2))\nprint('printed')\n"
