@@ -1198,6 +1198,6 @@ def test_leaves_that_the_table_leaves_out_are_counted_as_they_are():
     assert sum(not leaf.ok for leaf in result.leaves) == 15
     text = "Of the leaves that are not shown, 3 differ and 5 are the same: see .leaves."
     assert text in result.text(width=None) and text in result._repr_html_()
-    right = dataclasses.replace(result, leaves=result.leaves[15:] * 3)
+    right = dataclasses.replace(result, leaves=[dataclasses.replace(leaf) for leaf in result.leaves[15:] * 3])
     assert "Of the leaves that are not shown, 3 are the same: see .leaves." in right.text(width=None)
     assert "not shown" not in dataclasses.replace(result, leaves=result.leaves[:12]).text(width=None)

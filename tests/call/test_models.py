@@ -138,6 +138,7 @@ def test_several_arguments_and_containers():
     assert int(args[3].params.count.get_value()) == 1  # a model that is not differentiated is changed as well
 
 
+@pytest.mark.full
 def test_a_filter_of_variables():
     """`nnx.DiffState`, as `nnx.value_and_grad` takes it; alone or beside positions."""
 

@@ -189,6 +189,7 @@ def test_doctor_shows_what_is_missing(monkeypatch, tmp_path):
     assert unwell["JAX"].remedy == 'pip install "jax>=0.10,<0.13"'
 
 
+@pytest.mark.full
 def test_further_arguments_of_the_loss_are_passed_on(tmp_path, monkeypatch, capsys):
     """Such as the key of a loss with dropout."""
     monkeypatch.chdir(tmp_path)

@@ -133,6 +133,7 @@ def test_the_fisher_diagonal_is_that_of_the_full_batch(size, keep_batch_dim):
     assert jnp.abs(gradient["w"] - fun(parameters(), examples())["w"]).max() > 1e-3
 
 
+@pytest.mark.full
 def test_the_fisher_diagonal_has_the_arguments_of_per_example_gradients():
     """Batches by name, several parameters, and keys that differ from example to example."""
 

@@ -255,6 +255,7 @@ def test_references_in_a_scan_are_left_as_they_are(float64, made, remat):
     assert_same(fun(params, batch), expected)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("remat", ["dots_saveable", 0.2, "offload"])
 @pytest.mark.parametrize("way", ["unrolled", "scanned", "by FFT"])
 def test_complex_numbers_are_computed_again(float64, model_defaults, way, remat):

@@ -29,6 +29,7 @@ def runner():
         yield runner
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("exercise", COURSE.exercises, ids=lambda exercise: exercise.name)
 def test_every_exercise_is_sound(exercise, runner):
     found = examine(exercise, runner, SEEDS)
@@ -97,6 +98,7 @@ def error_of(terms, mean):
     return np.mean(np.abs(np.asarray(mean, np.float64) / exact - 1))
 
 
+@pytest.mark.full
 def test_the_order_of_a_division_hardly_matters_as_the_page_says():
     page, space = COURSE.find("float32_accumulator").page, {}
     with jax.numpy_dtype_promotion("standard"):  # as learners have it

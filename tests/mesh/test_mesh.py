@@ -327,6 +327,7 @@ def test_memory_is_flat_in_the_batch():
 # Verified and planned.
 
 
+@pytest.mark.full
 def test_verify_compares_meshes():
     found = ab.verify(masked, parameters(), examples(20), meshes=[mesh_of(2), mesh_of(8)], microbatch_sizes=(1, 3))
     assert found.ok

@@ -141,6 +141,7 @@ def test_with_remat(loss, remat, x64):
     assert close(ab.value_and_grad(loss, microbatch_size=2, block_size=5, remat=remat)(params, batch), expected)
 
 
+@pytest.mark.full
 @pytest.mark.every_jax
 @pytest.mark.parametrize("devices", [2, 8])
 @pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: loss.__name__)

@@ -551,6 +551,7 @@ class LooksAtValues:
         return updates, {"moments": moments, "norm": state["norm"]}
 
 
+@pytest.mark.full
 @pytest.mark.every_jax
 @pytest.mark.parametrize("optimizer", [Normalized(), LooksAtValues()], ids=lambda each: type(each).__name__)
 def test_optimizers_with_references_and_with_values_take_the_same_steps(optimizer):

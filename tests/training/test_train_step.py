@@ -239,6 +239,7 @@ def test_the_plan_bounds_the_whole_step(monkeypatch):
         tight(tight.init(wide), batch)
 
 
+@pytest.mark.full
 def test_the_plan_bounds_the_whole_step_inside_a_larger_program():
     rng = np.random.default_rng(0)
     wide = {"a": jnp.asarray(rng.normal(size=(64, 512)), jnp.float32), "b": jnp.ones(512)}
@@ -532,6 +533,7 @@ def test_complex_parameters_go_downhill(float64):
     assert losses[-1] < 1e-3 * losses[0]
 
 
+@pytest.mark.full
 def test_one_step_for_two_models():
     """Each is planned for itself, though their trees are alike."""
     batch = jax.tree.map(lambda leaf: leaf.astype(np.float32), data(examples=512))

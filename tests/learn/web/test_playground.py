@@ -250,6 +250,7 @@ def no_module(monkeypatch):
     monkeypatch.setitem(sys.modules, "loss", None)
 
 
+@pytest.mark.full
 def test_an_error_names_its_line(analyse, no_module):
     in_the_loss = "import numpy as np\nparams, batch = 1.0, np.ones(4)\ndef loss(p, b):\n    return b.missing\n"
     for run, source, line, title, message in (
