@@ -170,8 +170,8 @@ def _checked(index: int, piece: Any, like: Any) -> list[np.ndarray]:
         )
     number = np.shape(named[0][1])[:1]
     for (name, leaf), (_, expected) in zip(named, first, strict=True):
-        right = _is_plain(leaf) and leaf.dtype == expected.dtype and leaf.shape[1:] == expected.shape[1:]
-        if not right or leaf.shape[:1] != number:
+        right = _is_plain(leaf) and leaf.dtype == expected.dtype and leaf.ndim == expected.ndim
+        if not right or leaf.shape != (*number, *expected.shape[1:]):
             wanted = f"{expected.dtype}[{','.join(map(str, (*number, *expected.shape[1:])))}]"
             raise InputError(
                 "All arrays of a piece must have one number of examples, and the types of the first piece",

@@ -30,6 +30,12 @@ def devices_of(leaves: Iterable[Any]) -> list[Any]:
     return sorted((each for each in found if each.process_index == jax.process_index()), key=lambda each: each.id)
 
 
+def committed_devices(leaves: Iterable[Any]) -> list[Any]:
+    """The devices of those arrays that JAX does not move by itself. Empty if there are none."""
+    committed = [leaf for leaf in leaves if isinstance(leaf, jax.Array) and leaf.committed]
+    return sorted({device for leaf in committed for device in leaf.sharding.device_set}, key=lambda each: each.id)
+
+
 def mesh_of(leaves: Iterable[Any]) -> Any:
     """The abstract mesh in the types of arrays, or else the surrounding one. It has no devices."""
     meshes = [avals.type_of(leaf).sharding.mesh for leaf in leaves]

@@ -41,6 +41,12 @@ class Product:
                 )
         functools.update_wrapper(self, scalar)
         options = positions | options
+        if options.get("reduction") == "weighted":
+            raise InputError(
+                "A product with a matrix is not made of a total and a weight",
+                given='reduction="weighted"',
+                remedy="Let the loss return total / weight, and leave reduction out.",
+            )
         self.scalar, self.positions, self.options = scalar, positions, Options.of(scalar, **options)
         self._grad = grad(scalar, **options)
 
@@ -95,7 +101,9 @@ def hvp(fun: Callable[..., Any], argnums: int = 0, has_aux: bool = False, **opti
     [35. 44.]
 
     **Exact.** The result equals `jax.jvp(jax.grad(loss), (params,), (vector,))[1]` for the full batch, up to rounding,
-    for every loss that `value_and_grad` takes, whether it is a mean or compares examples.
+    for every loss that `value_and_grad` takes, whether it is a mean or compares examples. If the loss has a
+    `jax.custom_vjp`, the result is the gradient of the product of `jax.grad(loss)` and the vector, which is the same
+    where the `custom_vjp` is the true derivative.
 
     **Memory.** As for `grad`: about twice the activations of one microbatch, whatever the size of the batch.
 
@@ -120,7 +128,9 @@ def hvp(fun: Callable[..., Any], argnums: int = 0, has_aux: bool = False, **opti
             result = fun(*_with(args, argnums, combined(params, rest)), **kwargs)
             return result[0] if has_aux else result
 
-        return _push(loss, params, vector)
+        if _has_custom_vjp(loss, params):
+            return _dot(vector, jax.grad(loss)(params))
+        return jax.jvp(loss, (params,), (vector,))[1]
 
     return Product(slope, {"argnums": argnums}, options)
 
@@ -246,14 +256,18 @@ def fisher_diagonal(
 
 def _push(fun: Callable[[Any], Any], params: Any, vector: Any) -> Any:
     """The derivative of a function in the direction of a vector."""
-    jaxpr = jax.make_jaxpr(fun)(params)
-    if not any(equation.primitive.name in CUSTOM_VJP for equation in interpreter.walk(jaxpr)):
+    if not _has_custom_vjp(fun, params):
         return jax.jvp(fun, (params,), (vector,))[1]
     # A function with a custom_vjp has no forward-mode derivative. But its backward pass is linear in the cotangents, so
     # that the transpose of the backward pass is the derivative.
     made, pullback = jax.vjp(fun, params)
     zeros = jax.tree.map(jnp.zeros_like, made)
     return jax.vjp(lambda cotangents: pullback(cotangents)[0], zeros)[1](vector)[0]
+
+
+def _has_custom_vjp(fun: Callable[[Any], Any], params: Any) -> bool:
+    jaxpr = jax.make_jaxpr(fun)(params)
+    return any(equation.primitive.name in CUSTOM_VJP for equation in interpreter.walk(jaxpr))
 
 
 def _dot(one: Any, other: Any) -> Any:

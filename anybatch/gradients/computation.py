@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from anybatch.call import aux_outputs
+from anybatch.call import aux_outputs, placement
 from anybatch.call.arguments import Arguments, Arrays
 from anybatch.call.caches import can_run
 from anybatch.call.host_batch import HostRows, refuse_rows
@@ -68,7 +68,8 @@ class Gradient(Problem):
             return False
         if not self.examples or not all(isinstance(leaf, np.ndarray) for leaf in batch):
             return False
-        if not can_run(*jax.tree.leaves(self.arguments.arrays)):
+        leaves = jax.tree.leaves(self.arguments.arrays)
+        if not can_run(*leaves) or len(placement.committed_devices(leaves)) > 1:
             return False
         allowed = budget_of(self).allowed
         others = sum(map(self.local_bytes, ("wrt", "wrt", "keys", "rest")))  # the gradient is like the parameters
@@ -288,7 +289,10 @@ class Gradient(Problem):
         combinations = []
         if options.has_aux:
             aux_outputs.check_new_state(loss, self.loss)
-            combinations = aux_outputs.combine_aux(loss, self.loss, options.aux_reduction)
+            # If one microbatch has all examples, only a trace for another size shows which leaves have rows.
+            may_have_rows = any(self.examples in aval.shape for _, aval in loss.aux_avals)
+            other = self.trace(self.examples + 1)[0] if size == self.examples and may_have_rows else self.loss
+            combinations = aux_outputs.combine_aux(loss, other, options.aux_reduction)
             for last_loss, _ in traced.values():
                 aux_outputs.check_remainder(loss, last_loss, combinations)
         if options.stacks_aux and takes_one_more:

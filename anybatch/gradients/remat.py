@@ -56,21 +56,28 @@ _NEEDS_RESULT = frozenset("cbrt exp logistic reduce_max reduce_min rsqrt sqrt ta
 class _Policy:
     """Which values are kept for the backward pass.
 
-    JAX's policy says so inside the blocks; it allows the results of the `kept` equations. Blocks that are left `as_is`
-    have no `jax.checkpoint`. Both are identities of equations, of a block that of its first one. If it `offloads`, what
-    a loop over layers carries is kept in the host's memory.
+    JAX's policy says so inside the blocks; it allows the results of the `kept` equations, but not variables that a print
+    or a callback was `told`, since JAX cannot keep these. Blocks that are left `as_is` have no `jax.checkpoint`. `kept`
+    and `as_is` are identities of equations, of a block that of its first one. If it `offloads`, what a loop over layers
+    carries is kept in the host's memory.
     """
 
     saveable: Callable[..., Any]
     kept: frozenset[int] = frozenset()
     as_is: frozenset[int] = frozenset()
     offloads: bool = False
+    told: frozenset[Any] = frozenset()
 
     def evaluate(self, equation: Any, operands: Sequence[Any]) -> list[Any]:
         results = interpreter.evaluate(equation, operands)
         if id(equation) not in self.kept:
             return results
-        return [each if _is_complex(jax.typeof(each)) else checkpoint_name(each, KEPT) for each in results]
+        pairs = zip(equation.outvars, results, strict=True)
+        skipped = [variable in self.told or _is_complex(jax.typeof(result)) for variable, result in pairs]
+        return [
+            each if is_skipped else checkpoint_name(each, KEPT)
+            for each, is_skipped in zip(results, skipped, strict=True)
+        ]
 
     def body(self, jaxpr: Any, consts: int, carry: int) -> Callable[..., list[Any]]:
         """The body of a loop over layers, which has so many constants and carried values, as a function."""
@@ -107,7 +114,9 @@ def rematerialised(traced: tracing.Traced, const_types: Sequence[Any], policy: s
         inner = [avals.abstract(jax.typeof(array)) for array in traced.inner]
         jaxpr = _inlined(jaxpr, [*inner, *const_types, *types])
         kept, as_is = _kept(_steps(jaxpr, _written(jaxpr)), 1.0 if isinstance(policy, str) else policy)
-        chosen = _Policy(_saved_by_name(policy == OFFLOAD), kept, as_is, offloads=policy == OFFLOAD)
+        with_effects = [equation for equation in interpreter.walk(jaxpr) if equation.effects]
+        told = frozenset(operand for equation in with_effects for operand in _variables(equation.invars))
+        chosen = _Policy(_saved_by_name(policy == OFFLOAD), kept, as_is, policy == OFFLOAD, told)
 
     def in_blocks(*flat: Any) -> list[Any]:
         return _run(jaxpr, (*traced.inner, *flat), chosen, _written(jaxpr))

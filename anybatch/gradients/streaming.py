@@ -18,10 +18,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from anybatch.call import placement
 from anybatch.call.caches import CAPACITY, PROGRAMS, Cache, CompiledProgram, can_run
 from anybatch.call.host_batch import HostBatch, HostRows, in_chunks, no_tracers
 from anybatch.call.memory import default_device, readable
-from anybatch.errors import HeadTooLargeError, NothingFitsError
+from anybatch.errors import HeadTooLargeError, InputError, NothingFitsError
 from anybatch.jaxprs import avals, tracing
 from anybatch.mesh.executor import BatchPass, Executor, OutputLayout, Shard, merge_axis, split_axis
 from anybatch.planning import store
@@ -50,6 +51,13 @@ def compute_streamed(gradient: Any) -> tuple[Strategy, list[Any]]:
     """Computes a gradient whose batch is on the host. Returns the strategy and the outputs."""
     options, arrays = gradient.options, gradient.arguments.arrays
     host = _rows_on_host(gradient)
+    if options.microbatch_size is None and (options.aux_of_microbatches or options.rng_argnums != ()):
+        which = "rng_argnums" if options.rng_argnums != () else "aux_reduction"
+        raise InputError(
+            f"With {which}=, the result depends on the microbatches, and a batch on the host is never in one piece",
+            given=f"{which}={getattr(options, which)!r} and microbatch_size=None",
+            remedy="Pass the number of examples at a time, e.g. microbatch_size=8.",
+        )
     if not can_run(*(leaf for leaf in jax.tree.leaves(arrays) if not isinstance(leaf, HostRows))):
         raise no_tracers(host[0])
     if isinstance(options.microbatch_size, int):
@@ -162,7 +170,14 @@ def executor_of(gradient: Any, strategy: Strategy) -> "StreamingExecutor":
     several = max(1, min(GOOD_CHUNK // (row * size), most // size, -(-examples // size)))
     # Rows that the loss needs from all examples at once may take what is left for the head.
     allowed = budget_of(gradient).allowed
-    device = next(iter(gradient.devices), None)
+    devices = placement.committed_devices(jax.tree.leaves(gradient.arguments.arrays))
+    if len(devices) > 1:
+        raise InputError(
+            "With a batch on the host, all other arguments must be on one device",
+            given=f"arguments on {len(devices)} devices",
+            remedy="Put them on one, e.g. jax.device_put(params, jax.devices()[0]), or pass arrays as the batch.",
+        )
+    device = next(iter(devices), None)
     return StreamingExecutor(examples, chunk=size * several, device=device, allowed=allowed, dry=gradient.measured)
 
 
@@ -405,7 +420,7 @@ def _slice_borders(number: int, row_bytes: int) -> list[int]:
 
 def _put(arrays: Sequence[np.ndarray], device: Any) -> list[Any]:
     """Copies arrays to a device, and waits: the owner of the arrays may then write over them."""
-    platform = (device or jax.devices()[0]).platform
+    platform = (device or default_device()).platform
     # On the CPU, JAX would share the memory of the arrays.
     copied = [np.array(array) if platform == "cpu" else np.asarray(array) for array in arrays]
     return jax.block_until_ready(jax.device_put(copied, device))

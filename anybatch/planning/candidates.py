@@ -358,13 +358,18 @@ class StrategySearch:
         smallest = [each for variant in variants if self.fits(each := Strategy(self.sizes.smallest, *variant))]
         if not smallest:
             return None
-        lean = int(min(map(self._total, smallest)) * (1 + AS_LEAN))
+        lean = self._as_lean_as(smallest)
         best = next(strategy for strategy in smallest if self._total(strategy) <= lean)  # it recomputes the least
         self.largest_fitting(best.variant, allowed=lean)
         # The memory of a coupled loss does not always grow with the microbatch.
         alike = [each for each, found in self.compiled.items() if found and each.variant == best.variant]
-        lean = int(min(map(self._total, alike)) * (1 + AS_LEAN))
+        lean = self._as_lean_as(alike)
         return max((each for each in alike if self._total(each) <= lean), key=self._size)
+
+    def _as_lean_as(self, strategies: Sequence[Strategy]) -> int:
+        """The bytes that a strategy may take to count as about as lean as the leanest of some, within the budget."""
+        lean = int(min(map(self._total, strategies)) * (1 + AS_LEAN))
+        return lean if self.allowed is None else min(lean, self.allowed)
 
     # Time: which strategy is fastest.
 

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from anybatch.call.checks import describe, is_array, is_key, named_leaves
+from anybatch.call.loss import shown
 from anybatch.call.models import combined, frozen, has_nnx, trainable
 from anybatch.errors import InputError
 from anybatch.training.arrays import merge_arrays, split_arrays
@@ -220,7 +221,19 @@ class AnybatchAdapter(StateAdapter):
         skipped = state.skipped + jnp.where(new.is_finite, one - 1, one).astype(state.skipped.dtype)
         counted = state.replace(step=state.step + one.astype(state.step.dtype), skipped=skipped)
         changed = counted.replace(params=params, opt_state=opt_state, **new.changes)
-        return _select(new.is_finite, split_arrays(changed)[0], split_arrays(counted)[0])
+        return _select(new.is_finite, self._arrays_like(changed, counted), split_arrays(counted)[0])
+
+    def _arrays_like(self, changed: Any, before: Any) -> list[Any]:
+        """The arrays of a changed state, which must be the same tree as before."""
+        arrays, constants = self.split(changed)
+        old_arrays, old_constants = self.split(before)
+        if constants.tree != old_constants.tree or len(arrays) != len(old_arrays):
+            raise InputError(
+                "An optimizer must return a state with the tree of the one that it is given",
+                given=f"opt_state={shown(changed.opt_state)} for {shown(before.opt_state)}",
+                remedy="Return the same tree from its update as from its init, with an array for each array.",
+            )
+        return arrays
 
 
 class FlaxAdapter(AnybatchAdapter):
@@ -254,7 +267,7 @@ class FlaxAdapter(AnybatchAdapter):
 
     def updated(self, state: Any, arrays: list[Any], new: NewGradient) -> list[Any]:
         changed = state.apply_gradients(grads=new.grads).replace(**new.changes)
-        return _select(new.is_finite, split_arrays(changed)[0], arrays)
+        return _select(new.is_finite, self._arrays_like(changed, state), arrays)
 
 
 class NnxAdapter(StateAdapter):
@@ -483,6 +496,12 @@ def _numbers_as_arrays(tree: Any) -> Any:
     return jax.tree.map(lambda leaf: jnp.asarray(leaf) if _is_number(leaf) else leaf, tree)
 
 
+def _kind(dtype: Any) -> int:
+    """How general the numbers of a dtype are: booleans, integers, floating-point numbers, complex numbers."""
+    kinds = (jnp.bool_, jnp.integer, jnp.floating, jnp.complexfloating)
+    return next(position for position, kind in enumerate(kinds) if jax.dtypes.issubdtype(dtype, kind))
+
+
 def _select(is_finite: Any, new: list[Any], old: list[Any]) -> list[Any]:
     """The new arrays if the gradient is finite, else the old ones; in the dtypes of the old, so that none changes."""
 
@@ -490,7 +509,14 @@ def _select(is_finite: Any, new: list[Any], old: list[Any]) -> list[Any]:
         if new is old:
             return old
         if not jax.dtypes.issubdtype(old.dtype, jax.dtypes.extended):
-            new = jnp.asarray(new).astype(old.dtype)
+            new = jnp.asarray(new)
+            if _kind(new.dtype) > _kind(old.dtype):
+                raise InputError(
+                    "The state of a step must keep its kinds of numbers, which its first value decides",
+                    given=f"{describe(old)} before an update and {describe(new)} after it",
+                    remedy="Start with an array of that kind, e.g. jnp.zeros((), jnp.float32) in the optimizer's init.",
+                )
+            new = new.astype(old.dtype)
         return jnp.where(is_finite, new, old)
 
     return [select(*pair) for pair in zip(new, old, strict=True)]

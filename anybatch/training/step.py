@@ -313,7 +313,9 @@ class TrainStep:
                 remedy="Pass one, e.g. ab.train_step(loss, optax.adamw(3e-4)).",
             )
         refuse_deleted(jax.tree.leaves((params, key, model_state)), "step.init(params)")
-        if callable(params) and jax.tree.leaves(params) == [params]:  # not a model that is callable
+        if (
+            callable(params) and len(leaves := jax.tree.leaves(params)) == 1 and leaves[0] is params
+        ):  # not a model that is callable
             params = params()
         else:
             params = _copied(params)
@@ -340,10 +342,11 @@ class TrainStep:
         if is_traced:
             return self._traced(state, batch, inputs)
         refuse_deleted(inputs.state_arrays, "step(state, batch)")
-        batch_arrays = put_batch(inputs.batch_arrays, self._over)
-        if self._donate and kwargs:  # a donated array cannot also be another argument
+        batch_arrays = inputs.batch_arrays
+        if self._donate:  # a donated array cannot also be another argument
             donated = set(map(id, inputs.state_arrays))
             batch_arrays = [array.copy() if id(array) in donated else array for array in batch_arrays]
+        batch_arrays = put_batch(batch_arrays, self._over)
         if self._donate and inputs.adapter.mutates:
             inputs = inputs.with_arrays(unshared(inputs.state_arrays), inputs.batch_arrays)
         if last is None:
@@ -352,7 +355,8 @@ class TrainStep:
         else:
             inputs = inputs.with_arrays(inputs.state_arrays, batch_arrays)
         batch_key = (inputs.batch_constants, inputs.batch_types())
-        if last is not None and last.batch_key == batch_key:
+        # Without programs, `clear_caches` was called since.
+        if last is not None and last.batch_key == batch_key and self._programs:
             program, examples = last.program
         else:
             key = (inputs.adapter, inputs.state_constants, state_types, *batch_key)

@@ -54,8 +54,13 @@ class StepInputs:
 
     @property
     def name(self) -> str:
-        """The types of the batch in words, and a short hash of those of the state; the same in every process."""
+        """The types of the batch in words, and a short hash of the rest; the same in every process.
+
+        The rest are the types of the state, and numbers and texts among the arguments, on which the program depends.
+        """
         state = "; ".join(map(describe, self.state_arrays))
+        numbers = [each for each in self.batch_constants.values if isinstance(each, (bool, int, float, complex, str))]
+        state += f"; {numbers}" if numbers else ""
         return f"{', '.join(map(describe, self.batch_arrays))} ({hashlib.sha256(state.encode()).hexdigest()[:8]})"
 
 
