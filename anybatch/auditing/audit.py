@@ -471,6 +471,7 @@ def _blind_spots(bench: Bench, tolerances: Sequence[float]) -> list[str]:
     """What this batch or optimizer cannot show."""
     found = []
     if bench.candidate.form.is_step:
+        _check_uses_gradient(bench, tolerances)
         twice = bench.predict([2 * leaf for leaf in bench.gradient])
         if all(gap(*pair) <= tol for *pair, tol in zip(twice, bench.expected, tolerances, strict=True)):
             found.append("The optimizer makes the same of twice the gradient, so a wrong factor would not show.")
@@ -479,6 +480,17 @@ def _blind_spots(bench: Bench, tolerances: Sequence[float]) -> list[str]:
     if ones:
         found.append(f"{ones[0]} is 1 everywhere. If it is a mask, a mean of means would not show: pass unequal masks.")
     return found
+
+
+def _check_uses_gradient(bench: Bench, tolerances: Sequence[float]) -> None:
+    without = bench.predict([0 * leaf for leaf in bench.gradient])
+    is_same = all(gap(*pair) <= tol for *pair, tol in zip(without, bench.expected, tolerances, strict=True))
+    if is_same and any(largest(leaf) for leaf in bench.gradient):
+        raise InputError(
+            "The step must depend on the gradient, to tell whether the gradient is right",
+            given="a step whose result is the same with a gradient of zeros",
+            remedy="Pass an optimizer with a learning rate above 0, or a state that is past the start of its schedule.",
+        )
 
 
 def _check_finite(bench: Bench) -> None:
@@ -496,8 +508,8 @@ def _leaves(bench: Bench, actual: Numbers, notes: list[str]) -> list[LeafAudit]:
     """The comparison of all leaves. A difference as small as the rounding of a float32 constant is allowed."""
     form = bench.candidate.form
     leaves = compared(bench, actual, bench.tolerances(bench.gradient_tolerances()), form.names)
-    if actual.aux is not None and len(leaves) < len(form.names) + 1 + len(actual.aux):
-        notes.append("Leaves of aux that have another shape than those of the full batch are not compared.")
+    if actual.aux is not None and len(leaves) < len(form.names) + 1 + max(len(actual.aux), len(bench.aux)):
+        notes.append("Leaves of aux with other names or shapes than those of the full batch are not compared.")
     rough = [leaf for leaf in leaves if not leaf.ok]
     if rough and all(leaf.difference <= FLOAT32 for leaf in rough):
         worst = max(rough, key=lambda leaf: leaf.difference)

@@ -368,10 +368,13 @@ def compared(bench: Bench, actual: Numbers, tolerances: Sequence[float], names: 
         found.append(_compared("value", actual.value, bench.value, tolerance))
     if actual.aux is not None:
         aux_names = trial.names[bench.num_gradients + 1 :]
-        places = range(min(len(actual.aux), len(bench.aux)))
-        for place in places:
-            one, other = actual.aux[place], bench.aux[place]
-            if one.shape == other.shape:
+        given = getattr(bench.candidate.form, "aux_names", [])
+        if set(given).isdisjoint(aux_names):  # the state of a model beside aux changes all names
+            given = aux_names
+        actual_aux = dict(zip(given, actual.aux, strict=False))
+        for place, other in enumerate(bench.aux):
+            one = actual_aux.get(aux_names[place])
+            if one is not None and one.shape == other.shape:
                 tolerance = SLACK * trial.tolerance(bench.num_gradients + 1 + place, 1) * largest(other)
                 found.append(_compared(aux_names[place], one, other, tolerance))
     return found

@@ -180,6 +180,7 @@ class GradientForm(Form):
     def __init__(self, candidate: Callable[..., Any], trained: Any, name: str, *, has_aux: bool) -> None:
         super().__init__(candidate, trained, name)
         self.has_aux = has_aux
+        self.aux_names: list[str] = []  # of the last result
         self.names = self.parameter_names
 
     def call(self, subject: Any, batch: Any, args: tuple[Any, ...]) -> tuple[Any, Any]:
@@ -189,7 +190,9 @@ class GradientForm(Form):
         gradient, beside = self._read(result)
         value, aux = beside if self.has_aux and _is_pair(beside) else (beside, None)
         is_number = (is_array(value) and np.shape(value) == ()) or isinstance(value, float)
-        aux_leaves = None if aux is None else jax.tree.leaves(aux)
+        named = [] if aux is None else named_leaves("aux", aux)
+        self.aux_names = [name for name, _ in named]
+        aux_leaves = None if aux is None else [leaf for _, leaf in named]
         return Observation(jax.tree.leaves(gradient), value if is_number else None, aux_leaves)
 
     def _read(self, result: Any) -> tuple[Any, Any]:
