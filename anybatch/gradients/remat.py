@@ -57,9 +57,9 @@ class _Policy:
     """Which values are kept for the backward pass.
 
     JAX's policy says so inside the blocks; it allows the results of the `kept` equations, but not variables that a
-    print or a callback was `told`, since JAX cannot keep these. Blocks that are left `as_is` have no `jax.checkpoint`. `kept`
-    and `as_is` are identities of equations, of a block that of its first one. If it `offloads`, what a loop over layers
-    carries is kept in the host's memory.
+    print or a callback was `told`, since JAX cannot keep these. Blocks that are left `as_is` have no `jax.checkpoint`.
+    `kept` and `as_is` are identities of equations, of a block that of its first one. If it `offloads`, what a loop over
+    layers carries is kept in the host's memory.
     """
 
     saveable: Callable[..., Any]

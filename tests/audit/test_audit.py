@@ -1201,3 +1201,34 @@ def test_leaves_that_the_table_leaves_out_are_counted_as_they_are():
     right = dataclasses.replace(result, leaves=[dataclasses.replace(leaf) for leaf in result.leaves[15:] * 3])
     assert "Of the leaves that are not shown, 3 are the same: see .leaves." in right.text(width=None)
     assert "not shown" not in dataclasses.replace(result, leaves=result.leaves[:12]).text(width=None)
+
+
+def test_leaves_of_aux_are_compared_by_name():
+    def loss(params, batch):
+        losses = losses_of(params, batch)
+        return jnp.mean(losses), {"largest": jnp.max(losses), "sum": jnp.sum(losses)}
+
+    def candidate(params, batch, change):
+        (value, aux), grads = jax.value_and_grad(loss, has_aux=True)(params, batch)
+        return (value, change(aux)), grads
+
+    right = {"fewer": lambda aux: {"sum": aux["sum"]}, "more": lambda aux: aux | {"a": 3 * aux["sum"]}}
+    for change in right.values():
+        result = ab.audit(functools.partial(candidate, change=change), loss, PARAMS, BATCH, has_aux=True)
+        assert result.same and "aux['sum']" in [leaf.name for leaf in result.leaves]
+        assert any("other names or shapes" in note for note in result.notes)
+    wrong = functools.partial(candidate, change=lambda aux: {"sum": aux["largest"]})
+    assert not ab.audit(wrong, loss, PARAMS, BATCH, has_aux=True).same
+
+
+def test_a_step_that_ignores_the_gradient_is_refused():
+    """As at the first step of a warm-up, whatever its gradient is."""
+    optimizer = optax.sgd(optax.linear_schedule(0.0, 1.0, 10))
+
+    def step(params, state, batch):
+        grads = jax.grad(mean_loss)(params, jax.tree.map(lambda leaf: leaf[:1], batch))
+        updates, state = optimizer.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    with pytest.raises(ab.InputError, match="must depend on the gradient"):
+        ab.audit(step, mean_loss, PARAMS, BATCH, optimizer=optimizer)

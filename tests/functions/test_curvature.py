@@ -295,3 +295,43 @@ def test_an_nnx_model_is_refused_with_the_way_out():
     product = ab.hvp(lambda model, x: jnp.mean(model(x) ** 2), microbatch_size=4)
     with pytest.raises(ab.InputError, match=r"nnx.split\(model, nnx.Param, \.\.\.\)"):
         product(model, examples()["x"], vector=None)
+
+
+def test_totals_and_weights_are_refused():
+    """The derivative of a ratio is not the ratio of derivatives."""
+
+    def weighted(w, x):
+        return jnp.sum((x @ w) ** 2), jnp.sum(x[:, 0])
+
+    for make in (ab.hvp, lambda loss, **options: ab.ggn_product(lambda w, x: x @ w, loss, **options)):
+        with pytest.raises(ab.InputError, match="not made of a total and a weight") as caught:
+            make(weighted, reduction="weighted")
+        assert "total / weight" in caught.value.remedy
+
+
+@pytest.mark.every_jax
+@pytest.mark.parametrize("size", [3, None])
+def test_a_custom_vjp_that_is_no_derivative(float64, size):
+    """The product is that of the gradient that JAX returns: with limited entries, or a slope in place of a sign."""
+
+    @jax.custom_vjp
+    def limited(x):
+        return x
+
+    limited.defvjp(lambda x: (x, None), lambda _, cotangent: (jnp.clip(cotangent, -0.2, 0.2),))
+
+    @jax.custom_vjp
+    def sign(x):
+        return jnp.sign(x)
+
+    sign.defvjp(lambda x: (sign(x), x), lambda x, cotangent: (cotangent * (1 - jnp.tanh(x) ** 2),))
+    random = np.random.default_rng(0)
+    w, vector, x, y = (jnp.asarray(random.normal(size=shape)) for shape in (4, 4, (10, 4), 10))
+    batch = {"x": x, "y": y}
+    for predict in (lambda w, x: jnp.tanh(x @ limited(w)), lambda w, x: sign(x @ w) * jnp.sum(w)):
+
+        def loss(w, batch, predict=predict):
+            return jnp.mean((predict(w, batch["x"]) - batch["y"]) ** 2)
+
+        expected = jax.grad(lambda w, loss=loss: jax.grad(loss)(w, batch) @ vector)(w)
+        assert_same(ab.hvp(loss, microbatch_size=size)(w, batch, vector=vector), expected)

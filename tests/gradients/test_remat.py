@@ -343,3 +343,24 @@ def test_layers_become_blocks_beside_wide_values():
 def _double(leaf):
     leaf = jnp.asarray(leaf)
     return leaf.astype(jnp.float64) if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf
+
+
+@pytest.mark.every_jax
+@pytest.mark.parametrize("again", [0.25, 0.75, 1.0])
+def test_one_of_several_results_is_told_to_a_callback(float64, again):
+    """As the experts that tokens are sent to are printed."""
+    params, batch = jax.tree.map(_double, problem(12, width=8, depth=6))
+    told = []
+
+    def loss(params, batch):
+        hidden = batch["x"]
+        for weights in params["layers"]:
+            best, places = jax.lax.top_k(hidden @ weights, 3)
+            jax.debug.callback(lambda places: told.append(places.shape), places)
+            hidden = jnp.tanh(hidden @ weights) * jnp.sum(best, axis=1, keepdims=True)
+        return jnp.mean((hidden - batch["y"]) ** 2)
+
+    fun = ab.value_and_grad(loss, reduction="mean", microbatch_size=6, remat=again)
+    assert_same(fun(params, batch), jax.value_and_grad(loss)(params, batch))
+    jax.effects_barrier()
+    assert (6, 3) in told

@@ -476,3 +476,49 @@ def test_a_plan_shows_that_the_batch_stays_on_the_host():
         ab.grad(masked, memory="1KiB")(parameters(), batch)
     assert ab.explain(masked, parameters(), batch, memory="1KiB").chosen is None
     assert ab.plan(masked, parameters(), batch, memory="1GiB", timed=False).chosen.route == "full batch"
+
+
+@pytest.mark.parametrize("size", [53, 100, "auto", 8])
+def test_rows_of_aux_if_one_microbatch_has_all_examples(size):
+    def loss(params, batch):
+        losses = jnp.sum(predict(params, batch) ** 2, axis=1)
+        return jnp.mean(losses), {"rows": losses, "mean": jnp.mean(losses)}
+
+    options = {"has_aux": True, "reduction": "mean", "aux_reduction": {"rows": None, "mean": "mean"}}
+    fun = ab.value_and_grad(loss, **options, microbatch_size=size)
+    expected = jax.value_and_grad(loss, has_aux=True)(parameters(), examples())
+    assert_same(fun(parameters(), in_pieces(examples(), 20)), expected)
+
+
+def test_results_that_depend_on_the_microbatches_need_their_size():
+    def loss(params, batch, key):
+        return jnp.mean(predict(params, batch) ** 2 * jax.random.bernoulli(key)), jnp.zeros(())
+
+    given = (parameters(), in_pieces(examples(), 20), jax.random.key(0))
+    for options in ({"rng_argnums": 2, "aux_reduction": "mean"}, {"aux_reduction": "stack"}):
+        fun = ab.value_and_grad(loss, has_aux=True, reduction="mean", microbatch_size=None, **options)
+        with pytest.raises(ab.InputError, match="a batch on the host is never in one piece"):
+            fun(*given)
+
+
+def test_other_arguments_on_several_devices(monkeypatch):
+    """A NumPy batch is copied in full then, as on a mesh. A HostBatch is refused."""
+    batch, mesh = examples(4096), mesh_of(2)
+    replicated = jax.device_put(parameters(), jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec()))
+    actual = ab.value_and_grad(mean, microbatch_size=64, memory="1MiB")(replicated, batch)
+    assert_same(jax.device_get(actual), jax.value_and_grad(mean)(parameters(), batch))
+    with pytest.raises(ab.InputError, match="must be on one device"):
+        ab.grad(mean, microbatch_size=64)(replicated, in_pieces(batch, 100))
+    # Arrays that JAX moves by itself may be elsewhere.
+    second = jax.device_put(parameters(), jax.devices()[1])
+    fun = ab.grad(lambda params, x, scale: mean(params, {"x": x * scale[:, None]}), batch_argnums=(1, 2))
+    x, scale = examples()["x"], jnp.linspace(0, 1, EXAMPLES)
+    actual = fun(second, ab.HostBatch([x[:20], x[20:]], EXAMPLES), scale)
+    assert_same(jax.device_get(actual), jax.grad(mean)(parameters(), {"x": x * np.asarray(scale)[:, None]}))
+
+
+def test_a_piece_without_examples_is_refused():
+    with pytest.raises(ab.InputError, match="in piece 1"):
+        ab.grad(lambda w, x: jnp.mean(w * x), microbatch_size=2)(
+            jnp.ones(()), ab.HostBatch([np.ones(3), np.array(1.0)], 4)
+        )

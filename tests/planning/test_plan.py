@@ -391,3 +391,18 @@ def test_activations_are_kept_on_the_host_only_if_nothing_else_fits(monkeypatch,
     monkeypatch.setattr(Planner, "last_resort", ())  # the control
     with pytest.raises(ab.NothingFitsError):
         ab.plan(scanned, params, batch, memory=least - 2, timed=False)
+
+
+def test_the_least_memory_is_within_the_budget():
+    """A microbatch that is about as lean as the leanest may take more than there is."""
+
+    def loss(params, x):
+        return jnp.mean(jnp.tanh(x @ params["w"]) ** 2) + 1e-6 * jnp.sum(params["wide"] ** 2)
+
+    params, x = {"w": jnp.ones((16, 64)), "wide": jnp.ones((200, 1000))}, jnp.ones((64, 16))
+    smallest = ab.explain(loss, params, x, objective="memory", memory="1GiB", timed=False)
+    least = min(each.total for each in smallest.candidates if each.bytes is not None)
+    for memory in (least, least + 4096, smallest.chosen.total - 1):
+        plan = ab.plan(loss, params, x, objective="memory", memory=memory, timed=False)
+        assert plan.chosen.fits and plan.chosen.total <= memory
+    assert smallest.chosen.total > least  # the control: with more memory, a larger one is taken

@@ -1,5 +1,6 @@
 """`train_step`: the step of the full batch, whatever the microbatches; nothing half done; one program."""
 
+import dataclasses
 import functools
 import math
 import re
@@ -767,3 +768,106 @@ def test_the_first_step_of_a_process_is_compiled_once(tmp_path):
     (tmp_path / "script.py").write_text(_COUNTED)
     ran = subprocess.run([sys.executable, tmp_path / "script.py"], capture_output=True, text=True, check=True)
     assert ran.stdout.strip() == "[1, 0, 0]"
+
+
+def _scaling(init, update):
+    """An optimizer with a state of its own, which scales the gradient."""
+    return optax.GradientTransformation(lambda params: init, lambda grads, state, params=None: update(grads, state))
+
+
+def test_numbers_of_a_state_keep_their_kind():
+    """JAX would compile a second program for a float where an integer was. Here it would be rounded."""
+    params, batch = mlp(), data()
+
+    def halved(grads, state):
+        return jax.tree.map(lambda leaf: -0.1 * state["scale"] * leaf, grads), {"scale": state["scale"] * 0.5}
+
+    step = ab.train_step(loss, _scaling({"scale": 1}, halved), microbatch_size=8)
+    with pytest.raises(ab.InputError, match="must keep its kinds of numbers") as caught:
+        step(step.init(params), batch)
+    assert "int32[] before an update and float32[] after it" in caught.value.given
+    step = ab.train_step(loss, _scaling({"scale": 1.0}, halved), microbatch_size=8)
+    state, _ = step(step.init(params), batch)
+    assert state.opt_state["scale"] == 0.5
+
+
+def test_a_state_of_an_optimizer_keeps_its_tree():
+    params, batch = mlp(), data()
+
+    def moved(grads, state):
+        return grads, (state[0], None, state[1])
+
+    step = ab.train_step(loss, _scaling((jnp.zeros(()), jnp.ones(()), None), moved), microbatch_size=8)
+    with pytest.raises(ab.InputError, match="must return a state with the tree of the one that it is given"):
+        step(step.init(params), batch)
+
+    def constant(grads, state):
+        return grads, {"rate": 0.05, "number": state["number"] + 1}
+
+    step = ab.train_step(loss, _scaling({"rate": 0.1, "number": 0}, constant), microbatch_size=8)
+    state, _ = step(step.init(params), batch)
+    assert state.opt_state["rate"] == jnp.float32(0.05) and state.opt_state["number"] == 1
+
+
+def test_cleared_caches_are_noticed_by_the_next_step():
+    scale = 1.0
+
+    def scaled(params, batch):
+        return scale * loss(params, batch)
+
+    step = ab.train_step(scaled, optax.sgd(0.0), microbatch_size=8)
+    state, _ = step(step.init(mlp()), data())
+    state, before = step(state, data())
+    scale = 100.0
+    ab.clear_caches()
+    _, after = step(state, data())
+    assert float(after.loss) == pytest.approx(100 * float(before.loss), rel=1e-5)
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_arrays_of_the_state_may_be_other_arguments_too(devices):
+    """The first step on a mesh ended the process: an array was donated and read at once."""
+    options = {} if devices == 1 else {"mesh": jax.make_mesh((2,), ("data",), devices=jax.devices()[:2])}
+    batch = jnp.arange(18.0).reshape(6, 3) / 18
+
+    def distilled(params, batch, teacher):
+        return jnp.mean((batch["x"] @ params["w"] - batch["x"] @ teacher["w"] + jnp.sum(batch["t"])) ** 2)
+
+    step = ab.train_step(distilled, optax.sgd(0.1), microbatch_size=2, **options)
+    state = step.init({"w": jnp.ones(3), "t": jnp.ones(6)})
+    for _ in range(2):
+        given = {"x": batch, "t": state.params["t"]}
+        expected = distilled(state.params, given, state.params)
+        state, metrics = step(state, given, teacher=state.params)
+        assert float(metrics.loss) == pytest.approx(float(expected), rel=1e-5)
+
+
+def test_numbers_among_the_arguments_have_plans_of_their_own():
+    def recurrent(params, batch, steps=1):
+        hidden, _ = jax.lax.scan(lambda x, _: (jnp.tanh(x @ params), None), batch, None, length=steps)
+        return jnp.mean(hidden**2)
+
+    step = ab.train_step(recurrent, optax.sgd(0.1), memory="8MiB")
+    state = step.init(jnp.eye(128))
+    batch = jnp.ones((64, 128))
+    state, _ = step(state, batch, steps=2)
+    state, _ = step(state, batch, steps=400)
+    assert len(step.decisions) == 2
+    sizes = [size for size, *_ in step.decisions.values()]
+    alone = ab.train_step(recurrent, optax.sgd(0.1), memory="8MiB")
+    alone(alone.init(jnp.eye(128)), batch, steps=400)
+    assert next(iter(alone.decisions.values())) == list(step.decisions.values())[1] and sizes[0] == 64
+
+
+def test_a_callable_tree_with_one_array_of_numpy():
+    @jax.tree_util.register_dataclass
+    @dataclasses.dataclass
+    class Linear:
+        w: np.ndarray
+
+        def __call__(self, x):
+            return x @ self.w
+
+    step = ab.train_step(lambda model, x: jnp.mean(model(x) ** 2), optax.sgd(0.1), microbatch_size=2)
+    state = step.init(Linear(np.ones(3, np.float32)))
+    assert state.params.w.shape == (3,)
