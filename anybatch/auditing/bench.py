@@ -368,7 +368,7 @@ def compared(bench: Bench, actual: Numbers, tolerances: Sequence[float], names: 
         found.append(_compared("value", actual.value, bench.value, tolerance))
     if actual.aux is not None:
         aux_names = trial.names[bench.num_gradients + 1 :]
-        given = getattr(bench.candidate.form, "aux_names", [])
+        given = bench.candidate.form.aux_names
         if set(given).isdisjoint(aux_names):  # the state of a model beside aux changes all names
             given = aux_names
         actual_aux = dict(zip(given, actual.aux, strict=False))

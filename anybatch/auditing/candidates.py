@@ -147,6 +147,7 @@ class Form(abc.ABC):
       names: of the leaves that are compared.
       is_step: True if the candidate updates parameters; False if it returns their gradient.
       notes: what the user should know about the comparison.
+      aux_names: of the leaves of aux in the last result.
     """
 
     is_step = True
@@ -158,6 +159,7 @@ class Form(abc.ABC):
         self.shapes = [np.shape(leaf) for leaf in jax.tree.leaves(trained)]
         self.parameter_names = [path for path, _ in named_leaves(name, trained)]
         self.notes: list[str] = []
+        self.aux_names: list[str] = []
 
     @abc.abstractmethod
     def call(self, subject: Any, batch: Any, args: tuple[Any, ...]) -> tuple[Any, Any]:
@@ -180,7 +182,6 @@ class GradientForm(Form):
     def __init__(self, candidate: Callable[..., Any], trained: Any, name: str, *, has_aux: bool) -> None:
         super().__init__(candidate, trained, name)
         self.has_aux = has_aux
-        self.aux_names: list[str] = []  # of the last result
         self.names = self.parameter_names
 
     def call(self, subject: Any, batch: Any, args: tuple[Any, ...]) -> tuple[Any, Any]:

@@ -23,7 +23,7 @@ V = TypeVar("V")
 # How many sizes above and below a given one are considered.
 NEIGHBOURS = 1000
 
-# Compilations in search of a larger size that fits. After these, a size must be twice as large, and more.
+# Compilations in search of a larger size that fits. After these, it must be twice as large, then four times.
 SIZE_TRIALS = 2
 
 # Strategies within this share of the fastest count as equally fast; the leanest of them is chosen.

@@ -313,9 +313,8 @@ class TrainStep:
                 remedy="Pass one, e.g. ab.train_step(loss, optax.adamw(3e-4)).",
             )
         refuse_deleted(jax.tree.leaves((params, key, model_state)), "step.init(params)")
-        if (
-            callable(params) and len(leaves := jax.tree.leaves(params)) == 1 and leaves[0] is params
-        ):  # not a model that is callable
+        leaves = jax.tree.leaves(params)
+        if callable(params) and len(leaves) == 1 and leaves[0] is params:  # not a model that is callable
             params = params()
         else:
             params = _copied(params)
