@@ -346,21 +346,19 @@ def _double(leaf):
 
 
 @pytest.mark.every_jax
-@pytest.mark.parametrize("again", [0.25, 0.75, 1.0])
+@pytest.mark.parametrize("again", [0.25, 0.5, 1.0])
 def test_one_of_several_results_is_told_to_a_callback(float64, again):
     """As the experts that tokens are sent to are printed."""
-    params, batch = jax.tree.map(_double, problem(12, width=8, depth=6))
+    params, batch = jax.tree.map(_double, problem(12, width=8, depth=1))
     told = []
 
-    def loss(params, batch):
-        hidden = batch["x"]
-        for weights in params["layers"]:
-            best, places = jax.lax.top_k(hidden @ weights, 3)
-            jax.debug.callback(lambda places: told.append(places.shape), places)
-            hidden = jnp.tanh(hidden @ weights) * jnp.sum(best, axis=1, keepdims=True)
-        return jnp.mean((hidden - batch["y"]) ** 2)
+    def loss(weights, x):
+        best, places = jax.lax.top_k(x @ weights, 3)
+        jax.debug.callback(lambda places: told.append(places.shape), places)
+        return jnp.mean(best**2)
 
+    weights, x = params["layers"][0], batch["x"]
     fun = ab.value_and_grad(loss, reduction="mean", microbatch_size=6, remat=again)
-    assert_same(fun(params, batch), jax.value_and_grad(loss)(params, batch))
+    assert_same(fun(weights, x), jax.value_and_grad(loss)(weights, x))
     jax.effects_barrier()
     assert (6, 3) in told
